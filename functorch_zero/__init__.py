@@ -1,0 +1,35 @@
+"""functorch_zero: a JAX-style functional sharding library for PyTorch."""
+
+from . import optim, testing
+from .errors import DonatedError, GroupError, MismatchError, PeerError, StructureError, TransformError
+from .functional import functionalize
+from .groups import CountingGroup, Group, ProcessGroup, ThreadGroup, launch
+from .handle import gather
+from .shard import shard
+from .step import Aux, TrainState, eval_step, train_step
+from .tree import Params, named_leaves
+
+__all__ = [
+    "Aux",
+    "CountingGroup",
+    "DonatedError",
+    "Group",
+    "GroupError",
+    "MismatchError",
+    "Params",
+    "PeerError",
+    "ProcessGroup",
+    "StructureError",
+    "ThreadGroup",
+    "TrainState",
+    "TransformError",
+    "eval_step",
+    "functionalize",
+    "gather",
+    "launch",
+    "named_leaves",
+    "optim",
+    "shard",
+    "testing",
+    "train_step",
+]

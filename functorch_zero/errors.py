@@ -1,0 +1,54 @@
+"""Exceptions. A message says what is wrong, where (path), what was expected and got, on which rank, and the remedy."""
+
+from __future__ import annotations
+
+
+def explain(
+    what: str,
+    *,
+    path: str | None = None,
+    expected: object = None,
+    got: object = None,
+    rank: int | None = None,
+    remedy: str | None = None,
+) -> str:
+    """Format one error message; every part that is None is left out.
+
+    >>> print(explain("the shape differs", path="w", expected=(3, 4), got=(4, 3), rank=1, remedy="transpose it"))
+    the shape differs: path w, expected (3, 4), got (4, 3), on rank 1. Remedy: transpose it.
+    """
+    parts = []
+    if path is not None:
+        parts.append(f"path {path or '(root)'}")
+    if expected is not None:
+        parts.append(f"expected {expected}")
+    if got is not None:
+        parts.append(f"got {got}")
+    if rank is not None:
+        parts.append(f"on rank {rank}")
+    text = what + (": " + ", ".join(parts) if parts else "") + "."
+    return text + (f" Remedy: {remedy}." if remedy else "")
+
+
+class StructureError(ValueError):
+    """A tree, a leaf or a batch is not what the step was built for."""
+
+
+class TransformError(ValueError):
+    """A transform does what its `needs` says it does not."""
+
+
+class MismatchError(ValueError):
+    """The ranks were given different things: models, dtypes, optimizers, options."""
+
+
+class DonatedError(RuntimeError):
+    """A state was used after a step had taken its storage."""
+
+
+class GroupError(RuntimeError):
+    """A collective failed, timed out, or was called differently on different ranks."""
+
+
+class PeerError(GroupError):
+    """Another rank failed; the message carries that rank's number and its error."""

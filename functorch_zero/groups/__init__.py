@@ -1,0 +1,23 @@
+"""Groups of ranks and their collectives: processes, threads, or one process that counts."""
+
+from .counting import Call, CountedGroup, CountingGroup, counted
+from .launch import launch
+from .process import ProcessGroup, as_group
+from .protocol import Done, Group, ReduceOp, Work
+from .threads import ThreadGroup, run_ranks
+
+__all__ = [
+    "Call",
+    "CountedGroup",
+    "CountingGroup",
+    "Done",
+    "Group",
+    "ProcessGroup",
+    "ReduceOp",
+    "ThreadGroup",
+    "Work",
+    "as_group",
+    "counted",
+    "launch",
+    "run_ranks",
+]

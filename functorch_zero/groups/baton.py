@@ -1,0 +1,210 @@
+"""The baton: which of the ranks that are threads executes, and how they meet in a collective.
+
+One rank at a time holds the baton and executes. It hands it on when it has to wait for the others, or ends, to the
+next rank (in circular order) that can go on. So what the ranks share needs no lock, two runs of the same function do
+the same things in the same order, and a wait that nobody can end is seen at once instead of hanging.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from ..errors import GroupError
+from .checks import ranks_text
+
+Combine = Callable[[list[Any]], Sequence[Any]]  # all ranks' deposits -> each rank's result
+
+
+class Signature(NamedTuple):
+    """What all ranks must agree on about one collective."""
+
+    kind: str
+    dtype: torch.dtype | None = None
+    num_elements: int | None = None
+    option: str = ""
+
+    def __str__(self) -> str:
+        name = f"{self.kind}({self.option})" if self.option else self.kind
+        count = "" if self.num_elements is None else f"{self.num_elements} "
+        return name if self.dtype is None else f"{name} of {count}{str(self.dtype).removeprefix('torch.')}"
+
+
+class Meeting:
+    """One collective, on its way to being called by every rank."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.calls: dict[int, Signature] = {}
+        self.deposits: dict[int, Any] = {}
+        self.results: Sequence[Any] | None = None  # None until every rank has called
+
+    def agreed(self) -> bool:
+        return len(set(self.calls.values())) == 1
+
+    def combine(self, combine: Combine) -> None:
+        with torch.no_grad():
+            self.results = combine([self.deposits[rank] for rank in sorted(self.deposits)])
+        self.deposits.clear()
+
+    def __str__(self) -> str:
+        called = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(self.calls.items()))
+        return f"{called} (collective number {self.position} of each)"
+
+
+class Break(NamedTuple):
+    """Why no collective of this world will work any more."""
+
+    kind: type[GroupError]
+    text: str
+
+
+class World:
+    """What the ranks share. Only the rank with the baton touches it (and `run_ranks`, to stop everything)."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.broken: Break | None = None
+        self.all_ended = threading.Event()
+        self.holder = 0
+        self._batons = [threading.Semaphore(0) for _ in range(size)]
+        self._ended: set[int] = set()
+        self._waiting: dict[int, Meeting] = {}
+        self._open: dict[int, Meeting] = {}  # by position: collectives that some rank has yet to call
+        self._num_calls = [0] * size
+        self._stopped = False
+
+    def join(self, rank: int, call: Signature, deposit: Any, combine: Combine) -> Meeting:
+        """Bring `deposit` to this rank's next collective; the last rank to come combines them all."""
+        self._raise_if_broken()
+        self._num_calls[rank] += 1
+        position = self._num_calls[rank]
+        meeting = self._open.setdefault(position, Meeting(position))
+        meeting.calls[rank] = call
+        meeting.deposits[rank] = deposit
+        if not meeting.agreed():
+            self.break_with(GroupError, f"the ranks called different collectives: {meeting}")
+            self._raise_if_broken()
+        if len(meeting.calls) == self.size:
+            del self._open[position]
+            self._combine(meeting, combine)
+        return meeting
+
+    def result_of(self, meeting: Meeting, rank: int) -> Any:
+        """This rank's result; other ranks run until it is there."""
+        while meeting.results is None:
+            self._raise_if_broken()
+            self._waiting[rank] = meeting
+            try:
+                self._let_others_run(rank)
+            finally:
+                del self._waiting[rank]
+        return meeting.results[rank]
+
+    def break_with(self, kind: type[GroupError], text: str) -> None:
+        """Make every unfinished collective raise this; the first reason stays."""
+        self.broken = self.broken or Break(kind, text)
+
+    def begin(self) -> None:
+        self._pass_baton_to(0)
+
+    def take_baton(self, rank: int) -> None:
+        """Return when it is this rank's turn; raise when `run_ranks` has stopped everything."""
+        self._batons[rank].acquire()
+        if self._stopped:
+            self._raise_if_broken()
+
+    def end(self, rank: int) -> None:
+        """This rank has returned or raised: the baton goes on for good."""
+        self._ended.add(rank)
+        if len(self._ended) == self.size:
+            self.all_ended.set()
+            return
+        successor = self._successor(rank)
+        if successor is None:
+            self._break_deadlock()
+            successor = self._successor(rank)
+        assert successor is not None  # a broken world lets every rank go on
+        self._pass_baton_to(successor)
+
+    def stop(self) -> None:
+        """Let every waiting rank go, to raise at once: turns no longer matter."""
+        self.break_with(GroupError, "run_ranks was stopped before this rank had ended")
+        self._stopped = True
+        for baton in self._batons:
+            baton.release()
+
+    def check_all_called(self) -> None:
+        """Refuse ranks that all returned, some without collectives that others called and never waited for."""
+        if self.broken is None and self._open:
+            meeting = self._open[min(self._open)]
+            missing = [rank for rank in range(self.size) if rank not in meeting.calls]
+            raise GroupError(
+                f"all ranks returned, but {ranks_text(missing)} never called what others called: {meeting}"
+            )
+
+    def where_ranks_are(self) -> str:
+        """Who waits in which collective, who has ended, who runs."""
+        parts = [f"{ranks_text(self._ended)} returned"] if self._ended else []
+        for rank in sorted(set(range(self.size)) - self._ended):
+            meeting = self._waiting.get(rank)
+            if meeting is not None:
+                parts.append(f"rank {rank} waits in {meeting.calls[rank]} (its collective number {meeting.position})")
+            else:
+                parts.append(f"rank {rank} {'runs' if rank == self.holder else 'is ready to go on'}")
+        return "; ".join(parts)
+
+    def _let_others_run(self, rank: int) -> None:
+        successor = self._successor(rank)
+        if successor is None:
+            self._break_deadlock()
+            return
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(
+                "a rank waits inside forward-mode differentiation (torch.func.jvp), which all threads share, "
+                "so thread ranks can't take turns here. Remedy: make params whole first, fz.gather(params), or use "
+                "real processes, fz.launch"
+            )
+        stream = torch.get_rng_state()
+        self._pass_baton_to(successor)
+        self.take_baton(rank)
+        torch.set_rng_state(stream)
+
+    def _pass_baton_to(self, rank: int) -> None:
+        self.holder = rank
+        self._batons[rank].release()
+
+    def _successor(self, rank: int) -> int | None:
+        """The next rank, in circular order, that can go on."""
+        for step in range(1, self.size + 1):
+            candidate = (rank + step) % self.size
+            if candidate not in self._ended and self._can_go_on(candidate):
+                return candidate
+        return None
+
+    def _can_go_on(self, rank: int) -> bool:
+        meeting = self._waiting.get(rank)
+        return meeting is None or meeting.results is not None or self.broken is not None
+
+    def _combine(self, meeting: Meeting, combine: Combine) -> None:
+        try:
+            meeting.combine(combine)
+        except Exception as error:
+            kind = type(error) if isinstance(error, GroupError) else GroupError
+            self.break_with(kind, f"{error} (in {meeting})")
+            raise self._error() from error
+
+    def _break_deadlock(self) -> None:
+        self.break_with(GroupError, f"no rank can go on: {self.where_ranks_are()}")
+
+    def _raise_if_broken(self) -> None:
+        if self.broken is not None:
+            raise self._error()
+
+    def _error(self) -> GroupError:
+        assert self.broken is not None
+        return self.broken.kind(self.broken.text)

@@ -1,0 +1,188 @@
+"""Counting collectives and their bytes: around a real group, or in one process that only imagines the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_all_gather, check_all_to_all, check_flat, check_reduce_scatter, check_source
+from .protocol import Done, Group, ReduceOp, Work, check_reducible
+
+
+class Call(NamedTuple):
+    """One collective that one rank called."""
+
+    kind: str  # the method's name
+    dtype: torch.dtype  # uint8 for exchange and barrier
+    num_elements: int  # of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
+    sent_bytes: float  # what one rank sends at least, on a ring
+
+
+class CountedGroup:
+    """Forwards to `inner` and records every collective in `calls`; `counted` makes it.
+
+    Recorded as sent by this rank, for N ranks and B bytes in the longest tensor: all_gather and reduce_scatter
+    B * (N-1) / N, all_reduce twice that, all_to_all the runs for other ranks, broadcast B, exchange this rank's payload
+    to each other rank, barrier nothing; nothing at all for one rank.
+    """
+
+    def __init__(self, inner: Group) -> None:
+        self.inner = inner
+        self.calls: list[Call] = []
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0 to size - 1."""
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.inner.size
+
+    def num_calls(self, kind: str | None = None) -> int:
+        """How many collectives were called, of one kind or of all."""
+        return len(self._of_kind(kind))
+
+    def sent_bytes(self, kind: str | None = None) -> float:
+        """The bytes that this rank sent, in collectives of one kind or of all."""
+        return sum(call.sent_bytes for call in self._of_kind(kind))
+
+    def reset(self) -> None:
+        """Forget the calls recorded so far."""
+        self.calls.clear()
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        work = self.inner.all_gather(out, piece)
+        self._record("all_gather", out, out.nbytes * self._others / self.size)
+        return work
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        work = self.inner.reduce_scatter(out, whole)
+        self._record("reduce_scatter", whole, whole.nbytes * self._others / self.size)
+        return work
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        work = self.inner.all_reduce(tensor, op)
+        self._record("all_reduce", tensor, 2 * tensor.nbytes * self._others / self.size)
+        return work
+
+    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+        work = self.inner.all_to_all(out, out_sizes, source, in_sizes)
+        self._record("all_to_all", source, (sum(in_sizes) - in_sizes[self.rank]) * source.element_size())
+        return work
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        work = self.inner.broadcast(tensor, source)
+        self._record("broadcast", tensor, tensor.nbytes if self._others else 0)
+        return work
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        payloads = self.inner.exchange(payload)
+        self.calls.append(Call("exchange", torch.uint8, len(payload), len(payload) * self._others))
+        return payloads
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+        self.calls.append(Call("barrier", torch.uint8, 0, 0))
+
+    def fail(self, error: BaseException) -> None:
+        self.inner.fail(error)
+
+    @property
+    def _others(self) -> int:
+        return self.size - 1
+
+    def _record(self, kind: str, tensor: Tensor, sent_bytes: float) -> None:
+        self.calls.append(Call(kind, tensor.dtype, tensor.numel(), sent_bytes))
+
+    def _of_kind(self, kind: str | None) -> list[Call]:
+        return [call for call in self.calls if kind in (None, call.kind)]
+
+
+class CountingGroup(CountedGroup):
+    """Rank `rank` of `size`, alone: each collective gives what it would if every other rank had the same data.
+
+    An all-to-all's `out` takes from each rank this rank's run for itself, repeated or cut to the expected size. Meta
+    tensors work.
+
+    >>> group = CountingGroup(4)
+    >>> out = torch.empty(8)
+    >>> group.all_gather(out, torch.tensor([1.0, 2.0])).wait()
+    >>> out
+    tensor([1., 2., 1., 2., 1., 2., 1., 2.])
+    >>> group.num_calls(), group.sent_bytes("all_gather")  # 32 bytes * 3/4
+    (1, 24.0)
+    """
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be from 0 to size - 1, got rank {rank} and size {size}")
+        super().__init__(_MirrorGroup(rank, size))
+
+
+def counted(group: Group) -> CountedGroup:
+    """`group`, with every collective that this rank calls recorded in `.calls`."""
+    return CountedGroup(group)
+
+
+class _MirrorGroup:
+    """A group whose other ranks all hold what this rank holds. Outputs are there at once."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    @torch.no_grad()
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        check_all_gather(self.size, out, piece)
+        out.view(self.size, piece.numel()).copy_(piece.clone())  # it may lie in out
+        return Done()
+
+    @torch.no_grad()
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        check_reduce_scatter(self.size, out, whole)
+        check_reducible("sum", whole)
+        start = self.rank * out.numel()
+        out.copy_(whole[start : start + out.numel()] * self.size)
+        return Done()
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        check_flat(tensor=tensor)
+        check_reducible(op, tensor)
+        if op == "sum":
+            tensor.mul_(self.size)
+        return Done()
+
+    @torch.no_grad()
+    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+        check_all_to_all(self.size, out, out_sizes, source, in_sizes)
+        own = torch.split(source, list(in_sizes))[self.rank].clone()
+        for run in torch.split(out, list(out_sizes)):
+            _fill(run, own)
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        check_flat(tensor=tensor)
+        check_source(self.size, source)
+        return Done()
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return [bytes(payload)] * self.size
+
+    def barrier(self) -> None:
+        return None
+
+    def fail(self, error: BaseException) -> None:
+        return None
+
+
+def _fill(run: Tensor, own: Tensor) -> None:
+    if own.numel():
+        run.copy_(own.repeat(-(-run.numel() // own.numel()))[: run.numel()])
+    else:
+        run.zero_()

@@ -1,0 +1,354 @@
+"""Ranks as processes, over torch.distributed: NCCL on GPUs, gloo on CPUs.
+
+A collective that only moves data moves bytes, so every dtype works on every backend. Sums that gloo would make slowly,
+or not at all, are an exchange followed by a local sum in rank order; `ProcessGroup` says which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import GroupError, PeerError
+from .checks import (
+    check_all_gather,
+    check_all_to_all,
+    check_flat,
+    check_reduce_scatter,
+    check_source,
+    failure_text,
+    fold,
+)
+from .guard import refuse_collectives_in_transforms
+from .protocol import Done, Group, ReduceOp, Work, check_reducible
+from .torch_group import backends_of, destroy, failure_key, own_group, parent_group, publish_failure, read_failure
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_REDUCED_BY_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)
+
+_SMALL = (
+    2**16
+)  # bytes gathered in all, up to which gloo's all-gather and a local sum take no longer than its all-reduce
+
+
+def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
+    """`group` itself if it is a `Group`, else a `ProcessGroup` over torch's group or mesh (None: all ranks)."""
+    return group if isinstance(group, Group) else ProcessGroup(group)
+
+
+class ProcessGroup:
+    """The ranks of a torch process group, of a 1-D `DeviceMesh`, or (None) of the default process group.
+
+    All these ranks must make it, in the same order among the groups that they make; it costs one barrier and one small
+    all-gather. It communicates over a torch group of its own, so that `fail` can destroy it without touching the
+    caller's. A collective that takes longer than `timeout` (seconds, or a timedelta) fails.
+
+    What is done where (N ranks, S bytes in the whole tensor, sent by each rank):
+
+    - all_gather, all_to_all, broadcast: the backend's own, on bytes.
+    - reduce_scatter: NCCL's own. gloo: an all-to-all (S * (N-1) / N), and a sum in rank order in `wait`. gloo's own
+      moves as much as an all-reduce and takes twice as long.
+    - all_reduce: the backend's own, but for small tensors on CPUs and dtypes no backend adds, which are gathered and
+      summed in rank order. A maximum keeps NaN, by reducing a mask of NaN along with the values.
+    - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call and in `wait`, since
+      gloo does not have all collectives for them.
+    - one rank: copies, no communication.
+
+    Raises `PeerError` with the other rank's error when one has called `fail`, and `GroupError` when one was lost
+    without a word or the time is over: in the call, or in `Work.wait`. Afterwards the group can't be used any more.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | timedelta = 300.0
+    ) -> None:
+        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self._works: weakref.WeakSet[_TorchWork] = weakref.WeakSet()
+        self._error: GroupError | None = None
+        refuse_collectives_in_transforms()
+        parent = parent_group(group)
+        self._backends = backends_of(parent)
+        self._rank, self._size = dist.get_rank(parent), dist.get_world_size(parent)
+        self._torch_group: dist.ProcessGroup | None = None
+        self._failure_key = ""
+        if self._size > 1:
+            self._torch_group = own_group(parent, self._timeout)
+            self._failure_key = failure_key(self.exchange(os.urandom(16))[0].hex())
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0 to size - 1."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own place in `out`."""
+        check_all_gather(self.size, out, piece)
+        out, piece = out.detach(), piece.detach()
+        if self.size == 1 or not out.numel():
+            return _copied(out, piece)
+        if self._must_stage(out):
+            return _through_host(self.all_gather, out, piece)
+        return self._gather("all_gather", out, piece)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        """`out` (k,) becomes the sum over ranks of this rank's slice of `whole` (N * k,)."""
+        check_reduce_scatter(self.size, out, whole)
+        check_reducible("sum", whole)
+        out, whole = out.detach(), whole.detach()
+        if self.size == 1 or not whole.numel():
+            return _copied(out, whole)
+        if self._must_stage(whole):
+            return _through_host(self.reduce_scatter, out, whole)
+        if self._backend(whole) != "gloo" and whole.dtype in _REDUCED_BY_BACKENDS:
+            return self._launch("reduce_scatter", _REDUCE_SCATTER, out, whole)
+        if self.size == 2:
+            return self._swap_halves(out, whole)
+        slices = torch.empty_like(whole).view(self.size, -1)  # (N, k): what each rank has for this one
+        runs = [_bytes(out).numel()] * self.size
+        work = self._launch(
+            "reduce_scatter", dist.all_to_all_single, _bytes(slices.view(-1)), _bytes(whole), runs, runs
+        )
+        return _Then(work, lambda: _fold_into(out, slices, "sum"))
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """`tensor` (k,) becomes the sum or the maximum over ranks, in place; bitwise the same on every rank."""
+        check_flat(tensor=tensor)
+        check_reducible(op, tensor)
+        tensor = tensor.detach()
+        if self.size == 1 or not tensor.numel():
+            return Done()
+        if self._must_stage(tensor):
+            return _through_host(lambda host, _: self.all_reduce(host, op), tensor, tensor)
+        small = tensor.device.type == "cpu" and self.size * tensor.nbytes <= _SMALL
+        if small or tensor.dtype not in _REDUCED_BY_BACKENDS:
+            return self._gather_and_fold(tensor, op)
+        if op == "max" and tensor.is_floating_point():
+            return self._max_with_nan(tensor)
+        return self._reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+
+    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+        """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j sent."""
+        check_all_to_all(self.size, out, out_sizes, source, in_sizes)
+        out, source = out.detach(), source.detach()
+        if self.size == 1:
+            return _copied(out, source)
+        if self._must_stage(out):
+            return _through_host(lambda o, s: self.all_to_all(o, out_sizes, s, in_sizes), out, source)
+        width = source.element_size()
+        out_runs, in_runs = [n * width for n in out_sizes], [n * width for n in in_sizes]
+        return self._launch("all_to_all", dist.all_to_all_single, _bytes(out), _bytes(source), out_runs, in_runs)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        """`tensor` (k,) becomes rank `source`'s, in place."""
+        check_flat(tensor=tensor)
+        check_source(self.size, source)
+        tensor = tensor.detach()
+        if self.size == 1 or not tensor.numel():
+            return Done()
+        if self._must_stage(tensor):
+            return _through_host(lambda host, _: self.broadcast(host, source), tensor, tensor)
+        return self._launch("broadcast", dist.broadcast, _bytes(tensor), group_src=source)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's `payload` in rank order; sizes may differ. Two all-gathers: the sizes, then padded bytes."""
+        sizes = self._gather_host("exchange", torch.tensor([len(payload)], device="cpu")).tolist()
+        longest = max(sizes)
+        if not longest:
+            return [b""] * self.size
+        padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
+        rows = self._gather_host("exchange", padded).view(self.size, longest)
+        return [ctypes.string_at(row.data_ptr(), size) for row, size in zip(rows, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self._gather_host("barrier", torch.zeros(1, dtype=torch.uint8, device="cpu"))
+
+    def fail(self, error: BaseException) -> None:
+        """Publish `error` to the other ranks and leave: their collectives raise `PeerError`, in about 0.1 s on gloo.
+
+        Does nothing when this rank has failed or lost the group before.
+        """
+        if self._torch_group is None:
+            return
+        text = failure_text(self.rank, error)
+        self._error = GroupError(f"{text}, and so left this group. Remedy: make a new group, on all ranks")
+        publish_failure(self._failure_key, text)
+        self._leave()
+
+    def close(self) -> None:
+        """Give the connections back; other ranks that still wait for this one get an error."""
+        if self._torch_group is not None:
+            self._error = GroupError(f"rank {self.rank} has closed this group")
+            self._leave()
+
+    def lost(self, text: str) -> GroupError:
+        """Leave the group after a collective failed on this rank, so that nobody waits for it, and return the error.
+
+        That is what the rank at fault has published, if it had the time, else `text`.
+        """
+        if self._error is None:
+            self._leave()
+            published = read_failure(self._failure_key)
+            self._error = PeerError(published) if published else GroupError(text)
+        return self.why_left()
+
+    def why_left(self) -> GroupError:
+        """The error for whatever is asked of this group after it was left."""
+        reason = self._error or GroupError(f"rank {self.rank} has left this group")
+        return type(reason)(*reason.args)  # a new one each time, without the traceback of the last
+
+    def _leave(self) -> None:
+        if self._torch_group is None:
+            return
+        for work in list(self._works):  # a torch Work, even a finished one, keeps the connections open
+            work.abandon()
+        holder = [self._torch_group]
+        self._torch_group = None
+        destroy(holder)
+
+    def _launch(self, kind: str, collective: Callable[..., Any], *tensors_and_sizes: Any, **options: Any) -> Work:
+        if self._torch_group is None:
+            raise self.why_left()
+        try:
+            handle = collective(*tensors_and_sizes, group=self._torch_group, async_op=True, **options)
+        except RuntimeError as error:
+            cause = error.with_traceback(None)  # its frames hold the torch group, whose connections must close
+            raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
+        work = _TorchWork(self, kind, handle, tensors_and_sizes)
+        self._works.add(work)
+        return work
+
+    def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
+        return self._launch(kind, _ALL_GATHER, _bytes(out), _bytes(piece))
+
+    def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
+        """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more room is needed."""
+        halves = whole.chunk(2)
+        runs = [0, 0]
+        runs[1 - self.rank] = _bytes(out).numel()
+        theirs = _bytes(halves[1 - self.rank])
+        work = self._launch("reduce_scatter", dist.all_to_all_single, _bytes(out), theirs, runs, runs)
+        return _Then(work, lambda: out.add_(halves[self.rank]))
+
+    def _reduce(self, tensor: Tensor, op: Any) -> Work:
+        return self._launch("all_reduce", dist.all_reduce, tensor, op)
+
+    def _gather_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
+        parts = tensor.new_empty(self.size, tensor.numel())
+        work = self._gather("all_reduce", parts.view(-1), tensor)
+        return _Then(work, lambda: _fold_into(tensor, parts, op))
+
+    def _max_with_nan(self, tensor: Tensor) -> Work:
+        """Backends compare, and every comparison with NaN is false: which rank's NaN survives would be chance."""
+        is_nan = tensor.isnan()
+        doubled = torch.cat([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
+        values, mask = doubled.chunk(2)
+        work = self._reduce(doubled, dist.ReduceOp.MAX)
+        return _Then(work, lambda: tensor.copy_(values.masked_fill_(mask > 0, torch.nan)))
+
+    def _gather_host(self, kind: str, part: Tensor) -> Tensor:
+        """All ranks' `part`s, on the CPU like `part`, by way of whatever device this group's backend works on."""
+        device = torch.device("cpu") if "cpu" in self._backends else torch.device(*self._backends)
+        out = torch.empty(self.size * part.numel(), dtype=part.dtype, device=device)
+        if self.size == 1:
+            return part
+        self._gather(kind, out, part.to(device)).wait()
+        return out.cpu()
+
+    def _backend(self, tensor: Tensor) -> str:
+        name = self._backends.get(tensor.device.type)
+        if name is None:
+            raise ValueError(
+                f"this group can't move tensors on {tensor.device}: its backends are {self._backends}. Remedy: "
+                "initialise torch.distributed with a backend for that device"
+            )
+        return name
+
+    def _must_stage(self, tensor: Tensor) -> bool:
+        return self._backend(tensor) == "gloo" and tensor.device.type != "cpu"
+
+
+class _TorchWork:
+    """torch's Work, whose errors become ours."""
+
+    def __init__(self, group: ProcessGroup, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
+        self._group = group
+        self._kind = kind
+        self._handle = handle
+        self._kept: tuple[Any, ...] = kept  # the tensors, which must live until the backend is through with them
+        self._abandoned = False
+
+    def wait(self) -> None:
+        if self._abandoned:
+            raise self._group.why_left()
+        if self._handle is None:
+            return
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            cause = error.with_traceback(None)
+            raise self._group.lost(self._failure_text(cause)) from cause
+        self._handle, self._kept = None, ()
+
+    def _failure_text(self, cause: RuntimeError) -> str:
+        where = f"{self._kind} on rank {self._group.rank}"
+        if "timed out" in str(cause).lower():
+            return f"{where} took longer than the group's time limit: another rank is stuck, slow or lost: {cause}"
+        return f"lost a peer in {where}: another rank has ended or can't be reached: {cause}"
+
+    def abandon(self) -> None:
+        """Let go of the connections. The tensors stay: the backend may still write to them."""
+        if self._handle is not None:
+            self._handle, self._abandoned = None, True
+
+
+class _Then:
+    """A collective, and what remains to be done here once it has finished."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _copied(out: Tensor, source: Tensor) -> Work:
+    out.copy_(source)
+    return Done()
+
+
+def _through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, source: Tensor) -> Work:
+    """`collective(out, source)` on copies on the CPU; when they are one tensor, it works in place on one copy."""
+    host_source = source.cpu()
+    host_out = host_source if out is source else torch.empty(out.shape, dtype=out.dtype, device="cpu")
+    return _Then(collective(host_out, host_source), lambda: out.copy_(host_out))
+
+
+def _fold_into(out: Tensor, parts: Tensor, op: str) -> None:
+    out.copy_(fold(parts.unbind(), op))

@@ -1,0 +1,293 @@
+"""Ranks as threads of one process: for property tests and for trying things out; milliseconds a case, no ports.
+
+One rank at a time executes (baton.py says how), so runs are repeatable. Outputs are written by `Work.wait()`, never
+before: code that reads too early sees old values every time, not only where the network is slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import GroupError, PeerError
+from .baton import Combine, Meeting, Signature, World
+from .checks import (
+    check_all_gather,
+    check_all_to_all,
+    check_flat,
+    check_reduce_scatter,
+    check_source,
+    failure_text,
+    fold,
+    ranks_text,
+)
+from .protocol import ReduceOp, Work, check_reducible
+
+T = TypeVar("T")
+
+_SECONDS_TO_END = 2.0  # given to interrupted ranks before run_ranks gives up on joining them
+
+
+def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60.0) -> list[T]:
+    """Call `fn(group)` on each of `ranks` threads and return the results in rank order.
+
+    Every rank starts from the caller's torch RNG state (CPU) and has its own stream from there; the caller's is left
+    as it was. Grad mode, inference mode, default device and context variables are the caller's; backward runs in the
+    rank's own thread. Python's `random`, numpy's and CUDA's generators are shared by all ranks.
+
+    Raises what the first failing rank raised, with a note naming the rank; the others get `PeerError`. Raises
+    `GroupError` when the ranks call different collectives or none of them can go on, and `TimeoutError` after
+    `timeout` seconds.
+
+    >>> def mean_of_ranks(group):
+    ...     rank = torch.tensor([float(group.rank)])
+    ...     group.all_reduce(rank).wait()
+    ...     return (rank / group.size).item()
+    >>> run_ranks(mean_of_ranks, 4)
+    [1.5, 1.5, 1.5, 1.5]
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    stream = torch.get_rng_state()
+    world = World(ranks)
+    run: _Run[T] = _Run(world, fn, stream)
+    try:
+        run.start()
+        in_time = world.all_ended.wait(timeout)
+        places = world.where_ranks_are()
+    finally:
+        still_alive = run.stop()
+        torch.set_rng_state(stream)
+    if not in_time:
+        raise TimeoutError(f"run_ranks took longer than {timeout:g} s: {places}{still_alive}")
+    world.check_all_called()
+    run.raise_first_failure()
+    return [run.results[rank] for rank in range(ranks)]
+
+
+class ThreadGroup:
+    """One rank's view of N ranks that are threads of one process; `run_ranks` makes it.
+
+    It belongs to its rank's thread and refuses calls from any other. Sums are in rank order. A `Work` may be waited
+    for late, in any order, or never.
+    """
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world = world
+        self._rank = rank
+        self._thread = threading.get_ident()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0 to size - 1."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._world.size
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order."""
+        check_all_gather(self.size, out, piece)
+        call = Signature("all_gather", piece.dtype, piece.numel())
+        return self._start(call, piece, out, lambda pieces: [torch.cat(pieces)] * len(pieces))
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        """`out` (k,) becomes the sum over ranks, in rank order, of this rank's slice of `whole` (N * k,)."""
+        check_reduce_scatter(self.size, out, whole)
+        check_reducible("sum", whole)
+        call = Signature("reduce_scatter", whole.dtype, whole.numel())
+        return self._start(call, whole, out, lambda wholes: fold(wholes, "sum").view(self.size, out.numel()).unbind())
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """`tensor` (k,) becomes the sum (in rank order) or the maximum over ranks, in place."""
+        check_flat(tensor=tensor)
+        check_reducible(op, tensor)
+        call = Signature("all_reduce", tensor.dtype, tensor.numel(), op)
+        return self._start(call, tensor, tensor, lambda tensors: [fold(tensors, op)] * len(tensors))
+
+    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+        """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j sent."""
+        check_all_to_all(self.size, out, out_sizes, source, in_sizes)
+        call = Signature("all_to_all", source.dtype, None)
+        deposit = _Runs(source, tuple(in_sizes), tuple(out_sizes))
+        return self._start(call, deposit, out, _trade_runs)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        """`tensor` (k,) becomes rank `source`'s, in place."""
+        check_flat(tensor=tensor)
+        check_source(self.size, source)
+        call = Signature("broadcast", tensor.dtype, tensor.numel(), f"source={source}")
+        return self._start(call, tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors))
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's `payload` in rank order; sizes may differ."""
+        meeting = self._call(Signature("exchange"), bytes(payload), lambda payloads: [payloads] * len(payloads))
+        return list(self._world.result_of(meeting, self._rank))
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        meeting = self._call(Signature("barrier"), None, lambda nothing: nothing)
+        self._world.result_of(meeting, self._rank)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed: their collectives, and this rank's, raise `PeerError`."""
+        self._world.break_with(PeerError, failure_text(self._rank, error))
+
+    def _start(self, call: Signature, deposit: Any, out: Tensor, combine: Combine) -> Work:
+        return _ThreadWork(self._world, self._rank, self._call(call, deposit, combine), out)
+
+    def _call(self, call: Signature, deposit: Any, combine: Combine) -> Meeting:
+        if threading.get_ident() != self._thread:
+            raise GroupError(
+                f"the ThreadGroup of rank {self._rank} was used for {call} outside its rank's thread. "
+                "Remedy: use each group only in the function that run_ranks gave it to, and in no thread of your own"
+            )
+        return self._world.join(self._rank, call, deposit, combine)
+
+
+class _Runs(NamedTuple):
+    """What one rank brings to an all-to-all."""
+
+    source: Tensor
+    in_sizes: tuple[int, ...]
+    out_sizes: tuple[int, ...]
+
+
+def _trade_runs(deposits: list[_Runs]) -> list[Tensor]:
+    for sender, sent in enumerate(deposits):
+        for receiver, received in enumerate(deposits):
+            if sent.in_sizes[receiver] != received.out_sizes[sender]:
+                raise GroupError(
+                    f"all_to_all: rank {sender} sends {sent.in_sizes[receiver]} elements to rank {receiver}, "
+                    f"which expects {received.out_sizes[sender]}"
+                )
+    runs = [torch.split(deposit.source, list(deposit.in_sizes)) for deposit in deposits]
+    return [torch.cat([run[receiver] for run in runs]) for receiver in range(len(deposits))]
+
+
+class _ThreadWork:
+    """A collective under way; `out` is written when it is waited for."""
+
+    def __init__(self, world: World, rank: int, meeting: Meeting, out: Tensor) -> None:
+        self._world = world
+        self._rank = rank
+        self._meeting: Meeting | None = meeting
+        self._out: Tensor | None = out
+
+    def wait(self) -> None:
+        if self._meeting is None or self._out is None:
+            return
+        result = self._world.result_of(self._meeting, self._rank)
+        with torch.no_grad():
+            self._out.copy_(result)
+        self._meeting = self._out = None
+
+
+class _Run(Generic[T]):
+    """The threads of one `run_ranks`, and what came of them."""
+
+    def __init__(self, world: World, fn: Callable[[ThreadGroup], T], stream: Tensor) -> None:
+        self.results: dict[int, T] = {}
+        self._world = world
+        self._fn = fn
+        self._stream = stream
+        self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
+        self._settings = _Settings.now()
+        self._threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run, args=(self._in_thread, rank), name=f"rank {rank}", daemon=True
+            )
+            for rank in range(world.size)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        self._world.begin()
+
+    def stop(self) -> str:
+        """End every thread: at once when all ranks have ended, else by breaking what they wait for or do.
+
+        Return the words to add to an error about a thread that could not be ended, if any.
+        """
+        if self._world.all_ended.is_set():
+            for thread in self._threads:
+                thread.join()
+            return ""
+        self._world.stop()
+        _interrupt(self._threads[self._world.holder])
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(_SECONDS_TO_END)
+        alive = [rank for rank, thread in enumerate(self._threads) if thread.is_alive()]
+        return f". The thread of {ranks_text(alive)} could not be interrupted and still runs" if alive else ""
+
+    def raise_first_failure(self) -> None:
+        if not self._failures:
+            return
+        real = [(rank, error) for rank, error in self._failures if not isinstance(error, PeerError)]
+        rank, error = (real or self._failures)[0]
+        self._failures.clear()
+        error.add_note(f"Raised on rank {rank} of {self._world.size}.")
+        try:
+            raise error
+        finally:
+            del real, error  # an exception and a frame that hold each other would keep the ranks' tensors alive
+
+    def _in_thread(self, rank: int) -> None:
+        with contextlib.suppress(_Interrupted):  # should it come in the last lines, after fn
+            try:
+                self._call_fn(rank)
+            finally:
+                self._world.end(rank)
+
+    def _call_fn(self, rank: int) -> None:
+        try:
+            self._world.take_baton(rank)
+            torch.set_rng_state(self._stream)
+            with self._settings.applied():
+                self.results[rank] = self._fn(ThreadGroup(self._world, rank))
+        except BaseException as error:
+            self._failures.append((rank, error))
+            self._world.break_with(PeerError, failure_text(rank, error))
+
+
+class _Settings(NamedTuple):
+    """What torch keeps per thread and a rank should have as its caller had it."""
+
+    grad: bool
+    inference: bool
+    device: torch.device
+
+    @classmethod
+    def now(cls) -> _Settings:
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device())
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if self.device.type != "cpu":
+                stack.enter_context(self.device)
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+
+class _Interrupted(BaseException):
+    """Raised inside a rank that still runs when the time is over."""
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    if thread.ident is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))

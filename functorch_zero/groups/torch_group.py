@@ -1,0 +1,129 @@
+"""What `ProcessGroup` needs of torch.distributed besides collectives: making and destroying a group, and a last word.
+
+The last word, why a rank failed, goes through torch's store, since a broken group can't carry it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+WORLD_FAILURE_KEY = "functorch_zero/failed"  # set by `launch` for a rank whose function raised
+
+_SECONDS_TO_DESTROY = 1.0
+_SECONDS_TO_READ = 1.0
+_MAX_TEXT = 4000  # characters of an error that are passed on
+
+
+def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The torch group that a user means; an error that says what to do when there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised in this process. Remedy: start the ranks with fz.launch(fn, ranks), "
+            "or call torch.distributed.init_process_group() in a script that torchrun starts"
+        )
+    if group is None:
+        return _world_group()
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    return _group_of_mesh(group)
+
+
+def _world_group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None  # torch.distributed is initialised
+    return world
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    from torch.distributed.device_mesh import DeviceMesh  # here, since it takes a while to import
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            "group must be a functorch_zero Group, a torch ProcessGroup or DeviceMesh that this rank belongs to, or "
+            f"None for all ranks; got {mesh!r}"
+        )
+    if mesh.ndim != 1:
+        raise NotImplementedError(
+            f"a DeviceMesh of {mesh.ndim} dims ({mesh.mesh_dim_names}) is not supported yet: replicating over one axis "
+            "and sharding over another (HSDP) is planned. Remedy: pass one axis, as in mesh['shard']"
+        )
+    return mesh.get_group()
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend for each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    parts = (part.split(":") for part in str(dist.get_backend_config(group)).split(","))
+    return {device: backend for device, backend in parts}
+
+
+def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A new torch group of the parent's ranks, in their order; every one of them calls it, and nobody else."""
+    ranks = dist.get_process_group_ranks(parent)
+    options: dict[str, Any] = {"timeout": timeout, "group_desc": "functorch_zero"}
+    if ranks != sorted(ranks):
+        options["sort_ranks"] = False  # torch releases without this option sort every group
+    if len(ranks) < dist.get_world_size():
+        options["use_local_synchronization"] = True
+    if backends_of(parent) != backends_of(_world_group()):
+        options["backend"] = str(dist.get_backend_config(parent))
+    made = dist.new_group(ranks, **options)
+    assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
+    return made
+
+
+def destroy(holder: list[dist.ProcessGroup]) -> None:
+    """Destroy the group in `holder`, which must be the last reference to it, and empty `holder`.
+
+    gloo closes its connections when the last reference goes, and before that waits for this rank's own collectives
+    under way, which may take until the other ranks call them: so it is a thread that waits.
+    """
+    thread = threading.Thread(target=_destroy_now, args=(holder,), name="destroy group", daemon=True)
+    thread.start()
+    thread.join(_SECONDS_TO_DESTROY)
+
+
+def _destroy_now(holder: list[dist.ProcessGroup]) -> None:
+    only_gloo = set(backends_of(holder[0]).values()) == {"gloo"}
+    abort = None if only_gloo else getattr(dist.distributed_c10d, "_abort_process_group", None)
+    with contextlib.suppress(Exception):  # ValueError when the user has destroyed all groups
+        (abort or dist.destroy_process_group)(holder[0])
+    holder.clear()
+
+
+def failure_key(token: str) -> str:
+    """The store's key for a group's first failure. torchrun's store outlives restarts, so names alone may be stale."""
+    return f"{WORLD_FAILURE_KEY}/{token}"
+
+
+def publish_failure(key: str, text: str) -> None:
+    """Leave `text` in the store for the other ranks, unless another rank has been quicker."""
+    with contextlib.suppress(Exception):  # the store may have died with its host: then nobody can be told
+        _store().compare_set(key, "", text[:_MAX_TEXT])
+
+
+def read_failure(key: str) -> str | None:
+    """The first failure's text. A rank publishes it just before its connections close; look a while all the same."""
+    give_up = time.monotonic() + _SECONDS_TO_READ
+    with contextlib.suppress(Exception):
+        store = _store()
+        while True:
+            for candidate in (key, WORLD_FAILURE_KEY):
+                if store.check([candidate]):
+                    return str(store.get(candidate), errors="replace")
+            if time.monotonic() > give_up:
+                return None
+            time.sleep(0.02)
+    return None
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()

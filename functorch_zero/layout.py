@@ -1,0 +1,226 @@
+"""How a tree is cut: units, buckets, extents. Integers only, the same on every rank, no communication.
+
+A unit's leaves of one dtype and one trainability lie in one bucket, a flat 1-D buffer: each leaf starts at a
+64-byte boundary, in path order, and the bucket is padded to `num_ranks` equal pieces. Rank r keeps the elements
+[r * piece, (r + 1) * piece) of each bucket, and so of each leaf in it a contiguous range, possibly empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import optree
+import torch
+
+from .tree import Params, PyTree, UnitSpec, paths
+
+ALIGNMENT = 64  # bytes; a leaf, and a rank's piece, start at a multiple of it
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What one rank's piece covers of a leaf: elements [start, stop) of the flattened leaf of this full shape."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start <= self.stop <= prod(self.shape), self
+
+    @classmethod
+    def of(cls, leaf: Any) -> Extent:
+        """The extent of a whole leaf."""
+        return cls(tuple(leaf.shape), 0, leaf.numel())
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole leaf."""
+        return prod(self.shape)
+
+    @property
+    def num_here(self) -> int:
+        """Elements of the piece."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """What a layout must know of a leaf."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat buffer of a unit: the leaves of one dtype and one trainability, and where each starts."""
+
+    name: str
+    dtype: torch.dtype
+    trainable: bool
+    leaves: tuple[int, ...]  # numbers of the leaves in tree order
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]  # in elements, multiples of the alignment
+    piece: int  # elements that one rank keeps; the bucket holds num_ranks * piece
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        return tuple(prod(shape) for shape in self.shapes)
+
+    def extent(self, k: int, rank: int) -> Extent:
+        """What `rank` keeps of the k-th leaf of this bucket."""
+        offset, numel = self.offsets[k], self.numels[k]
+        start = min(max(rank * self.piece - offset, 0), numel)
+        stop = min(max((rank + 1) * self.piece - offset, 0), numel)
+        return Extent(self.shapes[k], start, stop)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges between leaves, which belong to none; the tail after the last one is not among them."""
+        ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
+        return tuple((end, start) for end, start in zip(ends, self.offsets[1:], strict=False) if end < start)
+
+    @cached_property
+    def end(self) -> int:
+        """Where the last leaf ends; what follows is padding."""
+        return self.offsets[-1] + self.numels[-1]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Leaves that are gathered and freed together."""
+
+    name: str
+    modules: tuple[str, ...]  # whose calls enter the unit; empty for a tree that no module uses
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=True)
+class Layout:
+    """How a tree of leaves is cut over `num_ranks` ranks."""
+
+    num_ranks: int
+    leaves: tuple[LeafSpec, ...]  # in tree order
+    units: tuple[Unit, ...]
+    buckets: tuple[Bucket, ...]
+    treedef: Any  # optree's PyTreeSpec of the tree
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each leaf in tree order: (number of its bucket, its position there)."""
+        places: list[tuple[int, int]] = [(-1, -1)] * len(self.leaves)
+        for b, bucket in enumerate(self.buckets):
+            for k, leaf in enumerate(bucket.leaves):
+                places[leaf] = (b, k)
+        return tuple(places)
+
+    @cached_property
+    def trainable(self) -> PyTree[bool]:
+        """A tree of bools: which leaves are trained."""
+        return self.treedef.unflatten([leaf.trainable for leaf in self.leaves])
+
+    def extents(self, rank: int) -> PyTree[Extent]:
+        """The tree of what `rank` keeps of each leaf."""
+        return self.treedef.unflatten([self.buckets[b].extent(k, rank) for b, k in self.places])
+
+    def _describe_unit(self, unit: Unit) -> dict[str, Any]:
+        leaves = {self.buckets[b].name: [self.leaves[n].path for n in self.buckets[b].leaves] for b in unit.buckets}
+        return {"modules": list(unit.modules), "leaves": leaves}
+
+    def describe(self) -> dict[str, Any]:
+        """The layout as plain data, for comparing ranks and for files."""
+        return {
+            "num_ranks": self.num_ranks,
+            "units": {unit.name: self._describe_unit(unit) for unit in self.units},
+            "leaves": {
+                leaf.path: [list(leaf.shape), str(leaf.dtype), "trainable" if leaf.trainable else "frozen"]
+                for leaf in self.leaves
+            },
+        }
+
+
+def leaf_specs(tree: PyTree[Any], trainable: Callable[[str, Any], bool]) -> list[LeafSpec]:
+    """What `make_layout` needs, read off a tree of tensors (the meta device will do)."""
+    leaves = optree.tree_leaves(tree)
+    return [
+        LeafSpec(path, tuple(leaf.shape), leaf.dtype, bool(trainable(path, leaf)))
+        for path, leaf in zip(paths(tree), leaves, strict=True)
+    ]
+
+
+def make_layout(
+    tree: PyTree[Any], num_ranks: int, *, trainable: Callable[[str, Any], bool], units: Sequence[UnitSpec] | None = None
+) -> Layout:
+    """Cut `tree` over `num_ranks` ranks. `units` defaults to `default_units`."""
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    specs = leaf_specs(tree, trainable)
+    chosen = default_units(tree) if units is None else units
+    number = {spec.path: i for i, spec in enumerate(specs)}
+    made: list[Unit] = []
+    buckets: list[Bucket] = []
+    for unit in chosen:
+        groups = _same_kind(specs, [number[path] for path in unit.leaves if path in number])
+        made.append(Unit(unit.name, unit.modules, tuple(range(len(buckets), len(buckets) + len(groups)))))
+        buckets += [_bucket(unit.name, specs, leaves, num_ranks) for leaves in groups]
+    covered = sorted(leaf for bucket in buckets for leaf in bucket.leaves)
+    if covered != list(range(len(specs))):
+        raise ValueError("each leaf must be in exactly one unit; the units given don't cover the tree exactly once")
+    return Layout(num_ranks, tuple(specs), tuple(made), tuple(buckets), optree.tree_structure(tree))
+
+
+def default_units(tree: PyTree[Any]) -> tuple[UnitSpec, ...]:
+    """The units that models in the tree have (`Params.units`). Of the rest, each child of the root that is itself a
+    tree is one unit, and bare leaves share one."""
+    found: list[UnitSpec] = []
+    groups: dict[str, list[str]] = {}
+    accessors = optree.tree_accessors(tree, is_leaf=_has_units)
+    for accessor, path in zip(accessors, paths(tree, is_leaf=_has_units), strict=True):
+        node = accessor(tree)
+        if _has_units(node):
+            found += [_inside(unit, path) for unit in node.units]
+        else:
+            groups.setdefault(path.split(".")[0] if len(accessor) > 1 else "", []).append(path)
+    return (*found, *(UnitSpec(name, (), tuple(leaves)) for name, leaves in groups.items()))
+
+
+def _has_units(node: Any) -> bool:
+    return isinstance(node, Params) and bool(node.units)
+
+
+def _inside(unit: UnitSpec, path: str) -> UnitSpec:
+    """The unit of a model that lies at `path` of a tree. Its modules keep their paths in the model."""
+    if not path:
+        return unit
+    leaves = tuple(f"{path}.{leaf}" for leaf in unit.leaves)
+    return UnitSpec(f"{path}.{unit.name}".rstrip("."), unit.modules, leaves)
+
+
+def _same_kind(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i in numbers:
+        kinds.setdefault((specs[i].dtype, specs[i].trainable), []).append(i)
+    return list(kinds.values())
+
+
+def _bucket(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], num_ranks: int) -> Bucket:
+    dtype, trainable = specs[numbers[0]].dtype, specs[numbers[0]].trainable
+    align = max(1, ALIGNMENT // dtype.itemsize)
+    offsets, end = [], 0
+    for i in numbers:
+        offsets.append(end)
+        end += -(-specs[i].numel // align) * align
+    piece = -(-end // (num_ranks * align)) * align
+    name = f"{unit or 'root'}[{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
+    return Bucket(name, dtype, trainable, tuple(numbers), tuple(specs[i].shape for i in numbers), tuple(offsets), piece)

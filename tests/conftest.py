@@ -1,0 +1,77 @@
+"""What every test runs under: one torch thread, repeatable Hypothesis cases, and nothing left running."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+COMMON = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", max_examples=25, derandomize=True, **COMMON)
+settings.register_profile("thorough", max_examples=500, print_blob=True, **COMMON)  # pytest --hypothesis-profile ...
+settings.load_profile("quick")
+
+GRACE = 5.0  # seconds that a test's threads and processes have to end
+KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # the interpreter's own helpers
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Look for tests in test files only: doctests are the package's, and helpers here may import what warns."""
+    helper = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "conftest", "__init__"))
+    return True if helper else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that compute with jax come last: it starts threads, and ranks that are forked afterwards might hang."""
+    items.sort(key=uses_jax)
+
+
+def uses_jax(item: pytest.Item) -> bool:
+    """Whether a test, or its module, has jax under that name."""
+    if not isinstance(item, pytest.Function):
+        return False
+    code = item.function.__code__
+    return hasattr(item.module, "jax") or "jax" in (*code.co_varnames, *code.co_cellvars)
+
+
+def children() -> dict[int, str]:
+    """This process's children that are still running: pid -> command line. Empty where there is no /proc."""
+    found = {}
+    for listing in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = listing.read_text().split()
+        except (FileNotFoundError, ProcessLookupError):  # that thread has ended
+            continue
+        for pid in pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if state != "Z" and not any(helper in command for helper in KEPT):
+                found[int(pid)] = command.strip()
+    return found
+
+
+def leftovers(threads: set[threading.Thread], processes: set[int]) -> list[str]:
+    """What runs now and is not among these."""
+    new = [f"thread {t.name}" for t in threading.enumerate() if t not in threads]
+    return new + [f"process {pid}: {command}" for pid, command in children().items() if pid not in processes]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """Fail a test that leaves a thread or a child process behind."""
+    threads, processes = set(threading.enumerate()), set(children())
+    yield
+    end = time.monotonic() + GRACE
+    while (left := leftovers(threads, processes)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not left, f"still running {GRACE:.0f} s after the test: {left}"

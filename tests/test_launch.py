@@ -1,0 +1,250 @@
+"""Starting ranks as processes: results, exceptions, deaths, time limits, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from functorch_zero.errors import GroupError, PeerError
+from functorch_zero.groups import ProcessGroup, launch
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
+
+
+def forked(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 20.0, **options: Any) -> list[Any]:
+    return launch(fn, ranks, *args, timeout=timeout, start_method="fork", **options)
+
+
+@pytest.fixture(autouse=True)
+def no_files_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert list(tmp_path.glob("functorch_zero_*")) == []
+
+
+def test_results_come_in_rank_order_and_the_ranks_are_set_up() -> None:
+    def fn(a: int, b: str) -> tuple[Any, ...]:
+        return dist.get_rank(), dist.get_world_size(), a, b, torch.get_num_threads(), os.getpid()
+
+    results = forked(fn, 3, 1, "b", threads_per_rank=2)
+    assert [result[:-1] for result in results] == [(rank, 3, 1, "b", 2) for rank in range(3)]
+    assert len({result[-1] for result in results} | {os.getpid()}) == 4
+
+
+def test_large_results_and_tensors_come_by_value() -> None:
+    results = forked(lambda: torch.full((500_000,), float(dist.get_rank())), 2)
+    assert [result.sum().item() for result in results] == [0.0, 500_000.0]
+
+
+def test_backward_works_in_forked_ranks() -> None:
+    def fn() -> float:
+        x = torch.ones(2, requires_grad=True)
+        (x * x).sum().backward()
+        return x.grad.sum().item()
+
+    assert fn() == 4.0  # the parent has used autograd before
+    assert forked(fn, 2) == [4.0, 4.0]
+
+
+class OddError(ValueError):
+    """Can be pickled, but not read again."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("bad batch"), ValueError, "bad batch"),
+        (KeyError("k"), KeyError, "k"),
+        (OddError(1, 2), RuntimeError, "OddError: 1 and 2"),
+        (SystemExit(0), RuntimeError, r"rank 1 ended early: SystemExit\(0\)"),
+        (KeyboardInterrupt(), RuntimeError, "rank 1 ended early"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_exception_keeps_its_type_and_brings_its_traceback(error: Any, kind: Any, text: str) -> None:
+    def the_culprit() -> None:
+        if dist.get_rank() == 1:
+            raise error
+
+    with pytest.raises(kind, match=text) as caught:
+        forked(the_culprit, 2)
+    assert type(caught.value) is kind
+    (note,) = caught.value.__notes__
+    assert note.startswith("Raised on rank 1, in process ")
+    assert "in the_culprit" in note
+
+
+def test_the_cause_is_preferred_to_what_it_brings_about() -> None:
+    def fn() -> None:
+        group = ProcessGroup()
+        try:
+            if group.rank == 2:
+                raise ValueError("bad batch")
+            group.barrier()
+        except ValueError as error:
+            group.fail(error)
+            time.sleep(0.5)  # the others report first
+            raise
+
+    with pytest.raises(ValueError, match="bad batch") as caught:
+        forked(fn, 3)
+    assert "rank 2" in caught.value.__notes__[0]
+
+
+def test_peers_errors_are_raised_when_there_is_no_other() -> None:
+    def fn() -> None:
+        group = ProcessGroup()
+        if group.rank == 1:
+            group.fail(ValueError("bad batch"))
+            return
+        group.barrier()
+
+    with pytest.raises(PeerError, match="rank 1 failed: ValueError: bad batch"):
+        forked(fn, 2)
+
+
+def test_a_result_that_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match="the result of rank 0 can't be pickled"):
+        forked(lambda: lambda: None, 1)
+
+
+@pytest.mark.parametrize(
+    ("die", "text"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL"),
+        (lambda: os._exit(0), "exit code 0"),
+    ],
+    ids=["kill", "exit"],
+)
+def test_a_death_ends_the_others(die: Callable[[], None], text: str) -> None:
+    def fn() -> None:
+        if dist.get_rank() == 1:
+            die()
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(GroupError, match=f"rank 1 died without a word: {text}"):
+        forked(fn, 3)
+    assert time.monotonic() - start < 6
+
+
+def test_the_time_limit_names_who_still_ran() -> None:
+    def fn() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nobody is asked politely
+        time.sleep(60 if dist.get_rank() else 0)
+
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"ranks 1, 2 of 3 still ran after 1 s"):
+        forked(fn, 3, timeout=1.0)
+    assert time.monotonic() - start < 6
+
+
+def test_ranks_that_will_not_end_after_their_result_are_killed() -> None:
+    def fn() -> int:
+        import threading
+
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        return dist.get_rank()
+
+    assert forked(fn, 2) == [0, 1]
+
+
+def test_the_ranks_die_with_their_parent(tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("needs prctl")
+
+    def parent() -> None:
+        def fn() -> None:
+            (tmp_path / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+
+        launch(fn, 2, start_method="fork")
+
+    child = os.fork()
+    if child == 0:
+        try:
+            parent()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
+    assert len(pids) == 2
+    give_up = time.monotonic() + 5
+    while any(map(alive, pids)) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert not any(map(alive, pids))
+    for folder in tmp_path.glob("functorch_zero_*"):  # a killed parent can't tidy up
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"number of processes.*Remedy"):
+        launch(int)
+    with pytest.raises(ValueError, match="number of processes"):
+        launch(int, 0)
+    with pytest.raises(TypeError, match=r"can't pickle.*Remedy.*fork"):
+        launch(lambda: None, 1, timeout=30.0)
+
+
+SCRIPT = """
+import torch
+from functorch_zero.groups import ProcessGroup, launch
+
+def fn(start):
+    group = ProcessGroup()
+    group.all_reduce(tensor := torch.tensor([start + group.rank])).wait()
+    return group.rank, group.size, tensor.item()
+
+if __name__ == "__main__":
+    print(launch(fn, 2, 10))
+"""
+
+
+def test_spawned_ranks() -> None:
+    assert launch(dist.get_rank, 2, timeout=60.0) == [0, 1]
+
+
+def test_a_script_that_torchrun_started(tmp_path: Path) -> None:
+    """Its environment is all that matters of torchrun; the number of ranks is torchrun's, not the script's."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **ranks},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[(0, 1, 10)]", "")

@@ -1,0 +1,165 @@
+"""Layouts: every element of every leaf in exactly one piece, at every world size."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from functorch_zero.functional import functionalize
+from functorch_zero.layout import ALIGNMENT, Extent, Layout, default_units, make_layout
+from functorch_zero.tree import Params, UnitSpec, paths
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool)
+shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+leaves = st.tuples(shapes, st.sampled_from(DTYPES), st.booleans())
+trees = st.recursive(
+    leaves,
+    lambda children: st.one_of(
+        st.lists(children, min_size=1, max_size=3), st.dictionaries(st.sampled_from("abcd"), children, min_size=1)
+    ),
+    max_leaves=12,
+).filter(lambda tree: not isinstance(tree, tuple) or isinstance(tree[0], tuple))
+worlds = st.one_of(st.integers(1, 6), st.sampled_from([64, 1000]))
+
+
+def is_leaf(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+def layout_of(tree: Any, num_ranks: int) -> tuple[Layout, Any]:
+    """The layout, and the tree of meta tensors it is for."""
+    flags = dict(zip(paths_of(tree), (leaf[2] for leaf in optree.tree_leaves(tree, is_leaf=is_leaf)), strict=True))
+    tensors = optree.tree_map(lambda x: torch.empty(x[0], dtype=x[1], device="meta"), tree, is_leaf=is_leaf)
+    return make_layout(tensors, num_ranks, trainable=lambda path, leaf: flags[path]), tensors
+
+
+def paths_of(tree: Any) -> list[str]:
+    return paths(optree.tree_map(lambda x: 0, tree, is_leaf=is_leaf))
+
+
+@given(trees, worlds)
+def test_every_element_is_in_exactly_one_piece(tree: Any, num_ranks: int) -> None:
+    layout, _ = layout_of(tree, num_ranks)
+    extents = [optree.tree_leaves(layout.extents(rank)) for rank in range(num_ranks)]
+    for i, leaf in enumerate(layout.leaves):
+        stop = 0
+        for rank in range(num_ranks):
+            extent = extents[rank][i]
+            assert extent.shape == leaf.shape
+            if extent.num_here:
+                assert extent.start == stop, "pieces follow each other in rank order"
+                stop = extent.stop
+        assert stop == leaf.numel
+        assert sum(extents[rank][i].num_here for rank in range(num_ranks)) == prod(leaf.shape)
+
+
+@given(trees, worlds)
+def test_buckets_are_aligned_and_hold_one_kind(tree: Any, num_ranks: int) -> None:
+    layout, _ = layout_of(tree, num_ranks)
+    seen = []
+    for bucket in layout.buckets:
+        size = bucket.dtype.itemsize
+        assert bucket.piece * size % ALIGNMENT == 0
+        assert bucket.end <= num_ranks * bucket.piece
+        end = 0
+        for k, n in enumerate(bucket.leaves):
+            leaf = layout.leaves[n]
+            assert (leaf.dtype, leaf.trainable) == (bucket.dtype, bucket.trainable)
+            assert bucket.offsets[k] * size % ALIGNMENT == 0
+            assert end <= bucket.offsets[k] < end + ALIGNMENT // size + 1, "leaves follow each other, without overlap"
+            end = bucket.offsets[k] + leaf.numel
+        waste = num_ranks * bucket.piece - bucket.end
+        assert waste < (num_ranks + 1) * ALIGNMENT, "padding is at most a step of alignment for each rank"
+        seen += bucket.leaves
+    assert sorted(seen) == list(range(len(layout.leaves)))
+    assert sorted(b for unit in layout.units for b in unit.buckets) == list(range(len(layout.buckets)))
+
+
+@given(trees, worlds)
+def test_the_same_on_every_rank(tree: Any, num_ranks: int) -> None:
+    first, _ = layout_of(tree, num_ranks)
+    second, _ = layout_of(tree, num_ranks)
+    assert first == second and first.describe() == second.describe()
+    assert first.places == second.places
+
+
+@given(trees, worlds)
+def test_gaps_are_what_no_leaf_covers(tree: Any, num_ranks: int) -> None:
+    layout, _ = layout_of(tree, num_ranks)
+    for bucket in layout.buckets:
+        covered = [False] * bucket.end
+        for offset, numel in zip(bucket.offsets, bucket.numels, strict=True):
+            covered[offset : offset + numel] = [True] * numel
+        for start, stop in bucket.gaps:
+            covered[start:stop] = [True] * (stop - start)
+        assert all(covered)
+
+
+def test_units_of_a_module_and_of_its_children() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.b.bias.requires_grad_(False)
+
+    _, params, _ = functionalize(Net())
+    layout = make_layout(params, 2, trainable=lambda path, leaf: leaf.requires_grad)
+    assert [unit.name for unit in layout.units] == ["a", "b"]
+    assert [bucket.name for bucket in layout.buckets] == ["a[float32]", "b[float32]", "b[float32, frozen]"]
+    assert layout.trainable == {"a.weight": True, "a.bias": True, "b.weight": True, "b.bias": False}
+
+
+def test_units_of_models_inside_a_tree() -> None:
+    """Two models in one tree keep their units."""
+    _, one, _ = functionalize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    _, other, _ = functionalize(nn.Linear(3, 3))
+    tree = {"one": one, "rest": [other, torch.zeros(2)], "more": torch.zeros(3)}
+    layout = make_layout(tree, 2, trainable=lambda path, leaf: True)
+    named = {unit.name: unit.modules for unit in layout.units}
+    assert named["one.0"] == ("0",) and named["one.1"] == ("1",)
+    assert len({unit.name for unit in layout.units}) == len(layout.units)
+    leaves = {unit.name: {layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves}
+              for unit in layout.units}  # fmt: skip
+    assert leaves["one.1"] == {"one.1.weight", "one.1.bias"}
+    assert {"rest.0.weight", "rest.0.bias"} in leaves.values()
+    assert sorted(path for paths in leaves.values() for path in paths) == sorted(paths(tree))
+
+
+def test_default_units() -> None:
+    tree = {"a": [1, 2], "b": 3, "c": {"d": 4}, "e": 5}
+    assert {unit.name: unit.leaves for unit in default_units(tree)} == {
+        "a": ("a.0", "a.1"), "": ("b", "e"), "c": ("c.d",),
+    }  # fmt: skip
+
+
+def test_units_must_cover_the_tree_once() -> None:
+    tree = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    for named in ([()], [("a",)], [("a",), ("a", "b")], [("a", "b", "a")]):
+        units = [UnitSpec("unit", (), leaves) for leaves in named]
+        with pytest.raises(ValueError, match="exactly one unit"):
+            make_layout(tree, 2, trainable=lambda path, leaf: True, units=units)
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        make_layout({"a": torch.zeros(1)}, 0, trainable=lambda path, leaf: True)
+
+
+def test_extents() -> None:
+    assert Extent.of(torch.zeros(2, 3)) == Extent((2, 3), 0, 6)
+    assert (Extent((2, 3), 1, 4).numel, Extent((2, 3), 1, 4).num_here) == (6, 3)
+    with pytest.raises(AssertionError):
+        Extent((2,), 1, 3)
+
+
+def test_a_layout_is_hashable_plain_data() -> None:
+    _, params, _ = functionalize(nn.Linear(2, 2))
+    assert isinstance(params, Params)
+    assert hash(make_layout(params, 2, trainable=lambda path, leaf: True)) is not None

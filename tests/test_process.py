@@ -1,0 +1,284 @@
+"""Processes as ranks, over gloo: collectives, and what peers are told when one rank is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from functorch_zero.errors import GroupError, PeerError
+from functorch_zero.groups import CountingGroup, Group, ProcessGroup, as_group, launch
+from tests.collectives import CHECKS, check_all
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
+
+SOON = 2.0  # seconds in which every rank must hear of another's failure
+
+
+def on_ranks(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 30.0) -> list[Any]:
+    return launch(fn, ranks, *args, timeout=timeout, start_method="fork")
+
+
+def outcome(fn: Callable[[], object]) -> tuple[str, str, bool]:
+    """The type and text of what `fn` raises, and whether it came soon."""
+    start = time.monotonic()
+    try:
+        fn()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start < SOON
+    return "", "", True
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_collectives(ranks: int) -> None:
+    assert on_ranks(lambda: check_all(ProcessGroup()), ranks) == [[check.__name__ for check in CHECKS]] * ranks
+
+
+def test_collectives_through_copies_on_the_host() -> None:
+    """What gloo does for tensors on a GPU, here for tensors on the CPU."""
+
+    class Staging(ProcessGroup):
+        def _must_stage(self, tensor: torch.Tensor) -> bool:
+            self.staged = not getattr(self, "staged", False)  # the collective calls itself with the copies
+            return self.staged
+
+    on_ranks(lambda: check_all(Staging()), 3)
+
+
+def test_collectives_with_none_of_gloos_shortcuts() -> None:
+    """What NCCL does: the backend's own reduce-scatter and all-reduce, whatever the size. (gloo has both, slowly.)"""
+
+    class Native(ProcessGroup):
+        def _backend(self, tensor: torch.Tensor) -> str:
+            return "native"
+
+    on_ranks(lambda: check_all(Native()), 3)
+
+
+def test_sums_are_in_rank_order() -> None:
+    values = [1e8, 1.0, -1e8, 1.0]  # float32: the order decides
+
+    def fn() -> tuple[float, float]:
+        group = ProcessGroup()
+        tensor, out = torch.tensor([values[group.rank]]), torch.zeros(1)
+        group.reduce_scatter(out, tensor.repeat(4)).wait()
+        group.all_reduce(tensor).wait()
+        return tensor.item(), out.item()
+
+    assert on_ranks(fn, 4) == [(1.0, 1.0)] * 4
+
+
+def test_inputs_live_until_they_are_waited_for() -> None:
+    def fn() -> list[float]:
+        group = ProcessGroup()
+        out = torch.zeros(2)
+        if group.rank == 0:
+            time.sleep(0.2)  # so the other's call is still under way when its input goes
+        work = group.reduce_scatter(out, torch.full((4,), 1.0 + group.rank))
+        junk = [torch.zeros(4) for _ in range(100)]
+        work.wait()
+        return out.tolist() + junk[0].tolist()[:1]
+
+    assert on_ranks(fn, 2) == [[3.0, 3.0, 0.0]] * 2
+
+
+def test_what_it_may_be_made_of() -> None:
+    def fn() -> list[object]:
+        rank = dist.get_rank()
+        half = dist.new_group([0, 1] if rank < 2 else [2, 3], use_local_synchronization=True)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        line = init_device_mesh("cpu", (4,))
+        made = [ProcessGroup(), ProcessGroup(half), ProcessGroup(mesh["replicate"]), as_group(line)]
+        for group in made:
+            check_all(group)
+            assert as_group(group) is group
+            assert isinstance(group, Group)
+        refused = outcome(lambda: ProcessGroup(mesh))
+        dist.barrier()
+        dist.barrier(group=half)  # the caller's groups are untouched
+        return [*((group.rank, group.size) for group in made), refused]
+
+    results = on_ranks(fn, 4)
+    refused = results[0][-1]
+    assert refused[0] == "NotImplementedError"
+    assert "HSDP" in refused[1]
+    assert "replicate" in refused[1]
+    for rank, result in enumerate(results):
+        assert result == [(rank, 4), (rank % 2, 2), (rank // 2, 2), (rank, 4), refused]
+
+
+def test_without_torch_distributed_the_error_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"not initialised.*Remedy.*launch"):
+        ProcessGroup()
+    assert isinstance(group := as_group(CountingGroup(2)), CountingGroup)
+    assert as_group(group) is group
+
+
+def test_what_is_no_group_is_refused() -> None:
+    name, text, _ = on_ranks(lambda: outcome(lambda: as_group(3)), 1)[0]
+    assert name == "TypeError"
+    assert "got 3" in text
+
+
+def test_warnings_are_not_shown() -> None:
+    def fn() -> int:
+        import warnings
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check_all(ProcessGroup())
+        return len(caught)
+
+    assert on_ranks(fn, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_fail_reaches_every_rank_with_its_text(bad: int) -> None:
+    def fn() -> list[tuple[str, str, bool]]:
+        group = ProcessGroup()
+        group.barrier()
+        if group.rank == bad:
+            group.fail(ValueError("bad batch"))
+            group.fail(ValueError("worse"))
+        return [outcome(lambda: group.all_reduce(torch.ones(3)).wait()), outcome(group.barrier)]
+
+    results = on_ranks(fn, 4)
+    text = f"rank {bad} failed: ValueError: bad batch"
+    for rank, (first, second) in enumerate(results):
+        if rank == bad:
+            assert first[0] == second[0] == "GroupError"
+            assert text in first[1]
+        else:
+            assert first == second == ("PeerError", text, True)
+
+
+def test_fail_with_collectives_of_its_own_under_way() -> None:
+    """gloo's connections close only when nothing refers to the group, works under way and finished ones included."""
+
+    def fn() -> tuple[str, str, bool]:
+        group = ProcessGroup()
+        out, x = torch.zeros(6), torch.ones(2)
+        finished = group.all_gather(out, x)
+        group.barrier()
+        if group.rank == 1:
+            under_way = group.all_gather(out, x), group.all_gather(out, x)
+            group.fail(ValueError("bad batch"))
+            return outcome(under_way[1].wait)
+        time.sleep(0.2)
+        failure = outcome(lambda: [group.all_gather(out, x).wait() for _ in range(3)])
+        return failure if outcome(finished.wait) == failure else outcome(finished.wait)
+
+    text = "rank 1 failed: ValueError: bad batch"
+    results = on_ranks(fn, 3)
+    assert results[0] == results[2] == ("PeerError", text, True)
+    assert results[1][0] == "GroupError"
+    assert text in results[1][1]
+
+
+def test_one_group_fails_and_others_go_on() -> None:
+    def fn() -> tuple[str, list[bytes], str]:
+        first, second = ProcessGroup(), ProcessGroup()
+        if first.rank == 0:
+            first.fail(ValueError("bad batch"))
+        failure = outcome(first.barrier)
+        names = second.exchange(b"still here")
+        dist.barrier()
+        third = ProcessGroup()  # a retry, with a group that doesn't remember the failure
+        third.barrier()
+        return failure[0], names, outcome(third.barrier)[0]
+
+    assert on_ranks(fn, 2) == [(name, [b"still here"] * 2, "") for name in ("GroupError", "PeerError")]
+
+
+def test_a_rank_that_raises_reaches_the_others_without_fail_too() -> None:
+    """`launch` publishes what a rank's function raised."""
+    heard: list[str] = []
+
+    def fn(folder: str) -> None:
+        group = ProcessGroup()
+        group.barrier()
+        if group.rank == 1:
+            raise ValueError("bad batch")
+        result = outcome(lambda: group.all_reduce(torch.ones(3)).wait())
+        with open(f"{folder}/{group.rank}", "w") as file:
+            file.write(repr(result))
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        with pytest.raises(ValueError, match="bad batch"):
+            on_ranks(fn, 3, folder)
+        for rank in (0, 2):
+            with open(f"{folder}/{rank}") as file:
+                heard.append(file.read())
+    assert heard == [repr(("PeerError", "rank 1 failed: ValueError: bad batch", True))] * 2
+
+
+@pytest.mark.parametrize("end", ["killed", "returned"])
+def test_a_rank_that_goes_without_a_word(end: str) -> None:
+    def fn(folder: str) -> None:
+        group = ProcessGroup()
+        group.barrier()
+        if group.rank == 1:
+            if end == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return
+        result = outcome(lambda: group.all_gather(torch.zeros(9), torch.ones(3)).wait())
+        with open(f"{folder}/{group.rank}", "w") as file:
+            file.write("\n".join(map(str, result)))
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        if end == "killed":
+            with pytest.raises(GroupError, match="rank 1 died without a word: killed by SIGKILL"):
+                on_ranks(fn, 3, folder)
+        else:
+            on_ranks(fn, 3, folder)
+        for rank in (0, 2):
+            with open(f"{folder}/{rank}") as file:
+                name, text, soon = file.read().split("\n")
+            assert name == "GroupError"
+            assert f"lost a peer in all_gather on rank {rank}" in text
+            assert soon == "True"
+
+
+def test_the_time_limit_of_a_collective() -> None:
+    def fn() -> tuple[str, str, bool]:
+        group = ProcessGroup(timeout=0.5)
+        if group.rank == 1:
+            time.sleep(1.0)
+            return "", "", True
+        return outcome(group.barrier)
+
+    name, text, soon = on_ranks(fn, 2)[0]
+    assert name == "GroupError"
+    assert "barrier on rank 0 took longer than the group's time limit" in text
+    assert soon
+
+
+def test_a_closed_group_says_so() -> None:
+    def fn() -> tuple[str, str, bool]:
+        group = ProcessGroup()
+        group.barrier()
+        group.close()
+        group.close()
+        dist.barrier()
+        return outcome(group.barrier)
+
+    assert {result[:2] for result in on_ranks(fn, 2)} == {
+        ("GroupError", f"rank {r} has closed this group") for r in (0, 1)
+    }
+
+
+def test_the_errors_are_of_one_family() -> None:
+    assert issubclass(PeerError, GroupError)
+    assert DeviceMesh is not None

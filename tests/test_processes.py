@@ -1,0 +1,183 @@
+"""Sharded = unsharded on real processes over gloo: a smaller set, and what threads can't show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, hessian, jvp, vmap
+
+from functorch_zero import optim
+from functorch_zero.errors import GroupError, MismatchError, PeerError
+from functorch_zero.groups import ProcessGroup, launch
+from functorch_zero.shard import shard
+from functorch_zero.step import train_step
+from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_by_rank, train_sharded
+from tests.models import MLP, ZOO, Shared, even, rows, uneven
+from tests.test_unit import Ordered, batches_of, build, some_rows_reach, with_negative_half
+
+LEVELS = (0, 1, 2, 3)
+ROWS = 12
+OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
+    "adamw": lambda: optim.adamw(0.01),
+    "clip+lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01, weight_decay=0.01)),
+    "muon": lambda: optim.muon(0.02),
+}
+
+
+def on_processes(fn: Callable[[Any], Any], ranks: int) -> list[Any]:
+    return launch(lambda: fn(ProcessGroup()), ranks, start_method="fork", timeout=100)
+
+
+def everything(ranks: int) -> Any:
+    """What one rank does: each level, optimizer and a few models; results by their names."""
+
+    def run(group: Any) -> dict[Any, Run]:
+        found = {}
+        for name in ("mlp", "gpt", "convnet", "frozen", "scalars"):
+            for optimizer, make in OPTIMIZERS.items():
+                for level in LEVELS:
+                    loss_fn, params, buffers = ZOO[name].build(weighted=True)
+                    found[name, optimizer, level] = train_sharded(
+                        group, train_step(loss_fn, make()), params, buffers, ZOO[name].batches(2, ROWS),
+                        uneven(ROWS, ranks), level=level,
+                    )  # fmt: skip
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sharded_is_unsharded(ranks: int) -> None:
+    runs = on_processes(everything(ranks), ranks)
+    for key in runs[0]:
+        name, optimizer, _ = key
+        loss_fn, params, buffers = ZOO[name].build(weighted=True)
+        step, batches = train_step(loss_fn, OPTIMIZERS[optimizer]()), ZOO[name].batches(2, ROWS)
+        if ZOO[name].by_rank:
+            expected = train_by_rank(step, params, buffers, batches, uneven(ROWS, ranks))
+        else:
+            expected = train(step, params, buffers, batches)
+        assert_same_on_all_ranks([run[key] for run in runs])
+        assert_equal_updates(expected, runs[0][key])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+def test_derivatives_inside_the_loss() -> None:
+    """Forward mode too: torch keeps its level for the whole process, so threads can't show it at level 3."""
+
+    def make_loss(apply: Any) -> Any:
+        def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+            f, x = (lambda v: apply(params, {}, v)[0].sum()), batch["x"]
+            slopes = vmap(lambda v: jvp(f, (v,), (torch.ones_like(v),))[1])(x)
+            curvature = vmap(hessian(f))(x)
+            fit = (apply(params, buffers, x)[0] - batch["y"]).square().mean()
+            return fit + slopes.square().mean() + curvature.square().mean() + vmap(grad(f))(x).square().mean()
+
+        return loss_fn
+
+    def step() -> Any:
+        apply, params, buffers = build(MLP)
+        return train_step(make_loss(apply), optim.sgd(0.01, momentum=0.9)), params, buffers
+
+    batches = batches_of(rows(7, 3))
+    expected = train(*step(), batches)
+    runs = on_processes(
+        lambda group: {k: train_sharded(group, *step(), batches, even(12, 2), level=k) for k in LEVELS}, 2
+    )
+    for level in LEVELS:
+        assert_equal_updates(expected, runs[0][level])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_exception_in_one_ranks_loss_ends_all(level: int) -> None:
+    def run(group: Any) -> str:
+        loss_fn, params, buffers = ZOO["mlp"].build()
+
+        def failing(p: Any, b: Any, batch: Any) -> Any:
+            result = loss_fn(p, b, batch)
+            if group.rank == 1:
+                raise ArithmeticError("bad batch")
+            return result
+
+        try:
+            step, batches = train_step(failing, optim.sgd(0.1)), ZOO["mlp"].batches(1, 12)
+            train_sharded(group, step, params, buffers, batches, [6, 6], level=level)
+        except (ArithmeticError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    start = time.monotonic()
+    told, own = on_processes(run, 2)
+    assert own == "ArithmeticError: bad batch" and "PeerError" in told and "bad batch" in told and "rank 1" in told
+    assert time.monotonic() - start < 20
+
+
+def test_a_rank_whose_loss_does_not_reach_a_unit() -> None:
+    """It takes part in the others' collectives all the same, gathers of backward included."""
+    batches = batches_of(with_negative_half)
+
+    def step() -> Any:
+        apply, params, buffers = build(Shared)
+        return train_step(some_rows_reach(apply), optim.sgd(0.05, momentum=0.9)), params, buffers
+
+    expected = train(*step(), batches)
+    runs = on_processes(
+        lambda group: {k: train_sharded(group, *step(), batches, even(12, 2), level=k) for k in LEVELS}, 2
+    )
+    for level in LEVELS:
+        assert_equal_updates(expected, runs[0][level])
+
+
+def test_leaves_without_elements() -> None:
+    """A bucket of nothing is a bucket: gloo is not asked to move it."""
+    params = {"w": torch.ones(7, 3, dtype=torch.float64), "none": torch.zeros(0, 3), "a": {"scale": torch.tensor(2.0)}}
+
+    def loss_fn(p: Any, b: Any, batch: Any) -> Tensor:
+        return ((batch["x"] @ p["w"]) * p["a"]["scale"] - batch["y"]).square().mean() + p["none"].sum()
+
+    step = train_step(loss_fn, optim.adamw(0.1), trainable=lambda path, leaf: True)
+    batches = batches_of(rows(7, 3))
+    expected = train(step, params, None, batches)
+    runs = on_processes(
+        lambda group: {k: train_sharded(group, step, params, None, batches, even(12, 3), level=k) for k in LEVELS}, 3
+    )
+    for level in LEVELS:
+        assert_equal_updates(expected, runs[0][level], unused=("none",), tolerance=1e-5)
+
+
+def test_ranks_that_differ_hear_of_it_at_init() -> None:
+    def run(group: Any) -> str:
+        loss_fn, params, buffers = ZOO["mlp"].build()
+        step = train_step(loss_fn, optim.adamw(0.1 if group.rank else 0.01))
+        try:
+            shard(step, level=3, group=group).init(params, buffers)
+        except MismatchError as error:
+            return str(error)
+        return "nothing"
+
+    for message in on_processes(run, 2):
+        assert "optimizer" in message and "0.01 on rank 0 and 0.1 on rank 1" in message and "Remedy" in message
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_ranks_that_enter_units_in_another_order(level: int) -> None:
+    """Of equal size: gloo itself would add the wrong tensors and say nothing."""
+
+    def run(group: Any) -> str:
+        apply, params, buffers = build(Ordered)
+        step = train_step(
+            lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(), optim.sgd(0.1)
+        )
+        try:
+            train_sharded(group, step, params, buffers, batches_of(rows(7, 7)), even(12, 2), level=level)
+        except GroupError as error:
+            return str(error)
+        return "nothing"
+
+    for message in on_processes(run, 2):
+        assert "same collectives" in message and "Remedy" in message
