@@ -1,0 +1,69 @@
+"""Buffers that ranks have changed differently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from .groups.protocol import Group
+from .tree import PyTree
+
+BufferRule = Literal["mean", "rank0", "local"]
+
+
+def check_buffer_rule(rule: Any) -> BufferRule:
+    """The rule, if it is one."""
+    if rule not in get_args(BufferRule):
+        raise ValueError(f"buffers must be one of {get_args(BufferRule)}, got {rule!r}")
+    return rule  # type: ignore[no-any-return]
+
+
+def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
+    """Which buffers this rank's loss replaced, in flatten order. Ranks may differ in it."""
+    return [a is not b for a, b in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)]
+
+
+def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
+    """The buffers, those that lie in the storage of params (a target network, say) copied: it may be overwritten."""
+    taken = {flat.untyped_storage().data_ptr() for flat in flats} - {0}
+    return tree_map(lambda b: b.clone() if b.untyped_storage().data_ptr() in taken else b, buffers)
+
+
+def sync_buffers(
+    old: PyTree[Tensor], new: PyTree[Tensor], changed: Sequence[bool], rule: BufferRule, group: Group
+) -> PyTree[Tensor]:
+    """Make the buffers that any rank's loss has `changed` the same on every rank, by the rule. One collective a dtype.
+
+    "mean" averages floating-point buffers, each rank counting the same; integers (BatchNorm's count of batches) are
+    rank 0's. What no rank has changed keeps its value to the bit: averaged are the changes.
+    """
+    if rule == "local" or group.size == 1:
+        return new
+    before, treedef = optree.tree_flatten(old)
+    after = list(optree.tree_leaves(new))
+    chosen = [i for i, flag in enumerate(changed) if flag and after[i].numel()]
+    for dtype in dict.fromkeys(after[i].dtype for i in chosen):
+        some = [i for i in chosen if after[i].dtype == dtype]
+        packed = torch.cat([after[i].reshape(-1) for i in some])
+        if rule == "mean" and dtype.is_floating_point:
+            packed = _mean(torch.cat([before[i].reshape(-1) for i in some]), packed, group)
+        else:
+            _broadcast(packed, group)
+        for i, part in zip(some, packed.split([after[i].numel() for i in some]), strict=True):
+            after[i] = part.view(after[i].shape)
+    return treedef.unflatten(after)
+
+
+def _mean(old: Tensor, new: Tensor, group: Group) -> Tensor:
+    change = torch.where(new == old, 0, new - old)  # infinities stay as they are
+    group.all_reduce(change).wait()
+    return torch.where(change == 0, old, old + change / group.size)
+
+
+def _broadcast(packed: Tensor, group: Group) -> None:
+    group.broadcast(packed.view(torch.uint8), 0).wait()

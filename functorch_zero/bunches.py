@@ -1,0 +1,210 @@
+"""Pointwise updates on pieces: bunch by bunch, where a bunch is what lies in one flat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import optree
+import torch
+from torch import Tensor
+
+from .across import Pointwise, Tree
+from .collectives import cut, flat_of_pieces
+from .layout import Bucket, Layout
+from .optim.base import Transform
+from .state_plan import placeholder, plan_of, plan_state
+from .tree import PyTree, select
+
+_CHUNK = 2**15  # elements a pointwise update sees at a time on a CPU: some tens of temporaries fit its cache
+
+
+class Bunches:
+    """The leaves where `mask` is true, as bunches, and pointwise updates of them.
+
+    Args:
+        layout: how the params are cut, over `num_ranks` ranks of which this is `rank`.
+        donate: updates and state may be overwritten.
+    """
+
+    def __init__(self, layout: Layout, mask: PyTree[bool], rank: int, *, donate: bool):
+        self._layout, self._mask, self._rank, self._donate = layout, mask, rank, donate
+        everything = layout.treedef.unflatten(range(len(layout.leaves)))
+        self.numbers: list[int] = optree.tree_leaves(select(everything, mask))  # of the leaves, in tree order
+        self._position = {n: i for i, n in enumerate(self.numbers)}
+        self._bunches = self._find_bunches()
+        self._regroupings: WeakKeyDictionary[Pointwise, _Regrouping | None] = WeakKeyDictionary()
+
+    def _find_bunches(self) -> list[_Bunch]:
+        chosen = set(self.numbers)
+        bunches = []
+        for bucket in self._layout.buckets:
+            inside = tuple(n for n in bucket.leaves if n in chosen)
+            if len(inside) == len(bucket.leaves):
+                bunches.append(_Bunch(inside, bucket, self._rank))
+            else:
+                bunches += [_Bunch((n,), None, self._rank) for n in inside]
+        return bunches
+
+    def pointwise(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        how = self._regrouping(part)
+        if how is None or not self._bunches:  # without leaves, counts go on all the same
+            return part.update(updates, state, params)
+        u, treedef = optree.tree_flatten(updates)
+        p, old = optree.tree_leaves(params), optree.tree_leaves(state)
+        new = list(old)
+        owned = self._owned(u, p) if self._donate else set()
+        for bunch, places in zip(self._bunches, how.places, strict=True):
+            at = [self._position[n] for n in bunch.leaves]
+            flat_u, flat_p = bunch.flat([u[i] for i in at]), bunch.flat([p[i] for i in at])
+            flats = [bunch.flat([old[i] for i in where]) if follows else old[where[0]] for follows, where in places]
+            donated = [_share(u[at[0]], flat_u) and _storage(flat_u) in owned]
+            donated += [self._donate and f and _share(old[w[0]], x) for (f, w), x in zip(places, flats, strict=True)]
+            made_u, *made_s = _stream(part, how.one, flat_u, flat_p, flats, [f for f, _ in places], donated)
+            _put(u, at, bunch, flat_u, made_u)
+            for (follows, where), flat, made in zip(places, flats, made_s, strict=True):
+                if follows:
+                    _put(new, where, bunch, flat, made)
+                else:
+                    new[where[0]] = made
+        return treedef.unflatten(u), how.full.unflatten(new)
+
+    def _owned(self, updates: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
+        """The storages that one bunch's updates have for themselves: elsewhere padding may be a leaf."""
+        within = ({_storage(updates[self._position[n]]) for n in bunch.leaves} for bunch in self._bunches)
+        times = Counter(storage for storages in within for storage in storages)
+        return {storage for storage, count in times.items() if count == 1} - {_storage(p) for p in params}
+
+    def fuses(self, transform: Transform, params: Tree) -> bool:
+        """Whether `fused` can run this transform."""
+        leaves = optree.tree_leaves(params)
+        if not self._donate or transform.fused is None or transform.plain is None or not leaves:
+            return False
+        return all(transform.fused.takes(x) for x in leaves) and self._regrouping(transform.plain) is not None
+
+    def fused(self, transform: Transform, updates: Tree, state: Any, params: Tree) -> Any:
+        """Run a transform's kernel, flat by flat, on donated params and state. Returns the state."""
+        assert transform.fused is not None and transform.plain is not None
+        how = self._regrouping(transform.plain)
+        assert how is not None
+        u, p, old = (optree.tree_leaves(tree) for tree in (updates, params, state))
+        new = list(old)
+        for bunch, places in zip(self._bunches, how.places, strict=True):
+            at = [self._position[n] for n in bunch.leaves]
+            flats = [bunch.flat([old[i] for i in where]) if follows else old[where[0]] for follows, where in places]
+            flat_p, flat_u = bunch.flat([p[i] for i in at]), bunch.flat([u[i] for i in at])
+            assert _share(p[at[0]], flat_p), "the params' pieces must lie in their flat"
+            made = optree.tree_leaves(transform.fused.update(flat_p, flat_u, how.one.unflatten(flats)))
+            for (follows, where), flat, result in zip(places, flats, made, strict=True):
+                if not follows:
+                    new[where[0]] = result
+                elif not _share(old[where[0]], flat):
+                    _put(new, where, bunch, old[where[0]], flat)
+        return how.full.unflatten(new)
+
+    def _regrouping(self, part: Pointwise) -> _Regrouping | None:
+        if part not in self._regroupings:
+            self._regroupings[part] = self._find_regrouping(part)
+        return self._regroupings[part]
+
+    def _find_regrouping(self, part: Pointwise) -> _Regrouping | None:
+        """Where each bunch's state lies; None where leaves are not treated alike, and nothing can be regrouped."""
+        full = plan_state(lambda params, across: part.init(params), self._layout, self._mask, self._layout.num_ranks)
+        one = plan_of(part.init({"": placeholder(0, torch.float32)}))
+        slots = full.slots()
+        rest = [i for i, leaf in enumerate(full.leaves) if leaf.kind != "follows"]
+        num_slots = sum(leaf.kind == "follows" for leaf in one.leaves)
+        if len(slots) != num_slots * len(self.numbers) or len(rest) + num_slots != len(one.leaves):
+            return None
+        places = []
+        for bunch in self._bunches:
+            others = iter(rest)
+            places.append(
+                [
+                    (True, [slots[leaf.slot, n] for n in bunch.leaves])
+                    if leaf.kind == "follows"
+                    else (False, [next(others)])
+                    for leaf in one.leaves
+                ]
+            )
+        return _Regrouping(full.treedef, one.treedef, places)
+
+
+@dataclass(frozen=True)
+class _Bunch:
+    """Leaves that a pointwise update sees as one flat: a whole bucket, or where some are masked out a single leaf."""
+
+    leaves: tuple[int, ...]
+    bucket: Bucket | None
+    rank: int
+
+    def flat(self, pieces: Sequence[Tensor]) -> Tensor:
+        return pieces[0] if self.bucket is None else flat_of_pieces(pieces, self.bucket, self.rank)
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        return [flat] if self.bucket is None else cut(flat, self.bucket, self.rank)
+
+
+@dataclass(frozen=True)
+class _Regrouping:
+    """Where the state of each bunch lies in the full state's leaves."""
+
+    full: Any  # structure of the full state
+    one: Any  # structure of the state of a single leaf
+    places: list[list[tuple[bool, list[int]]]]  # for each bunch and leaf of `one`: (follows a param, positions)
+
+
+def _put(leaves: list[Tensor], where: Sequence[int], bunch: _Bunch, old: Tensor, new: Tensor) -> None:
+    """Put a new flat's pieces in the place of the old ones, unless it is the old flat itself."""
+    if new is not old:
+        for i, view in zip(where, bunch.cut(new), strict=True):
+            leaves[i] = view
+
+
+def _stream(
+    part: Pointwise, one: Any, u: Tensor, p: Tensor, state: list[Tensor], follows: list[bool], donated: list[bool]
+) -> list[Tensor]:
+    """A pointwise update of one flat, in chunks that stay in a CPU's cache: the updates, then the state's leaves.
+
+    Where `donated`, a result is written into the storage of what it replaces.
+    """
+    size = _CHUNK if u.device.type == "cpu" else u.numel()
+    out: list[Tensor] = []
+    for start in range(0, max(u.numel(), 1), max(size, 1)):
+        here = slice(start, start + size)
+        given = [x[here] if f else x for x, f in zip(state, follows, strict=True)]
+        made_u: Any
+        made_u, made_s = part.update({"": u[here]}, one.unflatten(given), {"": p[here]})
+        made = [made_u[""], *optree.tree_leaves(made_s)]
+        if u.numel() <= size and not any(donated):
+            return made
+        made = _apart(made, [u[here], p[here], *given])
+        if not out:
+            fits = [d and x.dtype == m.dtype for d, x, m in zip(donated, [u, *state], made, strict=True)]
+            out = [
+                x if fit else m.new_empty(u.numel()) if f else m
+                for x, m, f, fit in zip([u, *state], made, [True, *follows], fits, strict=True)
+            ]
+        for k, (m, f) in enumerate(zip(made, [True, *follows], strict=True)):
+            if f:
+                out[k][here] = m
+            else:
+                out[k] = m
+    return out
+
+
+def _apart(made: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+    """Results that are what was given (a state that is the old updates, say), copied: that may be written to first."""
+    taken = {x.untyped_storage().data_ptr() for x in given if x.dim()}
+    return [x.clone() if x.dim() and x.untyped_storage().data_ptr() in taken else x for x in made]
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    return _storage(a) == _storage(b)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

@@ -1,0 +1,319 @@
+"""`functionalize`: an nn.Module as a pure function of `(params, buffers)`.
+
+The module is copied once into a *skeleton* that owns no values (its tensors are on the meta device) and is private to
+the `apply` made of it. A call puts the caller's leaves into the skeleton's places and runs it. Given `Handle`s, each
+unit's forward on the skeleton enters the unit first and leaves it afterwards; given tensors, nothing is entered.
+
+Note [captured skeletons]: something that runs a module again later, such as torch.utils.checkpoint in backward, holds
+on to skeleton modules and must find the same values there. So values stay in a skeleton after the call, and a
+skeleton is used again only when nothing outside refers to its modules any more.
+
+Note [changed buffers]: a version counter says whether a buffer was written to, except that torch's batch_norm writes
+its running statistics without counting. So floating-point buffers are compared, on the CPU; elsewhere comparing would
+wait for the device, and they count as changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .errors import StructureError, explain
+from .handle import Entrance, Handle
+from .tree import Params, UnitSpec
+from .units import Units, find_units
+
+MAX_SKELETONS = 16
+
+
+class Slot(NamedTuple):
+    """A place in a module where a leaf is used."""
+
+    module: str  # its path
+    attribute: str
+    leaf: str  # the leaf's path
+
+
+_Place = tuple[dict[str, Any], str, str]  # a module's own dict of tensors, the name there, the leaf's path
+
+
+class Apply:
+    """`apply(params, buffers, *args, **kwargs) -> (output, new_buffers)`, pure.
+
+    `params` and `buffers` map dotted paths to leaves; neither is changed, and buffers that the call changed
+    (BatchNorm's running statistics) come back as new tensors. `train()` and `eval()` give the same function in that
+    mode.
+    """
+
+    def __init__(self, model: nn.Module, units: tuple[UnitSpec, ...], slots: list[Slot], buffer_slots: list[Slot]):
+        self.units, self.slots, self.buffer_slots = units, slots, buffer_slots
+        self._shapes = {name: p.shape for name, p in model.named_parameters()}
+        self._prototype = model
+        self._skeletons: list[_Skeleton] = []
+
+    def train(self, mode: bool = True) -> Apply:
+        """The same function with every module in training mode."""
+        return Apply(_copy(self._prototype, {}).train(mode), self.units, self.slots, self.buffer_slots)
+
+    def eval(self) -> Apply:
+        """The same function with every module in evaluation mode."""
+        return self.train(False)
+
+    def __call__(
+        self, params: Mapping[str, Any], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        self._check(params, buffers)
+        skeleton = self._take()
+        try:
+            taken = skeleton.bind(params, buffers)
+            output = skeleton.root(*args, **kwargs)
+            return output, skeleton.new_buffers(buffers, taken)
+        finally:
+            skeleton.release()
+            self._skeletons.append(skeleton)
+
+    def _check(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+        for what, given, known in (
+            ("params", params, self._shapes),
+            ("buffers", buffers, {slot.leaf for slot in self.buffer_slots}),
+        ):
+            if given.keys() == set(known):
+                continue
+            path = next(iter([p for p in known if p not in given] + [p for p in given if p not in known]))
+            got = "no such leaf" if path not in given else "a leaf the model does not have"
+            remedy = "pass the tree functionalize returned"
+            raise StructureError(explain(f"{what} don't fit the model", path=path, got=got, remedy=remedy))
+        for path, shape in self._shapes.items():
+            leaf = params[path]
+            if type(leaf) is not Handle and leaf.shape != shape:
+                raise StructureError(
+                    explain(
+                        "params don't fit the model",
+                        path=path,
+                        expected=tuple(shape),
+                        got=tuple(leaf.shape),
+                        remedy="inside a sharded step pass the params the loss was given, not the state's pieces",
+                    )
+                )
+
+    def _take(self) -> _Skeleton:
+        for i, skeleton in enumerate(self._skeletons):
+            if skeleton.is_free():
+                return self._skeletons.pop(i)
+        del self._skeletons[: -MAX_SKELETONS or None]  # captured ones live as long as what captured them
+        return _Skeleton(_copy(self._prototype, {}), self.units, self.slots, self.buffer_slots).settle()
+
+
+class _Skeleton:
+    """A copy of the model whose places can be filled; see Note [captured skeletons]."""
+
+    def __init__(self, root: nn.Module, units: tuple[UnitSpec, ...], slots: list[Slot], buffer_slots: list[Slot]):
+        self.root = root
+        places = {slot.module: root.get_submodule(slot.module) for slot in (*slots, *buffer_slots)}
+        self._slots: list[_Place] = [(places[s.module]._parameters, s.attribute, s.leaf) for s in slots]
+        self._buffer_slots: list[_Place] = [(places[s.module]._buffers, s.attribute, s.leaf) for s in buffer_slots]
+        self._empty = [(attributes, name, attributes[name]) for attributes, name, _ in self._slots + self._buffer_slots]
+        self._params: Mapping[str, Any] = {}
+        self._lazy = False
+        for unit in units:
+            inside = [(d, a, leaf) for d, a, leaf in self._slots if leaf in set(unit.leaves)]
+            for path in unit.modules:
+                module = root.get_submodule(path)
+                module.forward = self._entering(unit, path, inside, module.forward)
+        self._held = [*root.modules(), *_functions(root)]
+        self._refs: list[int] = []
+
+    def settle(self) -> _Skeleton:
+        """Note how often modules and functions are referred to while nothing runs. Call it outside `__init__`."""
+        self._refs = self._count_refs()
+        return self
+
+    def _count_refs(self) -> list[int]:
+        return [sys.getrefcount(held) for held in self._held]
+
+    def is_free(self) -> bool:
+        """Whether nothing but this skeleton refers to its modules and their functions."""
+        return self._count_refs() == self._refs
+
+    def bind(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int | None]]:
+        """Fill every place; buffers with copies, which are returned with their versions."""
+        self._params = params
+        self._lazy = any(type(leaf) is Handle for leaf in params.values())
+        for attributes, name, leaf in self._slots:
+            attributes[name] = params[leaf]
+        taken = {path: (copied := buffer.clone(), _version(copied)) for path, buffer in buffers.items()}
+        for attributes, name, leaf in self._buffer_slots:
+            attributes[name] = taken[leaf][0]
+        return taken
+
+    def release(self) -> None:
+        """Let go of the values, unless something still refers to a module and may yet run it."""
+        if self.is_free():
+            self._params = {}
+            for attributes, name, placeholder in self._empty:
+                attributes[name] = placeholder
+
+    def new_buffers(self, old: Mapping[str, Tensor], taken: dict[str, tuple[Tensor, int | None]]) -> dict[str, Tensor]:
+        """The buffers after the call: the old tensors where nothing changed."""
+        new = dict(old)
+        for attributes, name, leaf in self._buffer_slots:
+            buffer, (copied, version) = attributes[name], taken[leaf]
+            if buffer is not copied or _version(copied) != version or _may_differ(copied, old[leaf]):
+                assert isinstance(buffer, Tensor)
+                new[leaf] = buffer.detach()
+        return new
+
+    def _entering(self, unit: UnitSpec, path: str, inside: list[Any], forward: Callable[..., Any]) -> Any:
+        @functools.wraps(forward)
+        def enter_and_run(*args: Any, **kwargs: Any) -> Any:
+            if not self._lazy:
+                return forward(*args, **kwargs)
+            with self._entered(unit, path, inside):
+                return forward(*args, **kwargs)
+
+        return enter_and_run
+
+    @contextmanager
+    def _entered(self, unit: UnitSpec, path: str, inside: list[Any]) -> Iterator[None]:
+        """Enter whatever the unit's leaves lie in, with the whole leaves in their places meanwhile."""
+        given = {leaf: self._params[leaf] for leaf in unit.leaves}
+        handles: dict[str, Handle] = {leaf: h for leaf, h in given.items() if type(h) is Handle}
+        entrances: dict[int, Entrance] = {id(h.entrance): h.entrance for h in handles.values()}
+        with ExitStack() as stack:
+            whole = {}
+            for key, entrance in entrances.items():
+                whole[key] = entrance.enter(path)
+                stack.callback(entrance.leave, path)
+                stack.enter_context(entrance.watch())
+            previous = [(attributes, name, attributes[name]) for attributes, name, _ in inside]
+            for attributes, name, leaf in inside:
+                if leaf in handles:
+                    attributes[name] = whole[id(handles[leaf].entrance)][handles[leaf].number]
+            del whole
+            try:
+                yield
+            finally:
+                for attributes, name, value in previous:
+                    attributes[name] = value
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it has been written to; tensors of inference mode don't count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _may_differ(copied: Tensor, old: Tensor) -> bool:
+    """Whether a copy whose version is as it was may have changed; see Note [changed buffers]."""
+    if not copied.is_floating_point() and not copied.is_inference():
+        return False
+    comparable = type(copied) is Tensor and copied.device.type == "cpu" and not _transforms_active()
+    return not comparable or not torch.equal(copied, old)
+
+
+def _transforms_active() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+def functionalize(model: nn.Module, units: Units = None) -> tuple[Apply, Params, dict[str, Tensor]]:
+    """Make a module into `(apply, params, buffers)`. The module is not changed, now or later.
+
+    Args:
+        model: any nn.Module, on any device, the meta device included. Its modules keep their training modes.
+        units: what is gathered and freed together when sharded: a module class, a predicate `(path, module) -> bool`,
+            a pattern of module paths such as "layers.*", or several of these. None: each child of the model.
+
+    Returns:
+        apply: the pure function, see `Apply`.
+        params: a `Params`, dotted path -> leaf, detached but sharing the module's storage (steps copy what they
+            keep). `requires_grad` says which leaves are trained. A tied weight is one leaf, under its first name.
+        buffers: a dict, dotted path -> tensor.
+
+    No rank is involved and nothing is communicated. After torch.func.functional_call.
+
+    >>> apply, params, buffers = functionalize(nn.Linear(2, 3))
+    >>> output, _ = apply(params, buffers, torch.ones(1, 2))
+    >>> list(params), tuple(output.shape)
+    (['weight', 'bias'], (1, 3))
+    """
+    if any(torch.nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise StructureError("a lazy module has no shapes yet. Remedy: run it once before functionalize")
+    names = {id(p): name for name, p in model.named_parameters()}
+    buffer_names = {id(b): name for name, b in model.named_buffers()}
+    slots, buffer_slots = [], []
+    for path, module in model.named_modules():
+        slots += [Slot(path, a, names[id(p)]) for a, p in module._parameters.items() if p is not None]
+        buffer_slots += [Slot(path, a, buffer_names[id(b)]) for a, b in module._buffers.items() if b is not None]
+    found = find_units(model, units, slots)
+    params = Params({n: p.detach().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}, found)
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+    return Apply(_without_values(model), found, slots, buffer_slots), params, buffers
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy of the module whose parameters and buffers are on the meta device."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    return _copy(model, memo)
+
+
+def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy in which the functions that a module holds, as its own `forward` or as hooks, are about the copy.
+
+    deepcopy leaves functions alone, so a closure over the model would go on using the model's own parameters.
+    """
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        for held in [vars(module), *(value for value in vars(module).values() if isinstance(value, dict))]:
+            held.update({name: _about_copy(value, memo) for name, value in held.items() if callable(value)})
+    return copied
+
+
+def _functions(model: nn.Module) -> list[Any]:
+    """The functions and bound methods that modules hold, and those that these are closed over."""
+    found: dict[int, Any] = {}
+    waiting = [value for module in model.modules() for value in vars(module).values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, FunctionType | MethodType) and id(value) not in found:
+            found[id(value)] = value
+            waiting += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
+    return list(found.values())
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """What a function is closed over: a copied module for a module, a function about the copy for a function."""
+    if isinstance(value, MethodType) and id(value.__self__) in memo:
+        return MethodType(value.__func__, memo[id(value.__self__)])
+    if isinstance(value, FunctionType) and value.__closure__ and id(value) not in memo:
+        memo[id(value)] = value  # a function may be closed over itself
+        cells = tuple(_copied_cell(cell, memo) for cell in value.__closure__)
+        if any(new is not old for new, old in zip(cells, value.__closure__, strict=True)):
+            new = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+            new.__kwdefaults__ = value.__kwdefaults__
+            memo[id(value)] = functools.update_wrapper(new, value)
+    return memo.get(id(value), value) if isinstance(value, nn.Module | FunctionType) else value
+
+
+def _copied_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+    if not _is_filled(cell):
+        return cell
+    new = _about_copy(cell.cell_contents, memo)
+    return cell if new is cell.cell_contents else CellType(new)

@@ -1,0 +1,121 @@
+"""`Handle`: what a loss sees of a sharded parameter before its unit is entered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from .errors import StructureError
+from .tree import PyTree
+
+
+class Entrance(Protocol):
+    """How a unit is entered. Whole leaves are given in the unit's own order."""
+
+    def enter(self, module: str) -> Sequence[Tensor]:
+        """The unit's whole leaves, for a call of the module of this path."""
+        ...
+
+    def leave(self, module: str) -> None:
+        """That call has returned."""
+        ...
+
+    def touch(self) -> Sequence[Tensor]:
+        """The whole leaves, outside any call: they stay until the unit's gradient has been taken."""
+        ...
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Around a call of the unit: what autograd saves of gathered storage is remembered, not kept."""
+        ...
+
+
+_ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf")
+_METADATA = {
+    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.__len__,
+    torch.Tensor.__hash__,
+}
+
+
+class Handle(torch.Tensor):
+    """A leaf that is not whole here yet. Its shape and dtype are the whole leaf's; a torch operator on it gathers it.
+
+    Pass it to `apply`, or make it whole and differentiable with `fz.gather`.
+    """
+
+    entrance: Entrance
+    number: int  # of this leaf among the entrance's
+
+    @staticmethod
+    def __new__(
+        cls,
+        entrance: Entrance,
+        number: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        trainable: bool,
+    ) -> Handle:
+        handle: Handle = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=device, requires_grad=trainable
+        )
+        handle.entrance, handle.number = entrance, number
+        return handle
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def whole(self) -> Tensor:
+        """The whole leaf, differentiable. At level 3 an all-gather of its unit, unless that is here already."""
+        return self.entrance.touch()[self.number]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Handle(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.autograd.grad or func is torch.autograd.backward:
+            raise StructureError(
+                "a sharded parameter can't be differentiated by hand inside a loss. "
+                "Remedy: make it whole first, `whole = fz.gather(params)`, and differentiate by that"
+            )
+        args, kwargs = tree_map(_make_whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise StructureError(  # no TypeError: Python's binary operators would replace it by one of their own
+            f"a sharded parameter reached {func} without having been gathered, as happens when a torch.func transform "
+            "is given it as an argument. Remedy: make it whole first, `fz.gather(params)`, and pass that"
+        )
+
+
+def _make_whole(leaf: Any) -> Any:
+    return leaf.whole() if type(leaf) is Handle else leaf
+
+
+def gather(tree: PyTree[Any]) -> PyTree[Any]:
+    """Inside a loss: the same tree with whole, differentiable leaves; leaves that are whole already stay as they are.
+
+    At level 3 each unit touched is all-gathered (S bytes for all of them), and stays whole until its gradient is taken.
+
+    >>> gather({"w": torch.ones(2)})
+    {'w': tensor([1., 1.])}
+    """
+    return tree_map(_make_whole, tree)

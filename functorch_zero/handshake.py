@@ -1,0 +1,80 @@
+"""What ranks must agree on before the first step, compared as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .errors import MismatchError
+from .groups.protocol import Group
+from .tree import PyTree, paths
+
+
+def agree(group: Group, facts: dict[str, Any]) -> None:
+    """Raise `MismatchError` on every rank, naming the first field that differs, unless all ranks give equal facts.
+
+    Two small exchanges: digests of 32 bytes, and only when they differ the facts themselves, as JSON.
+    """
+    text = json.dumps(facts, sort_keys=True)
+    digests = group.exchange(hashlib.sha256(text.encode()).digest())
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(data) for data in group.exchange(text.encode())]
+    other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    field, ours, theirs = first_difference(everyone[0], everyone[other])
+    like_other = [rank for rank, facts in enumerate(everyone) if facts == everyone[other]]
+    raise MismatchError(
+        f"the ranks were given different things: {field} is {_short(ours)} on rank 0 and {_short(theirs)} on "
+        f"{_ranks(like_other)} (this is rank {group.rank}). Remedy: build model, optimizer and options the same way on "
+        "every rank, from the same seed"
+    )
+
+
+def first_difference(a: Any, b: Any, field: str = "") -> tuple[str, Any, Any]:
+    """The dotted name of the first field in which two pieces of plain data differ, and the two values."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(k for k in b if k not in a)]:
+            if a.get(key, _Absent) != b.get(key, _Absent):
+                return first_difference(a.get(key, _Absent), b.get(key, _Absent), f"{field}.{key}".lstrip("."))
+    if isinstance(a, list) and isinstance(b, list):
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
+            if x != y:
+                return first_difference(x, y, f"{field}[{i}]")
+        if len(a) != len(b):
+            return f"the length of {field}", len(a), len(b)
+    return field, a, b
+
+
+class _Absent:
+    """Stands for a field that one side does not have."""
+
+
+def content_digests(tree: PyTree[Tensor]) -> dict[str, Any]:
+    """A digest of each leaf's values, by path; leaves on the meta device have none."""
+    named = zip(paths(tree), optree.tree_leaves(tree), strict=True)
+    return {path: _digest(leaf.detach()) for path, leaf in named if leaf.device.type != "meta"}
+
+
+def _digest(leaf: Tensor) -> str:
+    """Of the bytes, so that NaNs compare equal to themselves; weighted by position, so that a swap shows."""
+    data = leaf.contiguous().reshape(-1).view(torch.uint8)
+    words = torch.cat([data, data.new_zeros(-data.numel() % 8)]).view(torch.int64)
+    position = torch.arange(1, words.numel() + 1, device=words.device) * 2 + 1
+    mixed = (words ^ (words >> 29)) * position
+    return f"{int(mixed.sum()) & (2**64 - 1):016x}"
+
+
+def _short(value: Any) -> str:
+    if value is _Absent:
+        return "absent"
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _ranks(numbers: list[int]) -> str:
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))

@@ -1,0 +1,82 @@
+"""What `shard` was asked for, what its steps refuse, and how the other ranks hear of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .buffers import BufferRule
+from .errors import GroupError, StructureError, explain
+from .groups.protocol import Group
+from .levels import Level
+from .sharding import Sharding
+from .step import TrainState
+from .tree import paths
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `shard` was asked for."""
+
+    level: Level
+    group: Group
+    donate: bool
+    buffers: BufferRule
+    reshard_after_forward: bool
+
+
+def check_batch(batch: Any, device: torch.device, rank: int) -> None:
+    """Refuse a batch on another kind of device than the params; single numbers may be anywhere."""
+    for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type != device.type:
+            raise StructureError(
+                explain(
+                    "the batch is on the wrong device",
+                    path=path,
+                    expected=device,
+                    got=leaf.device,
+                    rank=rank,
+                    remedy="move it with tree_map(lambda x: x.to(device), batch)",
+                )
+            )
+
+
+def sharding_of(state: TrainState, options: Options) -> Sharding:
+    """How a state is cut, which must be as these options cut."""
+    sharding, rank = state.sharding, options.group.rank
+    if sharding is None:
+        raise StructureError("a sharded step was given a whole state. Remedy: `step.scatter(state)` first")
+    expected = _place(options.level.number, options.level.num_pieces(options.group), rank)
+    got = _place(sharding.level, sharding.layout.num_ranks, sharding.rank)
+    if got != expected:
+        raise StructureError(
+            explain(
+                "the state was sharded for another level, group or rank",
+                expected=expected,
+                got=got,
+                rank=rank,
+                remedy="gather it with the step that made it, then scatter it with this one",
+            )
+        )
+    return sharding
+
+
+def _place(level: int, num_pieces: int, rank: int) -> str:
+    return f"level {level}, {num_pieces} pieces, rank {rank}"
+
+
+@contextmanager
+def told(group: Group) -> Iterator[None]:
+    """Tell the other ranks when this one fails, so that none waits for it."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, GroupError):
+            group.fail(error)
+        raise

@@ -1,0 +1,80 @@
+"""Sums over dims of a tensor of which only a contiguous range of elements is here, and their answers put back.
+
+A full shape is read as (rows, width): `width` is the last run of dims that are all reduced or all kept, `rows` the
+dims before it. Then a piece is a few whole rows with a part of one at each end, and each row goes to one place of the
+answer.
+"""
+
+from __future__ import annotations
+
+import math
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .across import sum_dtype, without
+from .groups.protocol import ReduceOp
+from .layout import Extent
+
+
+class _Rows(NamedTuple):
+    width: int
+    reduced: bool  # whether the width is reduced away
+    start: int  # the first row that is here, in part at least
+    stop: int
+    places: Tensor  # (stop - start,) int64: the row of the answer that each row goes to
+    num_places: int
+
+
+def _rows(extent: Extent, dims: tuple[int, ...], device: torch.device) -> _Rows:
+    shape = extent.shape
+    reduced = len(shape) - 1 in dims
+    first = len(shape)
+    while first > 0 and (first - 1 in dims) == reduced:
+        first -= 1
+    width = prod(shape[first:])
+    start, stop = (extent.start // width, -(-extent.stop // width)) if width else (0, 0)
+    rows = torch.arange(start, stop, device=device)
+    places, stride_in, stride_out = torch.zeros_like(rows), 1, 1
+    for dim in reversed(range(first)):
+        if dim not in dims:
+            places += rows // stride_in % shape[dim] * stride_out
+            stride_out *= shape[dim]
+        stride_in *= shape[dim]
+    return _Rows(width, reduced, start, stop, places, stride_out)
+
+
+def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: ReduceOp) -> Tensor:
+    """This piece's share of a sum or maximum over `dims`, in the full reduced shape."""
+    dtype = sum_dtype(piece.dtype) if op == "sum" else piece.dtype
+    identity = 0.0 if op == "sum" else -math.inf
+    shape = without(extent.shape, dims)
+    if not extent.num_here:
+        return piece.new_full(shape, identity, dtype=dtype)
+    if len(dims) == len(extent.shape) > 0:
+        return piece.sum(dtype=dtype) if op == "sum" else piece.max()
+    r = _rows(extent, dims, piece.device)
+    padded = piece.new_full(((r.stop - r.start) * r.width,), identity, dtype=dtype)
+    padded[extent.start - r.start * r.width : extent.stop - r.start * r.width] = piece
+    rows = padded.view(-1, r.width)
+    if r.reduced:
+        rows = (rows.sum(1) if op == "sum" else rows.amax(1)).unsqueeze(1)
+    out = piece.new_full((r.num_places, rows.shape[1]), identity, dtype=dtype)
+    if op == "sum":
+        out.index_add_(0, r.places, rows)
+    else:
+        out.scatter_reduce_(0, r.places[:, None].expand_as(rows), rows, "amax")
+    return out.view(shape)
+
+
+def spread_over_piece(answer: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+    """The values of an answer beside each element of the piece, 1-D."""
+    if not extent.num_here:
+        return answer.new_empty(0)
+    if len(dims) == len(extent.shape) > 0:
+        return answer.expand(extent.num_here)
+    r = _rows(extent, dims, answer.device)
+    rows = answer.reshape(r.num_places, -1)[r.places].expand(-1, r.width)
+    return rows.reshape(-1)[extent.start - r.start * r.width : extent.stop - r.start * r.width]

@@ -1,0 +1,72 @@
+"""What ranks tell each other once a step: weights, metrics, and a digest of the collectives each has started."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import GroupError
+from .groups.protocol import Group
+from .step import as_metric
+
+_WIDTH = 32  # the vector's length is a multiple of it, so that ranks whose metrics differ still send equal lengths
+_BITS = 20  # of a digest: its square, summed over 2**12 ranks, is exact in float64
+
+
+class Report(NamedTuple):
+    """What all ranks know then."""
+
+    metrics: dict[str, Tensor]  # weighted means over ranks
+    weight: Tensor  # 0-d float64, the sum of the ranks' weights
+    flags: list[bool]  # which flags any rank has raised
+
+
+def average(
+    metrics: Mapping[str, Tensor | float],
+    weight: Tensor | float | None,
+    group: Group,
+    log: Sequence[str] = (),
+    flags: Sequence[bool] = (),
+) -> Report:
+    """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One all-reduce of a few float64.
+
+    Raises `GroupError` on every rank when ranks report other metrics, or have started other collectives: sum(h**2) is
+    sum(h)**2 / N only where all h are equal (Cauchy and Schwarz).
+    """
+    values = {name: as_metric(value) for name, value in metrics.items()}
+    device = next((v.device for v in values.values() if v.device.type != "cpu"), torch.device("cpu"))
+    own = as_metric(1.0 if weight is None else weight).to(device, torch.float64)
+    kind = f"{len(flags)} flags, {'no' if weight is None else 'a'} weight"
+    digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % 2**_BITS
+    raised = own.new_tensor([float(flag) for flag in flags])
+    entries = [own, *(_weighted(v.to(device, torch.float64), own) for v in values.values()), *raised.unbind()]
+    vector = torch.zeros(-(-(len(entries) + 2) // _WIDTH) * _WIDTH, dtype=torch.float64, device=device)
+    vector[0], vector[1] = digest, digest**2
+    vector[2 : 2 + len(entries)] = torch.stack(entries)
+    group.all_reduce(vector).wait()
+    _check(vector[:2].tolist(), group, log)
+    total = vector[2]
+    means = vector[3 : 3 + len(values)] / torch.where(total == 0, 1.0, total)
+    averages = {name: mean.to(v.dtype) for (name, v), mean in zip(values.items(), means, strict=True)}
+    counts = vector[3 + len(values) : 2 + len(entries)].tolist() if flags else []
+    return Report(averages, total, [count > 0 for count in counts])
+
+
+def _weighted(value: Tensor, weight: Tensor) -> Tensor:
+    """What weighs nothing counts for nothing, also when it is the mean of nothing, NaN."""
+    return torch.where(weight == 0, 0.0, value * weight)
+
+
+def _check(sums: list[float], group: Group, log: Sequence[str]) -> None:
+    total, squares = (int(x) for x in sums)
+    if total * total != squares * group.size:
+        raise GroupError(
+            f"the ranks have not started the same collectives, or report other metrics; rank {group.rank} started "
+            f"{len(log)}, the last ones: {', '.join(log[-4:]) or 'none'}. Their results are wrong, and the step is "
+            "undone. Remedy: make every rank call the same units in the same order, return the same metrics, and give "
+            "a weight on all ranks or on none"
+        )

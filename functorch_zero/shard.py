@@ -1,0 +1,340 @@
+"""`shard`: the same step for N ranks. No arithmetic here, and no collective of its own: it composes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, overload
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from . import reports
+from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
+from .errors import StructureError
+from .groups import as_group
+from .groups.protocol import Group
+from .handshake import agree, content_digests
+from .layout import Layout, make_layout
+from .levels import find_level
+from .optim.base import describe, split_fused
+from .optim.check import check_claims
+from .options import Options, check_batch, sharding_of, told
+from .sharded import Sharded
+from .sharding import Sharding
+from .sinks import Sink
+from .state_layout import gather_state, lay_out_state, scatter_state
+from .state_plan import StatePlan, plan_state
+from .step import (
+    EvalStep,
+    Metrics,
+    Outcome,
+    TrainState,
+    TrainStep,
+    as_metric,
+    call_eval,
+    call_loss,
+    joined,
+    mark_trainable,
+    micro_batches,
+    replayed,
+)
+from .tree import PyTree, paths, same_structure, select
+from .unit import Pass
+
+
+class _Prepared:
+    """What a sharded step derives once from a layout."""
+
+    def __init__(self, step: TrainStep, layout: Layout, options: Options):
+        group = options.level.optimizer_group(options.group)
+        self.layout = layout
+        self.across = Sharded(layout, group, donate=options.donate)
+        self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
+        self._optimizer, self._split = step.optimizer, split_fused(step.optimizer)
+
+    def update(self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[PyTree[Tensor] | None, Any]:
+        """The updates and the optimizer's next state; no updates where a fused kernel has applied them already."""
+        if self._split is not None and self.across.fuses(self._split[1], params):
+            head, tail = self._split
+            if head is None:
+                return None, self.across.fused(tail, grads, state, params)
+            grads, first = head.update(grads, state[:-1], params, self.across)
+            return None, (*first, self.across.fused(tail, grads, state[-1], params))
+        updates, state = self._optimizer.update(grads, state, params, self.across)
+        state = self.across.keep(state, params)
+        same_structure(params, updates, what="the optimizer's updates")
+        return updates, state
+
+
+class ShardedTrainStep:
+    """`step(state, batch) -> (state, metrics)` on one rank of a group. Made by `shard`.
+
+    Each rank passes its own part of the batch; what comes back is what the unsharded step makes of the whole.
+    """
+
+    def __init__(self, step: TrainStep, options: Options):
+        self.unsharded, self.options = step, options
+        self._prepared: _Prepared | None = None
+        self._trace: list[str] = []  # the units the last pass fetched, in order: a hint for prefetch
+
+    @property
+    def group(self) -> Group:
+        """The ranks, `group.rank` and `group.size`."""
+        return self.options.group
+
+    @property
+    def level(self) -> int:
+        """0 to 3."""
+        return self.options.level.number
+
+    def init(
+        self, params: PyTree[Tensor], buffers: PyTree[Tensor] | None = None, *, seed: int | None = 0
+    ) -> TrainState:
+        """The first state: this rank's part of copies of params and buffers, and of the optimizer's state.
+
+        Every rank passes the same whole params. Two small exchanges compare layout, optimizer, options and values.
+
+        Raises:
+            MismatchError: on every rank, naming the first thing in which ranks differ.
+            TransformError: a transform does what its `needs` says it does not.
+            StructureError: params are no tensors, or none is trained.
+        """
+        with told(self.group), torch.no_grad():
+            params = mark_trainable(params, self.unsharded.trainable)
+            layout = self._make_layout(params)
+            buffers = {} if buffers is None else buffers
+            agree(self.group, self._facts(layout, params, buffers, seed))
+            check_claims(self.unsharded.optimizer, select(params, layout.trainable))
+            prepared = self._prepare(layout)
+            held = self.options.level.hold(params, layout, self._rank)
+            view = self.options.level.pieces(self._flats(held, layout), layout, self._rank)
+            opt_state = self.unsharded.optimizer.init(view, prepared.across)
+            return TrainState(
+                torch.zeros((), dtype=torch.int64),
+                held,
+                tree_map(lambda b: b.detach().clone(), buffers),
+                lay_out_state(opt_state, prepared.plan, layout, self._rank),
+                None if seed is None else torch.tensor(seed),
+                Sharding(layout, self.level, self.group.rank),
+            )
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step on this rank's part of the batch.
+
+        Collectives: those of the level's row (design: units' gathers and reductions), one all-reduce of metrics, one
+        of the buffers that changed, and what the optimizer asks for. The state given is used up when donating.
+
+        Raises:
+            DonatedError: the state was used up before.
+            StructureError: state, batch or loss are not what they must be.
+            PeerError: another rank failed; GroupError: ranks did different things.
+        """
+        with told(self.group):
+            sharding = sharding_of(state, self.options)
+            sharding.donations.check(state.step)
+            layout, level = sharding.layout, self.options.level
+            prepared = self._prepare(layout)
+            flats = self._flats(state.params, layout)
+            check_batch(batch, flats[0].device, self.group.rank)
+            reduced, outcome, log = self._backward(state, batch, flats, layout)
+            seen = {"loss": outcome.loss, **outcome.metrics}
+            flags = replaced(state.buffers, outcome.buffers)
+            trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
+            metrics, total, changed = reports.average(seen, outcome.weight, self.group, log, flags)
+            self._trace = trace
+            with torch.no_grad():
+                if outcome.weight is not None:
+                    _divide(reduced, total)
+                buffers = sync_buffers(state.buffers, outcome.buffers, changed, self.options.buffers, self.group)
+                grads = level.grads(reduced, flats, layout, self._rank)
+                del reduced
+                view = level.pieces(flats, layout, self._rank)
+                if self.options.donate:
+                    buffers = apart(buffers, flats)
+                    sharding.donations.take(state.step)
+                updates, opt_state = prepared.update(grads, state.opt_state, view)
+                params = level.publish(state.params, flats, updates, layout, self.group, donate=self.options.donate)
+            new = state._replace(step=state.step + 1, params=params, buffers=buffers, opt_state=opt_state)
+            return new, metrics
+
+    def gather(self, state: TrainState) -> TrainState:
+        """The whole, unsharded state on every rank: copies. All-gathers what is in pieces, broadcasts what is owned."""
+        with told(self.group), torch.no_grad():
+            sharding = sharding_of(state, self.options)
+            sharding.donations.check(state.step)
+            return gather_state(state, self._prepare(sharding.layout).plan, self.group, self.options.level)
+
+    def scatter(self, state: TrainState) -> TrainState:
+        """The inverse of `gather`: this rank's part of a whole state that every rank holds. No communication."""
+        if state.sharding is not None:
+            raise StructureError("scatter takes a whole state, and this one is sharded already")
+        with torch.no_grad():
+            layout = self._make_layout(state.params)
+            sharding = Sharding(layout, self.level, self.group.rank)
+            return scatter_state(state, self._prepare(layout).plan, sharding, self.options.level)
+
+    def _backward(
+        self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout
+    ) -> tuple[dict[int, Tensor], Outcome, list[str]]:
+        """The reduced gradient flats, what the loss gave, and the collectives started for it."""
+        log: list[str] = []
+        sink = self.options.level.sink(layout, self.group, log)
+        outcomes: list[Outcome] = []
+        for part in micro_batches(batch, self.unsharded.accumulate):
+            outcome = self._on_micro_batch(state, part, flats, layout, sink, log, len(outcomes))
+            outcomes.append(outcome)
+            state = state._replace(buffers=outcome.buffers)
+        return sink.finish(), joined(outcomes), log
+
+    def _on_micro_batch(
+        self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout, sink: Sink, log: list[str], i: int
+    ) -> Outcome:
+        """One pass, whose gradients go to the sink."""
+        device, rank, count = flats[0].device, self.group.rank, self.unsharded.accumulate
+        sources = self.options.level.sources(flats, layout, self.group, log)
+        keeps, last = not self.options.reshard_after_forward, i == count - 1
+        run = Pass(layout, sources, sink, device=device, keeps=keeps, ahead=self._trace, last=last)
+        with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
+            outcome = call_loss(self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank)
+            share = 1 / (self.group.size * count) if outcome.weight is None else outcome.weight
+            exact = outcome.loss.dtype in (torch.float32, torch.float64)  # else a share of 1/3, say, is rounded
+            run.loss_ended(outcome.weight, None if exact else share)
+            seed = torch.as_tensor(share if exact else 1, dtype=outcome.loss.dtype, device=outcome.loss.device)
+            torch.autograd.grad(outcome.loss, [run.anchor], seed.detach(), allow_unused=True)
+        run.finish()
+        self._trace = run.trace
+        metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
+        return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
+
+    @property
+    def _rank(self) -> int:
+        """This rank's number among the pieces of a bucket."""
+        return self.group.rank if self.options.level.cuts_state else 0
+
+    def _make_layout(self, params: PyTree[Tensor]) -> Layout:
+        num_pieces = self.options.level.num_pieces(self.group)
+        return make_layout(params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad)
+
+    def _flats(self, params: PyTree[Tensor], layout: Layout) -> list[Tensor]:
+        return self.options.level.flats(params, layout, self._rank)
+
+    def _prepare(self, layout: Layout) -> _Prepared:
+        known = self._prepared
+        if known is None or (known.layout is not layout and known.layout != layout):
+            self._prepared = known = _Prepared(self.unsharded, layout, self.options)
+        return known
+
+    def _facts(
+        self, layout: Layout, params: PyTree[Tensor], buffers: PyTree[Tensor], seed: int | None
+    ) -> dict[str, Any]:
+        """What ranks must agree on."""
+        o = self.options
+        return {
+            "ranks": self.group.size,
+            "level": o.level.name,
+            "accumulate": self.unsharded.accumulate,
+            "options": {"donate": o.donate, "buffers": o.buffers, "reshard_after_forward": o.reshard_after_forward},
+            "optimizer": describe(self.unsharded.optimizer),
+            "layout": layout.describe(),
+            "buffers": {
+                path: [list(b.shape), str(b.dtype)]
+                for path, b in zip(paths(buffers), optree.tree_leaves(buffers), strict=True)
+            },
+            "values": content_digests(params),
+            "values of buffers": {} if o.buffers == "local" else content_digests(buffers),
+            "seed": seed,
+            "torch": torch.__version__,
+        }
+
+
+class ShardedEvalStep:
+    """`step(state, batch) -> metrics` on one rank of a group. Made by `shard`."""
+
+    def __init__(self, step: EvalStep, options: Options):
+        self.unsharded, self.options = step, options
+        self._trace: list[str] = []
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self.options.group
+
+    @torch.no_grad()
+    def __call__(self, state: TrainState, batch: Any) -> Metrics:
+        """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a unit, on use."""
+        with told(self.group):
+            sharding = sharding_of(state, self.options)
+            sharding.donations.check(state.step)
+            layout, level = sharding.layout, self.options.level
+            rank = self.group.rank if level.cuts_state else 0
+            flats = level.flats(state.params, layout, rank)
+            check_batch(batch, flats[0].device, self.group.rank)
+            log: list[str] = []
+            sources = level.sources(flats, layout, self.group, log)
+            run = Pass(layout, sources, None, device=flats[0].device, ahead=self._trace)
+            with replayed(state.seed, state.step, self.group.rank, flats[0].device):
+                metrics, weight = call_eval(self.unsharded.fn, run.handles(), state.buffers, batch)
+            run.finish()
+            self._trace = run.trace
+            return reports.average(metrics, weight, self.group, log).metrics
+
+
+@overload
+def shard(
+    step: TrainStep,
+    *,
+    level: int | str,
+    group: Any = ...,
+    donate: bool = ...,
+    buffers: BufferRule = ...,
+    reshard_after_forward: bool = ...,
+) -> ShardedTrainStep: ...
+@overload
+def shard(
+    step: EvalStep,
+    *,
+    level: int | str,
+    group: Any = ...,
+    donate: bool = ...,
+    buffers: BufferRule = ...,
+    reshard_after_forward: bool = ...,
+) -> ShardedEvalStep: ...
+def shard(
+    step: TrainStep | EvalStep,
+    *,
+    level: int | str,
+    group: Any = None,
+    donate: bool = True,
+    buffers: BufferRule = "mean",
+    reshard_after_forward: bool = True,
+) -> ShardedTrainStep | ShardedEvalStep:
+    """The same step for the ranks of a group: it returns what the unsharded step returns, or says why it can't.
+
+    Args:
+        step: made by `train_step` or `eval_step`.
+        level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too; 3 or "fsdp",
+            params too.
+        group: a `Group`, a torch process group, a 1-D DeviceMesh, or None for torch's default group.
+        donate: the step may reuse the storage of the state it is given, which can't be used again then.
+        buffers: what becomes of buffers that ranks have changed differently: their mean (integers: rank 0's), rank
+            0's, or each rank keeps its own.
+        reshard_after_forward: at level 3, free a unit's params after forward and gather them again in backward
+            (least memory), or keep them (least traffic).
+
+    Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2; level 3: at most 3, 2
+    when not resharding. After Rajbhandari et al., "ZeRO" (2020).
+    """
+    options = Options(find_level(level), as_group(group), donate, check_buffer_rule(buffers), reshard_after_forward)
+    if isinstance(step, TrainStep):
+        return ShardedTrainStep(step, options)
+    if isinstance(step, EvalStep):
+        return ShardedEvalStep(step, options)
+    raise TypeError(f"shard takes what train_step or eval_step made, got {type(step).__name__}")
+
+
+def _divide(reduced: Mapping[int, Tensor], total: Tensor) -> None:
+    """Sums of weighted gradients -> weighted means. A total of 0 leaves them 0."""
+    for flat in reduced.values():
+        flat.div_(torch.where(total == 0, 1.0, total).to(flat.dtype))

@@ -1,0 +1,231 @@
+"""`Sharded`: the answers to a transform's questions on this rank's pieces, with a group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from .across import (
+    Dim,
+    Owned,
+    Pointwise,
+    Question,
+    Tree,
+    WholeLeaf,
+    check_limit,
+    dims_of,
+    each,
+    sum_dtype,
+    total_of,
+)
+from .bunches import Bunches
+from .groups.protocol import Group, ReduceOp
+from .layout import Extent, Layout
+from .optim.base import Transform
+from .owners import Exchange, batches, run_batch
+from .pieces import reduce_piece, spread_over_piece
+from .state_plan import assign_owners
+from .tree import PyTree, select
+
+
+class Sharded:
+    """Answers on pieces.
+
+    Args:
+        layout: how the params are cut over the group.
+        group: the ranks.
+        donate: pointwise updates may overwrite the updates and the state they are given.
+
+    Every tree given or returned holds this rank's pieces of the trained leaves, None elsewhere.
+    """
+
+    def __init__(self, layout: Layout, group: Group, *, donate: bool = False, mask: PyTree[bool] | None = None):
+        self._layout, self._group, self._donate = layout, group, donate
+        mask = layout.trainable if mask is None else mask
+        self._extents = select(layout.extents(group.rank), mask)
+        self._bunches = Bunches(layout, mask, group.rank, donate=donate)
+        self._numbers = self._bunches.numbers
+        self._exchange = Exchange(layout, self._numbers, group)
+        self._narrowed: dict[tuple[int, ...], Sharded] = {}
+
+    @property
+    def extents(self) -> PyTree[Extent]:
+        return self._extents
+
+    def select(self, mask: PyTree[bool]) -> Sharded:
+        chosen = tuple(n for n, keep in zip(self._numbers, optree.tree_leaves(mask), strict=True) if keep)
+        if chosen not in self._narrowed:
+            of_all = self._layout.treedef.unflatten([i in set(chosen) for i in range(len(self._layout.leaves))])
+            self._narrowed[chosen] = Sharded(self._layout, self._group, donate=self._donate, mask=of_all)
+        return self._narrowed[chosen]
+
+    # scalars: one all-reduce for all leaves of all trees
+
+    def sum(self, *trees: Tree) -> Any:
+        return self._scalars(lambda x: x.sum(dtype=sum_dtype(x.dtype)), trees, "sum")
+
+    def mean(self, *trees: Tree) -> Any:
+        sums = self.sum(*trees)
+        answers = [
+            tree_map(lambda x, e: x / max(e.numel, 1), tree, self._extents)
+            for tree in (sums if len(trees) > 1 else (sums,))
+        ]
+        return tuple(answers) if len(trees) > 1 else answers[0]
+
+    def norm(self, *trees: Tree) -> Any:
+        squares = self._scalars(lambda x: torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype)).square(), trees, "sum")
+        return tree_map(torch.sqrt, squares)
+
+    def max(self, *trees: Tree) -> Any:
+        return self._scalars(lambda x: x.max() if x.numel() else x.new_full((), -math.inf), trees, "max")
+
+    def total(self, *trees: Tree) -> Any:
+        local = [total_of([x.sum(dtype=sum_dtype(x.dtype)) for x in optree.tree_leaves(tree)]) for tree in trees]
+        return each(lambda x: x, self._reduce(local, "sum"))
+
+    def dot(self, a: Tree, b: Tree) -> Tensor:
+        return self.dots((a, b))[0]
+
+    def dots(self, *pairs: tuple[Tree, Tree]) -> tuple[Tensor, ...]:
+        return tuple(self._reduce([_dot(a, b) for a, b in pairs], "sum"))
+
+    def _scalars(self, local: Callable[[Tensor], Tensor], trees: Sequence[Tree], op: ReduceOp) -> Any:
+        flattened = [optree.tree_flatten(tree) for tree in trees]
+        reduced = iter(self._reduce([local(x) for leaves, _ in flattened for x in leaves], op))
+        return each(lambda x: x, [treedef.unflatten([next(reduced) for _ in leaves]) for leaves, treedef in flattened])
+
+    def _reduce(self, values: list[Tensor], op: ReduceOp) -> list[Tensor]:
+        """Reduce tensors of any shape, each to its own shape and dtype, in one all-reduce."""
+        if self._group.size == 1 or not values:
+            return values
+        dtype = values[0].dtype
+        for x in values:
+            dtype = torch.promote_types(dtype, x.dtype)
+        device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
+        packed = torch.cat([x.reshape(-1).to(device, dtype) for x in values])
+        self._group.all_reduce(packed, op).wait()
+        parts = packed.split([x.numel() for x in values])
+        return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, values, strict=True)]
+
+    # dims: one all-reduce of vectors
+
+    def sum_dim(self, tree: Tree, dim: Dim) -> Tree:
+        return self._over_dims([(tree, dim)], "sum")[0]
+
+    def sum_dims(self, *questions: Question) -> tuple[Tree, ...]:
+        return self._over_dims(questions, "sum")
+
+    def max_dim(self, tree: Tree, dim: Dim) -> Tree:
+        return self._over_dims([(tree, dim)], "max")[0]
+
+    def max_dims(self, *questions: Question) -> tuple[Tree, ...]:
+        return self._over_dims(questions, "max")
+
+    def _over_dims(self, questions: Sequence[Question], op: ReduceOp) -> tuple[Tree, ...]:
+        def local(x: Tensor, extent: Extent, dim: Dim) -> Tensor | None:
+            dims = dims_of(dim, extent.shape)
+            return None if dims is None else reduce_piece(x, extent, dims, op)
+
+        asked = [tree_map(lambda x, e, d=dim: local(x, e, d), tree, self._extents) for tree, dim in questions]
+        leaves, treedef = optree.tree_flatten(asked)
+        return tuple(treedef.unflatten(self._reduce(leaves, op)))
+
+    def spread(self, tree: Tree, dim: Dim) -> Tree:
+        def put_back(extent: Extent, x: Tensor | None) -> Tensor | None:
+            dims = dims_of(dim, extent.shape)
+            return None if x is None or dims is None else spread_over_piece(x, extent, dims)
+
+        return tree_map(put_back, self._extents, tree)
+
+    def keep(self, state: Any, *passing: Tree) -> Any:
+        if not self._donate:
+            return state
+        taken = {x.untyped_storage().data_ptr() for tree in passing for x in optree.tree_leaves(tree)} - {0}
+
+        def own(x: Any) -> Any:
+            return x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in taken else x
+
+        return tree_map(own, state)
+
+    # pointwise: bunch by bunch
+
+    def pointwise(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        return self._bunches.pointwise(part, updates, state, params)
+
+    def fuses(self, transform: Transform, params: Tree) -> bool:
+        """Whether `fused` can run this transform."""
+        return self._bunches.fuses(transform, params)
+
+    def fused(self, transform: Transform, updates: Tree, state: Any, params: Tree) -> Any:
+        """Run a transform's kernel on donated params and state. Returns the state."""
+        return self._bunches.fused(transform, updates, state, params)
+
+    # whole leaves: one all-to-all in, one out
+
+    def _owners(self, part: WholeLeaf) -> list[int]:
+        """The owner of each leaf of the tree."""
+        return assign_owners([part.cost(e.shape) for e in optree.tree_leaves(self._extents)], self._group.size)
+
+    def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
+        leaves, treedef = optree.tree_flatten(params)
+        owners = self._owners(part)
+        (whole,) = self._exchange.to_owners([leaves], owners)
+        states = []
+        for i, (leaf, owner, extent) in enumerate(zip(leaves, owners, optree.tree_leaves(self._extents), strict=True)):
+            if owner == self._group.rank:
+                states.append(Owned(part.init(whole[i]), i))
+            else:
+                made = part.init(torch.empty(extent.shape, dtype=leaf.dtype, device="meta"))
+                states.append(Owned(tree_map(lambda x, d=leaf.device: x.new_empty(0, device=d), made), i))
+        return treedef.unflatten(states)
+
+    def whole(self, part: WholeLeaf, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        leaves, treedef = optree.tree_flatten(updates)
+        states: list[Owned] = treedef.flatten_up_to(state)
+        owners = self._owners(part)
+        asked = [leaves, optree.tree_leaves(params)] if part.wants_param else [leaves]
+        whole = self._exchange.to_owners(asked, owners)
+        results = {}
+        for batch in batches(part, whole[0]):
+            given = [whole[-1][i] if part.wants_param else None for i in batch]
+            new_u, new_s = run_batch(part, [whole[0][i] for i in batch], [states[i].state for i in batch], given)
+            for i, made_u, made_s in zip(batch, new_u, new_s, strict=True):
+                results[i] = made_u.to(leaves[i].dtype)
+                states[i] = Owned(made_s, states[i].leaf)
+        return treedef.unflatten(self._exchange.from_owners(results, leaves, owners)), treedef.unflatten(states)
+
+    # the whole tree: gathered on every rank
+
+    def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
+        return init(self._gather(params, limit))
+
+    def whole_tree(
+        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree, limit: int
+    ) -> tuple[Tree, Any]:
+        made, new_state = update(self._gather(updates, limit), state, self._gather(params, limit))
+        pieces = tree_map(lambda x, e: x.reshape(-1)[e.start : e.stop].clone(), made, self._extents)
+        return pieces, new_state
+
+    def _gather(self, tree: Tree, limit: int) -> Tree:
+        """Whole leaves on every rank: one all-reduce of the pieces in their places, 2S bytes."""
+        leaves, treedef = optree.tree_flatten(tree)
+        extents = optree.tree_leaves(self._extents)
+        check_limit(extents, leaves, limit)
+        whole = []
+        for x, extent in zip(leaves, extents, strict=True):
+            full = x.new_zeros(prod(extent.shape))
+            full[extent.start : extent.stop] = x
+            whole.append(full.view(extent.shape))
+        return treedef.unflatten(self._reduce(whole, "sum"))
+
+
+def _dot(a: Tree, b: Tree) -> Tensor:
+    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    return total_of([(x * y).sum(dtype=sum_dtype(x.dtype)) for x, y in pairs])

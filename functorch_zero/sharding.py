@@ -1,0 +1,53 @@
+"""What a sharded state says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .errors import DonatedError
+from .layout import Layout
+
+
+class Donations:
+    """Which states have given their storage away. A state is known by its step counter, which each step makes anew."""
+
+    def __init__(self) -> None:
+        self._taken_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def take(self, counter: Tensor) -> None:
+        """This state's storage is being reused."""
+        self._taken_by[counter] = int(counter)
+
+    def check(self, counter: Tensor) -> None:
+        """Raise `DonatedError` if it has been."""
+        if counter in self._taken_by:
+            taken = self._taken_by[counter]
+            raise DonatedError(
+                f"the state of step {taken} was donated to the step that made state {taken + 1}, and its storage holds "
+                "that one now. Remedy: use the state it returned, keep a copy with tree_map(torch.clone, state), "
+                "or shard with donate=False"
+            )
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a state is cut: a pytree node without leaves, equal for states that fit each other."""
+
+    layout: Layout
+    level: int
+    rank: int
+    donations: Donations = field(default_factory=Donations, compare=False, repr=False)
+
+
+def _flatten(sharding: Sharding) -> tuple[tuple[()], Any, tuple[()]]:
+    return (), sharding, ()
+
+
+optree.register_pytree_node(
+    Sharding, _flatten, lambda sharding, _: sharding, namespace=optree.registry.__GLOBAL_NAMESPACE
+)

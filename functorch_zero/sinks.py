@@ -1,0 +1,194 @@
+"""Where a unit's gradients go: reduced at every entry, or once a unit when all have come.
+
+Note [order of reductions]: ranks must start the same collectives in the same order, even when one rank's loss does not
+reach a unit. `Streaming` therefore starts in the reverse of the order of entries; for an entry that backward has
+passed by it sends zeros, and gathers what its backward would have gathered. `Accumulating` starts in the reverse of
+the layout's order, each unit once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from .collectives import reduce_scatter_flat
+from .groups.protocol import Group, Work
+from .layout import Layout
+
+Grads = Sequence[Tensor | None]
+
+
+class Giver(Protocol):
+    """A unit, as sinks see it."""
+
+    trained: list[int]  # the numbers of its trained buckets
+
+    def pack(self, grads: Grads | None) -> Iterator[tuple[int, Tensor]]:
+        """Its trained buckets' gradients as whole flats; None is zeros."""
+        ...
+
+    def replay(self, entry: int) -> None:
+        """Start the gathers of that entry's backward, those that it has not started itself."""
+        ...
+
+    def done(self) -> None:
+        """Its gradient has been taken."""
+        ...
+
+
+class Reducer:
+    """Starts reductions of whole gradient flats, at most one under way at a time, and adds up what they give."""
+
+    def __init__(self, layout: Layout, group: Group, *, scatter: bool, log: list[str]):
+        self._layout, self._group, self._scatter, self._log = layout, group, scatter, log
+        self._under_way: tuple[int, Tensor, Work] | None = None
+        self._done: dict[int, Tensor] = {}
+
+    def start(self, b: int, flat: Tensor) -> None:
+        """Begin to reduce the gradients of bucket `b`; `flat` is given away."""
+        self.settle()
+        self._log.append("reduce " + self._layout.buckets[b].name)
+        if self._scatter:
+            self._under_way = (b, *reduce_scatter_flat(flat, self._layout.buckets[b], self._group))
+        else:
+            self._under_way = (b, flat, self._group.all_reduce(flat))
+
+    def settle(self) -> None:
+        """Wait for what is under way, and let go of its flat."""
+        if self._under_way is not None:
+            (b, result, work), self._under_way = self._under_way, None
+            work.wait()
+            self._done[b] = self._done[b].add_(result) if b in self._done else result
+
+    def finish(self) -> dict[int, Tensor]:
+        """The reduced flats by bucket; buckets nobody reduced are missing."""
+        self.settle()
+        done, self._done = self._done, {}  # given away: a pass and its units refer to each other until gc finds them
+        return done
+
+
+class Sink(Protocol):
+    """Where a unit's gradients go."""
+
+    def settle(self) -> None:
+        """Wait for the reduction under way."""
+        ...
+
+    def enter(self, run: Giver) -> int:
+        """The unit has been entered; the number of this entry."""
+        ...
+
+    def take(self, entry: int | None, run: Giver, grads: Grads) -> None:
+        """The gradients of that entry's leaves, None for those that have none; no number for an entry in backward."""
+        ...
+
+    def pass_by(self, entry: int) -> None:
+        """Backward is at that entry: entries after it that have no gradients by now get none."""
+        ...
+
+    def begin(self, runs: Sequence[Giver], *, last: bool) -> None:
+        """A pass over a loss begins, the `last` one of the step or not; all units, in the layout's order."""
+        ...
+
+    def end(self) -> None:
+        """Its backward is over."""
+        ...
+
+    def finish(self) -> dict[int, Tensor]:
+        """After the last pass: the reduced flats by bucket."""
+        ...
+
+
+class Streaming:
+    """Levels 2 and 3: each entry's gradients are reduced at once, and freed. See Note [order of reductions]."""
+
+    def __init__(self, reducer: Reducer):
+        self._reducer = reducer
+        self._open: list[tuple[int, Giver]] = []  # entries that backward has not come to, in order of entry
+        self._entries = 0
+
+    def enter(self, run: Giver) -> int:
+        self._entries += 1
+        self._open.append((self._entries, run))
+        return self._entries
+
+    def take(self, entry: int | None, run: Giver, grads: Grads) -> None:
+        if entry is not None:
+            self.pass_by(entry)
+        if self._open and self._open[-1][0] == entry:
+            run.replay(self._open.pop()[0])
+        self._send(run, grads)
+
+    def pass_by(self, entry: int) -> None:
+        while self._open and self._open[-1][0] > entry:
+            number, run = self._open.pop()
+            run.replay(number)
+            self._send(run, None)
+
+    def settle(self) -> None:
+        self._reducer.settle()
+
+    def _send(self, run: Giver, grads: Grads | None) -> None:
+        run.done()  # before its gradients are packed, so that params and gradients are not here together
+        for b, flat in run.pack(grads):
+            self._reducer.start(b, flat)
+
+    def begin(self, runs: Sequence[Giver], *, last: bool) -> None:
+        pass
+
+    def end(self) -> None:
+        self.pass_by(0)
+
+    def finish(self) -> dict[int, Tensor]:
+        return self._reducer.finish()
+
+
+class Accumulating:
+    """Levels 0 and 1: a unit's gradients add up, and are reduced once, in the last pass's backward.
+
+    See Note [order of reductions].
+    """
+
+    def __init__(self, reducer: Reducer):
+        self._reducer = reducer
+        self._pending: dict[Giver, int] = {}
+        self._flats: dict[int, Tensor] = {}
+        self._waiting: list[Giver] = []  # units still to be reduced, in the layout's order
+        self._last = True
+
+    def settle(self) -> None:
+        self._reducer.settle()
+
+    def begin(self, runs: Sequence[Giver], *, last: bool) -> None:
+        self._waiting, self._last, self._pending = list(runs), last, {}
+
+    def enter(self, run: Giver) -> int:
+        self._pending[run] = self._pending.get(run, 0) + bool(run.trained)
+        return 0
+
+    def pass_by(self, entry: int) -> None:
+        pass
+
+    def take(self, entry: int | None, run: Giver, grads: Grads) -> None:
+        for b, flat in run.pack(grads):
+            self._flats[b] = self._flats[b].add_(flat) if b in self._flats else flat
+        if entry is not None:
+            self._pending[run] -= 1
+        while self._last and self._waiting and not self._pending.get(self._waiting[-1], 0):
+            self._send(self._waiting.pop())
+
+    def _send(self, run: Giver) -> None:
+        ready = {b: self._flats.pop(b) for b in run.trained if b in self._flats}
+        for b, flat in ready.items() if ready else run.pack(None):
+            self._reducer.start(b, flat)
+        run.done()
+
+    def end(self) -> None:
+        while self._last and self._waiting:
+            self._send(self._waiting.pop())
+        self._waiting, self._pending = [], {}
+
+    def finish(self) -> dict[int, Tensor]:
+        return self._reducer.finish()

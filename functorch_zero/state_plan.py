@@ -1,0 +1,145 @@
+"""Which leaves of an optimizer's state follow a param, found by running `init` on placeholders, not by names or shapes.
+
+A placeholder is a 1-D tensor on the meta device whose length names the leaf; no real tensor is that long. A state leaf
+of that length holds one value per element of the param, so it is cut as the param is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from .across import Dim, Local, Owned, Tree, WholeLeaf, dims_of, without
+from .errors import TransformError
+from .layout import Extent, Layout
+from .tree import PyTree, select
+
+_LONG = 2**40
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """What one leaf of an optimizer's state is."""
+
+    kind: Literal["follows", "owned", "replicated"]
+    leaf: int = -1  # the param it follows or belongs to, by its number in the layout
+    slot: int = -1  # of those that follow one param, which
+    owner: int = -1  # the rank that holds it
+    shape: tuple[int, ...] = ()  # of an owned leaf, at its owner
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """The leaves of a state in flatten order, and its structure."""
+
+    leaves: tuple[StateLeaf, ...]
+    treedef: Any
+
+    def slots(self) -> dict[tuple[int, int], int]:
+        """(slot, param) -> position in flatten order, for the leaves that follow a param."""
+        return {(leaf.slot, leaf.leaf): i for i, leaf in enumerate(self.leaves) if leaf.kind == "follows"}
+
+
+@dataclass(frozen=True)
+class _AtOwner:
+    """A leaf of the planned state that only its owner holds."""
+
+    tensor: Tensor  # on the meta device
+    leaf: int
+    owner: int
+
+
+class Planner(Local):
+    """The `across` that `init` is given while a state is planned."""
+
+    def __init__(self, numbers: PyTree[int], extents: PyTree[Extent], num_ranks: int):
+        self._numbers, self._num_ranks = numbers, num_ranks
+        self._extents = extents
+
+    def select(self, mask: PyTree[bool]) -> Planner:
+        return Planner(select(self._numbers, mask), select(self._extents, mask), self._num_ranks)
+
+    def placeholders(self, dtypes: Sequence[torch.dtype]) -> Tree:
+        """A tree of placeholders; `dtypes` by leaf number."""
+        return tree_map(lambda n: torch.empty(_LONG + n, dtype=dtypes[n], device="meta"), self._numbers)
+
+    def sum_dim(self, tree: Tree, dim: Dim) -> Tree:
+        def reduced(x: Tensor, extent: Extent) -> Tensor | None:
+            dims = dims_of(dim, extent.shape)
+            return None if dims is None else x.new_empty(without(extent.shape, dims))
+
+        return tree_map(reduced, tree, self._extents)
+
+    max_dim = sum_dim
+
+    def spread(self, tree: Tree, dim: Dim) -> Tree:
+        return tree_map(lambda n, x: None if x is None else x.new_empty(_LONG + n), self._numbers, tree)
+
+    def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
+        extents, numbers = optree.tree_leaves(self._extents), optree.tree_leaves(self._numbers)
+        owners = assign_owners([part.cost(e.shape) for e in extents], self._num_ranks)
+        leaves, treedef = optree.tree_flatten(params)
+        states = []
+        for i, (leaf, extent, number, owner) in enumerate(zip(leaves, extents, numbers, owners, strict=True)):
+            state = part.init(leaf.new_empty(extent.shape))
+            states.append(Owned(tree_map(lambda x, n=number, o=owner: _AtOwner(x, n, o), state), i))
+        return treedef.unflatten(states)
+
+    def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
+        return init(tree_map(lambda p, e: p.new_empty(e.shape), params, self._extents))
+
+
+def plan_state(init: Callable[..., Any], layout: Layout, mask: PyTree[bool], num_ranks: int) -> StatePlan:
+    """Plan the state that `init(params, across)` makes for the leaves where `mask` is true."""
+    numbers = select(layout.treedef.unflatten(range(len(layout.leaves))), mask)
+    extents = tree_map(lambda n: Extent(layout.leaves[n].shape, 0, prod(layout.leaves[n].shape)), numbers)
+    planner = Planner(numbers, extents, num_ranks)
+    return plan_of(init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner))
+
+
+def plan_of(state: Any) -> StatePlan:
+    """Read a plan off a state made of placeholders."""
+    leaves, treedef = optree.tree_flatten(state)
+    seen: dict[int, int] = {}
+    plan = []
+    for leaf in leaves:
+        if isinstance(leaf, _AtOwner):
+            shape, dtype = tuple(leaf.tensor.shape), leaf.tensor.dtype
+            plan.append(StateLeaf("owned", leaf.leaf, owner=leaf.owner, shape=shape, dtype=dtype))
+        elif isinstance(leaf, Tensor) and leaf.dim() == 1 and leaf.numel() >= _LONG:
+            number = leaf.numel() - _LONG
+            seen[number] = seen.get(number, -1) + 1
+            plan.append(StateLeaf("follows", number, slot=seen[number]))
+        elif isinstance(leaf, Tensor) and max(leaf.shape, default=0) >= _LONG:
+            raise TransformError(
+                "a leaf of the optimizer's state holds several values for each element of a param in one tensor, which "
+                "can't be cut as the param is. Remedy: keep them in several tensors, each shaped like the param"
+            )
+        else:
+            plan.append(StateLeaf("replicated"))
+    return StatePlan(tuple(plan), treedef)
+
+
+def placeholder(number: int, dtype: torch.dtype) -> Tensor:
+    """One placeholder."""
+    return torch.empty(_LONG + number, dtype=dtype, device="meta")
+
+
+def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """A rank for each cost, the costliest first, each to the rank with the least so far. The same on every rank."""
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    owners = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(loads)
+        owners[i] = rank
+        heapq.heappush(loads, (load + costs[i], rank))
+    return owners

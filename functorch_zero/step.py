@@ -1,0 +1,361 @@
+"""The step for one process: pure, and the oracle that every sharded step is held to.
+
+`TrainState` is what a step takes and returns. Sharded, `params` and the state leaves that follow a param are this
+rank's pieces (params at level 3 only), and `sharding` says how they are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from .across import Across, Local
+from .errors import StructureError, explain
+from .optim.base import Transform
+from .sharding import Sharding
+from .tree import Params, PyTree, mask_of, merge, named_leaves, paths, same_structure, select
+
+Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
+
+
+@dataclass(frozen=True)
+class Aux:
+    """What a loss returns beside the loss.
+
+    Attributes:
+        buffers: the new buffers, as `apply` returned them; None when nothing changed.
+        metrics: 0-d tensors or numbers by name, averaged like the loss.
+        weight: how much this batch counts (its number of tokens, say); None: each rank's batch counts the same.
+    """
+
+    buffers: Mapping[str, Tensor] | None = None
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+    weight: Tensor | float | None = None
+
+
+LossFn = Callable[[Any, Any, Any], Tensor | tuple[Tensor, Aux]]
+Metrics = dict[str, Tensor]
+
+
+class TrainState(NamedTuple):
+    """Everything a training run carries from one step to the next."""
+
+    step: Tensor  # 0-d int64, on the CPU
+    params: PyTree[Tensor]  # whole; at level 3 this rank's pieces
+    buffers: PyTree[Tensor]  # whole, on every rank
+    opt_state: Any  # at levels 1 to 3 in pieces where it follows a param
+    seed: Tensor | None  # 0-d int64, on the CPU; None: the global random state is used as it is
+    sharding: Sharding | None = None  # how it is cut; None: it isn't
+
+
+class Outcome(NamedTuple):
+    """What one call of a loss gave."""
+
+    loss: Tensor  # 0-d
+    buffers: PyTree[Tensor]
+    metrics: Mapping[str, Tensor | float]
+    weight: Tensor | float | None
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """`step(state, batch) -> (state, metrics)` for one process. Made by `train_step`."""
+
+    loss_fn: LossFn
+    optimizer: Transform
+    trainable: Trainable = None
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
+
+    def init(
+        self, params: PyTree[Tensor], buffers: PyTree[Tensor] | None = None, *, seed: int | None = 0
+    ) -> TrainState:
+        """The first state: copies of params and buffers, and the optimizer's state.
+
+        Leaves that `trainable` says, or else those with `requires_grad`, are trained; the others are frozen.
+        """
+        params = mark_trainable(params, self.trainable)
+        params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
+        return TrainState(
+            torch.zeros((), dtype=torch.int64),
+            params,
+            tree_map(torch.clone, {} if buffers is None else buffers),
+            self.optimizer.init(*_optimizer_view(params)),
+            None if seed is None else torch.tensor(seed),
+        )
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step on a whole batch; the state given stays valid."""
+        if state.sharding is not None:
+            raise StructureError("an unsharded step was given a sharded state. Remedy: `sharded.gather(state)` first")
+        grads, outcome = self.loss_and_grads(state, batch)
+        metrics = {"loss": outcome.loss.detach(), **{k: as_metric(v) for k, v in outcome.metrics.items()}}
+        return self.update(state, grads, outcome.buffers), metrics
+
+    def loss_and_grads(self, state: TrainState, batch: Any, rank: int = 0) -> tuple[PyTree[Tensor], Outcome]:
+        """The loss on `batch` as rank `rank` would draw its random numbers, and its gradients (None where frozen)."""
+        taken = []
+        for i, part in enumerate(micro_batches(batch, self.accumulate)):
+            grads, outcome = self._on_micro_batch(state, part, rank, i)
+            taken.append((grads, outcome))
+            state = state._replace(buffers=outcome.buffers)
+        if len(taken) == 1:
+            return taken[0]
+        outcomes = [outcome for _, outcome in taken]
+        return tree_map(lambda *gs: weighted_mean(gs, outcomes), *(grads for grads, _ in taken)), joined(outcomes)
+
+    def _on_micro_batch(self, state: TrainState, batch: Any, rank: int, i: int) -> tuple[PyTree[Tensor], Outcome]:
+        params = tree_map(lambda p: p.detach().requires_grad_(p.requires_grad), state.params)
+        with replayed(state.seed, state.step, rank, optree.tree_leaves(params)[0].device, i), torch.enable_grad():
+            versions = versions_of(optree.tree_leaves(params))
+            outcome = call_loss(self.loss_fn, params, state.buffers, batch)
+            check_unchanged(optree.tree_leaves(params), versions)
+            leaves, treedef = optree.tree_flatten(select(params, trained(params)))
+            grads = torch.autograd.grad(outcome.loss, leaves, allow_unused=True)
+        whole = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
+        whole = [if_weighty(g, outcome.weight) for g in whole]
+        metrics = {name: if_weighty(as_metric(value), outcome.weight) for name, value in outcome.metrics.items()}
+        loss = if_weighty(outcome.loss.detach(), outcome.weight)
+        return treedef.unflatten(whole), outcome._replace(loss=loss, metrics=metrics)
+
+    @torch.no_grad()
+    def update(self, state: TrainState, grads: PyTree[Tensor], buffers: PyTree[Tensor]) -> TrainState:
+        """The next state, from gradients."""
+        params, across = _optimizer_view(state.params)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
+        same_structure(params, updates, what="the optimizer's updates")
+        new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
+        return state._replace(
+            step=state.step + 1, params=merge(new, state.params), buffers=buffers, opt_state=opt_state
+        )
+
+
+def train_step(loss_fn: LossFn, optimizer: Transform, *, trainable: Trainable = None, accumulate: int = 1) -> TrainStep:
+    """Make a training step for one process. `shard` turns it into the same step for N ranks.
+
+    Args:
+        loss_fn: `(params, buffers, batch) -> loss`, or `-> (loss, Aux(...))`; the loss is a 0-d tensor, the mean over
+            the batch (or over what `Aux.weight` counts).
+        optimizer: a transform, from `functorch_zero.optim` or of your own.
+        trainable: which leaves are trained: a tree of bools or a function `(path, leaf) -> bool`. None: those with
+            `requires_grad`, which `functionalize` takes over from the module.
+        accumulate: into how many micro-batches a batch is cut, along dim 0 of its tensors. Their gradients and
+            metrics are averaged by their weights (without weights each counts the same), and buffers go from one to
+            the next, so that activations are a micro-batch's. Sharded, each rank cuts its own part of the batch:
+            levels 0 and 1 reduce once a step, 2 and 3 in every micro-batch.
+
+    >>> from functorch_zero import optim
+    >>> step = train_step(lambda params, buffers, batch: ((params["w"] - batch) ** 2).mean(), optim.adamw(0.1))
+    >>> state = step.init({"w": torch.zeros(3, requires_grad=True)})
+    >>> state, metrics = step(state, torch.ones(3))
+    >>> state.params["w"]
+    tensor([0.1000, 0.1000, 0.1000], requires_grad=True)
+    """
+    if not isinstance(optimizer, Transform):
+        raise TypeError(
+            f"optimizer must be an optim.Transform, got {type(optimizer).__name__}. "
+            "Remedy: use functorch_zero.optim, or wrap your own with optim.pointwise, with_statistics, "
+            "with_whole_leaves or with_whole_tree, which declare what it must see of a tensor"
+        )
+    return TrainStep(loss_fn, optimizer, trainable, accumulate)
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """`step(state, batch) -> metrics` for one process, without gradients. Made by `eval_step`."""
+
+    fn: Callable[[Any, Any, Any], Any]
+
+    @torch.no_grad()
+    def __call__(self, state: TrainState, batch: Any) -> Metrics:
+        if state.sharding is not None:
+            raise StructureError("an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, ...)`")
+        with replayed(state.seed, state.step, 0, optree.tree_leaves(state.params)[0].device):
+            metrics, weight = call_eval(self.fn, state.params, state.buffers, batch)
+        return {k: if_weighty(as_metric(v), weight) for k, v in metrics.items()}
+
+
+def eval_step(fn: Callable[[Any, Any, Any], Any]) -> EvalStep:
+    """Make an evaluation step: `fn(params, buffers, batch)` returns metrics by name, or `Aux(metrics=…, weight=…)`.
+
+    Sharded, metrics are averaged over ranks as a train step's are.
+    """
+    return EvalStep(fn)
+
+
+def call_loss(loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None) -> Outcome:
+    """Call a user's loss and check what it returns."""
+    result = loss_fn(params, buffers, batch)
+    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, Aux())
+    if not isinstance(aux, Aux):
+        raise TypeError(f"a loss returns a tensor, or (tensor, fz.Aux(...)); got {type(aux).__name__} as the second")
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        what, remedy = "the loss is not a scalar", "reduce it, with .mean() for example"
+        raise StructureError(explain(what, expected="shape ()", got=got, rank=rank, remedy=remedy))
+    if not loss.requires_grad:
+        remedy = "compute it from `params` with gradients enabled, without detach or item"
+        raise StructureError(explain("the loss does not depend on any trained leaf", rank=rank, remedy=remedy))
+    new = (
+        buffers
+        if aux.buffers is None
+        else tree_map(lambda b: b if type(b) is Tensor and not b.requires_grad else b.detach(), aux.buffers)
+    )
+    same_structure(buffers, new, what="Aux.buffers", rank=rank)
+    return Outcome(loss, new, aux.metrics, aux.weight)
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each has been written to."""
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def check_unchanged(params: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raise if a loss has written to params: it would change the state, or be lost, depending on the level."""
+    if params and versions_of(params) != list(versions):
+        raise StructureError(
+            "the loss changed a leaf of params in place, and a step is a pure function. "
+            "Remedy: make a new tensor, `p = p * 0.5` instead of `p *= 0.5`"
+        )
+
+
+def call_eval(fn: Any, params: Any, buffers: Any, batch: Any) -> tuple[Mapping[str, Any], Tensor | float | None]:
+    """Call a user's evaluation and check what it returns: metrics and weight."""
+    result = fn(params, buffers, batch)
+    if isinstance(result, Aux):
+        return result.metrics, result.weight
+    if not isinstance(result, Mapping):
+        got = type(result).__name__
+        raise TypeError(f"an eval function returns metrics by name, or fz.Aux(metrics=...); got {got}")
+    return result, None
+
+
+def micro_batches(batch: Any, count: int) -> list[Any]:
+    """The batch in `count` parts along dim 0 of its tensors; whatever has no dims is in all of them."""
+    if count == 1:
+        return [batch]
+    leaves, treedef = optree.tree_flatten(batch)
+    parts = [_parts(path, leaf, count) for path, leaf in zip(paths(batch), leaves, strict=True)]
+    return [treedef.unflatten([part[i] for part in parts]) for i in range(count)]
+
+
+def _parts(path: str, leaf: Any, count: int) -> list[Any]:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return [leaf] * count
+    if 0 < len(leaf) < count:
+        remedy = "pass larger batches, or accumulate over fewer"
+        raise StructureError(explain("the batch is too small", path=path, expected=count, got=len(leaf), remedy=remedy))
+    return list(leaf.tensor_split(count))
+
+
+def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
+    """The mean of one value a micro-batch, by their weights; 0 where nothing has weight."""
+    weights = [as_metric(1.0 if o.weight is None else o.weight) for o in outcomes]
+    terms = [if_weighty(as_tensor(v), w) * w.to(as_tensor(v).device) for v, w in zip(values, weights, strict=True)]
+    total = sum(weights[1:], weights[0])
+    return sum(terms[1:], terms[0]) / torch.where(total == 0, 1, total).to(terms[0].device)
+
+
+def if_weighty(value: Tensor, weight: Tensor | float | None) -> Tensor:
+    """The value, or zeros where the weight is 0: what weighs nothing counts for nothing, the mean of nothing too."""
+    if weight is None:
+        return value
+    if isinstance(weight, Tensor) and weight.device.type != "cpu":
+        return torch.where(weight == 0, 0, value)  # without waiting for the device
+    return value if float(weight) != 0 else torch.zeros_like(value)
+
+
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """What several micro-batches gave, as one."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+    last = outcomes[-1]
+    metrics = {name: weighted_mean([o.metrics[name] for o in outcomes], outcomes) for name in last.metrics}
+    weight = None if last.weight is None else sum(as_tensor(o.weight) for o in outcomes)
+    return Outcome(weighted_mean([o.loss for o in outcomes], outcomes), last.buffers, metrics, weight)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor, detached; numbers become 0-d ones."""
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+
+
+def as_metric(value: Tensor | float) -> Tensor:
+    """A metric as a 0-d floating-point tensor, since it will be averaged."""
+    metric = as_tensor(value)
+    if not metric.is_floating_point():
+        metric = metric.to(torch.get_default_dtype())
+    if metric.dim() != 0:
+        raise StructureError(f"a metric must be a number or a 0-d tensor, got shape {tuple(metric.shape)}")
+    return metric
+
+
+def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
+    """The same leaves, with `requires_grad` saying which are trained."""
+    leaves = optree.tree_leaves(params)
+    for path, leaf in zip(paths(params), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise StructureError(explain("params must be tensors", path=path, got=type(leaf).__name__))
+    if trainable is not None:
+        mask = mask_of(params, trainable)
+        _check_floating(params, mask)
+        params = tree_map(lambda p, train: p.detach().requires_grad_(train), params, mask)
+    if not any(p.requires_grad for p in optree.tree_leaves(params)):
+        raise StructureError(
+            "no leaf of params is trained: none has requires_grad. "
+            "Remedy: pass trainable=lambda path, leaf: True to train_step, or call requires_grad_() on the leaves"
+        )
+    return params
+
+
+def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:
+    for path, leaf in named_leaves(select(params, mask)).items():
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            remedy = "leave it out of `trainable`, or convert it"
+            raise StructureError(explain("an integer leaf can't be trained", path=path, got=leaf.dtype, remedy=remedy))
+
+
+def trained(params: PyTree[Tensor]) -> PyTree[bool]:
+    """Which leaves are trained."""
+    return tree_map(lambda p: p.requires_grad, params)
+
+
+def _optimizer_view(params: PyTree[Tensor]) -> tuple[PyTree[Tensor], Across]:
+    """The trained leaves, detached, and the questions about them."""
+    view = select(tree_map(torch.detach, params), trained(params))
+    return view, Local(view)
+
+
+@contextmanager
+def replayed(seed: Tensor | None, step: Tensor, rank: int, device: torch.device, micro: int = 0) -> Iterator[None]:
+    """Random numbers as a function of (seed, step, rank, micro-batch); the global state is as before afterwards."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(_mix(int(seed), int(step), rank, micro))
+        yield
+
+
+def _mix(*numbers: int) -> int:
+    """One 63-bit seed of several numbers (splitmix64's finaliser, after each)."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+__all__ = ["Aux", "EvalStep", "Params", "TrainState", "TrainStep", "eval_step", "train_step"]

@@ -1,0 +1,311 @@
+"""Entering and leaving a unit: one autograd node, gathered storage remembered instead of kept, prefetch.
+
+A `Pass` is one forward and backward of a loss. It makes one `UnitRun` a unit, whose *source* gives whole leaves
+(resident ones, or gathered ones) and whose *sink* takes their gradients. The node is made at entry, so the engine
+runs it right after the unit's own backward: it orders ready nodes by creation, newest first.
+
+Note [peak of backward]: a unit's backward needs most memory when it begins: its activations are all there. So the
+reduction under way and the next gather wait until it asks for its second saved leaf; most of its work still hides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
+
+from .collectives import pack, unpack
+from .handle import Handle
+from .layout import Layout, Unit
+from .sinks import Grads, Sink
+from .sources import Source
+from .step import if_weighty
+
+
+class UnitRun:
+    """One unit during one pass: the `Entrance` of its leaves' handles."""
+
+    def __init__(self, unit: Unit, layout: Layout, source: Source, around: Pass):
+        self.name = unit.name or "root"
+        self.source, self._around = source, around
+        self._buckets = [layout.buckets[b] for b in unit.buckets]
+        self._num_ranks = layout.num_ranks
+        self._numbers = unit.buckets
+        self._modules = set(unit.modules)
+        self.trained = [b for b in unit.buckets if layout.buckets[b].trainable]
+        self._leaves: Sequence[Tensor] | None = None
+        self._tracked = False  # whether gradients flow back from those leaves
+        self._left: set[str] = set()
+        self._depth = 0
+        self.entry: int | None = None  # the last one
+        self._saved: set[int] = set()  # entries whose backward needs the flats
+
+    def enter(self, module: str) -> Sequence[Tensor]:
+        if self._depth == 0 and module in self._left:
+            self._leaves = None
+        leaves = self.touch()
+        self._depth += 1
+        return leaves
+
+    def leave(self, module: str) -> None:
+        self._depth -= 1
+        self._left.add(module)
+        if self._depth == 0 and self._left >= self._modules:
+            self._close()
+
+    def touch(self) -> Sequence[Tensor]:
+        tracked = self._around.anchor is not None and torch.is_grad_enabled()
+        if self._leaves is None or (tracked and not self._tracked):
+            with _no_transforms():
+                if tracked and self.trained:
+                    leaves = Enter.apply(self._around.anchor, self)  # type: ignore[no-untyped-call]
+                else:
+                    leaves = self.whole_leaves(tracked)
+            self._leaves, self._tracked, self._left = leaves, tracked, set()
+        return self._leaves
+
+    def watch(self) -> AbstractContextManager[None]:
+        return self._around.watch() if self.source.drops else nullcontext()
+
+    def _close(self) -> None:
+        self._leaves = None
+        if not self._around.stays(self):
+            self.drop()
+
+    def whole_leaves(self, tracked: bool) -> list[Tensor]:
+        """The leaves, whole, bucket by bucket, as views of the flats. Of what is `tracked` the sink is told."""
+        if tracked:
+            self.entry = self._join()
+        flats = self._around.fetch(self)
+        return [leaf for flat, bucket in zip(flats, self._buckets, strict=True) for leaf in unpack(flat, bucket)]
+
+    def drop(self) -> None:
+        """The flats are not needed for now."""
+        self._around.forget(self)
+        self.source.drop()
+
+    @property
+    def frozen_leaves(self) -> list[bool]:
+        """For each leaf, bucket by bucket, whether it is frozen."""
+        return [not bucket.trainable for bucket in self._buckets for _ in bucket.leaves]
+
+    def _join(self) -> int | None:
+        """Tell the sink of an entry; a recomputation's, in backward, brings no gradients of its own."""
+        if _in_backward():
+            return None
+        entry: int = self._around.sink.enter(self)
+        if self.source.drops and _hooked_by_others():
+            self._saved.add(entry)  # backward will run the unit again
+        return entry
+
+    def note_saved(self) -> None:
+        """The backward of the last entry needs the flats."""
+        if self.entry is not None:
+            self._saved.add(self.entry)
+
+    def replay(self, entry: int) -> None:
+        """Start the gathers of that entry's backward, those that it has not started itself."""
+        if entry in self._saved:
+            self._around.fetch(self)
+        self._around.prefetch()
+
+    def give(self, entry: int | None, grads: Grads) -> None:
+        """Hand that entry's gradients to the sink; the next unit is on its way at the latest now."""
+        self._around.sink.take(entry, self, grads)
+        self._around.prefetch()
+
+    def pack(self, grads: Grads | None) -> Iterator[tuple[int, Tensor]]:
+        """The trained buckets' gradients as whole flats; `grads` None is zeros."""
+        first = 0
+        for b, bucket in zip(self._numbers, self._buckets, strict=True):
+            own = [None] * len(bucket.leaves) if grads is None else grads[first : first + len(bucket.leaves)]
+            first += len(bucket.leaves)
+            if bucket.trainable:
+                flat = pack(own, bucket, self._num_ranks, device=self._around.device)
+                if self._around.share is not None:
+                    flat.mul_(self._around.share)
+                yield b, if_weighty(flat, self._around.weight)
+
+    def done(self) -> None:
+        """The unit's gradient has been taken, or the pass is over: what was kept of it can go."""
+        self._leaves = None
+        self.drop()
+
+
+class Enter(torch.autograd.Function):
+    """Forward: a unit's whole leaves. Backward: their gradients, to the sink; nothing goes back to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: UnitRun) -> tuple[Tensor, ...]:
+        leaves = tuple(leaf.detach() for leaf in run.whole_leaves(tracked=True))
+        ctx.run, ctx.entry = run, run.entry
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(leaf for leaf, frozen in zip(leaves, run.frozen_leaves, strict=True) if frozen))
+        return leaves
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        ctx.run.give(ctx.entry, grads)
+        return None, None
+
+
+class Pass:
+    """One forward and backward of a loss on handles.
+
+    Args:
+        layout: how the tree is cut.
+        sources: one for each unit.
+        sink: where gradients go; None when none will be taken.
+        device: of the leaves.
+        keeps: keep gathered flats from forward to backward (`reshard_after_forward=False`).
+        ahead: the `trace` of the pass before, for prefetch: while one unit is used the next is on its way.
+        last: whether no other pass will give gradients to the same sink.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        sources: Sequence[Source],
+        sink: Sink | None,
+        *,
+        device: torch.device,
+        keeps: bool = False,
+        ahead: Sequence[str] = (),
+        last: bool = True,
+    ):
+        self._layout, self.device = layout, device
+        self.sink: Any = sink
+        self._keeps = keeps and sink is not None
+        self.anchor: Any = torch.zeros((), device=device, requires_grad=True) if sink is not None else None
+        self.runs = [UnitRun(unit, layout, source, self) for unit, source in zip(layout.units, sources, strict=True)]
+        if sink is not None:
+            sink.begin(self.runs, last=last)
+        self.trace: list[str] = []  # the units in the order they had to be fetched
+        self._ahead = list(ahead)
+        self._by_name = {run.name: run for run in self.runs}
+        self._storages: dict[int, tuple[UnitRun, int]] = {}
+        self._ended = False  # whether the loss has returned, and a backward is the pass's own
+        self.weight: Tensor | float | None = None  # of the loss's batch, once it has returned
+        self.share: Tensor | float | None = None  # what gradients are still to be multiplied by
+        self._in_use: UnitRun | None = None  # the unit whose saved tensors backward asks for
+
+    def handles(self) -> Any:
+        """The tree the loss sees."""
+        layout = self._layout
+        leaves: list[Handle | None] = [None] * len(layout.leaves)
+        for run, unit in zip(self.runs, layout.units, strict=True):
+            numbers = [leaf for b in unit.buckets for leaf in layout.buckets[b].leaves]
+            for index, leaf in enumerate(numbers):
+                spec = layout.leaves[leaf]
+                trainable = spec.trainable and self.anchor is not None
+                leaves[leaf] = Handle(run, index, spec.shape, spec.dtype, self.device, trainable)
+        return layout.treedef.unflatten(leaves)
+
+    def fetch(self, run: UnitRun) -> list[Tensor]:
+        """The unit's flats; the one that was fetched after it the last time is on its way."""
+        arrived = not run.source.here()
+        flats = run.source.flats()
+        if arrived:
+            self._follow(run)
+            for k, flat in enumerate(flats):
+                if flat.numel():
+                    self._storages[flat.untyped_storage().data_ptr()] = (run, k)
+        if not _in_backward():
+            self.prefetch()
+        return flats
+
+    def prefetch(self) -> None:
+        """Bring the unit here that was fetched next the last time."""
+        for name in self._ahead[len(self.trace) : len(self.trace) + 1]:
+            if name in self._by_name:  # the last pass may have been over another tree
+                self._by_name[name].source.start()
+
+    def _follow(self, run: UnitRun) -> None:
+        """Add to the trace; where it leaves the last pass's, that one is no guide any more."""
+        if self._ahead[len(self.trace) : len(self.trace) + 1] != [run.name]:
+            self._ahead = []
+        self.trace.append(run.name)
+
+    def stays(self, run: UnitRun) -> bool:
+        """Whether a unit's flats stay when it is left: asked for, or because it is the next to be fetched again."""
+        again = self._ahead[len(self.trace) : len(self.trace) + 1] == [run.name]
+        if again:
+            self._follow(run)
+        return self._keeps or again
+
+    def forget(self, run: UnitRun) -> None:
+        """The unit's flats are about to go: their addresses may come back as something else's."""
+        self._storages = {address: owner for address, owner in self._storages.items() if owner[0] is not run}
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Saved tensors that lie in gathered storage are kept as (unit, bucket, offset, size, stride)."""
+        if self.anchor is None or self._keeps or _hooked_by_others() or _transforms_active():
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        owner = self._storages.get(tensor.untyped_storage().data_ptr())
+        if owner is None:
+            return tensor, tensor._version
+        owner[0].note_saved()
+        return owner[0].entry, *owner, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if len(packed) == 2:
+            return _unchanged(*packed)
+        entry, run, k, dtype, offset, size, stride = packed
+        if entry is not None and self._ended:
+            self.sink.pass_by(entry)
+        flat: Tensor = self.fetch(run)[k]
+        if run is self._in_use:  # see Note [peak of backward]
+            self.sink.settle()
+            self.prefetch()
+        self._in_use = run
+        return (flat if flat.dtype == dtype else flat.view(dtype)).as_strided(size, stride, offset)
+
+    def loss_ended(self, weight: Tensor | float | None = None, share: Tensor | float | None = None) -> None:
+        """The loss has returned, with the weight of its batch; gradients are still to be multiplied by `share`."""
+        self._ended, self.weight, self.share = True, weight, share
+
+    def finish(self) -> None:
+        """The pass, its backward included, is over."""
+        if self.sink is not None:
+            self.sink.end()
+        for run in self.runs:
+            run.done()
+        self.runs, self._by_name, self._in_use = [], {}, None  # no cycle, so that pieces need not wait for gc
+
+
+def _no_transforms() -> AbstractContextManager[Any]:
+    return temporarily_clear_interpreter_stack() if _transforms_active() else nullcontext()
+
+
+def _unchanged(saved: Tensor, version: int) -> Tensor:
+    """A saved tensor, checked as autograd checks those that no hook has seen."""
+    if saved._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(saved.shape)} is at version {saved._version}; expected version {version} instead. "
+            "Remedy: don't change in place what the loss still needs; torch.autograd.set_detect_anomaly(True) finds it "
+            "in the unsharded step"
+        )
+    return saved
+
+
+def _transforms_active() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _hooked_by_others() -> bool:
+    """Whether the innermost saved-tensor hooks are someone else's: torch.utils.checkpoint's, say, which recompute."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and not isinstance(getattr(top[0], "__self__", None), Pass)

@@ -1,0 +1,128 @@
+"""Gradient accumulation: k micro-batches inside a step are one batch, at every level."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optree import tree_map
+from torch import nn
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import StructureError
+from functorch_zero.groups import counted, run_ranks
+from functorch_zero.testing import assert_sharded_equals_unsharded
+
+
+def make(weighted, accumulate, dropout=0.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2))
+    apply, params, buffers = fz.functionalize(model.double())
+
+    def loss_fn(params, buffers, batch):
+        out, buffers = apply(params, buffers, batch["x"])
+        size = len(batch["x"]) if weighted else None
+        return F.mse_loss(out, batch["y"]), fz.Aux(buffers=buffers, metrics={"out": out.mean()}, weight=size)
+
+    step = fz.train_step(loss_fn, optim.adamw(1e-2), accumulate=accumulate)
+    return step, params, buffers
+
+
+def make_batches(size, count=3):
+    torch.manual_seed(1)
+    draw = [{"x": torch.randn(size, 3), "y": torch.randn(size, 2)} for _ in range(count)]
+    return tree_map(torch.Tensor.double, draw)
+
+
+@pytest.mark.parametrize(("weighted", "accumulate", "size"), [(True, 3, 17), (False, 2, 12), (True, 4, 12)])
+def test_micro_batches_are_the_whole_batch(weighted, accumulate, size):
+    whole, params, buffers = make(weighted, 1)
+    cut, _, _ = make(weighted, accumulate)
+    one, many = whole.init(params, buffers), cut.init(params, buffers)
+    for batch in make_batches(size):
+        before = one.params
+        (one, seen), (many, also_seen) = whole(one, batch), cut(many, batch)
+        for path, old in before.items():
+            update = one.params[path] - old
+            assert (update != 0).any()
+            torch.testing.assert_close(many.params[path] - old, update, rtol=1e-12, atol=1e-15)
+        assert {k: pytest.approx(v.item(), rel=1e-12) for k, v in seen.items()} == {
+            k: v.item() for k, v in also_seen.items()
+        }
+
+
+@pytest.mark.parametrize(("weighted", "accumulate", "size"), [(True, 2, 13), (False, 3, 36)])
+def test_sharded_equals_unsharded(weighted, accumulate, size):
+    step, params, buffers = make(weighted, accumulate)
+    assert_sharded_equals_unsharded(step, params, buffers, make_batches(size), levels=(0, 1, 2, 3), ranks=(1, 2, 3))
+
+
+def test_levels_0_and_1_reduce_once_and_2_and_3_in_every_micro_batch():
+    step, params, buffers = make(True, 4)
+    (batch,) = make_batches(16, 1)
+
+    def on_a_rank(group):
+        calls = {}
+        for level in range(4):
+            watched = counted(group)
+            sharded = fz.shard(step, level=level, group=watched)
+            state = sharded.init(params, buffers)
+            watched.reset()
+            sharded(state, tree_map(lambda x: x.tensor_split(group.size)[group.rank], batch))
+            calls[level] = {kind: watched.num_calls(kind) for kind in ("all_reduce", "reduce_scatter", "all_gather")}
+        return calls
+
+    units = 3
+    for calls in run_ranks(on_a_rank, 2):
+        assert calls[0] == {"all_reduce": units + 1, "reduce_scatter": 0, "all_gather": 0}  # and the metrics
+        assert calls[1] == {"all_reduce": 1, "reduce_scatter": units, "all_gather": units}
+        assert calls[2] == {"all_reduce": 1, "reduce_scatter": 4 * units, "all_gather": units}
+        assert calls[3]["reduce_scatter"] == 4 * units
+
+
+def test_buffers_go_from_one_micro_batch_to_the_next():
+    apply, params, buffers = fz.functionalize(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double())
+
+    def loss_fn(params, buffers, batch):
+        out, buffers = apply(params, buffers, batch)
+        return (out**2).mean(), fz.Aux(buffers=buffers)
+
+    step = fz.train_step(loss_fn, optim.sgd(0.1), accumulate=4)
+    state, _ = step(step.init(params, buffers), make_batches(8, 1)[0]["x"])
+    assert state.buffers["0.num_batches_tracked"] == 4
+
+
+def test_dropout_differs_between_micro_batches_and_a_step_replays_bit_for_bit():
+    step, params, buffers = make(False, 2, dropout=0.5)
+    (batch,) = make_batches(4, 1)
+    twice = tree_map(lambda x: torch.cat([x[:2], x[:2]]), batch)
+    state = step.init(params, buffers, seed=3)
+    first, metrics = step(state, twice)
+    again, _ = step(state, twice)
+    tree_map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), again.params, first.params)
+    half = fz.train_step(step.loss_fn, step.optimizer)
+    assert half(state, tree_map(lambda x: x[:2], batch))[1]["loss"] != metrics["loss"], "both halves drew the same"
+
+
+def test_wrong_counts_are_refused():
+    step, params, buffers = make(True, 5)
+    with pytest.raises(StructureError, match=r"too small: path x, expected 5, got 4"):
+        step(step.init(params, buffers), make_batches(4, 1)[0])
+    with pytest.raises(ValueError, match="accumulate"):
+        make(True, 0)
+
+
+def test_a_share_of_a_third_is_not_rounded_to_the_precision_of_a_bfloat16_loss():
+    def loss_fn(params, buffers, batch):
+        return (params["w"] * batch).mean().bfloat16()
+
+    step = fz.train_step(loss_fn, optim.sgd(1.0))
+    params = {"w": torch.zeros(4, requires_grad=True)}
+    batch = torch.ones(3, 4)
+
+    def on_a_rank(group):
+        sharded = fz.shard(step, level=3, group=group)
+        state, _ = sharded(sharded.init(params), batch[group.rank])
+        return sharded.gather(state).params["w"]
+
+    for w in run_ranks(on_a_rank, 3):
+        torch.testing.assert_close(w.detach(), torch.full((4,), -0.25), rtol=1e-6, atol=0)

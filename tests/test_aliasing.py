@@ -1,0 +1,107 @@
+"""A pure transform may keep what it was given, or hand it on: donated storage must not change under it."""
+
+import pytest
+import torch
+from optree import tree_map
+
+from functorch_zero import optim
+from functorch_zero.groups import run_ranks
+from functorch_zero.shard import shard
+from functorch_zero.step import train_step
+from functorch_zero.testing import assert_sharded_equals_unsharded, models
+
+
+def zeros(params):
+    return tree_map(torch.zeros_like, params)
+
+
+def two_zeros(params):
+    return zeros(params), zeros(params)
+
+
+def keeps_params(constructor):
+    def update(updates, state, params, across):
+        return tree_map(lambda u, s: u + 0.01 * s, updates, state), tree_map(lambda p: p, params)
+
+    return constructor(zeros, update)
+
+
+def keeps_updates(constructor):
+    def update(updates, state, params, across):
+        return tree_map(lambda u, s: u + 0.5 * s, updates, state), updates
+
+    return constructor(zeros, update)
+
+
+def hands_on_updates_it_keeps(constructor):
+    def update(updates, state, params, across):
+        older, newer = state
+        return updates, (tree_map(lambda o, n: o + n, older, newer), updates)
+
+    return constructor(two_zeros, update)
+
+
+def swaps_its_state(constructor):
+    def update(updates, state, params, across):
+        newest, oldest = state
+        return tree_map(lambda u, o: u + 0.3 * o, updates, oldest), (updates, newest)
+
+    return constructor(two_zeros, update)
+
+
+AUTHORS = [keeps_params, keeps_updates, hands_on_updates_it_keeps, swaps_its_state]
+
+
+def whole_leaf_keeps_update():
+    def update(update, state):
+        return update + 0.5 * state, update
+
+    return optim.with_whole_leaves(torch.zeros_like, update)
+
+
+def loss_fn(params, buffers, batch):
+    return sum(((p - batch) ** 2).mean() * (k + 1) for k, p in enumerate(params.values()))
+
+
+TRANSFORMS = [author(make) for author in AUTHORS for make in (optim.pointwise, optim.with_statistics)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kept", [*TRANSFORMS, whole_leaf_keeps_update()])
+def test_donation_does_not_change_what_a_transform_keeps(kept, ranks):
+    torch.manual_seed(0)
+    params = {k: torch.randn(s, dtype=torch.float64).requires_grad_() for k, s in {"a": (5, 3), "b": (4,)}.items()}
+    batches = [torch.tensor(0.1 * k, dtype=torch.float64) for k in range(4)]
+    step = train_step(
+        loss_fn, optim.chain(kept, optim.ema(0.9), optim.with_statistics(zeros, pass_on), optim.scale(-0.1))
+    )
+    state = step.init(params)
+    for batch in batches:
+        state, _ = step(state, batch)
+
+    def on_a_rank(group):
+        for level in range(4):
+            sharded = shard(step, level=level, group=group, donate=True)
+            own = sharded.init(params)
+            for batch in batches:
+                own, _ = sharded(own, batch)
+            whole = sharded.gather(own)
+            for tree, expected in ((whole.params, state.params), (whole.opt_state, state.opt_state)):
+                tree_map(lambda x, y: torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14), tree, expected)
+
+    run_ranks(on_a_rank, ranks)
+
+
+def pass_on(updates, state, params, across):
+    return tree_map(lambda u: u * 1.5, updates), state
+
+
+@pytest.mark.parametrize("name", ["muon", "soap", "full_matrix_adagrad"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_owners_send_back_is_not_taken_for_a_bucket(name, seed):
+    """The received pieces once lay in a buffer that had a bucket's size, and padding there was another leaf."""
+    case = models.convnet(3, 2, 2, 5, seed)
+    step, params, buffers = case.step(getattr(optim, name)(0.01), weighted=True)
+    batches = case.batches(2, 6, seed)
+    options = {"levels": (1, 2), "ranks": (3,), "per_rank": True, "allow_round_off": name != "muon"}
+    assert_sharded_equals_unsharded(step, params, buffers, batches, **options)

@@ -1,0 +1,113 @@
+"""What becomes of buffers that ranks change differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from functorch_zero import optim
+from functorch_zero.buffers import check_buffer_rule, replaced, sync_buffers
+from functorch_zero.groups import counted, run_ranks
+from functorch_zero.shard import shard
+from functorch_zero.step import Aux, train_step
+
+INF = float("inf")
+OLD = {
+    "mean": torch.tensor([1.0, 2.0], dtype=torch.float64),
+    "other": torch.tensor([[0.1]]),
+    "count": torch.tensor(3),
+    "flag": torch.tensor([True, False]),
+    "constant": torch.tensor([0.1, -INF, float("nan")], dtype=torch.float64),
+    "half": torch.tensor([1.5], dtype=torch.bfloat16),
+    "empty": torch.zeros(0),
+}
+
+
+def new_on(rank: int) -> dict[str, Tensor]:
+    """Rank r's buffers; `other` is replaced on rank 1 only, `constant` on none."""
+    new = dict(OLD)
+    new["mean"] = OLD["mean"] + rank + 1
+    new["count"] = OLD["count"] + rank + 1
+    new["flag"] = torch.tensor([rank == 0, True])
+    new["half"] = OLD["half"] * (rank + 1)
+    if rank == 1:
+        new["other"] = OLD["other"] + 3
+    return new
+
+
+def sync(rule: Any, ranks: int = 3) -> list[dict[str, Tensor]]:
+    def run(group: Any) -> dict[str, Tensor]:
+        flags = [True] * len(OLD)  # any rank's
+        return sync_buffers(OLD, new_on(group.rank), flags, rule, group)
+
+    return run_ranks(run, ranks)
+
+
+def test_mean() -> None:
+    for got in sync("mean"):
+        assert torch.allclose(got["mean"], OLD["mean"] + 2, rtol=1e-14)
+        assert torch.allclose(got["other"], OLD["other"] + 1)
+        assert int(got["count"]) == 4 and got["flag"].tolist() == [True, True], "integers are rank 0's"
+        assert got["half"].dtype == torch.bfloat16 and float(got["half"]) == 3.0
+        assert got["constant"].view(torch.int64).equal(OLD["constant"].view(torch.int64)), "to the bit"
+        assert all(got[name].shape == OLD[name].shape for name in OLD)
+
+
+def test_rank0() -> None:
+    for got in sync("rank0"):
+        expected = new_on(0)
+        for name in set(OLD) - {"constant"}:
+            assert torch.equal(got[name], expected[name]), name
+
+
+def test_local() -> None:
+    for rank, got in enumerate(sync("local")):
+        assert all(got[name] is not None and torch.equal(got[name], new_on(rank)[name]) for name in ("mean", "count"))
+
+
+def test_a_collective_a_dtype_and_none_without_changes() -> None:
+    def run(group: Any) -> tuple[int, int]:
+        watched = counted(group)
+        sync_buffers(OLD, new_on(group.rank), [True] * len(OLD), "mean", watched)
+        first = watched.num_calls()
+        sync_buffers(OLD, dict(OLD), [False] * len(OLD), "mean", watched)
+        return first, watched.num_calls() - first
+
+    assert run_ranks(run, 2) == [(5, 0)] * 2  # float64, float32, int64, bool, bfloat16
+
+
+def test_replaced() -> None:
+    assert replaced(OLD, OLD) == [False] * len(OLD)
+    assert sum(replaced(OLD, new_on(1))) == 5 and sum(replaced(OLD, new_on(0))) == 4
+
+
+def test_unknown_rules_are_refused() -> None:
+    with pytest.raises(ValueError, match="buffers must be one of"):
+        check_buffer_rule("sum")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
+def test_in_a_step(rule: Any, level: int) -> None:
+    """Only rank 1's loss changes one of the buffers: all ranks take part all the same."""
+
+    def run(group: Any) -> tuple[float, float]:
+        def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, Aux]:
+            new = {"seen": buffers["seen"] + batch, "rare": buffers["rare"]}
+            if group.rank == 1:
+                new["rare"] = buffers["rare"] + 4
+            return params["w"].sum() * batch, Aux(buffers=new)
+
+        step = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=group, buffers=rule)
+        buffers = {"seen": torch.tensor(1.0), "rare": torch.tensor(2.0)}
+        state = step.init({"w": torch.ones(3, requires_grad=True)}, buffers)
+        for _ in range(2):
+            state, _ = step(state, torch.tensor(float(group.rank + 1)))
+        assert buffers["seen"] == 1 and buffers["rare"] == 2
+        return float(state.buffers["seen"]), float(state.buffers["rare"])
+
+    expected = {"mean": [(4.0, 6.0)] * 2, "rank0": [(3.0, 2.0)] * 2, "local": [(3.0, 2.0), (5.0, 10.0)]}
+    assert run_ranks(run, 2) == expected[rule]

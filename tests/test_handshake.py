@@ -1,0 +1,129 @@
+"""Ranks that were given different things find out at init, on every rank, and by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from functorch_zero import optim
+from functorch_zero.errors import MismatchError
+from functorch_zero.functional import functionalize
+from functorch_zero.groups import run_ranks
+from functorch_zero.handshake import agree, content_digests, first_difference
+from functorch_zero.shard import shard
+from functorch_zero.step import train_step
+
+
+class Given:
+    """What a rank is given; a test changes one thing of it on the last rank."""
+
+    def __init__(self) -> None:
+        self.width, self.bias, self.dtype, self.seed, self.frozen = 4, True, torch.float32, 0, False
+        self.units: Any = None
+        self.optimizer: Callable[[], optim.Transform] = lambda: optim.adamw(1e-3)
+        self.options: dict[str, Any] = {"level": 1}
+        self.buffers: dict[str, Tensor] = {"count": torch.zeros(2)}
+        self.accumulate = 1
+
+    def init(self, group: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            first = nn.Sequential(nn.Linear(3, self.width, bias=self.bias), nn.Tanh())
+            model = nn.Sequential(first, nn.Linear(self.width, 1))
+        model[0].requires_grad_(not self.frozen)
+        _, params, _ = functionalize(model.to(self.dtype), self.units)
+        step = train_step(lambda p, b, x: p["1.weight"].sum(), self.optimizer(), accumulate=self.accumulate)
+        shard(step, group=group, **self.options).init(params, self.buffers)
+
+
+def changed(name: str, value: Any) -> Callable[[Given], None]:
+    return lambda given: setattr(given, name, value)
+
+
+DIFFERENCES = {
+    "shape": (changed("width", 5), r"layout\.leaves\.0\.0\.\w+\[0\]\[0\] is 4 on rank 0 and 5 on rank 2"),
+    "leaf": (changed("bias", False), r"layout\.\S+ is .* on rank 0 and .* on rank 2"),
+    "dtype": (changed("dtype", torch.float64), r"layout\.leaves\.0\.0\.\w+\S* is .*torch\.float32.*torch\.float64"),
+    "values": (changed("seed", 1), r"values\.0\.0\.\w+ is"),
+    "frozen": (changed("frozen", True), r"layout.*trainable.*frozen|layout.*frozen"),
+    "units": (changed("units", "0"), r"layout\.units\.\S+ is .* on rank 0 and .* on rank 2"),
+    "learning rate": (changed("optimizer", lambda: optim.adamw(1e-2)), r"optimizer.*0\.001.*0\.01"),
+    "optimizer": (changed("optimizer", lambda: optim.sgd(1e-3)), r"optimizer"),
+    "clipping": (changed("optimizer", lambda: optim.chain(optim.clip(1.0), optim.adamw(1e-3))), r"optimizer"),
+    "accumulate": (changed("accumulate", 2), r"accumulate is 1 on rank 0 and 2 on rank 2"),
+    "level": (changed("options", {"level": 2}), r'level is "oss" on rank 0 and "sdp" on rank 2'),
+    "levels that cut differently": (changed("options", {"level": 0}), r'level is "oss" .* "replicated"|layout'),
+    "donate": (changed("options", {"level": 1, "donate": False}), r"options\.donate is true on rank 0 and false"),
+    "buffer rule": (changed("options", {"level": 1, "buffers": "local"}), r"options\.buffers"),
+    "buffers": (changed("buffers", {"count": torch.zeros(3)}), r"buffers\.count\[0\]\[0\] is 2 on rank 0 and 3"),
+    "missing buffer": (changed("buffers", {}), r"buffers\.count is .* on rank 0 and absent on rank 2"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_difference_is_named_on_every_rank(what: str) -> None:
+    change, message = DIFFERENCES[what]
+
+    def run(group: Any) -> str:
+        given = Given()
+        if group.rank == 2:
+            change(given)
+        with pytest.raises(MismatchError, match=message) as caught:
+            given.init(group)
+        assert "Remedy" in str(caught.value) and f"this is rank {group.rank}" in str(caught.value)
+        return str(caught.value).partition("(this is")[0]
+
+    start = time.monotonic()
+    messages = run_ranks(run, 3)
+    assert len(set(messages)) == 1 and time.monotonic() - start < 10
+
+
+def test_equal_things_agree() -> None:
+    run_ranks(lambda group: Given().init(group), 3)
+
+
+plain = st.recursive(
+    st.one_of(st.integers(), st.text(max_size=3), st.booleans(), st.none()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+@given(plain, plain)
+def test_first_difference(a: Any, b: Any) -> None:
+    field, x, y = first_difference({"x": a}, {"x": b})
+    if a != b:
+        assert x != y and "x" in field
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=4))
+def test_agreement_is_equality(numbers: list[int]) -> None:
+    def run(group: Any) -> bool:
+        try:
+            agree(group, {"number": numbers[group.rank]})
+        except MismatchError:
+            return False
+        return True
+
+    assert run_ranks(run, len(numbers)) == [len(set(numbers)) == 1] * len(numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_digests_see_values_and_places(dtype: torch.dtype) -> None:
+    x = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0]).to(dtype)
+    digest = content_digests({"x": x})
+    assert digest == content_digests({"x": x.clone()}) == content_digests({"x": x[None].mT[:, 0]})
+    swapped = x.clone()
+    swapped[0], swapped[1] = x[1], x[0]
+    assert digest != content_digests({"x": swapped})
+    assert content_digests({"x": x[:0]}) == content_digests({"x": x[:0]})
+    nan = torch.tensor([float("nan")])
+    assert content_digests([nan]) == content_digests([nan.clone()])
+    assert content_digests({"x": x.to("meta")}) == {}

@@ -1,0 +1,106 @@
+"""Models of Hugging Face's transformers, small and random; nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from functorch_zero import optim
+from functorch_zero.functional import functionalize
+from functorch_zero.groups import run_ranks
+from functorch_zero.step import Aux, train_step
+from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.models import even
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama(**options: Any) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=23, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16, **options,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=23, n_embd=8, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=23, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def checkpointed() -> nn.Module:
+    model = llama()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "llama": (llama, "model.layers.*"),
+    "llama, tied": (lambda: llama(tie_word_embeddings=True), "model.layers.*"),
+    "llama, checkpointed": (checkpointed, "model.layers.*"),
+    "gpt2": (gpt2, "transformer.h.*"),
+    "bert": (bert, "bert.encoder.layer.*"),
+}
+ZERO = ("attention.self.key.bias", "attn.c_attn.bias")  # a key's bias has no gradient but for rounding
+
+
+def build(name: str) -> tuple[Any, Any, Any]:
+    make, units = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make().double().train()
+    apply, params, buffers = functionalize(model, units=units)
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        output, new = apply(params, buffers, input_ids=batch["x"], use_cache=False)
+        loss = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["x"][:, 1:].flatten())
+        return loss, Aux(buffers=new, weight=len(batch["x"]))
+
+    return train_step(loss_fn, optim.sgd(0.1, momentum=0.9)), params, buffers
+
+
+def batches() -> list[Any]:
+    g = torch.Generator().manual_seed(0)
+    return [{"x": torch.randint(23, (6, 7), generator=g)} for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_apply_is_the_model(name: str) -> None:
+    make, units = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make().eval()
+    apply, params, buffers = functionalize(model, units=units)
+    x = batches()[0]["x"]
+    expected, (got, new) = model(input_ids=x), apply(params, buffers, input_ids=x)
+    assert type(got) is type(expected) and torch.equal(got.logits, expected.logits)
+    assert all(new[path] is buffers[path] for path in buffers)
+    assert sum("layer" in unit.name or ".h." in unit.name for unit in params.units) == 2
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_is_unsharded(name: str, level: int) -> None:
+    step, params, buffers = build(name)
+    expected = train(step, params, buffers, batches())
+    runs = run_ranks(lambda group: train_sharded(group, *build(name), batches(), even(6, 2), level=level), 2)
+    assert_same_on_all_ranks(runs)
+    zero = tuple(path for path in params if path.endswith(ZERO))
+    grade = 1e-5 if "llama" in name else 1e-12  # Llama's norms are taken in float32, whatever the model is in
+    tolerance = lambda path: float("inf") if path.endswith(ZERO) else grade  # noqa: E731
+    assert_equal_updates(expected, runs[0], unused=zero, tolerance=tolerance)

@@ -1,0 +1,146 @@
+"""What a rank holds at level 3: its pieces, activations and the units in flight. Live bytes, measured, not time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from functorch_zero import optim
+from functorch_zero.functional import functionalize
+from functorch_zero.groups import CountingGroup
+from functorch_zero.shard import shard
+from functorch_zero.step import train_step
+
+WIDTH, DEPTH, ROWS = 64, 12, 2
+UNIT = WIDTH * WIDTH * 8  # bytes of a block; activations are a hundredth of it
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages made under it that are still alive, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                self._add(x)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.is_meta or storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+
+    def _remove(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+class Deep(nn.Module):
+    """Equal blocks, then a small head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def peak(ranks: int, make: Callable[[], nn.Module] = Deep, trainable: Any = None, **options: Any) -> float:
+    """The most bytes, in units of a block, that a step makes beside the state it is given."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        apply, params, _ = functionalize(make().double())
+    step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1), trainable=trainable)
+    sharded = shard(step, level=3, group=CountingGroup(ranks), **options)
+    state = sharded.init(params)
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    found = []
+    for _ in range(3):
+        with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
+            state, _ = sharded(state, x)
+        found.append(live.peak)
+    del state
+    return max(found) / UNIT
+
+
+def test_the_measure_sees_what_lives() -> None:
+    with LiveBytes() as live:
+        a = torch.zeros(100, dtype=torch.float64)
+        b = a.view(10, 10).t()
+        del a
+        assert live.now == 800
+        del b
+        assert (live.now, live.peak) == (0, 800)
+        torch.zeros(50, dtype=torch.float64)
+        assert (live.now, live.peak) == (0, 800)
+
+
+RANKS = 24  # so that a piece is small beside a unit: all gradient pieces together are half a unit
+
+
+def test_a_few_units_at_a_time() -> None:
+    """A unit in use and the next on its way; in backward a gradient and its reduction beside them."""
+    assert peak(RANKS) <= DEPTH / RANKS + 3.5
+
+
+def test_without_regathering_the_params_stay() -> None:
+    kept = peak(RANKS, reshard_after_forward=False)
+    assert DEPTH <= kept <= DEPTH + DEPTH / RANKS + 2
+
+
+def test_depth_does_not_matter() -> None:
+    class Half(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.blocks[DEPTH // 2 :]
+
+    assert peak(RANKS) - peak(RANKS, Half) <= DEPTH / 2 / RANKS + 0.5
+
+
+def test_frozen_units_are_let_go_in_backward() -> None:
+    """Backward goes through all of them to the only trained one, the first."""
+    assert peak(RANKS, trainable=lambda path, leaf: path.startswith("blocks.0.")) <= 3.5
+
+
+def test_a_smaller_world_holds_larger_pieces() -> None:
+    small, large = peak(2), peak(RANKS)
+    assert small - large == pytest.approx(DEPTH / 2 - DEPTH / RANKS, abs=2), "gradient pieces"
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_gradients_are_freed_unit_by_unit(level: int) -> None:
+    """Whole gradients of all blocks never live together: at level 2 params are whole, but no part of the peak."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        apply, params, _ = functionalize(Deep().double())
+    step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1))
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    peaks = {}
+    for number in (0, level):
+        sharded = shard(step, level=number, group=CountingGroup(RANKS))
+        state = sharded.init(params)
+        with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
+            sharded(state, x)
+        peaks[number] = live.peak / UNIT
+    assert peaks[0] >= DEPTH and peaks[level] <= 5

@@ -1,0 +1,217 @@
+"""Regressions that a review found: aliased storage, stale traces, mixed dtypes, and what ranks must agree on."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+from optree import tree_leaves, tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.collectives import flat_of_pieces
+from functorch_zero.groups import run_ranks
+from functorch_zero.layout import make_layout
+
+LEVELS = (0, 1, 2, 3)
+
+
+def trained(*shape: int) -> Tensor:
+    return torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
+
+
+def square(params: Any, buffers: Any, batch: Any) -> Tensor:
+    return torch.stack([(p**2).sum() for p in tree_leaves(fz.gather(params))]).sum()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("ranks", "rule"), [(1, "mean"), (2, "local")])
+def test_a_buffer_that_is_a_param_keeps_its_value_when_the_param_moves(level: int, ranks: int, rule: Any) -> None:
+    def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        return (params["w"] ** 2).sum(), fz.Aux(buffers={"target": params["w"]})
+
+    def run(group: fz.Group) -> Any:
+        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group, buffers=rule)
+        state, _ = step(step.init({"w": trained(16)}, {"target": torch.zeros(16)}), None)
+        return fz.named_leaves(step.gather(state).buffers)["target"]
+
+    for target in run_ranks(run, ranks):
+        torch.testing.assert_close(target, trained(16).detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_frozen_param_can_become_a_buffer(level: int) -> None:
+    def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        return (params["w"] ** 2).sum(), fz.Aux(buffers={"copy": params["frozen"]})
+
+    def run(group: fz.Group) -> Any:
+        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
+        state, _ = step(step.init({"w": trained(3), "frozen": torch.ones(2)}, {"copy": torch.zeros(2)}), None)
+        return fz.named_leaves(state.buffers)["copy"]
+
+    for copy in run_ranks(run, 2):
+        assert type(copy) is Tensor and copy.tolist() == [1, 1]
+
+
+def test_buffers_given_back_unchanged_cost_no_traffic() -> None:
+    group = fz.CountingGroup(4)
+    step = fz.shard(
+        fz.train_step(lambda p, b, x: (square(p, b, x), fz.Aux(buffers=b)), optim.sgd(0.1)), level=0, group=group
+    )
+    state = step.init({"w": trained(3)}, {"table": torch.zeros(1000)})
+    group.reset()
+    step(state, None)
+    assert max(call.num_elements for call in group.calls) < 1000
+
+
+def test_one_step_serves_trees_with_other_units() -> None:
+    def run(group: fz.Group) -> None:
+        step = fz.shard(fz.train_step(square, optim.sgd(0.1)), level=3, group=group)
+        a = step.init({"a": {"w": trained(5)}, "b": {"w": trained(4)}})
+        b = step.init({"a": {"w": trained(6)}, "c": {"w": trained(4)}})
+        for _ in range(2):
+            a, _ = step(a, None)
+            b, _ = step(b, None)
+
+    run_ranks(run, 2)
+
+
+def test_a_step_that_ranks_took_differently_leaves_no_trace() -> None:
+    def loss(params: Any, buffers: Any, batch: Any) -> Tensor:
+        return square({name: params[name] for name in batch}, buffers, batch)
+
+    def run(group: fz.Group) -> float:
+        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=3, group=group)
+        state = step.init({name: {"w": trained(8)} for name in "abc"})
+        with pytest.raises(fz.GroupError, match="not started the same"):
+            step(state, "ab" if group.rank else "ac")
+        return float(step(state, "ab")[1]["loss"])
+
+    assert len(set(run_ranks(run, 2))) == 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_donation_old_states_go_without_gc(level: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    apply, params, buffers = fz.functionalize(model)
+
+    def live() -> int:
+        storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is Tensor]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    def run(group: fz.Group) -> list[int]:
+        def loss(params: Any, buffers: Any, batch: Any) -> Any:
+            return apply(params, buffers, batch)[0].square().mean()
+
+        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group, donate=False)
+        state, sizes = step.init(params, buffers), []
+        for _ in range(6):
+            state, _ = step(state, torch.ones(2, 64))
+            sizes.append(live())
+        return sizes
+
+    gc.collect()
+    gc.disable()
+    try:
+        sizes = run_ranks(run, 1)[0]
+    finally:
+        gc.enable()
+    assert sizes[-1] - sizes[1] < 64 * 64 * 4
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_state_may_have_another_dtype_for_each_leaf(level: int) -> None:
+    def init(params: Any, across: Any) -> Any:
+        return tree_map(
+            lambda p, e: p.new_zeros(p.shape, dtype=torch.bfloat16 if e.numel > 20 else p.dtype), params, across.extents
+        )
+
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        state = tree_map(lambda s, u: (s * 0.9 + u).to(s.dtype), state, updates)
+        return tree_map(lambda s, u: s.to(u.dtype), state, updates), state
+
+    step = fz.train_step(square, optim.chain(optim.with_statistics(init, update), optim.sgd(0.1)))
+    params = {"large": trained(30), "small": trained(10)}
+    expected, _ = step(step.init(params), None)
+
+    def run(group: fz.Group) -> fz.TrainState:
+        sharded = fz.shard(step, level=level, group=group)
+        return sharded.gather(sharded(sharded.init(params), None)[0])
+
+    for got in run_ranks(run, 2):
+        for a, b in zip(
+            tree_leaves((got.params, got.opt_state)), tree_leaves((expected.params, expected.opt_state)), strict=True
+        ):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b)
+
+
+def _schedule(count: Tensor, rate: float) -> float:
+    return rate
+
+
+class _Constant:
+    def __init__(self, rate: float):
+        self.rate = rate
+
+    def __call__(self, count: Tensor) -> float:
+        return self.rate
+
+    def method(self, count: Tensor) -> float:
+        return self.rate
+
+
+def _with_keyword(rate: float) -> Any:
+    return lambda count, *, own=rate: own
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda r: functools.partial(_schedule, rate=r), _Constant, lambda r: _Constant(r).method, _with_keyword],
+    ids=["partial", "object", "method", "keyword"],
+)
+def test_ranks_whose_schedules_hold_other_numbers_are_found_out(make: Any) -> None:
+    def run(group: fz.Group) -> None:
+        optimizer = optim.sgd(make(0.1 * (group.rank + 1)))
+        fz.shard(fz.train_step(square, optimizer), level=0, group=group).init({"w": trained(3)})
+
+    with pytest.raises(fz.MismatchError, match="learning_rate"):
+        run_ranks(run, 2)
+
+
+def test_an_eval_batch_without_weight_counts_for_nothing_unsharded_too() -> None:
+    def evaluate(params: Any, buffers: Any, batch: Any) -> Any:
+        return fz.Aux(metrics={"mean": params["w"].sum() * torch.nan}, weight=0)
+
+    state = fz.train_step(square, optim.sgd(0.1)).init({"w": trained(3)})
+    assert fz.eval_step(evaluate)(state, None)["mean"] == 0
+
+
+def test_an_integer_leaf_that_is_to_be_trained_is_named() -> None:
+    step = fz.train_step(square, optim.sgd(0.1), trainable=lambda path, leaf: True)
+    with pytest.raises(fz.StructureError, match=r"path ids.*trainable"):
+        step.init({"w": trained(3), "ids": torch.arange(3)})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_unit_of_empty_leaves(level: int, ranks: int) -> None:
+    params = {"a": {"w": trained(0, 3)}, "b": {"w": trained(4, 4)}}
+
+    def run(group: fz.Group) -> None:
+        step = fz.shard(fz.train_step(square, optim.muon(0.1)), level=level, group=group)
+        state = step.init(params)
+        others = tree_map(lambda x: torch.cat([x.reshape(-1), x.new_zeros(3)])[: x.numel()].view(x.shape), state.params)
+        step(state._replace(params=others), None)
+
+    run_ranks(run, ranks)
+
+
+def test_only_contiguous_pieces_of_one_dtype_are_taken_for_views_of_a_flat() -> None:
+    layout = make_layout({"w": torch.zeros(8)}, 1, trainable=lambda path, leaf: True)
+    strided = torch.arange(16.0)[::2]
+    assert flat_of_pieces([strided], layout.buckets[0], 0)[:8].tolist() == strided.tolist()

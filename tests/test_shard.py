@@ -1,0 +1,545 @@
+"""`shard`: donation, random numbers, gather and scatter, evaluation, and wrong input on ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from optree import tree_map
+from torch import Tensor, nn
+
+from functorch_zero import optim
+from functorch_zero.errors import DonatedError, GroupError, StructureError, TransformError
+from functorch_zero.functional import functionalize
+from functorch_zero.groups import run_ranks
+from functorch_zero.groups.solo import Solo
+from functorch_zero.shard import ShardedTrainStep, shard
+from functorch_zero.step import Aux, EvalStep, eval_step, train_step
+from tests.compare import Run, assert_close, assert_equal_updates, train, train_by_rank, train_sharded
+from tests.models import ZOO, Batch, even, split, uneven
+
+LEVELS = (0, 1, 2, 3)
+SECONDS = 10  # in which a failure must have reached every rank; in practice milliseconds
+
+
+def build(name: str = "mlp", optimizer: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    loss_fn, params, buffers = ZOO[name].build(**options)
+    return train_step(loss_fn, optimizer or optim.adamw(0.01)), params, buffers
+
+
+def batch_for(group: Any, name: str = "mlp", n: int = 12, number: int = 0) -> Batch:
+    return split(ZOO[name].batches(number + 1, n)[number], even(n, group.size))[group.rank]
+
+
+def equal_trees(a: Any, b: Any) -> bool:
+    """Bit for bit, with the same structure."""
+    assert optree.tree_structure(a) == optree.tree_structure(b)
+    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+
+
+# donation
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_donated_state_says_which_step_took_it(level: int) -> None:
+    def run(group: Any) -> None:
+        step, params, buffers = build("convnet")
+        sharded = shard(step, level=level, group=group)
+        evaluate = shard(eval_step(lambda p, b, x: {"one": 1.0}), level=level, group=group)
+        batch = batch_for(group, "convnet")
+        first = sharded.init(params, buffers)
+        second, _ = sharded(first, batch)
+        sharded(second, batch)
+        for use in (sharded, evaluate, lambda state, _: sharded.gather(state)):
+            with pytest.raises(DonatedError, match=r"state of step 1 was donated.*state 2.*Remedy"):
+                use(second, batch)
+            with pytest.raises(DonatedError, match=r"state of step 0"):
+                use(first._replace(seed=None), batch)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_donation_the_old_state_stays(level: int) -> None:
+    def run(group: Any) -> None:
+        step, params, buffers = build("convnet")
+        sharded = shard(step, level=level, group=group, donate=False)
+        state = sharded.init(params, buffers)
+        leaves = optree.tree_leaves(state)
+        before = [(x._version, x.clone()) for x in leaves]
+        batch = batch_for(group, "convnet")
+        one, _ = sharded(state, batch)
+        two, _ = sharded(state, batch)
+        assert equal_trees(one, two)
+        for x, (version, value) in zip(leaves, before, strict=True):
+            assert x._version == version and torch.equal(x, value)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_outlives_donation(level: int) -> None:
+    def run(group: Any) -> None:
+        step, params, buffers = build("convnet")
+        sharded = shard(step, level=level, group=group)
+        state, _ = sharded(sharded.init(params, buffers), batch_for(group, "convnet"))
+        copy = tree_map(torch.clone, state)
+        second = tree_map(torch.clone, state)
+        after, _ = sharded(state, batch_for(group, "convnet", number=1))
+        again, _ = sharded(copy, batch_for(group, "convnet", number=1))
+        kept, _ = shard(step, level=level, group=group, donate=False)(second, batch_for(group, "convnet", number=1))
+        for other in (again, kept):
+            for a, b in zip(optree.tree_leaves(after), optree.tree_leaves(other), strict=True):
+                assert torch.allclose(a, b, rtol=1e-13, atol=1e-16)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_donation_uses_the_old_storage(level: int) -> None:
+    def run(group: Any) -> None:
+        step, params, buffers = build()
+        sharded = shard(step, level=level, group=group)
+        state = sharded.init(params, buffers)
+        places = [x.data_ptr() for x in optree.tree_leaves((state.params, state.opt_state)) if x.dim()]
+        for number in range(3):
+            state, _ = sharded(state, batch_for(group, number=number))
+        assert [x.data_ptr() for x in optree.tree_leaves((state.params, state.opt_state)) if x.dim()] == places
+        assert all(not torch.equal(params[name].reshape(-1)[:1], p[:1]) or p.numel() == 0
+                   for name, p in sharded.gather(state).params.items() if p.dim() == 1)  # fmt: skip
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("name", ["gpt", "shared", "frozen"])
+def test_options_do_not_change_results(name: str, keeps: bool, donate: bool) -> None:
+    step, params, buffers = build(name)
+    batches = ZOO[name].batches(3, 12)
+    expected = train(step, params, buffers, batches)
+    for level in (1, 3):
+        options = {"level": level, "donate": donate, "reshard_after_forward": not keeps}
+        runs = run_ranks(lambda group, o=options: train_sharded(group, *build(name), batches, even(12, 3), **o), 3)
+        assert_equal_updates(expected, runs[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_failed_step_takes_nothing(level: int) -> None:
+    """The state is still good when the loss, or the optimizer's update, has raised."""
+    step, params, buffers = build(optimizer=optim.sgd(0.1))
+
+    def loss_fn(p: Any, b: Any, batch: Batch) -> Any:
+        loss = step.loss_fn(p, b, batch)
+        if batch["x"].isnan().any():
+            raise ArithmeticError("bad batch")
+        return loss
+
+    sharded = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=Solo())
+    state = sharded.init(params, buffers)
+    (batch,) = ZOO["mlp"].batches(1, 8)
+    with pytest.raises(ArithmeticError):
+        sharded(state, {**batch, "x": batch["x"] * float("nan")})
+    new, _ = sharded(state, batch)
+    expected = train(step, params, buffers, [batch])
+    assert_equal_updates(expected._replace(metrics=[]), Run([expected.states[0], sharded.gather(new)], []))
+
+
+# random numbers
+
+
+def dropping(apply: Any) -> Callable[[Any, Any, Any], Tensor]:
+    return lambda p, b, batch: (apply(p, b, F.dropout(batch["x"], 0.5))[0] - batch["y"]).square().mean()
+
+
+class Dropping(nn.Module):
+    """Dropout between two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(7, 5), nn.Dropout(0.5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.drop(torch.tanh(self.a(x))))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
+    def make() -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            apply, params, buffers = functionalize(Dropping().double())
+        return train_step(dropping(apply), optim.sgd(0.1)), params, buffers
+
+    batches = ZOO["mlp"].batches(2, 12)
+    same = {name: x[:6].repeat(2, 1) for name, x in batches[0].items()}
+    expected = train_by_rank(*make(), batches, [6, 6])
+
+    def run(group: Any) -> Any:
+        before = torch.get_rng_state()
+        got = train_sharded(group, *make(), batches, [6, 6], level=level)
+        step, params, buffers = make()
+        sharded = shard(step, level=level, group=group, donate=False)
+        state = sharded.init(params, buffers)
+        torch.manual_seed(group.rank)
+        mine = torch.get_rng_state()
+        one, metrics = sharded(state, split(same, [6, 6])[group.rank])
+        torch.rand(group.rank + 3)
+        two, _ = sharded(state, split(same, [6, 6])[group.rank])
+        assert equal_trees(one, two), "replayed bit for bit"
+        torch.set_rng_state(mine)
+        sharded(state, split(same, [6, 6])[group.rank])
+        assert torch.equal(torch.get_rng_state(), mine), "the global random state is as before"
+        torch.set_rng_state(before)
+        other, _ = sharded(state._replace(seed=torch.tensor(5)), split(same, [6, 6])[group.rank])
+        assert not equal_trees(other.params, one.params)
+        return got, metrics
+
+    runs = run_ranks(run, 2)
+    assert_equal_updates(expected, runs[0][0])
+    step, params, buffers = make()
+    whole = step.init(params, buffers)
+    losses = [step.loss_and_grads(whole, part, rank)[1].loss for rank, part in enumerate(split(same, [6, 6]))]
+    assert losses[0] != losses[1], "ranks draw different numbers for equal batches"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_a_seed_the_global_random_state_is_used(level: int) -> None:
+    def run(group: Any) -> None:
+        apply, params, buffers = functionalize(Dropping().double())
+        sharded = shard(train_step(dropping(apply), optim.sgd(0.1)), level=level, group=group, donate=False)
+        state = sharded.init(params, buffers, seed=None)
+        batch = batch_for(group)
+        torch.manual_seed(3 + group.rank)
+        one, _ = sharded(state, batch)
+        two, _ = sharded(state, batch)
+        torch.manual_seed(3 + group.rank)
+        again, _ = sharded(state, batch)
+        assert equal_trees(one, again) and not equal_trees(one.params, two.params)
+
+    torch.manual_seed(0)
+    run_ranks(run, 2)
+
+
+# gather and scatter
+
+
+@pytest.mark.parametrize("name", ["convnet", "scalars"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("back", [(0, 1), (1, 2), (3, 4)])
+def test_training_goes_on_at_another_level_and_world_size(name: str, optimizer: str, back: tuple[int, int]) -> None:
+    make = {"adamw": optim.adamw, "adafactor": optim.adafactor, "muon": optim.muon}[optimizer]
+    case = ZOO[name]
+    loss_fn, params, buffers = case.build(weighted=True)
+    step = train_step(loss_fn, make(0.01))
+    batches = case.batches(4, 12)
+    level, ranks = back
+
+    def first(group: Any) -> Any:
+        sharded = shard(step, level=3, group=group)
+        state = sharded.init(params, buffers)
+        for batch in batches[:2]:
+            state, _ = sharded(state, batch)
+        return sharded.gather(state)
+
+    def then(group: Any) -> Any:
+        sharded = shard(step, level=level, group=group)
+        state = sharded.scatter(whole[0])
+        assert equal_trees(sharded.gather(state), whole[0])
+        for batch in batches[2:]:
+            state, _ = sharded(state, batch)
+        return sharded.gather(state)
+
+    whole = run_ranks(first, 3)
+    assert all(equal_trees(whole[0], other) for other in whole[1:])
+    end = run_ranks(then, ranks)
+    expected = train(step, params, buffers, batches)  # each rank has had the same batch: BatchNorm's too
+    states = [expected.states[0], expected.states[2], expected.states[4]]
+    got = [expected.states[0], whole[0], end[0]]
+    for want, have in zip(states, got, strict=True):
+        for what in ("params", "buffers", "opt_state"):
+            a, b = (optree.tree_leaves(getattr(s, what)) for s in (want, have))
+            named = [{str(i): x.detach() for i, x in enumerate(leaves)} for leaves in (a, b)]
+            assert_close(*named, 1e-11, what)
+    whole_again, _ = step(end[0], batches[0])
+    assert int(whole_again.step) == 5, "what gather gives is a state of the unsharded step"
+
+
+def test_states_for_another_level_group_or_kind_are_refused() -> None:
+    step, params, buffers = build()
+
+    def run(group: Any) -> None:
+        state = shard(step, level=1, group=group).init(params, buffers)
+        other = shard(step, level=3, group=group)
+        with pytest.raises(StructureError, match=r"another level.*expected level 3.*got level 1.*Remedy"):
+            other(state, batch_for(group))
+        with pytest.raises(StructureError, match="sharded already"):
+            other.scatter(state)
+
+    run_ranks(run, 1)
+
+
+# evaluation
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_eval_steps(level: int, weighted: bool) -> None:
+    case = ZOO["mlp"]
+    loss_fn, params, buffers = case.build()
+    (batch,) = case.batches(1, 12)
+
+    def fn(params: Any, buffers: Any, batch: Batch) -> Any:
+        loss, _ = loss_fn(params, buffers, batch)
+        metrics = {"loss": loss, "rows": 1.0 * len(batch["x"]), "big": params["layers.0.weight"].abs().max()}
+        return Aux(metrics=metrics, weight=len(batch["x"])) if weighted else metrics
+
+    step = train_step(loss_fn, optim.sgd(0.1))
+    expected = eval_step(fn)(step.init(params, buffers), batch)
+    sizes = uneven(12, 3) if weighted else even(12, 3)
+
+    def run(group: Any) -> Any:
+        state = shard(step, level=level, group=group).init(params, buffers)
+        evaluate = shard(eval_step(fn), level=level, group=group)
+        first = evaluate(state, split(batch, sizes)[group.rank])
+        with torch.inference_mode():
+            second = evaluate(state, split(batch, sizes)[group.rank])
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        return first
+
+    for got in run_ranks(run, 3):
+        assert torch.allclose(got["loss"], expected["loss"], rtol=1e-12) and torch.equal(got["big"], expected["big"])
+        assert float(got["rows"]) == pytest.approx(sum(s * (s / 12 if weighted else 1 / 3) for s in sizes))
+
+
+# weights
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_a_rank_of_weight_zero_counts_for_nothing(kind: Any, finite: bool, level: int) -> None:
+    """Its loss may be NaN, as the mean over no tokens is."""
+    case = ZOO["mlp"]
+    batches = case.batches(2, 12)
+    loss_fn, params, buffers = case.build(weighted=True)
+    first = [split(batch, [7, 5])[0] for batch in batches]
+    expected = train(train_step(loss_fn, optim.sgd(0.1)), params, buffers, first)
+
+    def run(group: Any) -> Run:
+        def zero_on_one(p: Any, b: Any, batch: Batch) -> Any:
+            loss, aux = loss_fn(p, b, batch)
+            if group.rank == 1 and not finite:
+                loss = loss * torch.full((), float("nan"))
+            return loss, Aux(aux.buffers, aux.metrics, kind(7 if group.rank == 0 else 0))
+
+        step = train_step(zero_on_one, optim.sgd(0.1))
+        return train_sharded(group, step, params, buffers, batches, [7, 5], level=level)
+
+    assert_equal_updates(expected, run_ranks(run, 2)[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_when_all_weigh_nothing_nothing_moves(accumulate: int, level: int) -> None:
+    """In one process, too."""
+
+    def run(group: Any) -> None:
+        loss_fn, params, buffers = ZOO["mlp"].build()
+
+        def weightless(p: Any, b: Any, batch: Batch) -> Any:
+            return loss_fn(p, b, batch)[0] * float("nan"), Aux(metrics={"a": float("nan")}, weight=0.0)
+
+        step = train_step(weightless, optim.sgd(0.1), accumulate=accumulate)
+        sharded = shard(step, level=level, group=group)
+        one = sharded(sharded.init(params, buffers), batch_for(group))
+        two = step(step.init(params, buffers), batch_for(group))
+        for state, metrics in ((sharded.gather(one[0]), one[1]), two):
+            assert all(torch.equal(state.params[name], p) for name, p in params.items())
+            assert metrics["loss"] == 0 and metrics["a"] == 0
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_of_micro_batches(level: int) -> None:
+    """Ranks, and micro-batches of a rank, of unequal weight, one of them of none."""
+    case = ZOO["mlp"]
+    batches = case.batches(2, 12)
+
+    def step() -> Any:
+        loss_fn, params, buffers = case.build()
+
+        def weighted(p: Any, b: Any, batch: Batch) -> Any:
+            output_of_none = len(batch["x"]) == 0
+            loss = loss_fn(p, b, batch)[0]
+            assert output_of_none == bool(loss.isnan())
+            return loss, Aux(metrics={"loss_too": loss}, weight=len(batch["x"]))
+
+        return weighted, params, buffers
+
+    weighted, params, buffers = step()
+    expected = train(train_step(weighted, optim.sgd(0.1)), params, buffers, batches)
+    sizes = [7, 5, 0]
+
+    def run(group: Any) -> Run:
+        own, params, buffers = step()
+        return train_sharded(
+            group, train_step(own, optim.sgd(0.1), accumulate=3), params, buffers, batches, sizes, level=level
+        )
+
+    assert_equal_updates(expected, run_ranks(run, 3)[0])
+
+
+# wrong input
+
+
+def one_step(group: Any, loss_fn: Any, level: int) -> None:
+    _, params, buffers = ZOO["mlp"].build()
+    sharded = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=group)
+    sharded(sharded.init(params, buffers), batch_for(group))
+
+
+def fails_everywhere(fn: Callable[[Any], Any], error: type[Exception], message: str, ranks: int = 3) -> None:
+    """Every rank ends with an error within seconds: the guilty one with its own, the others with what they heard."""
+    ended: list[BaseException] = []
+
+    def run(group: Any) -> None:
+        try:
+            fn(group)
+        except BaseException as caught:
+            ended.append(caught)
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(error, match=message):
+        run_ranks(run, ranks)
+    assert time.monotonic() - start < SECONDS
+    assert len(ended) == ranks, [str(e) for e in ended]
+    for caught in ended:
+        assert isinstance(caught, error | GroupError), caught
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("guilty", [0, 2])
+def test_an_exception_in_one_ranks_loss_ends_all(guilty: int, level: int) -> None:
+    def run(group: Any) -> None:
+        step, _, _ = build()
+
+        def loss_fn(p: Any, b: Any, batch: Batch) -> Any:
+            result = step.loss_fn(p, b, batch)
+            if group.rank == guilty:
+                raise ArithmeticError("bad batch")
+            return result
+
+        one_step(group, loss_fn, level)
+
+    fails_everywhere(run, ArithmeticError, "bad batch")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_batch_on_the_wrong_device(level: int) -> None:
+    def run(group: Any) -> None:
+        step, params, buffers = build()
+        batch = batch_for(group)
+        if group.rank == 1:
+            batch = {"deep": [{**batch, "x": batch["x"].to("meta")}]}["deep"][0]
+        sharded = shard(step, level=level, group=group)
+        sharded(sharded.init(params, buffers), batch)
+
+    fails_everywhere(run, StructureError, r"wrong device: path x, expected cpu, got meta, on rank 1\. Remedy")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_that_is_no_scalar_on_one_rank(level: int) -> None:
+    def run(group: Any) -> None:
+        loss_fn, _, _ = ZOO["mlp"].build()
+
+        def wrong(p: Any, b: Any, batch: Batch) -> Tensor:
+            loss, _ = loss_fn(p, b, batch)
+            return loss.expand(2) if group.rank == 1 else loss
+
+        one_step(group, wrong, level)
+
+    fails_everywhere(run, StructureError, r"not a scalar.*got shape \(2,\).*on rank 1.*Remedy")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_metrics_that_differ_by_rank(level: int) -> None:
+    def run(group: Any) -> None:
+        loss_fn, _, _ = ZOO["mlp"].build()
+
+        def other_metrics(p: Any, b: Any, batch: Batch) -> Any:
+            return loss_fn(p, b, batch)[0], Aux(metrics={"only_here": 1.0} if group.rank == 0 else {})
+
+        one_step(group, other_metrics, level)
+
+    fails_everywhere(run, GroupError, "same metrics")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_tree_that_does_not_match(level: int) -> None:
+    def run(group: Any) -> None:
+        apply, params, _ = functionalize(nn.Linear(7, 3))
+        del params["bias"]
+        step = train_step(lambda p, b, x: apply(p, b, x)[0].sum(), optim.sgd(0.1))
+        sharded = shard(step, level=level, group=group)
+        sharded(sharded.init(params), torch.ones(2, 7))
+
+    fails_everywhere(run, StructureError, r"params don't fit the model: path bias.*Remedy")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_falsely_tagged_transform(level: int) -> None:
+    lying = optim.pointwise(lambda p: (), lambda u, s, p: (tree_map(lambda x: x / x.norm(), u), s))
+
+    def run(group: Any) -> None:
+        loss_fn, params, buffers = ZOO["mlp"].build()
+        step = train_step(loss_fn, optim.chain(lying, optim.scale(-0.1)))
+        shard(step, level=level, group=group).init(params, buffers)
+
+    fails_everywhere(run, TransformError, "norm")
+
+
+def test_an_update_of_another_structure() -> None:
+    forgets = optim.pointwise(lambda p: (), lambda u, s, p: ({"": None}, s))
+
+    def run(group: Any) -> None:
+        loss_fn, params, buffers = ZOO["mlp"].build()
+        sharded = shard(train_step(loss_fn, forgets), level=1, group=group)
+        sharded(sharded.init(params, buffers), batch_for(group))
+
+    with pytest.raises((StructureError, TransformError, ValueError, KeyError)):
+        run_ranks(run, 2)
+
+
+def test_what_shard_takes() -> None:
+    step, _, _ = build()
+    with pytest.raises(TypeError, match="what train_step or eval_step made, got function"):
+        shard(lambda state, batch: state, level=1, group=Solo())  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"level must be one of 0 \('replicated'\).*got 4"):
+        shard(step, level=4, group=Solo())
+    with pytest.raises(ValueError, match="buffers must be one of"):
+        shard(step, level=1, group=Solo(), buffers="sum")  # type: ignore[call-overload]
+    names = {"replicated": 0, "oss": 1, "sdp": 2, "fsdp": 3}
+    for name, level in names.items():
+        made = shard(step, level=name, group=Solo())
+        assert isinstance(made, ShardedTrainStep) and made.level == level and made.group.size == 1
+    assert isinstance(eval_step(lambda p, b, x: {}), EvalStep)
+
+
+def test_one_apply_for_all_thread_ranks() -> None:
+    """Made once, outside: ranks take turns in the middle of its calls."""
+    step, params, buffers = build("gpt")
+    batches = ZOO["gpt"].batches(2, 12)
+    expected = train(step, params, buffers, batches)
+    for level in LEVELS:
+        runs = run_ranks(
+            lambda group, k=level: train_sharded(group, step, params, buffers, batches, even(12, 4), level=k), 4
+        )
+        assert_equal_updates(expected, runs[0])

@@ -1,0 +1,176 @@
+"""`Sharded` answers on pieces what `Local` answers on whole leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from optree import tree_map
+from torch import Tensor
+
+from functorch_zero import optim
+from functorch_zero.across import Local
+from functorch_zero.collectives import all_gather_tree, slice_tree
+from functorch_zero.errors import TransformError
+from functorch_zero.groups import counted, run_ranks
+from functorch_zero.groups.solo import Solo
+from functorch_zero.layout import Layout, make_layout
+from functorch_zero.sharded import Sharded
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+trees = st.lists(shapes, min_size=1, max_size=6).filter(lambda found: any(torch.Size(s).numel() for s in found))
+
+
+def make(spec: list[tuple[int, ...]], ranks: int, seed: int = 0) -> tuple[Any, Layout]:
+    g = torch.Generator().manual_seed(seed)
+    tree = {f"leaf{i}": torch.randn(shape, generator=g, dtype=torch.float64) for i, shape in enumerate(spec)}
+    return tree, make_layout(tree, ranks, trainable=lambda path, leaf: True)
+
+
+def close(a: Any, b: Any) -> None:
+    for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        assert torch.allclose(x, y, rtol=1e-12, atol=1e-14, equal_nan=True), (x, y)
+
+
+def last_dims(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    return tuple(range(1, len(shape))) if len(shape) > 1 else None
+
+
+QUESTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "sum": lambda across, a, b: across.sum(a, b),
+    "mean": lambda across, a, b: across.mean(a, b),
+    "norm": lambda across, a, b: across.norm(a, b),
+    "max": lambda across, a, b: across.max(a),
+    "total": lambda across, a, b: across.total(a, b),
+    "dot": lambda across, a, b: across.dot(a, b),
+    "dots": lambda across, a, b: across.dots((a, b), (a, a)),
+    "sum_dim": lambda across, a, b: across.sum_dim(a, lambda shape: len(shape) - 1 if shape else None),
+    "sum_dims": lambda across, a, b: across.sum_dims((a, last_dims), (b, lambda shape: tuple(range(len(shape))))),
+    "max_dim": lambda across, a, b: across.max_dim(a, lambda shape: 0 if shape else None),
+    "max_dims": lambda across, a, b: across.max_dims((a, last_dims)),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@given(spec=trees, ranks=st.integers(1, 5))
+def test_answers_are_those_about_whole_tensors(question: str, spec: Any, ranks: int) -> None:
+    ask = QUESTIONS[question]
+    a, _ = make(spec, ranks)
+    b, _ = make(spec, ranks, seed=1)
+    expected = ask(Local(a), a, b)
+
+    def run(group: Any) -> Any:
+        _, layout = make(spec, ranks)
+        watched = counted(group)
+        answer = ask(Sharded(layout, watched), *(slice_tree(tree, layout, group.rank) for tree in (a, b)))
+        assert watched.num_calls() <= 1, "one collective for all leaves together"
+        return answer
+
+    for answer in run_ranks(run, ranks):
+        close(answer, expected)
+
+
+@given(spec=trees, ranks=st.integers(1, 5))
+def test_spread_is_the_inverse_direction(spec: Any, ranks: int) -> None:
+    tree, _ = make(spec, ranks)
+    dim = lambda shape: len(shape) - 1 if shape else None  # noqa: E731
+
+    def run(group: Any) -> Any:
+        _, layout = make(spec, ranks)
+        across = Sharded(layout, group)
+        pieces = slice_tree(tree, layout, group.rank)
+        spread = across.spread(across.sum_dim(pieces, dim), dim)
+        made = tree_map(lambda p, s: p if s is None else p / s.expand_as(p), pieces, spread, none_is_leaf=True)
+        return all_gather_tree(made, layout, group)
+
+    expected = tree_map(lambda x: x / x.sum(-1, keepdim=True) if x.dim() else x, tree)
+    for got in run_ranks(run, ranks):
+        close(got, expected)
+
+
+@given(spec=trees, ranks=st.integers(1, 4), keep=st.lists(st.booleans(), min_size=6, max_size=6))
+def test_select_narrows(spec: Any, ranks: int, keep: list[bool]) -> None:
+    tree, layout = make(spec, ranks)
+    mask = layout.treedef.unflatten(keep[: len(spec)])
+    chosen = tree_map(lambda x, k: x if k else None, tree, mask)
+
+    def run(group: Any) -> Any:
+        _, own = make(spec, ranks)
+        pieces = slice_tree(tree, own, group.rank)
+        narrowed = Sharded(own, group).select(mask)
+        return narrowed.norm(tree_map(lambda x, k: x if k else None, pieces, mask))
+
+    for answer in run_ranks(run, ranks):
+        close(answer, Local(chosen).norm(chosen))
+
+
+def whole_leaf(batched: bool) -> optim.Transform:
+    """Sees its leaf's shape and transposes: wrong on pieces."""
+
+    def update(u: Tensor, s: Any, p: Tensor) -> tuple[Tensor, Any]:
+        new = {"seen": s["seen"] + u}
+        return (new["seen"].flip(-1) if u.dim() > batched else u) + p.sum() * 0 + p, new
+
+    return optim.with_whole_leaves(lambda p: {"seen": torch.zeros_like(p)}, update, batched=batched)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@given(spec=trees, ranks=st.integers(1, 4))
+def test_whole_leaves_at_their_owners(batched: bool, spec: Any, ranks: int) -> None:
+    tree, _ = make(spec, ranks)
+    grads, _ = make(spec, ranks, seed=1)
+    transform, local = whole_leaf(batched), Local(tree)
+    state = transform.init(tree, local)
+    first, state = transform.update(grads, state, tree, local)
+    second, _ = transform.update(grads, state, tree, local)
+
+    def run(group: Any) -> Any:
+        _, layout = make(spec, ranks)
+        across = Sharded(layout, group)
+        u, p = slice_tree(grads, layout, group.rank), slice_tree(tree, layout, group.rank)
+        held = transform.init(p, across)
+        one, held = transform.update(u, held, p, across)
+        two, held = transform.update(u, held, p, across)
+        kept = sum(x.numel() for x in optree.tree_leaves(held))
+        return all_gather_tree(one, layout, group), all_gather_tree(two, layout, group), kept
+
+    results = run_ranks(run, ranks)
+    for one, two, _ in results:
+        close((one, two), (first, second))
+    assert sum(kept for _, _, kept in results) == sum(x.numel() for x in tree.values()), "state at the owners only"
+
+
+@given(spec=trees, ranks=st.integers(1, 4))
+def test_the_whole_tree(spec: Any, ranks: int) -> None:
+    def update(u: Any, s: Any, p: Any) -> Any:
+        total = sum(x.sum() for x in optree.tree_leaves(u))
+        return tree_map(lambda x, y: x.flip(0) * total + y if x.dim() else x * total + y, u, p), s
+
+    transform = optim.with_whole_tree(lambda p: (), update)
+    tree, _ = make(spec, ranks)
+    grads, _ = make(spec, ranks, seed=1)
+    expected, _ = transform.update(grads, (), tree, Local(tree))
+
+    def run(group: Any) -> Any:
+        _, layout = make(spec, ranks)
+        pieces = (slice_tree(x, layout, group.rank) for x in (grads, tree))
+        u, p = pieces
+        made, _ = transform.update(u, (), p, Sharded(layout, group))
+        return all_gather_tree(made, layout, group)
+
+    for got in run_ranks(run, ranks):
+        close(got, expected)
+
+
+def test_a_whole_tree_above_its_limit_is_refused() -> None:
+    transform = optim.with_whole_tree(lambda p: (), lambda u, s, p: (u, s), limit=100)
+    tree, layout = make([(4, 4)], 1)
+    across = Sharded(layout, Solo())
+    with pytest.raises(TransformError, match=r"128 bytes, above its limit of 100.*Remedy"):
+        transform.update(tree_map(torch.flatten, tree), (), tree_map(torch.flatten, tree), across)

@@ -1,0 +1,144 @@
+"""Bytes and collectives per step and rank, counted: those of design section 5 and never more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from functorch_zero import optim
+from functorch_zero.functional import functionalize
+from functorch_zero.groups import counted, run_ranks
+from functorch_zero.layout import make_layout
+from functorch_zero.shard import shard
+from functorch_zero.step import Aux, train_step
+from tests.models import GPT, Block, tokens
+
+RANKS = 2
+STEPS = 3
+SMALL = 4096  # bytes: more than the all-reduce of metrics and an optimizer's scalars, less than any unit
+
+
+class Counts:
+    """One step's collectives: data ones by kind, in units of the params' bytes * (N-1)/N; the small ones by number."""
+
+    def __init__(self, calls: Any, whole: int):
+        data = [call for call in calls if call.sent_bytes > SMALL or call.kind in ("all_gather", "reduce_scatter")]
+        share = whole * (RANKS - 1) / RANKS
+        self.small = len(calls) - len(data)
+        self.num = Counter(call.kind for call in data)
+        self.volume = {kind: sum(c.sent_bytes for c in data if c.kind == kind) / share for kind in self.num}
+        self.total = sum(self.volume.values())
+
+
+def build(depth: int = 6) -> tuple[Any, Any, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT(vocab=40, width=16, depth=depth, length=40, tied=False)
+    apply, params, buffers = functionalize(model.double(), units=Block)
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, Aux]:
+        output, _ = apply(params, buffers, batch["x"])
+        loss = nn.functional.cross_entropy(output.flatten(0, 1), batch["y"].flatten())
+        return loss, Aux(metrics={"a": 1.0}, weight=5)
+
+    return loss_fn, params, buffers
+
+
+def step_counts(level: int, optimizer: optim.Transform | None = None, **options: Any) -> tuple[list[Counts], Any]:
+    """The counts of each of a few steps on one rank, and the layout."""
+    loss_fn, params, buffers = build()
+    layout = make_layout(params, RANKS if level else 1, trainable=lambda path, leaf: True)
+    whole = sum(b.piece * layout.num_ranks * b.dtype.itemsize for b in layout.buckets)
+
+    def run(group: Any) -> list[Counts]:
+        watched = counted(group)
+        step = shard(train_step(loss_fn, optimizer or optim.adamw(0.01)), level=level, group=watched, **options)
+        state, found = step.init(params, buffers), []
+        for _ in range(STEPS):
+            watched.reset()
+            state, _ = step(state, tokens(2))
+            found.append(Counts(list(watched.calls), whole))
+        return found
+
+    results = run_ranks(run, RANKS)
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine.num, mine.volume, mine.small) == (theirs.num, theirs.volume, theirs.small)
+    return results[0], layout
+
+
+def test_level_0() -> None:
+    for counts in step_counts(0)[0]:
+        assert set(counts.num) == {"all_reduce"}
+        assert counts.total == pytest.approx(2) and counts.small == 1, "one all-reduce of metrics"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_levels_1_and_2(level: int) -> None:
+    found, layout = step_counts(level)
+    for counts in found:
+        assert counts.num == {"reduce_scatter": len(layout.buckets), "all_gather": len(layout.buckets)}
+        assert counts.volume == {"reduce_scatter": pytest.approx(1), "all_gather": pytest.approx(1)}
+        assert counts.small == 1
+
+
+def test_level_3() -> None:
+    """Forward gathers each unit once; backward all but the embedding, which needs no params, and the last one, kept."""
+    found, layout = step_counts(3)
+    num = len(layout.units)
+    for number, counts in enumerate(found):
+        assert counts.num["reduce_scatter"] == num and counts.volume["reduce_scatter"] == pytest.approx(1)
+        assert counts.num["all_gather"] <= 2 * num - 1 and counts.total < 3
+        if number:
+            assert counts.num["all_gather"] <= 2 * num - 2, "known from the step before"
+        assert set(counts.num) == {"reduce_scatter", "all_gather"} and counts.small == 1
+
+
+def test_level_3_without_regathering() -> None:
+    found, layout = step_counts(3, reshard_after_forward=False)
+    for counts in found:
+        assert counts.num == {"reduce_scatter": len(layout.units), "all_gather": len(layout.units)}
+        assert counts.total == pytest.approx(2) and counts.small == 1
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_the_optimizers_own(level: int) -> None:
+    """Clipping asks once, LAMB once more; Muon sends matrices to their owners and back: 2S/N at most."""
+    plain, _ = step_counts(level)
+    asking, _ = step_counts(level, optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(0.01)))
+    for a, b in zip(plain, asking, strict=True):
+        assert b.num == a.num and b.small == a.small + 2
+    owned, _ = step_counts(level, optim.muon(0.01))
+    for a, b in zip(plain, owned, strict=True):
+        assert b.num["all_to_all"] == 2 and b.volume.pop("all_to_all") <= 2
+        assert {kind: n for kind, n in b.num.items() if kind != "all_to_all"} == a.num and b.volume == a.volume
+
+
+def test_level_0_needs_nothing_for_an_optimizer() -> None:
+    for optimizer in (optim.lamb(0.01), optim.muon(0.01), optim.adafactor(0.01)):
+        for counts in step_counts(0, optimizer)[0]:
+            assert set(counts.num) == {"all_reduce"} and counts.total == pytest.approx(2) and counts.small == 1
+
+
+def test_two_models_in_a_tree_are_gathered_unit_by_unit() -> None:
+    """As if they were one: no unit twice in forward."""
+    loss_fn, params, _ = build(depth=3)
+    tree = {"one": params, "two": {name: p.clone() for name, p in params.items()}}
+    tree["two"] = type(params)(tree["two"], params.units)
+
+    def both(p: Any, buffers: Any, batch: Any) -> Tensor:
+        return loss_fn(p["one"], buffers, batch)[0] + loss_fn(p["two"], buffers, batch)[0]
+
+    def run(group: Any) -> tuple[int, int]:
+        watched = counted(group)
+        step = shard(train_step(both, optim.sgd(0.1), trainable=lambda path, leaf: True), level=3, group=watched)
+        state = step.init(tree, {})
+        watched.reset()
+        step(state, tokens(2))
+        return watched.num_calls("all_gather"), watched.num_calls("reduce_scatter")
+
+    gathers, reductions = run_ranks(run, 2)[0]
+    assert reductions == 2 * len(params.units) and gathers <= 4 * len(params.units)
