@@ -1,0 +1,324 @@
+"""What a transform is: a pure `init`/`update` pair, and what it must see of a tensor (`needs`).
+
+Every update has the one signature `(updates, state, params, across) -> (updates, state)`. The four constructors lift
+what an author writes to it, once; whatever runs differently on pieces goes through `across`, so nothing here knows
+that ranks exist. Masked-out and frozen leaves are None in every tree, which optree skips.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..across import Across, Fused, Pointwise, Refusing, WholeLeaf
+from ..tree import PyTree
+from .scalars import has_scalars, init_widened, update_widened
+
+Init = Callable[..., Any]
+Update = Callable[..., tuple[Any, Any]]
+Schedule = Callable[[Tensor], Any]
+
+
+class Needs(enum.IntEnum):
+    """What a transform must see of a tensor, from least to most."""
+
+    POINTWISE = 0
+    """Each element's own values."""
+    STATISTICS = 1
+    """Sums over a leaf, over a dim of it, or over all leaves, asked of `across`."""
+    WHOLE_LEAF = 2
+    """A whole tensor at a time."""
+    WHOLE_TREE = 3
+    """Everything at once."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A pure part of an optimizer. Make one with the constructors below rather than directly."""
+
+    init: Callable[[PyTree[Tensor], Across], Any]
+    update: Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[PyTree[Tensor], Any]]
+    needs: Needs
+    parts: tuple[Transform, ...] = ()  # of a chain or wrapper: the transforms inside, for whoever checks them
+    source: tuple[Any, ...] = ()  # the author's own functions, for comparing ranks
+    fused: Fused | None = None  # the same, params included, as one kernel
+    plain: Pointwise | None = None  # of a pointwise transform that treats all leaves alike, whatever their grouping
+
+    chained: bool = False  # made by `chain`: the state is a tuple of the parts' states
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.needs, Needs):
+            raise TypeError(
+                f"a transform must say what it needs: expected a Needs, got {self.needs!r}. "
+                "Remedy: make it with optim.pointwise, with_statistics, with_whole_leaves or with_whole_tree"
+            )
+
+
+class EmptyState(NamedTuple):
+    """The state of a transform that has none."""
+
+
+def init_empty(params: PyTree[Tensor]) -> EmptyState:
+    """The `init` of a transform without state."""
+    return EmptyState()
+
+
+def pointwise(init: Init, update: Update) -> Transform:
+    """A transform each of whose results depends on the values at one position only.
+
+    Args:
+        init: `(params) -> state`.
+        update: `(updates, state, params) -> (updates, state)`, or with `across` as a fourth argument, which refuses
+            every question. Trees may be any regrouping of the params' elements, so only elementwise operators will do,
+            and no leaf is 0-d (a scalar's shape is (1,));
+            state leaves that aren't shaped like a param (a step count) must not depend on the values.
+
+    Sharded, it runs on pieces, bucket by bucket, without communication. `testing.check_transform` checks the claim.
+
+    >>> negate = pointwise(init_empty, lambda updates, state, params: (tree_map(torch.neg, updates), state))
+    >>> negate.needs
+    <Needs.POINTWISE: 0>
+    """
+    lifted_init, lifted_update = _lift_init(init), _lift_update(update)
+    refusing = Refusing()
+
+    def init_tree(params: PyTree[Tensor]) -> Any:
+        return lifted_init(params, refusing)
+
+    def update_tree(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[PyTree[Tensor], Any]:
+        return lifted_update(updates, state, params, refusing)
+
+    part = Pointwise(
+        lambda params: init_widened(init_tree, params) if has_scalars(params) else init_tree(params),
+        lambda u, s, p: update_widened(update_tree, init_tree, u, s, p) if has_scalars(p) else update_tree(u, s, p),
+    )
+    return Transform(
+        lambda params, across: part.init(params),
+        lambda updates, state, params, across: across.pointwise(part, updates, state, params),
+        Needs.POINTWISE,
+        source=(init, update),
+        plain=part,
+    )
+
+
+def with_statistics(init: Init, update: Update) -> Transform:
+    """A transform that needs sums, norms, maxima or means over whole tensors, or over one dim of them.
+
+    Args:
+        init: `(params) -> state` or `(params, across) -> state`; `across.extents` has each leaf's full shape.
+        update: `(updates, state, params, across) -> (updates, state)`; leaves may be 1-D pieces of tensors, so all that
+            concerns more than one element is asked of `across`.
+
+    Sharded, it runs on pieces; each question is one all-reduce of scalars or vectors for all leaves together.
+    """
+    return Transform(_lift_init(init), _lift_update(update), Needs.STATISTICS, source=(init, update))
+
+
+def _numel(shape: tuple[int, ...]) -> float:
+    return float(torch.Size(shape).numel())
+
+
+def with_whole_leaves(
+    init: Callable[[Tensor], Any],
+    update: Callable[..., tuple[Tensor, Any]],
+    *,
+    cost: Callable[[tuple[int, ...]], float] = _numel,
+    batched: bool = False,
+) -> Transform:
+    """A transform that needs one whole tensor at a time.
+
+    Args:
+        init: `(param) -> state` of one leaf.
+        update: `(update, state) -> (update, state)` of one leaf, or `(update, state, param)`; the third argument costs
+            sending the param too. With `batched`, tensors and state leaves have a leading dim that counts leaves of
+            one shape; init is per leaf all the same.
+        cost: what updating a leaf of this full shape costs, for balancing owners.
+
+    Sharded, each leaf has an owner, who alone holds its state and runs it: one all-to-all in, one out, about 2S/N
+    bytes per rank (3S/N when `update` wants the param).
+    """
+    wants_param = _num_positional(update) > 2
+    spec = WholeLeaf(init, update if wants_param else lambda u, s, p: update(u, s), wants_param, cost, batched)
+
+    def init_tree(params: PyTree[Tensor], across: Across) -> Any:
+        return across.whole_init(spec, params)
+
+    def update_tree(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
+        return across.whole(spec, updates, state, params)
+
+    return Transform(init_tree, update_tree, Needs.WHOLE_LEAF, source=(init, update, cost))
+
+
+def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> Transform:
+    """A transform that needs every tensor whole, at once: for trees of at most `limit` bytes, gathered on every rank.
+
+    Args:
+        init: `(params) -> state`, of whole params.
+        update: `(updates, state, params) -> (updates, state)`, of whole trees; every rank runs it and holds its state.
+        limit: bytes of updates above which it refuses, naming the size.
+
+    Sharded, updates and params are made whole by an all-reduce each: 4S bytes per rank.
+    """
+
+    def init_tree(params: PyTree[Tensor], across: Across) -> Any:
+        return across.whole_tree_init(init, params, limit)
+
+    def update_tree(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
+        return across.whole_tree(update, updates, state, params, limit)
+
+    return Transform(init_tree, update_tree, Needs.WHOLE_TREE, source=(init, update))
+
+
+def chain(*transforms: Transform) -> Transform:
+    """Run transforms one after the other, each on the updates of the one before. The state is a tuple of theirs.
+
+    Neighbouring pointwise parts run as one, so that a bucket's temporaries are a bucket's.
+    """
+    for t in transforms:
+        if not isinstance(t, Transform):
+            raise TypeError(f"chain takes transforms, got {type(t).__name__}: {t!r}")
+
+    def init(params: PyTree[Tensor], across: Across) -> tuple[Any, ...]:
+        return tuple(t.init(params, across) for t in transforms)
+
+    runs = _runs(transforms)
+
+    def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
+        new: list[Any] = []
+        for run, part in runs:
+            old = tuple(state[len(new) : len(new) + len(run)])
+            if part is not None:
+                updates, states = across.pointwise(part, updates, old, params)
+                new += states
+            else:
+                before = updates
+                updates, one = run[0].update(before, old[0], params, across)
+                new.append(across.keep(one, before, updates, params))
+        return updates, tuple(new)
+
+    needs = max((t.needs for t in transforms), default=Needs.POINTWISE)
+    plain = runs[0][1] if len(runs) == 1 else None
+    return Transform(init, update, needs, parts=tuple(transforms), plain=plain, chained=True)
+
+
+def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
+    """A transform as (what comes first, a fused end), if it ends in one. A chain's state is split at its last part."""
+    if t.fused is not None:
+        return None, t
+    if t.chained and t.parts and t.parts[-1].fused is not None:
+        return chain(*t.parts[:-1]), t.parts[-1]
+    return None
+
+
+def _runs(transforms: tuple[Transform, ...]) -> list[tuple[tuple[Transform, ...], Pointwise | None]]:
+    """Maximal runs of plain pointwise transforms, each with the one Pointwise that does them all; the rest alone."""
+    runs: list[tuple[tuple[Transform, ...], Pointwise | None]] = []
+    for t in transforms:
+        if t.plain and runs and runs[-1][1] is not None:
+            run = (*runs[-1][0], t)
+            runs[-1] = (run, _merge(run))
+        else:
+            runs.append(((t,), _merge((t,)) if t.plain else None))
+    return runs
+
+
+def _merge(run: tuple[Transform, ...]) -> Pointwise:
+    parts = [t.plain for t in run if t.plain is not None]
+
+    def init(params: PyTree[Tensor]) -> tuple[Any, ...]:
+        return tuple(part.init(params) for part in parts)
+
+    def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[PyTree[Tensor], tuple[Any, ...]]:
+        new = []
+        for part, old in zip(parts, state, strict=True):
+            updates, s = part.update(updates, old, params)
+            new.append(s)
+        return updates, tuple(new)
+
+    return Pointwise(init, update)
+
+
+def value_of(number: float | Tensor | Schedule, count: Tensor) -> Any:
+    """A hyperparameter at step `count` (0-d int64): schedules are called with it, numbers are themselves."""
+    return number(count) if callable(number) else number
+
+
+def step_count() -> Tensor:
+    """A step counter: 0-d int64 on the CPU, where reading it waits for no device."""
+    return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+def describe(thing: Any, depth: int = 12) -> Any:
+    """A transform as plain data: its functions' names and the numbers they closed over. Equal for equal optimizers."""
+    if isinstance(thing, Transform):
+        return [thing.needs.name, *(describe(part, depth - 1) for part in (*thing.parts, *thing.source))]
+    if isinstance(thing, bool | int | float | str | None | torch.dtype | enum.Enum):
+        return str(thing) if isinstance(thing, torch.dtype | enum.Enum) else thing
+    if isinstance(thing, Tensor):
+        return [str(thing.dtype), list(thing.shape), thing.tolist() if thing.numel() <= 16 else None]
+    if isinstance(thing, type):
+        return f"{thing.__module__}.{thing.__qualname__}"
+    if depth == 0:
+        return type(thing).__name__
+    if isinstance(thing, dict):
+        return {str(k): describe(v, depth - 1) for k, v in thing.items()}
+    if isinstance(thing, tuple | list):
+        return [describe(v, depth - 1) for v in thing]
+    if inspect.isfunction(thing):
+        return _describe_function(thing, depth)
+    if inspect.ismethod(thing):
+        return [describe(thing.__func__, depth - 1), describe(thing.__self__, depth - 1)]
+    if isinstance(thing, partial):
+        return [describe(x, depth - 1) for x in (thing.func, thing.args, thing.keywords)]
+    if isinstance(thing, Real):  # numpy's, say
+        return float(thing)
+    return {type(thing).__qualname__: describe(dict(getattr(thing, "__dict__", {})), min(depth - 1, 3))}
+
+
+def _describe_function(fn: Any, depth: int) -> Any:
+    name = f"{fn.__module__}.{fn.__qualname__}"
+    closed = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    values = {}
+    for variable, cell in closed.items():
+        try:
+            values[variable] = describe(cell.cell_contents, depth - 1)
+        except ValueError:  # a cell that is not filled yet
+            continue
+    defaults = describe([*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()], depth - 1)
+    return {name: values | ({"defaults": defaults} if defaults else {})}
+
+
+def _num_positional(fn: Callable[..., Any]) -> int:
+    """How many positional arguments a function takes; a large number when it takes any."""
+    kinds = [p.kind for p in inspect.signature(fn).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return 99
+    return sum(k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in kinds)
+
+
+def _lift_init(init: Init) -> Callable[[PyTree[Tensor], Across], Any]:
+    return init if _num_positional(init) > 1 else lambda params, across: init(params)
+
+
+def _lift_update(update: Update) -> Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[Any, Any]]:
+    return update if _num_positional(update) > 3 else lambda u, s, p, across: update(u, s, p)
+
+
+def tree_zeros_like(tree: PyTree[Tensor]) -> PyTree[Tensor]:
+    """Zeros shaped like each leaf."""
+    return tree_map(torch.zeros_like, tree)
+
+
+def num_leaves(tree: PyTree[Any]) -> int:
+    """How many leaves a tree has."""
+    return len(optree.tree_leaves(tree))

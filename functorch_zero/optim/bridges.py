@@ -1,0 +1,165 @@
+"""Optimizers from elsewhere: pairs of functions as optax and torchopt have them, and torch.optim's classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..errors import explain
+from .base import Needs, Transform, pointwise, step_count, with_whole_leaves, with_whole_tree
+from .elementwise import Tree
+
+Pair = Any  # a NamedTuple or tuple (init, update), or an object with these attributes
+
+
+def from_optax(transformation: Pair, *, needs: Needs) -> Transform:
+    """A transform from a pair in optax's form, written in torch: `init(params)`, `update(updates, state, params)`.
+
+    Args:
+        transformation: the pair; its state may be any tree of tensors.
+        needs: what it must see. POINTWISE, which `testing.check_transform` checks; WHOLE_LEAF if it treats each leaf
+            on its own (it is then called with trees that are one leaf); or WHOLE_TREE. STATISTICS would need `across`,
+            which the form lacks.
+    """
+    init, update = _functions(transformation)
+    return _lifted(init, update, needs)
+
+
+def from_torchopt(transformation: Pair, *, needs: Needs) -> Transform:
+    """A transform from a pair in torchopt's form: `init(params)`, `update(updates, state, *, params, inplace)`.
+
+    Arguments: see `from_optax`.
+    """
+    init, inner = _functions(transformation)
+
+    def update(updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        new, state = inner(updates, state, params=params, inplace=False)
+        return new, state
+
+    return _lifted(init, update, needs)
+
+
+def _functions(transformation: Pair) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    if hasattr(transformation, "init") and hasattr(transformation, "update"):
+        return transformation.init, transformation.update
+    init, update = transformation
+    return init, update
+
+
+def _lifted(init: Callable[..., Any], update: Callable[..., Any], needs: Needs) -> Transform:
+    constructors: dict[Needs, Callable[..., Transform]] = {
+        Needs.POINTWISE: pointwise,
+        Needs.WHOLE_LEAF: with_whole_leaves,
+        Needs.WHOLE_TREE: with_whole_tree,
+    }
+    if needs not in constructors:
+        remedy = "write it with optim.with_statistics, whose update is given `across`"
+        raise ValueError(
+            explain("a pair of functions can't ask `across`", expected=list(constructors), got=needs, remedy=remedy)
+        )
+
+    def init_params(params: Any) -> Any:
+        return init(params)
+
+    def update_with_params(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return update(updates, state, params)  # type: ignore[no-any-return]
+
+    return constructors[needs](init_params, update_with_params)
+
+
+class FromTorchState(NamedTuple):
+    """A torch optimizer's state, by its own names."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
+    like_params: dict[str, Any]  # each like params
+    numbers: dict[str, Tensor]  # each 0-d, on the CPU; the same for all params
+
+
+def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> Transform:
+    """A pointwise transform from a torch.optim class: `from_torch(torch.optim.Adamax, lr=1e-3)`.
+
+    It runs the class's own step on copies; updates are the difference it makes. So an update differs from one of ours
+    by the rounding of `(param + update) - param`, and the learning rate, a number, is inside. In half precision some of
+    torch's kernels round a tensor's tail differently, so there updates depend on the cut in their last bit.
+    `testing.check_transform` proves or refutes that the class is pointwise: Adamax passes, Adafactor, LBFGS and Muon
+    don't, nor does Rprop, which writes through masks. State: as the class's.
+
+    Args:
+        optimizer_class: a torch.optim.Optimizer; it must keep tensors like its params, or 0-d ones, for each.
+        options: its arguments after `params`.
+
+    Raises:
+        NotImplementedError: its state holds something else.
+    """
+    if "foreach" in inspect.signature(optimizer_class).parameters:
+        options = {"foreach": False} | options
+    shapes = _state_of(optimizer_class, options)
+
+    def init(params: Tree) -> FromTorchState:
+        like_params = {k: tree_map(torch.zeros_like, params) for k, v in shapes.items() if v.ndim}
+        return FromTorchState(step_count(), like_params, {k: v.clone() for k, v in shapes.items() if not v.ndim})
+
+    def update(updates: Tree, state: FromTorchState, params: Tree) -> tuple[Tree, FromTorchState]:
+        treedef = optree.tree_structure(params)
+        old, grads = optree.tree_leaves(params), optree.tree_leaves(updates)
+        if not old:
+            return updates, state._replace(count=state.count + 1)
+        optimizer = _loaded(optimizer_class, options, old, grads, state)
+        optimizer.step()
+        new = optimizer.param_groups[0]["params"]
+        moves = [n.detach() - o for n, o in zip(new, old, strict=True)]
+        kept = [optimizer.state[n] for n in new]
+        like_params = {k: treedef.unflatten([s[k] for s in kept]) for k in state.like_params}
+        numbers = {k: kept[0][k] for k in state.numbers}
+        return treedef.unflatten(moves), FromTorchState(state.count + 1, like_params, numbers)
+
+    return pointwise(init, update)
+
+
+def _loaded(
+    optimizer_class: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: FromTorchState,
+) -> torch.optim.Optimizer:
+    """The class's object on copies of everything. Before the first step it has no state: it makes its own."""
+    copies = [p.detach().clone().requires_grad_() for p in params]
+    for copy, grad in zip(copies, grads, strict=True):
+        copy.grad = grad.detach().clone()
+    optimizer = optimizer_class(copies, **options)
+    if int(state.count) > 0:  # a count, on the CPU
+        trees = {k: optree.tree_leaves(tree) for k, tree in state.like_params.items()}
+        for i, copy in enumerate(copies):
+            own = {k: leaves[i].clone() for k, leaves in trees.items()}
+            optimizer.state[copy] = own | {k: v.clone() for k, v in state.numbers.items()}
+    return optimizer
+
+
+def _state_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Tensor]:
+    """What the class keeps for a param, found by a step on one of 2 elements."""
+    with torch.enable_grad():
+        param = torch.zeros(2, requires_grad=True)
+        param.grad = torch.zeros(2)
+        optimizer = optimizer_class([param], **options)
+        optimizer.step()
+    kept = {k: v for k, v in optimizer.state[param].items() if v is not None}
+    for key, value in kept.items():
+        if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
+            got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
+            raise NotImplementedError(
+                explain(
+                    f"{optimizer_class.__name__} can't be a pointwise transform",
+                    path=f"its state {key!r}",
+                    expected="a tensor shaped like the param, or 0-d",
+                    got=got,
+                    remedy="write it as a transform, or take ours",
+                )
+            )
+    return kept

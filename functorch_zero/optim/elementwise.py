@@ -1,0 +1,90 @@
+"""The arithmetic that pointwise transforms share.
+
+Hyperparameters may be numbers or, with `inject_hyperparams` and schedules, 0-d float64 tensors on the CPU. Every
+helper takes both, reads no value on the host, and gives the same bits however the elements are cut. That leaves out
+`pow`, and in half precision `rsqrt` and `add` with alpha: on the CPU their vector body and tail round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..tree import PyTree
+
+Tree = PyTree[Tensor]
+Number = float | Tensor  # a Tensor is 0-d, float64, on the CPU
+
+
+def elementwise(fn: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:
+    """`tree_map` of an elementwise function; 0-d leaves are seen as (1,).
+
+    Otherwise a 0-d float64 hyperparameter would promote a 0-d float32 leaf, but not the same leaf in a bucket.
+
+    >>> elementwise(lambda x: x * torch.tensor(0.5, dtype=torch.float64), torch.ones(())).dtype
+    torch.float32
+    """
+
+    return tree_map(lambda x, *others: on_leaf(fn, x, *others), tree, *rest)
+
+
+def on_leaf(fn: Callable[..., Tensor], x: Tensor, *rest: Tensor) -> Tensor:
+    """An elementwise function of one leaf, which it sees as (1,) if it is 0-d."""
+    return fn(x, *rest) if x.ndim else fn(x.reshape(1), *(y.reshape(1) for y in rest)).reshape(())
+
+
+def ema(old: Tensor, new: Tensor, decay: Number) -> Tensor:
+    """`decay * old + (1 - decay) * new`, as torch.optim takes means of gradients."""
+    if isinstance(decay, Tensor):
+        return old + (new - old) * (1 - decay)
+    return old.lerp(new, 1 - decay)
+
+
+def ema_of_squares(old: Tensor, new: Tensor, decay: Number) -> Tensor:
+    """`decay * old + (1 - decay) * new**2`, as torch.optim takes means of squares."""
+    if isinstance(decay, Tensor):
+        return old * decay + new * new * (1 - decay)
+    return torch.addcmul(old * decay, new, new, value=1 - decay)
+
+
+def add_scaled(x: Tensor, y: Tensor, factor: Number) -> Tensor:
+    """`x + factor * y`. In half precision `torch.add` with alpha has other bits in a tensor's tail."""
+    if isinstance(factor, Tensor) or x.element_size() < 4:
+        return x + y * factor
+    return torch.add(x, y, alpha=factor)
+
+
+def bias_correction(decay: Number, count: Tensor) -> Tensor:
+    """`1 - decay**count`, 0-d float64: what a mean that began at zero lacks after `count` steps."""
+    return 1 - decay ** count.double()
+
+
+def pick(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`a` where the 0-d `condition` holds, else `b`; on the leaf's device, whatever the condition's."""
+    return torch.where(condition.to(a.device), a, b)
+
+
+def is_zero(number: Any) -> bool:
+    """Whether a hyperparameter is the number 0, so that what it scales may be left out."""
+    return isinstance(number, int | float) and number == 0
+
+
+def number(x: Any) -> Tensor:
+    """A hyperparameter as a 0-d float64 tensor on the CPU."""
+    return torch.as_tensor(x, dtype=torch.float64, device="cpu")
+
+
+def full_like(tree: Tree, value: Number) -> Tree:
+    """Leaves shaped like those of `tree`, full of one number."""
+    return elementwise(lambda x: torch.zeros_like(x) + value, tree)
+
+
+def clamp(x: Tensor, least: Number, most: Number) -> Tensor:
+    """`x` within [least, most]; NaNs stay."""
+    if isinstance(least, Tensor) or isinstance(most, Tensor):
+        return x.clamp(number(least), number(most))
+    return x.clamp(least, most)

@@ -1,0 +1,312 @@
+"""Second moments kept as vectors, one per dim, instead of as whole tensors: Adafactor and SM3.
+
+Whether and where a leaf is factored is decided by its full shape. The vectors are replicated: every rank holds them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from optree import tree_leaves, tree_map
+from torch import Tensor
+
+from ..across import Across, Question, sum_dtype
+from ..tree import PyTree
+from .base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
+from .elementwise import Number, elementwise
+from .statistics import block_rms, safe_square, times
+
+Tree = PyTree[Tensor]
+FactoredDims = Callable[[tuple[int, ...]], tuple[int, int] | None]
+
+
+def largest_dims(min_dim_size_to_factor: int) -> FactoredDims:
+    """optax's choice: the two largest dims, the largest last, if the smaller of them is large enough."""
+
+    def dims(shape: tuple[int, ...]) -> tuple[int, int] | None:
+        order = sorted(range(len(shape)), key=lambda d: shape[d])  # of equal dims the later
+        if len(shape) < 2 or shape[order[-2]] < min_dim_size_to_factor:
+            return None
+        return order[-2], order[-1]
+
+    return dims
+
+
+def last_dims(min_dim_size_to_factor: int) -> FactoredDims:
+    """torch's choice: the last two dims, and the others are a stack of matrices."""
+
+    def dims(shape: tuple[int, ...]) -> tuple[int, int] | None:
+        if len(shape) < 2 or min(shape[-2:]) < min_dim_size_to_factor:
+            return None
+        return len(shape) - 2, len(shape) - 1
+
+    return dims
+
+
+def never(shape: tuple[int, ...]) -> None:
+    """No leaf is factored."""
+
+
+class Factors(NamedTuple):
+    """Mean squared gradients, factored or not. What a leaf does not have is None."""
+
+    v_row: Any  # per factored leaf, its shape without the second of its factored dims, at least fp32, every rank
+    v_col: Any  # per factored leaf, its shape without the first of its factored dims, at least fp32, every rank
+    v: Any  # per other leaf, like the param, at least fp32
+
+
+def init_factors(params: Tree, across: Across, dims: FactoredDims) -> Factors:
+    """Zeros for each leaf."""
+
+    def zeros_without(k: int) -> Callable[[Tensor, Any], Any]:
+        def zeros(p: Tensor, extent: Any) -> Any:
+            chosen = dims(extent.shape)
+            if chosen is None:
+                return None
+            shape = [size for d, size in enumerate(extent.shape) if d != chosen[k]]
+            return p.new_zeros(shape, dtype=sum_dtype(p.dtype))
+
+        return zeros
+
+    def whole(p: Tensor, extent: Any) -> Any:
+        return torch.zeros_like(p, dtype=sum_dtype(p.dtype)) if dims(extent.shape) is None else None
+
+    return Factors(*(tree_map(fn, params, across.extents) for fn in (zeros_without(1), zeros_without(0), whole)))
+
+
+def all_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Every dim: with it, `sum_dims` answers a 0-d sum."""
+    return tuple(range(len(shape)))
+
+
+def one_of(dims: FactoredDims, k: int) -> Callable[[tuple[int, ...]], int | None]:
+    """The k-th of the two factored dims, as `sum_dims` wants it."""
+
+    def dim(shape: tuple[int, ...]) -> int | None:
+        chosen = dims(shape)
+        return None if chosen is None else chosen[k]
+
+    return dim
+
+
+def decayed(factors: Factors, squares: Tree, sums: tuple[Tree, Tree], across: Across, weight: Tensor) -> Factors:
+    """The means one step on: each is `1 - weight` times itself plus `weight` times the mean of the new squares."""
+
+    def mix(old: Tensor, new: Tensor) -> Tensor:
+        return (old * (1 - weight) + new * weight).to(old.dtype)
+
+    def mixed_vector(extent: Any, old: Tensor | None, total: Tensor | None) -> Any:
+        if old is None or total is None:
+            return None
+        num_summed = max(extent.numel, 1) // max(total.numel(), 1)
+        return mix(old, total / num_summed)
+
+    return Factors(
+        tree_map(mixed_vector, across.extents, factors.v_row, sums[0]),
+        tree_map(mixed_vector, across.extents, factors.v_col, sums[1]),
+        tree_map(lambda new, old: None if old is None else mix(old, new), squares, factors.v),
+    )
+
+
+def rows_over_mean(factors: Factors, across: Across, dims: FactoredDims, floor: Callable[[Tensor], float]) -> Tree:
+    """The row factors divided by their mean, which is at least `floor`; with the col factors it gives the estimate."""
+
+    def divide(extent: Any, row: Tensor | None) -> Any:
+        chosen = dims(extent.shape)
+        if row is None or chosen is None:
+            return None
+        rows, cols = chosen
+        mean = row.mean(rows - (rows > cols), keepdim=True)
+        return row / mean.clamp(min=floor(row))
+
+    return tree_map(divide, across.extents, factors.v_row)
+
+
+class ScaleByFactoredRmsState(NamedTuple):
+    """Adafactor's second moments."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
+    factors: Factors
+
+
+def scale_by_factored_rms(
+    factored: bool = True,
+    decay_rate: float = 0.8,
+    step_offset: int = 0,
+    min_dim_size_to_factor: int = 128,
+    epsilon: float = 1e-30,
+) -> Transform:
+    """Divide updates by a factored estimate of their root mean square, as optax.scale_by_factored_rms.
+
+    Source: Shazeer and Stern, 2018 (1804.04235), Algorithm 4, in optax's variant: `epsilon` is added to the squared
+    gradient, and the two largest dims are factored. `adafactor` is torch's variant.
+
+    State: for a factored leaf two vectors (shape less one dim), replicated; for others a tensor like it.
+    Sharded: one all-reduce of those vectors for all leaves together.
+
+    Args:
+        decay_rate: the mean keeps `1 - t ** -decay_rate` of itself at step t, counted from `step_offset`.
+        min_dim_size_to_factor: a leaf is factored if its two largest dims have at least this size.
+    """
+    dims = largest_dims(min_dim_size_to_factor) if factored else never
+
+    def init(params: Tree, across: Across) -> ScaleByFactoredRmsState:
+        return ScaleByFactoredRmsState(step_count(), init_factors(params, across, dims))
+
+    def update(
+        updates: Tree, state: ScaleByFactoredRmsState, params: Tree, across: Across
+    ) -> tuple[Tree, ScaleByFactoredRmsState]:
+        count = state.count + 1
+        squares = tree_map(lambda u: safe_square(u) + epsilon, updates)
+        sums = across.sum_dims((squares, one_of(dims, 1)), (squares, one_of(dims, 0)))
+        weight = (count - step_offset).double() ** -decay_rate
+        factors = decayed(state.factors, squares, (sums[0], sums[1]), across, weight)
+        rows = tree_map(torch.rsqrt, rows_over_mean(factors, across, dims, lambda row: 0.0))
+        row = across.spread(rows, one_of(dims, 1))
+        col = across.spread(tree_map(torch.rsqrt, factors.v_col), one_of(dims, 0))
+
+        def direction(u: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
+            return times(u, v.rsqrt()) if v is not None else times(times(u, r), c)
+
+        return tree_map(direction, updates, row, col, factors.v), ScaleByFactoredRmsState(count, factors)
+
+    return with_statistics(init, update)
+
+
+def scale_by_adafactor(
+    learning_rate: Number | Schedule = 1e-2,
+    decay_rate: float = 0.8,
+    *,
+    step_offset: int = 0,
+    eps: float | None = None,
+    min_scale: float = 1e-3,
+    clipping_threshold: float | None = 1.0,
+    multiply_by_parameter_scale: bool = True,
+    relative_step: bool = True,
+    factored: bool = True,
+    min_dim_size_to_factor: int = 0,
+) -> Transform:
+    """Adafactor's whole step size and direction, in torch.optim.Adafactor's variant. `adafactor` has the arguments.
+
+    State: as `scale_by_factored_rms`. Sharded: one all-reduce of the vectors and of a scalar per leaf, and, for the
+    clipping, one of a scalar per leaf.
+    """
+    dims = last_dims(min_dim_size_to_factor) if factored else never
+
+    def floor(leaf: Tensor) -> float:
+        return torch.finfo(leaf.dtype).eps if eps is None else eps
+
+    def directions(updates: Tree, factors: Factors, across: Across) -> Tree:
+        rows = rows_over_mean(factors, across, dims, floor)
+        row, col = across.spread(rows, one_of(dims, 1)), across.spread(factors.v_col, one_of(dims, 0))
+
+        def direction(u: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
+            estimate = r * c if r is not None and c is not None else v
+            assert estimate is not None
+            return u.to(estimate.dtype) * estimate.clamp(min=floor(u) ** 2).rsqrt()
+
+        return tree_map(direction, updates, row, col, factors.v)
+
+    def step_size(count: Tensor) -> Any:
+        rate = value_of(learning_rate, count - 1)
+        return torch.as_tensor(rate, dtype=torch.float64).minimum(count.double().rsqrt()) if relative_step else rate
+
+    def scales(sums: Any, like: Tree, across: Across) -> Tree:
+        """Per leaf the largest step's size."""
+        if not multiply_by_parameter_scale:
+            return tree_map(lambda u: u.new_ones((), dtype=sum_dtype(u.dtype)), like)
+        return tree_map(lambda r: r.clamp(min=min_scale), block_rms(tree_map(torch.sqrt, sums), across))
+
+    def init(params: Tree, across: Across) -> ScaleByFactoredRmsState:
+        return ScaleByFactoredRmsState(step_count(), init_factors(params, across, dims))
+
+    def update(
+        updates: Tree, state: ScaleByFactoredRmsState, params: Tree, across: Across
+    ) -> tuple[Tree, ScaleByFactoredRmsState]:
+        count = state.count + 1
+        squares = tree_map(safe_square, updates)
+        questions: list[Question] = [(squares, one_of(dims, 1)), (squares, one_of(dims, 0))]
+        if multiply_by_parameter_scale:
+            questions.append((tree_map(safe_square, params), all_dims))
+        rows, cols, *param_sums = across.sum_dims(*questions)
+        weight = (count - step_offset).double() ** -decay_rate
+        factors = decayed(state.factors, squares, (rows, cols), across, weight)
+        steps = directions(updates, factors, across)
+        sizes = scales(param_sums[0] if param_sums else None, updates, across)
+        if clipping_threshold is not None:
+            rms = block_rms(across.norm(steps), across)
+            sizes = tree_map(lambda a, r: a / (r / clipping_threshold).clamp(min=1), sizes, rms)
+        rho = step_size(count)
+        stepped = tree_map(lambda u, s, a: (s * (a * rho).to(s.dtype)).to(u.dtype), updates, steps, sizes)
+        return stepped, ScaleByFactoredRmsState(count, factors)
+
+    return with_statistics(init, update)
+
+
+def all_but(k: int) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
+    """The dims that SM3 takes its k-th maximum over: all but dim k, of leaves with more than one dim."""
+
+    def dims(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        if len(shape) < 2 or k >= len(shape):
+            return None
+        return tuple(d for d in range(len(shape)) if d != k)
+
+    return dims
+
+
+class ScaleBySm3State(NamedTuple):
+    """SM3's accumulators, and the momentum."""
+
+    mu: tuple[Any, ...]  # k-th: per leaf with a dim k, of two dims and more, a vector along that dim, every rank
+    accumulator: Any  # per leaf of fewer dims, like the param
+    nu: Any  # like params: mean of the directions
+
+
+def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transform:
+    """Divide by a bound on the root of the sum of squares, kept as one vector per dim, and take the mean.
+
+    Source: Anil et al., 2019 (1901.11150), SM3-II, with the slices along each dim for the cover; optax.scale_by_sm3.
+
+    State: one vector per dim of a leaf, replicated (a tensor like it for leaves of fewer than two dims), and 1 tensor
+    like params. Sharded: one all-reduce of those vectors for all leaves together.
+
+    Args:
+        b1: decay of the mean of the directions.
+        b2: decay of the accumulators; 1 sums, as the paper does.
+        eps: added to the accumulator where it isn't zero; where it is, the direction is zero.
+    """
+    share = 1.0 if b2 == 1.0 else 1.0 - b2
+
+    def init(params: Tree, across: Across) -> ScaleBySm3State:
+        def vectors(k: int) -> Tree:
+            def zeros(p: Tensor, extent: Any) -> Any:
+                return None if all_but(k)(extent.shape) is None else p.new_zeros(extent.shape[k])
+
+            return tree_map(zeros, params, across.extents)
+
+        def whole(p: Tensor, extent: Any) -> Any:
+            return torch.zeros_like(p) if len(extent.shape) < 2 else None
+
+        num_dims = max((len(extent.shape) for extent in tree_leaves(across.extents)), default=0)
+        mu = tuple(vectors(k) for k in range(num_dims if num_dims > 1 else 0))
+        return ScaleBySm3State(mu, tree_map(whole, params, across.extents), tree_zeros_like(params))
+
+    def update(updates: Tree, state: ScaleBySm3State, params: Tree, across: Across) -> tuple[Tree, ScaleBySm3State]:
+        bounds = [across.spread(mu, all_but(k)) for k, mu in enumerate(state.mu)]
+
+        def accumulate(u: Tensor, own: Tensor | None, *spread: Tensor | None) -> Tensor:
+            there = [bound for bound in (own, *spread) if bound is not None]
+            return (share * u * u + b2 * functools.reduce(torch.minimum, there)).to(u.dtype)
+
+        sums = tree_map(accumulate, updates, state.accumulator, *bounds)
+        directions = elementwise(lambda u, a: (u * (a + eps).rsqrt()).where(a > 0, 0.0), updates, sums)
+        nu = elementwise(lambda old, new: b1 * old + (1 - b1) * new, state.nu, directions)
+        mu = across.max_dims(*[(sums, all_but(k)) for k in range(len(state.mu))]) if state.mu else ()
+        mu = tuple(tree_map(lambda m: m.clamp(min=0), one) for one in mu)  # of an empty leaf it was -inf
+        own = tree_map(lambda a, extent: a if len(extent.shape) < 2 else None, sums, across.extents)
+        return nu, ScaleBySm3State(mu, own, nu)
+
+    return with_statistics(init, update)

@@ -1,0 +1,49 @@
+"""Known chains as torch's fused kernels, for donated storage: one pass over params, gradients and state.
+
+The numbers are those of the pure chain up to rounding; `tests/test_fused.py` holds them to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from ..across import Fused
+from .base import Schedule, value_of
+from .moments import ScaleByAdamState
+from .pointwise import CountState
+
+
+def _takes(param: Tensor) -> bool:
+    return param.dtype in (torch.float32, torch.float64) and param.device.type in ("cpu", "cuda")
+
+
+def fused_adamw(
+    learning_rate: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float | Schedule
+) -> Fused:
+    """`chain(scale_by_adam, add_decayed_weights, scale_by_learning_rate)` as torch's fused AdamW."""
+
+    def update(
+        params: Tensor, updates: Tensor, state: tuple[ScaleByAdamState, CountState, CountState]
+    ) -> tuple[ScaleByAdamState, CountState, CountState]:
+        moments, decayed, scaled = state
+        torch_adamw(
+            [params],
+            [updates],
+            [moments.mu[""]],
+            [moments.nu[""]],
+            [],
+            [moments.count.to(params.device, torch.float32)],
+            fused=True,
+            amsgrad=False,
+            beta1=b1,
+            beta2=b2,
+            lr=float(value_of(learning_rate, scaled.count)),
+            weight_decay=float(value_of(weight_decay, decayed.count)),
+            eps=eps,
+            maximize=False,
+        )
+        return moments._replace(count=moments.count + 1), CountState(decayed.count + 1), CountState(scaled.count + 1)
+
+    return Fused(update, _takes)

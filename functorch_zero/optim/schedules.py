@@ -1,0 +1,300 @@
+"""Schedules: functions of the number of steps taken, which may stand wherever a hyperparameter can. optax's names.
+
+A schedule takes a count, a 0-d int64 tensor or an int, and answers with a 0-d float64 tensor on the CPU, without
+reading a value on the host. Any function `count -> number or 0-d tensor` will do as one; in one of your own, torch
+makes `0.1 * count` float32, so take `0.1 * count.double()`.
+
+>>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=10, decay_steps=100)
+>>> [round(schedule(count).item(), 3) for count in (0, 5, 10, 55, 100)]
+[0.0, 0.5, 1.0, 0.5, 0.0]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .elementwise import Number, number
+
+Count = Tensor | int
+Schedule = Callable[[Count], Any]
+
+
+def constant_schedule(value: Number) -> Schedule:
+    """The same value at every step."""
+
+    def schedule(count: Count) -> Tensor:
+        return number(value)
+
+    return schedule
+
+
+def polynomial_schedule(
+    init_value: Number, end_value: Number, power: float, transition_steps: int, transition_begin: int = 0
+) -> Schedule:
+    """From `init_value` to `end_value` along a power of the steps that remain.
+
+    Args:
+        init_value: the value until `transition_begin`.
+        end_value: the value from `transition_begin + transition_steps` on.
+        power: 1 is linear.
+        transition_steps: how long it takes; 0 or less stays at `init_value`, as in optax.
+        transition_begin: steps before it begins.
+    """
+
+    def schedule(count: Count) -> Tensor:
+        if transition_steps <= 0:
+            return number(init_value)
+        gone = (number(count) - transition_begin).clamp(0, transition_steps)
+        return (init_value - end_value) * (1 - gone / transition_steps) ** power + end_value
+
+    return schedule
+
+
+def linear_schedule(
+    init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
+) -> Schedule:
+    """From `init_value` to `end_value` along a line, then `end_value`."""
+    return polynomial_schedule(init_value, end_value, 1.0, transition_steps, transition_begin)
+
+
+def exponential_decay(
+    init_value: float,
+    transition_steps: int,
+    decay_rate: float,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: float | None = None,
+) -> Schedule:
+    """`init_value * decay_rate ** (steps / transition_steps)`.
+
+    Args:
+        init_value: the value until `transition_begin`.
+        transition_steps: steps for one factor of `decay_rate`.
+        decay_rate: that factor, above 0.
+        transition_begin: steps before it begins.
+        staircase: only whole factors.
+        end_value: a bound, from below if `decay_rate` is under 1, else from above.
+    """
+    if transition_steps <= 0 or decay_rate <= 0:
+        raise ValueError(f"expected positive transition_steps and decay_rate, got {transition_steps} and {decay_rate}")
+
+    def schedule(count: Count) -> Tensor:
+        exponent = (number(count) - transition_begin).clamp(min=0) / transition_steps
+        value = init_value * number(decay_rate) ** (exponent.floor() if staircase else exponent)
+        if end_value is None:
+            return value
+        return value.clamp(min=end_value) if decay_rate < 1 else value.clamp(max=end_value)
+
+    return schedule
+
+
+def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
+    """From `init_value` to `alpha * init_value` along half a cosine (Loshchilov and Hutter, 2017).
+
+    Args:
+        init_value: the first value.
+        decay_steps: steps to the last one.
+        alpha: the last value as a share of the first.
+        exponent: of the cosine part.
+    """
+    if decay_steps <= 0:
+        raise ValueError(f"expected positive decay_steps, got {decay_steps}")
+
+    def schedule(count: Count) -> Tensor:
+        gone = number(count).clamp(max=decay_steps) / decay_steps
+        falling = (0.5 * (1 + torch.cos(math.pi * gone))) ** exponent
+        return init_value * ((1 - alpha) * falling + alpha)
+
+    return schedule
+
+
+def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """One schedule after the other; each counts from its own beginning.
+
+    Args:
+        schedules: at least one.
+        boundaries: the counts at which the second, third, … begin.
+    """
+    if len(schedules) != len(boundaries) + 1:
+        raise ValueError(f"{len(schedules)} schedules need {len(schedules) - 1} boundaries, got {len(boundaries)}")
+    schedules, boundaries = list(schedules), list(boundaries)
+
+    def schedule(count: Count) -> Tensor:
+        now = number(count)
+        value = number(schedules[0](count))
+        for boundary, following in zip(boundaries, schedules[1:], strict=True):
+            value = torch.where(now < boundary, value, number(following(count - boundary)))
+        return value
+
+    return schedule
+
+
+def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
+    """A linear warm-up from `init_value`, then `peak_value`; without steps, `peak_value`."""
+    return constant_schedule(peak_value) if warmup_steps <= 0 else linear_schedule(init_value, peak_value, warmup_steps)
+
+
+def warmup_cosine_decay_schedule(
+    init_value: float,
+    peak_value: float,
+    warmup_steps: int,
+    decay_steps: int,
+    end_value: float = 0.0,
+    exponent: float = 1.0,
+) -> Schedule:
+    """A linear warm-up, then half a cosine down to `end_value`.
+
+    Args:
+        init_value: the first value.
+        peak_value: the value after the warm-up.
+        warmup_steps: steps of the warm-up.
+        decay_steps: steps in all, the warm-up included.
+        end_value: the last value.
+        exponent: of the cosine part.
+    """
+    alpha = 0.0 if peak_value == 0 else end_value / peak_value
+    decay = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)
+    return join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
+
+
+def warmup_exponential_decay_schedule(
+    init_value: float,
+    peak_value: float,
+    warmup_steps: int,
+    transition_steps: int,
+    decay_rate: float,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: float | None = None,
+) -> Schedule:
+    """A linear warm-up, then `exponential_decay`, whose arguments the last five are."""
+    decay = exponential_decay(peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value)
+    return join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
+
+
+def warmup_stable_decay_schedule(
+    init_value: float,
+    peak_value: float,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    end_value: float = 0.0,
+    shape: str = "linear",
+) -> Schedule:
+    """A linear warm-up, a plateau, then a decay (Hägele et al., 2024). optax has no such name.
+
+    Args:
+        init_value: the first value.
+        peak_value: the value on the plateau.
+        warmup_steps: steps of the warm-up.
+        stable_steps: steps of the plateau.
+        decay_steps: steps of the decay.
+        end_value: the last value.
+        shape: of the decay: "linear", "cosine", or "sqrt", which is `1 - sqrt(steps / decay_steps)`.
+    """
+    shapes: dict[str, Callable[[Tensor], Tensor]] = {
+        "linear": lambda gone: 1 - gone,
+        "cosine": lambda gone: 0.5 * (1 + torch.cos(math.pi * gone)),
+        "sqrt": lambda gone: 1 - gone.sqrt(),
+    }
+    if shape not in shapes or decay_steps <= 0:
+        raise ValueError(f"expected shape in {list(shapes)} and decay_steps above 0, got {shape!r} and {decay_steps}")
+    falling = shapes[shape]
+
+    def decay(count: Count) -> Tensor:
+        left = falling((number(count) / decay_steps).clamp(0, 1))
+        return end_value + (peak_value - end_value) * left
+
+    parts = [linear_schedule(init_value, peak_value, warmup_steps), constant_schedule(peak_value), decay]
+    return join_schedules(parts, [warmup_steps, warmup_steps + stable_steps])
+
+
+def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
+    """Cosines with warm-ups, one after the other: warm restarts (Loshchilov and Hutter, 2017).
+
+    Args:
+        cosine_kwargs: for each cycle, the arguments of `warmup_cosine_decay_schedule`; its `decay_steps` is the
+            cycle's length.
+    """
+    cycles = [dict(kwargs) for kwargs in cosine_kwargs]
+    ends = [sum(c["decay_steps"] for c in cycles[: i + 1]) for i in range(len(cycles))]
+    return join_schedules([warmup_cosine_decay_schedule(**c) for c in cycles], ends[:-1])
+
+
+def piecewise_constant_schedule(
+    init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
+) -> Schedule:
+    """`init_value`, multiplied by a scale from each boundary on."""
+    return piecewise_interpolate_schedule("constant", init_value, boundaries_and_scales)
+
+
+def piecewise_interpolate_schedule(
+    interpolate_type: str, init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
+) -> Schedule:
+    """From value to value between boundaries.
+
+    Args:
+        interpolate_type: "linear" or "cosine" between boundaries; "constant" until the boundary has been passed.
+        init_value: the value at step 0.
+        boundaries_and_scales: at each boundary, the factor on the value before.
+    """
+    weights: dict[str, Callable[[Tensor], Tensor]] = {
+        "linear": lambda gone: gone,
+        "cosine": lambda gone: 0.5 - 0.5 * torch.cos(math.pi * gone),
+        "constant": lambda gone: (gone >= 1).double(),
+    }
+    if interpolate_type not in weights:
+        raise ValueError(f"expected interpolate_type in {list(weights)}, got {interpolate_type!r}")
+    weight = weights[interpolate_type]
+    scales = dict(sorted((boundaries_and_scales or {}).items()))
+
+    def schedule(count: Count) -> Tensor:
+        now = number(count)
+        value, start, last = number(init_value), 0, init_value
+        for boundary, factor in scales.items():
+            gone = ((now - start) / max(boundary - start, 1)).clamp(0, 1)
+            value = value + (last * factor - last) * weight(gone)
+            start, last = boundary, last * factor
+        return value
+
+    return schedule
+
+
+def linear_onecycle_schedule(
+    transition_steps: int,
+    peak_value: float,
+    pct_start: float = 0.3,
+    pct_final: float = 0.85,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+) -> Schedule:
+    """One cycle of lines: up, down, and down to almost nothing (Smith and Topin, 2018).
+
+    Args:
+        transition_steps: steps in all.
+        peak_value: the largest value.
+        pct_start: the share of steps before the peak.
+        pct_final: the share of steps before the last descent.
+        div_factor: the first value is `peak_value / div_factor`.
+        final_div_factor: the last value is the first divided by it.
+    """
+    first, last = int(pct_start * transition_steps), int(pct_final * transition_steps)
+    scales = {first: div_factor, last: 1 / div_factor, transition_steps: 1 / final_div_factor}
+    return piecewise_interpolate_schedule("linear", peak_value / div_factor, scales)
+
+
+def cosine_onecycle_schedule(
+    transition_steps: int,
+    peak_value: float,
+    pct_start: float = 0.3,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+) -> Schedule:
+    """One cycle of cosines: up, and down to almost nothing (Smith and Topin, 2018). Arguments: as the linear one's."""
+    scales = {int(pct_start * transition_steps): div_factor, transition_steps: 1 / (div_factor * final_div_factor)}
+    return piecewise_interpolate_schedule("cosine", peak_value / div_factor, scales)

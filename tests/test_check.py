@@ -1,0 +1,226 @@
+"""`check_claims` passes what is tagged rightly and fails, naming operator and transform, what is not."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from optree import tree_map
+
+from functorch_zero import optim
+from functorch_zero.errors import TransformError
+from functorch_zero.optim.base import Transform, init_empty, pointwise, with_statistics, with_whole_leaves
+from functorch_zero.optim.check import check_claims, name_of, simple_parts
+
+
+def leaf_by_leaf(fn: Any) -> Transform:
+    """A transform that says it is pointwise and does this to every update."""
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(fn, updates), state
+
+    return pointwise(init_empty, update)
+
+
+def add_own_noise(u: torch.Tensor) -> torch.Tensor:
+    return u + torch.randn(u.shape)
+
+
+def halve_in_place(u: torch.Tensor) -> torch.Tensor:
+    return u.mul_(0.5)
+
+
+def swap_data(u: torch.Tensor) -> torch.Tensor:
+    u.data = u * 2
+    return u
+
+
+def clip_if_large(u: torch.Tensor) -> torch.Tensor:
+    return u / 2 if u.numel() and u.reshape(-1)[0] > 0 else u
+
+
+def through_numpy(u: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(u.numpy() * 2)
+
+
+CULPRITS = {
+    "a hidden mean": (lambda u: u - u.mean(), "aten.mean.default"),
+    "a sort": (lambda u: u.sort(dim=-1).values, "aten.sort"),
+    "a norm": (lambda u: u / u.norm(), "aten.linalg_vector_norm"),
+    "a foreach norm": (lambda u: u / torch._foreach_norm([u])[0], "aten._foreach_norm"),
+    "a cumulative sum": (lambda u: u.cumsum(0), "aten.cumsum"),
+    "a matrix product": (lambda u: u @ u, "aten.dot"),
+    "a softmax": (lambda u: u.softmax(0), "aten._softmax"),
+    "a random number per position": (add_own_noise, "aten.randn"),
+    "dropout": (lambda u: torch.nn.functional.dropout(u), "aten.bernoulli_"),
+    "a change of its input in place": (halve_in_place, "aten.mul_.Tensor: updates of leaf"),
+    "an input whose data is swapped": (swap_data, "changes its input in place"),
+    "a host read": (clip_if_large, "on the host by aten._local_scalar_dense"),
+    "a comparison of whole tensors": (lambda u: u if torch.equal(u, -u) else -u, "aten.equal"),
+    "a list": (lambda u: u * (sum(u.tolist()) + 1), "Tensor.tolist"),
+    "numpy": (through_numpy, "Tensor.numpy"),
+    "another element": (lambda u: u * u[-1:], "elements of different positions by aten.mul"),
+    "neighbours": (lambda u: torch.cat([u[:1], u[1:] - u[:-1]]), "elements of different positions by aten.sub"),
+    "a transposition": (lambda u: torch.stack([u, u]).t().reshape(-1)[: u.numel()], "from elements of other positions"),
+    "an outer product": (lambda u: (u[:, None] * u[None]).diagonal(), "elements of different positions"),
+    "elements chosen by value": (lambda u: u[u > 0], "aten.index"),
+    "a flip": (lambda u: u.flip(0), "aten.flip"),
+}
+
+
+@pytest.mark.parametrize("culprit", CULPRITS)
+def test_mistagged_pointwise_is_refused(culprit: str) -> None:
+    fn, given_away = CULPRITS[culprit]
+    with pytest.raises(TransformError) as caught:
+        check_claims(leaf_by_leaf(fn))
+    message = str(caught.value)
+    assert given_away in message
+    assert "leaf_by_leaf.<locals>.update" in message
+    assert "Remedy" in message
+    assert re.search(r"\(test_check\.py:\d+\)", message) or "makes updates of leaf" in message
+
+
+def test_asking_across_in_a_pointwise_transform_is_refused() -> None:
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        return tree_map(torch.mul, updates, across.norm(params)), state
+
+    with pytest.raises(TransformError, match=r"across\.norm.*with_statistics"):
+        check_claims(pointwise(init_empty, update))
+
+
+def test_leaves_may_not_be_combined() -> None:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return updates | {"vector": updates["vector"][:3] + updates["matrix"][:3]}, state
+
+    with pytest.raises(TransformError, match=r"vector.* with matrix|matrix.* with vector"):
+        check_claims(pointwise(init_empty, update))
+
+
+def test_state_that_follows_no_param_may_not_hold_values() -> None:
+    def init(params: Any) -> Any:
+        return {"first": torch.zeros(())}
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return updates, {"first": updates["vector"][0] * 1}
+
+    with pytest.raises(TransformError, match="keeps values of vector"):
+        check_claims(pointwise(init, update))
+
+
+def test_an_in_place_change_of_the_step_count_is_refused() -> None:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        state["count"].add_(1)
+        return updates, state
+
+    with pytest.raises(TransformError, match=r"in place by aten\.add_.*state \(a value that follows no param\)"):
+        check_claims(pointwise(lambda params: {"count": torch.zeros(())}, update))
+
+
+def test_init_is_watched_too() -> None:
+    def init(params: Any) -> Any:
+        return tree_map(lambda p: p / p.sum(), params)
+
+    with pytest.raises(TransformError, match=r"aten\.sum"):
+        check_claims(pointwise(init, lambda updates, state, params: (updates, state)))
+
+
+def test_a_statistics_transform_that_takes_the_mean_itself_is_refused() -> None:
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        return tree_map(lambda u, n: u - u.mean() * n, updates, across.norm(params)), state
+
+    with pytest.raises(TransformError, match=r"aten\.mean.*ask `across`"):
+        check_claims(with_statistics(init_empty, update))
+
+
+def test_a_culprit_inside_a_chain_is_named() -> None:
+    chained = optim.chain(optim.adam(0.1), leaf_by_leaf(lambda u: u.cumsum(0)))
+    with pytest.raises(TransformError, match=r"leaf_by_leaf.*aten\.cumsum"):
+        check_claims(chained)
+
+
+ALLOWED = {
+    "views": lambda u: u.view(1, -1).t().reshape(-1),
+    "work in place on a temporary": lambda u: u.clone().mul_(2).add_(u),
+    "out": lambda u: torch.mul(u, 2, out=torch.empty_like(u)),
+    "a slice written": lambda u: torch.zeros_like(u).copy_(u).clamp_(-1, 1),
+    "foreach": lambda u: torch._foreach_add(torch._foreach_mul([u, u], [1.0, 2.0]), 1.0)[1],
+    "foreach in place": lambda u: torch._foreach_lerp_([v := u.clone()], [u], 0.5) or v,
+    "joined and split": lambda u: torch.cat([u, u * 2])[u.numel() :],
+    "another dtype and back": lambda u: u.double().to(torch.bfloat16).to(u.dtype),
+    "where": lambda u: torch.where(u.isfinite() & (u > 0), u, torch.full_like(u, 2.0)),
+    "sums of what has no position": lambda u: u * torch.arange(3.0).sum(),
+    "complex numbers": lambda u: torch.view_as_real(torch.complex(u, -u) * 2)[:, 0],
+    "float parts": lambda u: torch.frexp(u).mantissa,
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_elementwise_work_is_allowed(name: str) -> None:
+    check_claims(leaf_by_leaf(ALLOWED[name]))
+
+
+def test_reading_the_step_count_is_allowed() -> None:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u * int(state["count"]), updates), {"count": state["count"] + 1}
+
+    check_claims(pointwise(lambda params: {"count": torch.zeros((), dtype=torch.int64)}, update))
+
+
+def test_whole_leaves_may_be_used_as_one_likes() -> None:
+    check_claims(
+        with_whole_leaves(lambda param: torch.zeros(()), lambda u, state: (u.sort(-1).values, state + u.sum()))
+    )
+
+
+def test_masks_and_labels_are_checked_with_params() -> None:
+    params = {"a": torch.zeros(3, 4), "b": [torch.zeros(2), None]}
+    mask = {"a": True, "b": [False, None]}
+    check_claims(optim.masked(optim.adam(0.1), mask), params)
+    check_claims(optim.scale_by_label({"a": 1.0, "b": 2.0}, lambda path, leaf: path[0]), params)
+    with pytest.raises(TransformError, match=r"aten\.mean"):
+        check_claims(optim.masked(leaf_by_leaf(lambda u: u - u.mean()), mask), params)
+
+
+def test_a_wrappers_own_code_is_checked_with_params() -> None:
+    inner = optim.scale(2.0)
+
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        updates, state = inner.update(updates, state, params, across)
+        return tree_map(lambda u: u / u.abs().max() if u.numel() else u, updates), state
+
+    wrapper = Transform(inner.init, update, optim.Needs.STATISTICS, parts=(inner,))
+    with pytest.raises(TransformError, match=r"aten\.max"):
+        check_claims(wrapper, {"w": torch.zeros(3, 4)})
+
+
+def test_names() -> None:
+    chained = optim.chain(optim.scale(1.0), optim.masked(optim.clip(1.0), lambda path, leaf: True))
+    assert [name_of(t).split(".")[-3] for t in simple_parts(chained)] == ["scale", "clip"]
+    assert name_of(chained) == " + ".join(name_of(t) for t in simple_parts(chained))
+
+
+def members() -> dict[str, Transform]:
+    """Every transform that functorch_zero.optim makes from no argument, or from one number."""
+    found = {}
+    for name in optim.__all__:
+        make = getattr(optim, name)
+        if inspect.isfunction(make) and not name.startswith("with_"):
+            required = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+            arguments = [0.5 for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]
+            with suppress(TypeError, AttributeError, ValueError):
+                found[name] = make(*arguments)
+    return {name: made for name, made in found.items() if isinstance(made, Transform)}
+
+
+@pytest.mark.parametrize("name", members())
+def test_every_member_passes(name: str) -> None:
+    transform = members()[name]
+    start = time.perf_counter()
+    check_claims(transform)
+    assert time.perf_counter() - start < 1.0
+    check_claims(transform, {"layer": {"w": torch.zeros(4, 5), "b": torch.zeros(4)}, "s": torch.zeros(()), "n": None})

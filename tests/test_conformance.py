@@ -1,0 +1,190 @@
+"""Every optimizer, sharded, is what it is unsharded: the table in `conformance/table.py`, run.
+
+Each row is run at four of its 32 combinations of level, ranks and dtype, so chosen that it sees every level, every
+number of ranks and both dtypes, and that which go together changes from row to row. FZ_FULL=1 runs all 32, in about
+half an hour of CPU time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import os
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.collectives import all_gather_tree
+from functorch_zero.groups.threads import ThreadGroup, run_ranks
+from functorch_zero.optim.base import split_fused
+from functorch_zero.optim.check import check_claims, name_of
+from functorch_zero.testing import Equality, assert_equal_updates, assert_equal_values, check_transform
+from functorch_zero.testing.strategies import known_optimizers
+from tests.conformance.table import TABLE, Row
+from tests.conformance.tree import batches, hostile, part_of
+
+LEVELS, RANKS, DTYPES = (0, 1, 2, 3), (1, 2, 3, 5), (torch.float32, torch.float64)
+NUM_STEPS = 5
+FULL = bool(os.environ.get("FZ_FULL"))
+
+
+class Case(NamedTuple):
+    """One cell of a row."""
+
+    level: int
+    ranks: int
+    dtype: torch.dtype
+    donate: bool
+
+
+def all_cases() -> list[Case]:
+    cells = itertools.product(LEVELS, RANKS, DTYPES)
+    return [Case(level, ranks, dtype, bool(i % 3 == 0)) for i, (level, ranks, dtype) in enumerate(cells)]
+
+
+def cases_of(row: int) -> list[Case]:
+    """Each level once, each number of ranks once, both dtypes twice, donated and not."""
+    if FULL:
+        return all_cases()
+    turn, swap = row % len(RANKS), row // len(RANKS)
+    return [
+        Case(level, RANKS[(level + turn) % len(RANKS)], DTYPES[(level + swap) % 2], bool((level // 2 + row) % 2))
+        for level in LEVELS
+    ]
+
+
+class Run(NamedTuple):
+    """Whole params before the first step and after each, and the whole optimizer state at the end."""
+
+    params: list[Any]
+    opt_state: Any
+
+
+def run_whole(row: Row, dtype: torch.dtype) -> Run:
+    """The oracle."""
+    params, loss_fn = hostile(dtype)
+    step = fz.train_step(loss_fn, row.make())
+    state = step.init(params)
+    seen = [state.params]
+    for k, batch in enumerate(batches(params, NUM_STEPS, dtype)):
+        state, metrics = step(state, batch)
+        seen.append(state.params)
+        if k < NUM_STEPS - 1:
+            state = state._replace(opt_state=row.between(state.opt_state, k, metrics))
+    return Run(seen, state.opt_state)
+
+
+def run_sharded(row: Row, case: Case) -> list[Run]:
+    """The same on ranks."""
+    params, loss_fn = hostile(case.dtype)
+    data = batches(params, NUM_STEPS, case.dtype)
+
+    def one(group: ThreadGroup) -> Run:
+        step = fz.shard(fz.train_step(loss_fn, row.make()), level=case.level, group=group, donate=case.donate)
+        state = step.init(params)
+        seen = [whole_params(state, group, case.level)]
+        for k, batch in enumerate(data):
+            state, metrics = step(state, part_of(batch, group.rank, group.size))
+            seen.append(whole_params(state, group, case.level))
+            if k < NUM_STEPS - 1:
+                state = state._replace(opt_state=row.between(state.opt_state, k, metrics))
+        return Run(seen, step.gather(state).opt_state)
+
+    return run_ranks(one, case.ranks)
+
+
+def whole_params(state: fz.TrainState, group: ThreadGroup, level: int) -> Any:
+    """Copies: the next step may use the storage again."""
+    with torch.no_grad():
+        if level < 3:
+            return optree.tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), state.params)
+        assert state.sharding is not None
+        layout = state.sharding.layout
+        whole = all_gather_tree(state.params, layout, group)
+        return optree.tree_map(lambda p, flag: p.detach().clone().requires_grad_(flag), whole, layout.trainable)
+
+
+def grade_of(row: Row, case: Case) -> Equality:
+    """The row's; on donated storage a fused kernel rounds otherwise than the chain it stands for."""
+    equality = row.equality()
+    if equality.grade == "bitwise" and case.donate and split_fused(row.make()) is not None:
+        return Equality("reordered")
+    return equality
+
+
+def assert_conforms(row: Row, case: Case, expected: Run) -> None:
+    """Every step's update on every rank, and the state at the end."""
+    runs, equality, at = run_sharded(row, case), grade_of(row, case), case._asdict()
+    first = runs[0]
+    for other in runs[1:]:
+        assert_equal_values((first.params, first.opt_state), (other.params, other.opt_state), grade="bitwise")
+    moving = {path for a, b in itertools.pairwise(expected.params) for path in moved(a, b)}
+    pairs = zip(itertools.pairwise(expected.params), itertools.pairwise(first.params), strict=True)
+    for k, ((old, new), (old_got, new_got)) in enumerate(pairs):
+        assert_equal_updates(
+            old, new, new_got, old_got=old_got, grade=equality, resting=moving, context={"step": k, **at}
+        )
+    assert_equal_values(
+        expected.opt_state, first.opt_state, grade=equality, what="opt_state", dtypes=[case.dtype], context=at
+    )
+
+
+def moved(old: Any, new: Any) -> set[str]:
+    after = fz.named_leaves(new)
+    return {path for path, leaf in fz.named_leaves(old).items() if not torch.equal(leaf, after[path])}
+
+
+@pytest.fixture
+def claims_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shard` checks a transform's claims at each `init`, on each rank; a row's are the same each time."""
+    checked: list[str] = []
+
+    def check(transform: optim.Transform, params: Any) -> None:
+        if not checked:
+            checked.append(name_of(transform))
+            check_claims(transform, params)
+
+    monkeypatch.setattr(importlib.import_module("functorch_zero.shard"), "check_claims", check)
+
+
+@pytest.mark.usefixtures("claims_checked_once")
+@pytest.mark.parametrize(
+    "levels", [(level,) for level in LEVELS] if FULL else [LEVELS], ids=lambda x: "".join(map(str, x))
+)
+@pytest.mark.parametrize("name", TABLE)
+def test_sharded_is_unsharded(name: str, levels: tuple[int, ...]) -> None:
+    row = TABLE[name]
+    expected: dict[torch.dtype, Run] = {}
+    for case in cases_of(list(TABLE).index(name)):
+        if case.level not in levels:
+            continue
+        if case.dtype not in expected:
+            expected[case.dtype] = run_whole(row, case.dtype)
+        assert_conforms(row, case, expected[case.dtype])
+
+
+@pytest.mark.parametrize("name", sorted(TABLE) if FULL else sorted(TABLE.keys() - known_optimizers())[::4])
+def test_claims_hold(name: str) -> None:
+    """Whole, cut at random and joined, pointwise parts give the same bits. FZ_FULL=1: all rows.
+
+    By default every fourth; test_testing.py has the known optimizers, and `shard` watches every row's operators above.
+    """
+    check_transform(TABLE[name].make(), seeds=(0,), steps=2, ranks=())
+
+
+def public_transforms() -> set[str]:
+    """What makes a transform, or a function that makes one, by its signature."""
+    things = {name: getattr(optim, name) for name in optim.__all__}
+    makers = {name: inspect.signature(t).return_annotation for name, t in things.items() if inspect.isfunction(t)}
+    return {name for name, made in makers.items() if "Transform" in str(made)}
+
+
+def test_every_public_optimizer_has_a_row() -> None:
+    assert len(public_transforms()) > 90
+    missing = public_transforms() - {name.split(",")[0] for name in TABLE}
+    assert not missing, f"rows are missing for {sorted(missing)}"

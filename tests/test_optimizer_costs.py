@@ -1,0 +1,188 @@
+"""What every optimizer of the conformance table keeps on a rank, and what it sends: counted through `shard`.
+
+The group is a `CountingGroup`: one process plays one rank, and the other ranks are imagined. The numbers that a step
+makes there mean nothing; sizes and collectives are a real run's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.groups import CountingGroup
+from functorch_zero.groups.counting import Call
+from functorch_zero.optim import Needs, Transform
+from functorch_zero.state_plan import StatePlan, plan_state
+from tests.conformance.gpt import gpt_tree
+from tests.conformance.table import TABLE
+
+RANKS = 3
+NUM_STEPS = 2  # some optimizers rest in one of them
+
+
+def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+    leaves = optree.tree_leaves(fz.gather(params))
+    return sum(((p - batch.mean()) ** 2).mean() for p in leaves)  # type: ignore[return-value]
+
+
+def level_of(name: str) -> int:
+    """1, 2 or 3, in turn."""
+    return 1 + list(TABLE).index(name) % 3
+
+
+def tree(small: bool) -> Any:
+    """Params; few where the square of their number is kept."""
+    return gpt_tree(5, 2, 1, 3) if small else gpt_tree(30, 8, 2, 6)
+
+
+def nbytes(x: Any) -> int:
+    return x.numel() * x.element_size() if isinstance(x, Tensor) else 0
+
+
+def held(state: Any) -> int:
+    """Bytes of the storages behind a state: a view of something large counts as all of it."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors(state) if x.numel()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def run_rank(
+    optimizer: Transform, level: int, rank: int, num_steps: int, small: bool
+) -> tuple[fz.TrainState, list[list[Call]]]:
+    """One imagined rank: its last state, and the collectives of each step."""
+    group = CountingGroup(RANKS, rank)
+    step = fz.shard(fz.train_step(loss_fn, optimizer), level=level, group=group)
+    state, calls = step.init(tree(small)), []
+    for _ in range(num_steps):
+        group.reset()
+        state, _ = step(state, torch.randn(3))
+        calls.append(list(group.calls))
+    return state, calls
+
+
+@pytest.fixture(scope="module")
+def base() -> dict[tuple[int, bool], list[Call]]:
+    """The collectives of a level's step itself, on the larger tree and on the small one."""
+    return {
+        (level, small): run_rank(optim.sgd(0.1), level, 0, 1, small)[1][0]
+        for level in (1, 2, 3)
+        for small in (False, True)
+    }
+
+
+def plan_for(optimizer: Transform, state: fz.TrainState) -> StatePlan:
+    assert state.sharding is not None
+    layout = state.sharding.layout
+    return plan_state(optimizer.init, layout, layout.trainable, RANKS)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_state_and_traffic(name: str, base: dict[tuple[int, bool], list[Call]]) -> None:
+    optimizer, level = TABLE[name].make(), level_of(name)
+    small = optimizer.needs == Needs.WHOLE_TREE
+    first, steps = run_rank(optimizer, level, 0, NUM_STEPS, small)
+    others = [run_rank(optimizer, level, rank, 0, small)[0] for rank in range(1, RANKS)]
+    check_state(name, optimizer, [first, *others])
+    for calls in steps:
+        check_traffic(optimizer, beyond(calls, base[level, small]))
+
+
+def check_state(name: str, optimizer: Transform, ranks: list[fz.TrainState]) -> None:
+    """A rank holds 1/N of what follows params, within padding; the whole states of the leaves it owns; and vectors."""
+    whole_tree = optimizer.needs == Needs.WHOLE_TREE
+    whole = optree.tree_leaves(fz.train_step(loss_fn, optimizer).init(tree(whole_tree)).opt_state)
+    plan = plan_for(optimizer, ranks[0])
+    sizes = {kind: 0 for kind in ("follows", "owned", "replicated")}
+    by_leaf: dict[int, int] = {}
+    for leaf, x in zip(plan.leaves, whole, strict=True):
+        sizes[leaf.kind] += nbytes(x)
+        if leaf.kind == "owned":
+            by_leaf[leaf.leaf] = by_leaf.get(leaf.leaf, 0) + nbytes(x)
+        if leaf.kind == "replicated" and not whole_tree:
+            assert nbytes(x) <= 8 * 32, "what every rank holds is a vector of a matrix's dim at most"
+    shares = [held(state.opt_state) for state in ranks]
+    listed = ", ".join(f"{share:,}" for share in shares)
+    print(f"{name}: {sum(sizes.values()):,} bytes whole ({sizes['replicated']:,} on every rank); ranks hold {listed}")
+    padding = 64 * (RANKS + 1) * sum(leaf.kind == "follows" for leaf in plan.leaves)
+    indivisible = max(by_leaf.values(), default=0)  # a leaf's state is at one owner
+    slack = 1.1 * sizes["replicated"] + 8 * len(plan.leaves)  # answers of `across` may lie in one packed tensor
+    assert max(shares) <= (sizes["follows"] + sizes["owned"]) / RANKS + padding + indivisible + slack
+
+
+def check_traffic(optimizer: Transform, own: list[Call]) -> None:
+    """Beyond the level's own: nothing; or a few small all-reduces; or two all-to-alls of 2S/N."""
+    leaves = tensors(tree(optimizer.needs == Needs.WHOLE_TREE))
+    if optimizer.needs == Needs.POINTWISE:
+        assert not own, f"a pointwise optimizer sent {own}"
+    elif optimizer.needs == Needs.WHOLE_TREE:
+        assert len(own) <= 2 and {call.kind for call in own} <= {"all_reduce"}
+    else:
+        check_statistics([call for call in own if call.kind == "all_reduce"], leaves)
+        check_exchange([call for call in own if call.kind == "all_to_all"], leaves, optimizer)
+        assert {call.kind for call in own} <= {"all_reduce", "all_to_all"}
+
+
+def beyond(calls: list[Call], base: list[Call]) -> list[Call]:
+    """The calls that `base` has not."""
+    rest = list(calls)
+    for call in base:
+        rest.remove(call)
+    return rest
+
+
+def check_statistics(calls: list[Call], leaves: list[Tensor]) -> None:
+    """One collective for a kind of question, whatever the number of leaves, of scalars or vectors a leaf."""
+    assert len(calls) <= 8, calls  # as many as there are questions
+    vectors = sum(1 + sum(x.numel() // max(size, 1) for size in x.shape) for x in leaves)
+    for call in calls:
+        assert call.num_elements <= 2 * vectors, f"{call}: more than two vectors for each dim of a leaf"
+
+
+def check_exchange(calls: list[Call], leaves: list[Tensor], optimizer: Transform) -> None:
+    """Two all-to-alls, not two a matrix: what is mine goes out, what I own comes in, and back."""
+    if optimizer.needs < Needs.WHOLE_LEAF:
+        assert not calls
+        return
+    assert len(calls) in (0, 2), calls  # none in a step that rests
+    size, largest = sum(nbytes(x) for x in leaves), max(nbytes(x) for x in leaves)
+    padding = 64 * (RANKS + len(leaves))
+    wanted = 3 if any(takes_params(part) for part in parts_of(optimizer)) else 2
+    assert sum(call.sent_bytes for call in calls) <= wanted * (size / RANKS + padding) + largest
+
+
+def parts_of(transform: Transform) -> list[Transform]:
+    return [transform, *(inner for part in transform.parts for inner in parts_of(part))]
+
+
+def takes_params(transform: Transform) -> bool:
+    """Whether a whole-leaf update asks for the param as well."""
+    source = transform.source
+    if transform.needs != Needs.WHOLE_LEAF or transform.parts or len(source) < 2:
+        return False
+    return source[1].__code__.co_argcount > 2
+
+
+def test_more_leaves_are_not_more_collectives() -> None:
+    for make in (lambda: optim.lamb(0.1), lambda: optim.adafactor(), lambda: optim.muon(0.1)):
+        counts = []
+        for layers in (1, 4):
+            group = CountingGroup(RANKS)
+            params = gpt_tree(30, 8, layers, 6)
+            calls = {}
+            for optimizer in (make(), optim.sgd(0.1)):
+                step = fz.shard(fz.train_step(loss_fn, optimizer), level=1, group=group)
+                state = step.init(params)
+                group.reset()
+                step(state, torch.randn(3))
+                calls[optimizer.needs] = group.num_calls()
+            counts.append(max(calls.values()) - calls[Needs.POINTWISE])
+        assert counts[0] == counts[1] > 0

@@ -1,0 +1,97 @@
+"""Every optimizer that looks beyond one element, sharded, where it hurts: thin matrices, fewer matrices than ranks,
+gradients that are all zero, and NaNs and infinities in one rank's gradient. It does what the unsharded one does there,
+on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.groups.threads import ThreadGroup, run_ranks
+from functorch_zero.testing import assert_equal_values
+from tests.conformance.table import POINTWISE, STATISTICS, TABLE, WHOLE, WRAPPERS
+
+SHAPES: dict[str, tuple[int, ...]] = {"thin": (1, 9), "column": (4, 1), "one": (1, 1), "bias": (3,), "gain": ()}
+ROWS = 8  # a power of two: gradients have the same bits on every number of ranks
+ROW_NAMES = [*STATISTICS, *WHOLE, *WRAPPERS, "adamw", "adabelief", "schedule_free_adamw"]
+
+
+def params() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(5)
+    return {k: torch.randn(s, generator=g, dtype=torch.float64).requires_grad_() for k, s in SHAPES.items()}
+
+
+def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+    whole, rows = fz.gather(params), len(batch["bias"])
+    return sum((whole[k] * c.sum(0)).sum() for k, c in batch.items()) / rows, fz.Aux(weight=rows)
+
+
+def batches(*kinds: float | None) -> list[dict[str, Tensor]]:
+    """A batch each: None is an ordinary one, 0 gives gradients of zero, another number stands in the last row."""
+    g = torch.Generator().manual_seed(6)
+    made = []
+    for kind in kinds:
+        batch = {k: torch.randint(-9, 10, (ROWS, *s), generator=g).double() / 8 for k, s in SHAPES.items()}
+        if kind == 0:
+            batch = {k: torch.zeros_like(x) for k, x in batch.items()}
+        elif kind is not None:
+            batch["thin"][-1, 0, 3] = kind  # on the last rank
+        made.append(batch)
+    return made
+
+
+def run(name: str, data: list[dict[str, Tensor]], level: int, ranks: int) -> None:
+    """Unsharded and on ranks: params and optimizer state after the last step."""
+    step = fz.train_step(loss_fn, TABLE[name].make())
+    state = step.init(params())
+    for batch in data:
+        state, _ = step(state, batch)
+
+    def one(group: ThreadGroup) -> fz.TrainState:
+        sharded = fz.shard(fz.train_step(loss_fn, TABLE[name].make()), level=level, group=group)
+        part = sharded.init(params())
+        for batch in data:
+            part, _ = sharded(part, {k: x.tensor_split(group.size)[group.rank] for k, x in batch.items()})
+        return sharded.gather(part)
+
+    for rank, got in enumerate(run_ranks(one, ranks)):
+        at = {"rank": rank, "level": level, "ranks": ranks}
+        assert_equal_values((state.params, state.opt_state), (got.params, got.opt_state), what="the states", context=at)
+
+
+@pytest.mark.parametrize("name", ROW_NAMES)
+def test_thin_and_few_and_zero(name: str) -> None:
+    """Five ranks have fewer matrices than they are."""
+    level = 1 + ROW_NAMES.index(name) % 3
+    run(name, batches(None, 0, None, 0), level, 5)
+    run(name, batches(0, 0, None), level, 2)
+
+
+@pytest.mark.parametrize("name", ROW_NAMES)
+def test_one_rank_is_not_finite(name: str) -> None:
+    level = 1 + ROW_NAMES.index(name) % 3
+    run(name, batches(None, math.nan, None), level, 3)
+    run(name, batches(None, math.inf, None), level, 2)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_tree_too_large_is_an_error_on_all_ranks(level: int) -> None:
+    def one(group: ThreadGroup) -> str:
+        optimizer = optim.full_matrix_adagrad(0.1, whole_tree=True, limit=1000)
+        with pytest.raises(fz.TransformError) as error:
+            fz.shard(fz.train_step(loss_fn, optimizer), level=level, group=group).init(params())
+        return str(error.value)
+
+    messages = run_ranks(one, 3)
+    assert len(set(messages)) == 1 and str(18**2 * 8) in messages[0], messages
+
+
+def test_all_rows_are_known() -> None:
+    assert set(ROW_NAMES) <= set(TABLE) and "adamw" in POINTWISE

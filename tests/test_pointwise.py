@@ -1,0 +1,186 @@
+"""The pointwise transforms: the papers' numbers, the same bits however elements are cut, and purity."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from functorch_zero import optim
+from functorch_zero.across import Local
+from functorch_zero.optim.base import describe
+from functorch_zero.optim.check import check_claims
+from tests.parity.cases import (
+    NUM_STEPS,
+    POINTWISE,
+    assert_close,
+    decayed_matrices,
+    gradients,
+    hostile_tree,
+    run,
+    stacked,
+)
+from tests.reference import pointwise as reference
+
+ORACLES: dict[str, tuple[optim.Transform, Any]] = {
+    "adam": (optim.adam(0.1, 0.8, 0.9, 1e-3), lambda x, g: reference.adam(x, g, 0.1, 0.8, 0.9, 1e-3)),
+    "adamax": (optim.adamax(0.1, 0.8, 0.9), lambda x, g: reference.adamax(x, g, 0.1, 0.8, 0.9, 1e-8)),
+    "lion": (optim.lion(0.1, weight_decay=0.2), lambda x, g: reference.lion(x, g, 0.1, 0.9, 0.99, 0.2)),
+    "adabelief": (
+        optim.adabelief(0.1, eps=1e-8, eps_root=1e-8),
+        lambda x, g: reference.adabelief(x, g, 0.1, 0.9, 0.999, 1e-8),
+    ),
+    "yogi": (optim.yogi(0.1), lambda x, g: reference.yogi(x, g, 0.1, 0.9, 0.999, 1e-3, 1e-6)),
+    "ademamix": (
+        optim.ademamix(0.1, weight_decay=0.2),
+        lambda x, g: reference.ademamix(x, g, 0.1, 0.9, 0.999, 0.9999, 5.0, 1e-8, 0.2),
+    ),
+    "schedule_free_sgd": (
+        optim.schedule_free_sgd(0.1, b1=0.8),
+        lambda x, g: reference.schedule_free_sgd(x, g, 0.1, 0.8),
+    ),
+    "lookahead": (optim.lookahead(optim.sgd(0.1), 3, 0.4), lambda x, g: reference.lookahead(x, g, 0.1, 3, 0.4)),
+}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_updates_are_the_papers(name: str) -> None:
+    transform, oracle = ORACLES[name]
+    params = {"a": hostile_tree()["layers"][1]["weight"], "b": hostile_tree()["scale"]}
+    grads = gradients(params, 7)
+    got, _, _ = run(transform, params, grads)
+
+    def expected(p: Tensor, *steps: Tensor) -> Tensor:
+        elements = zip(p.reshape(-1).tolist(), torch.stack(steps).reshape(len(steps), -1).T.tolist(), strict=True)
+        return torch.tensor([oracle(x, g) for x, g in elements], dtype=p.dtype).T.reshape(len(steps), *p.shape)
+
+    # the oracle's moves of y are differences of numbers near 1
+    assert_close(stacked(got), tree_map(expected, params, *grads), 1e-11 if name == "lookahead" else 1e-12)
+
+
+def cut(tree: Any, seed: int) -> Any:
+    """The same elements in other leaves: every leaf flat and cut at random places, into a dict in random order."""
+    g = torch.Generator().manual_seed(seed)
+    pieces = []
+    for leaf in optree.tree_leaves(tree):
+        places = sorted(torch.randint(0, leaf.numel() + 1, (5,), generator=g).tolist())
+        pieces += torch.tensor_split(leaf.reshape(-1), places)
+    order = torch.randperm(len(pieces), generator=g).tolist()
+    return {str(rank): pieces[i].clone() for rank, i in enumerate(order)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", POINTWISE)
+def test_the_same_bits_however_cut(name: str, dtype: torch.dtype) -> None:
+    if name == "from_torch" and dtype == torch.bfloat16:
+        pytest.xfail("torch's own add with alpha rounds a tensor's tail differently; from_torch says so")
+    transform = POINTWISE[name]()
+    assert transform.needs == optim.Needs.POINTWISE and transform.plain is not None
+    params = hostile_tree(dtype)
+    grads = gradients(params, 3)
+    whole, _, state = run(transform, params, grads)
+    pieces, _, state_of_pieces = run(transform, cut(params, 7), [cut(grad, 7) for grad in grads])
+    for a, b in zip(whole, pieces, strict=True):
+        for x, y in zip(optree.tree_leaves(cut(a, 7)), optree.tree_leaves(b), strict=True):
+            assert x.dtype == y.dtype == dtype
+            assert torch.equal(x, y)
+    if dtype == torch.float32:  # then float64 and int64 leaves are numbers, not 0-d params
+        numbers = [[x.item() for x in optree.tree_leaves(s) if x.dtype != dtype] for s in (state, state_of_pieces)]
+        assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_purity(name: str) -> None:
+    """Inputs keep their values and versions; the state shares no memory with params or updates."""
+    transform = POINTWISE[name]()
+    params = hostile_tree()
+    state = transform.init(params, Local(params))
+    for grad in gradients(params, 2):
+        inputs = [x for x in optree.tree_leaves((grad, state, params)) if isinstance(x, Tensor)]
+        before = [(x.clone(), x._version) for x in inputs]
+        updates, new = transform.update(grad, state, params, Local(params))
+        assert optree.tree_structure(updates) == optree.tree_structure(params)
+        assert optree.tree_structure(new) == optree.tree_structure(state)
+        for x, (value, version) in zip(inputs, before, strict=True):
+            assert torch.equal(x, value) and x._version == version
+        for a, b in zip(optree.tree_leaves(state), optree.tree_leaves(new), strict=True):
+            assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        memory = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((grad, updates, params)) if x.numel()}
+        assert not memory & {x.untyped_storage().data_ptr() for x in optree.tree_leaves(new) if x.numel()}
+        state = new
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_claims(name: str) -> None:
+    check_claims(POINTWISE[name](), hostile_tree())
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_description_tells_hyperparameters_apart(name: str) -> None:
+    assert describe(POINTWISE[name]()) == describe(POINTWISE[name]())
+    assert describe(optim.chain(POINTWISE[name](), optim.scale(2.0))) != describe(POINTWISE[name]())
+
+
+def test_descriptions_differ() -> None:
+    assert describe(optim.adamw(1e-3)) != describe(optim.adamw(2e-3))
+    assert describe(optim.adamw(1e-3, mask=decayed_matrices)) != describe(optim.adamw(1e-3))
+    assert describe(optim.from_torch(torch.optim.Adamax)) != describe(optim.from_torch(torch.optim.RAdam))
+    assert describe(optim.lookahead(optim.sgd(0.1), 2, 0.5)) != describe(optim.lookahead(optim.sgd(0.1), 3, 0.5))
+
+
+def test_hyperparameters_do_not_promote() -> None:
+    """A 0-d float32 leaf stays float32 beside float64 numbers, and gets what it would get in a bucket."""
+    params = {"scale": torch.tensor(0.5)}
+    history, _, state = run(
+        optim.adamw(lambda count: torch.tensor(0.1, dtype=torch.float64)), params, gradients(params)
+    )
+    assert all(u["scale"].dtype == torch.float32 and u["scale"].shape == () for u in history)
+    assert state[0].mu["scale"].dtype == torch.float32
+
+
+def test_clip_and_nan_to_num() -> None:
+    params = {"a": torch.zeros(4)}
+    updates = {"a": torch.tensor([math.nan, math.inf, -3.0, 0.25])}
+    assert run(optim.clip(0.5), params, [updates])[0][0]["a"][1:].tolist() == [0.5, -0.5, 0.25]
+    assert run(optim.zero_nans(), params, [updates])[0][0]["a"].tolist() == [0.0, math.inf, -3.0, 0.25]
+    assert run(optim.nan_to_num(1.0, 2.0), params, [updates])[0][0]["a"].tolist() == [1.0, 2.0, -3.0, 0.25]
+    assert run(optim.set_to_zero(), params, [updates])[0][0]["a"].tolist() == [0.0] * 4
+
+
+def test_decay_mask() -> None:
+    params = hostile_tree()
+    zero = tree_map(torch.zeros_like, params)
+    (updates,), _, _ = run(optim.add_decayed_weights(0.5, decayed_matrices), params, [zero])
+    expected = tree_map(lambda p: 0.5 * p if p.ndim >= 2 else torch.zeros_like(p), params)
+    assert all(
+        torch.equal(a, b) for a, b in zip(optree.tree_leaves(updates), optree.tree_leaves(expected), strict=True)
+    )
+
+
+def test_ema_is_the_mean() -> None:
+    params = {"a": torch.zeros(3, dtype=torch.float64)}
+    grads = gradients(params, NUM_STEPS)
+    history, _, _ = run(optim.ema(0.9), params, grads)
+    weights = torch.tensor([0.9**k for k in range(NUM_STEPS)], dtype=torch.float64).flip(0)
+    mean = sum(w * g["a"] for w, g in zip(weights, grads, strict=True)) / weights.sum()
+    assert torch.allclose(history[-1]["a"], mean, rtol=1e-12, atol=0)
+
+
+def test_schedule_free_evaluates_at_the_average() -> None:
+    params = {"a": torch.full((3,), 2.0, dtype=torch.float64)}
+    optimizer = optim.schedule_free_sgd(0.1, b1=0.9)
+    state, z, zs = optimizer.init(params, Local(params)), params["a"], []
+    for grad in gradients(params, 4):
+        updates, state = optimizer.update(grad, state, params, Local(params))
+        params = tree_map(torch.add, params, updates)
+        z = z - 0.1 * grad["a"]
+        zs.append(z)
+    average = optim.schedule_free_eval_params((state,), params)["a"]
+    assert torch.allclose(average, torch.stack(zs).mean(0), rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="got 0"):
+        optim.schedule_free_eval_params((), params)
