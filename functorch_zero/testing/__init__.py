@@ -1,0 +1,29 @@
+"""For users: run ranks as threads, check a transform, prove a step. `strategies` needs Hypothesis, the rest doesn't."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..groups import run_ranks
+from .compare import Equality, assert_equal_updates, assert_equal_values
+from .sharded import assert_sharded_equals_unsharded
+from .transforms import check_transform
+
+if TYPE_CHECKING:
+    from . import strategies
+
+__all__ = [
+    "Equality",
+    "assert_equal_updates",
+    "assert_equal_values",
+    "assert_sharded_equals_unsharded",
+    "check_transform",
+    "run_ranks",
+    "strategies",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `strategies`, and with it Hypothesis, only when it is asked for."""
+    if name == "strategies":
+        return import_module(".strategies", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,280 @@
+"""Small models with hostile shapes, each with its loss and its batches, for proving a step or an optimizer.
+
+All are float64 unless they mix dtypes, so that real differences stand out from round-off. No leaf starts at zero, and
+every used leaf gets a gradient that is more than round-off: no bias before a norm that takes it away, no ReLU, no
+LayerNorm of one element.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..functional import functionalize
+from ..optim.base import Transform
+from ..step import Aux, TrainStep, train_step
+from ..tree import Params
+from ..units import Units
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with all that training it takes.
+
+    Attributes:
+        name: what it is.
+        model: makes the module.
+        make_batch: `(rows, generator) -> batch`.
+        criterion: `(output, batch) -> loss`, a mean over rows.
+        units: for `functionalize`.
+        unused: patterns of paths of trained leaves that the loss does not use.
+        per_rank: whether the loss couples the rows of a batch, so that an oracle must average over ranks.
+        min_rows: the fewest rows that one rank's loss takes.
+        seed: of the model's values.
+    """
+
+    name: str
+    model: Callable[[], nn.Module] = field(repr=False)
+    make_batch: Callable[[int, torch.Generator], Batch] = field(repr=False)
+    criterion: Callable[[Tensor, Batch], Tensor] = field(repr=False)
+    units: Units = None
+    unused: tuple[str, ...] = ()
+    per_rank: bool = False
+    min_rows: int = 1
+    seed: int = 0
+
+    def module(self) -> nn.Module:
+        """The module, always the same."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = self.model()
+            with torch.no_grad():
+                for leaf in model.parameters():
+                    leaf.add_(torch.randn_like(leaf), alpha=0.1)  # biases, and norms' shifts, start at zero
+            return model
+
+    def step(self, optimizer: Transform, *, weighted: bool = False) -> tuple[TrainStep, Params, dict[str, Tensor]]:
+        """`(step, params, buffers)`; `weighted` makes the loss say how many rows its batch has."""
+        apply, params, buffers = functionalize(self.module(), units=self.units)
+
+        def loss_fn(params: Any, buffers: Any, batch: Batch) -> tuple[Tensor, Aux]:
+            output, new = apply(params, buffers, batch["x"])
+            metrics = {"size": output.detach().double().square().mean()}
+            weight = len(batch["x"]) if weighted else None
+            return self.criterion(output, batch), Aux(buffers=new, metrics=metrics, weight=weight)
+
+        return train_step(loss_fn, optimizer), params, buffers
+
+    def batches(self, num: int, rows: int, seed: int = 0) -> list[Batch]:
+        """`num` batches of `rows` rows, always the same."""
+        g = torch.Generator().manual_seed(seed)
+        return [self.make_batch(rows, g) for _ in range(num)]
+
+
+class MLP(nn.Module):
+    """Linear layers of any widths, smooth between them."""
+
+    def __init__(self, dims: Sequence[int]):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(dims))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return self.layers[-1](x)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, causal."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # a bias of keys would have no gradient
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """A decoder whose head is its embedding, if `tied`."""
+
+    def __init__(self, vocab: int, width: int, heads: int, depth: int, length: int, tied: bool):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+class ConvNet(nn.Module):
+    """Convolutions with BatchNorm, which would take away their biases, so they have none."""
+
+    def __init__(self, channels: int, kernel: int, classes: int):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, channels, kernel, bias=False), nn.BatchNorm2d(channels), nn.Softplus())
+        self.second = nn.Sequential(
+            nn.Conv2d(channels, channels + 1, 2, bias=False), nn.BatchNorm2d(channels + 1), nn.Softplus()
+        )
+        self.head = nn.LazyLinear(classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)).flatten(1))  # type: ignore[no-any-return]
+
+
+class Shared(nn.Module):
+    """One block called twice, another between."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.block, self.between, self.head = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.block(x))
+        x = torch.tanh(self.between(x))
+        return self.head(torch.tanh(self.block(x)))  # type: ignore[no-any-return]
+
+
+class Unused(nn.Module):
+    """A layer, and a leaf of a layer that is used, that no loss reaches."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.used, self.never, self.head = nn.Linear(width, 4), nn.Linear(4, width), nn.Linear(4, 2)
+        self.head.register_parameter("spare", nn.Parameter(torch.randn(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.used(x)))  # type: ignore[no-any-return]
+
+
+class Scalars(nn.Module):
+    """0-d, 1-element and empty leaves, and hardly any others: more ranks than elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([0.3]))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.line = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * torch.tanh(self.line(x)) + self.shift + self.nothing.sum()
+
+
+class Mixed(nn.Module):
+    """A float32 layer among float64 ones, as a model that keeps a part in another precision has."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width).double(), nn.Linear(width, 2).double()
+        self.single = nn.Linear(width, width).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.single(torch.tanh(self.first(x)).float())
+        return self.last(torch.tanh(middle.double()))  # type: ignore[no-any-return]
+
+
+def mlp(dims: Sequence[int] = (7, 5, 3), seed: int = 0) -> Case:
+    """An MLP for regression."""
+    return _regression(f"mlp{tuple(dims)}", lambda: MLP(dims).double(), dims[0], dims[-1], seed, units=nn.Linear)
+
+
+def frozen_mlp(dims: Sequence[int] = (7, 6, 5, 3), seed: int = 0) -> Case:
+    """An MLP with a frozen layer, and a frozen bias beside a trained weight. At least three layers."""
+
+    def make() -> nn.Module:
+        model = MLP(dims).double()
+        model.layers[1].requires_grad_(False)
+        model.layers[-1].get_parameter("bias").requires_grad_(False)
+        return model
+
+    return _regression(f"frozen_mlp{tuple(dims)}", make, dims[0], dims[-1], seed)
+
+
+def gpt(
+    vocab: int = 11, width: int = 6, heads: int = 2, depth: int = 2, length: int = 5, tied: bool = True, seed: int = 0
+) -> Case:
+    """A GPT for next tokens; its blocks are units."""
+
+    def make_batch(rows: int, g: torch.Generator) -> Batch:
+        tokens = torch.randint(vocab, (rows, length + 1), generator=g)
+        return {"x": tokens[:, :-1], "y": tokens[:, 1:]}
+
+    name = f"gpt(vocab={vocab}, width={width}, heads={heads}, depth={depth}, length={length}, tied={tied})"
+    make = lambda: GPT(vocab, width, heads, depth, length, tied).double()  # noqa: E731
+    return Case(name, make, make_batch, _cross_entropy, units=Block, seed=seed)
+
+
+def convnet(channels: int = 3, kernel: int = 3, classes: int = 3, size: int = 6, seed: int = 0) -> Case:
+    """A ConvNet with BatchNorm for classes of images."""
+
+    def make() -> nn.Module:
+        model = ConvNet(channels, kernel, classes)
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 1, size, size))
+        return model.train().double()
+
+    def make_batch(rows: int, g: torch.Generator) -> Batch:
+        x = torch.randn(rows, 1, size, size, generator=g, dtype=torch.float64)
+        return {"x": x, "y": torch.randint(classes, (rows,), generator=g)}
+
+    name = f"convnet(channels={channels}, kernel={kernel}, classes={classes}, size={size})"
+    return Case(name, make, make_batch, _cross_entropy, per_rank=True, min_rows=2, seed=seed)
+
+
+def shared(width: int = 5, seed: int = 0) -> Case:
+    """A block that is called twice."""
+    return _regression(f"shared({width})", lambda: Shared(width).double(), width, 2, seed)
+
+
+def unused(width: int = 7, seed: int = 0) -> Case:
+    """A layer, and a leaf of another layer, that the loss does not use."""
+    make = lambda: Unused(width).double()  # noqa: E731
+    return _regression(f"unused({width})", make, width, 2, seed, unused=("never.*", "head.spare"))
+
+
+def scalars(seed: int = 0) -> Case:
+    """Leaves of one element and of none."""
+    return _regression("scalars", lambda: Scalars().double(), 1, 1, seed)
+
+
+def mixed(width: int = 5, seed: int = 0) -> Case:
+    """Leaves of two dtypes."""
+    return _regression(f"mixed({width})", lambda: Mixed(width), width, 2, seed)
+
+
+def _regression(name: str, make: Callable[[], nn.Module], num_in: int, num_out: int, seed: int, **rest: Any) -> Case:
+    def make_batch(rows: int, g: torch.Generator) -> Batch:
+        x = torch.randn(rows, num_in, generator=g, dtype=torch.float64)
+        return {"x": x, "y": torch.randn(rows, num_out, generator=g, dtype=torch.float64)}
+
+    return Case(name, make, make_batch, _squared_error, seed=seed, **rest)
+
+
+def _squared_error(output: Tensor, batch: Batch) -> Tensor:
+    return (output - batch["y"]).square().mean()
+
+
+def _cross_entropy(output: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), batch["y"].flatten())

@@ -1,0 +1,245 @@
+"""`assert_sharded_equals_unsharded`: one step, unsharded and on ranks, compared after every batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from glob import escape
+from typing import Any
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..buffers import BufferRule
+from ..groups import run_ranks
+from ..groups.protocol import Group
+from ..shard import shard
+from ..step import TrainState, TrainStep
+from ..tree import PyTree, paths
+from .compare import Equality, Grade, ProvesNothing, apart, assert_equal_updates, assert_equal_values, is_visible
+from .oracle import Run, Start, Step, run_in_parts, run_whole, split
+
+HINT = (
+    "If the loss of a batch is not the mean of its parts' losses (BatchNorm, dropout, a sum instead of a mean), "
+    "compare with per_rank=True."
+)
+AMPLIFIED = (
+    "Round-off makes a difference of this size in the unsharded step too: model or optimizer amplify round-off here "
+    "(sums that cancel, a matrix without full rank, an eps that is too small). Remedy: other data, a larger eps, or "
+    "allow_round_off=True."
+)
+ROUND_OFF = 10  # times what round-off does to the unsharded step may be between it and the sharded one
+JITTERED_RUNS = 4
+
+
+def assert_sharded_equals_unsharded(
+    step: TrainStep,
+    params: PyTree[Tensor],
+    buffers: PyTree[Tensor] | None,
+    batches: Sequence[Any],
+    *,
+    levels: Sequence[int | str] = (0, 1, 2, 3),
+    ranks: Sequence[int] = (1, 2, 3),
+    grade: Grade | Equality = "reordered",
+    per_rank: bool = False,
+    unused: Iterable[str] = (),
+    allow_round_off: bool = False,
+    seed: int | None = 0,
+    buffer_rule: BufferRule = "mean",
+    **options: Any,
+) -> None:
+    """Prove a step: run it unsharded, and at each level on each number of ranks, and compare after every batch.
+
+    Compared are the params' updates (each trained leaf must move visibly in some step), the optimizer's state, the
+    buffers and the metrics, and all ranks must agree bit by bit. Ranks are threads of this process.
+
+    Args:
+        step: an unsharded step, from `train_step`.
+        params, buffers: as for `step.init`.
+        batches: whole batches, one a step: trees of tensors. Each rank gets its part of every leaf's first dim; 0-d
+            tensors and other things go to all ranks.
+        levels, ranks: all combinations are run.
+        grade: of equality, see `Equality`.
+        per_rank: the oracle averages the ranks' gradients, each from that rank's part, instead of taking the whole
+            batch: for losses that couple the samples of a batch (BatchNorm) or draw random numbers (dropout), and for
+            unequal parts of a loss without a weight.
+        unused: paths, or patterns of paths, of trained leaves that the loss does not use, whose update may be zero.
+        allow_round_off: leaf by leaf, also allow ten times what round-off makes of the unsharded step: gradients
+            changed in their last places. Some
+            optimizers amplify round-off where a matrix has no full rank (Shampoo, SOAP, full-matrix Adagrad), and
+            eigenvectors are defined up to sign only; a leaf that round-off changes altogether is hardly compared then.
+        seed: for `init`.
+        buffer_rule: what `shard` calls `buffers`.
+        **options: for `shard`: `donate` and so on.
+
+    Raises:
+        AssertionError: naming the first leaf, step, level and ranks that differ, and by how much.
+        ValueError: a batch can't be split so that the comparison would be fair.
+
+    >>> from functorch_zero import optim
+    >>> from functorch_zero.step import train_step
+    >>> step = train_step(lambda params, buffers, x: ((params["w"] - x) ** 2).mean(), optim.adamw(0.1))
+    >>> params = {"w": torch.zeros(5, dtype=torch.float64, requires_grad=True)}
+    >>> assert_sharded_equals_unsharded(step, params, {}, [torch.arange(30.0).view(6, 5)] * 2)
+    """
+    equality = grade if isinstance(grade, Equality) else Equality(grade)
+    start, rule = Start(params, buffers, seed), buffer_rule
+    whole = None if per_rank else run_whole(step, start, batches)
+    for num_ranks in ranks:
+        parts = [split(batch, num_ranks) for batch in batches]
+        if whole is not None:
+            _check_fair(whole, batches, num_ranks)
+        expected = whole or run_in_parts(step, start, parts, rule=rule)
+        for level in levels:
+            got = _run_sharded(step, start, parts, num_ranks, {"level": level, "buffers": rule, **options})
+            at = {"level": level, "ranks": num_ranks}
+            comparison = _Comparison(expected, got, equality, tuple(unused), rule == "local", at)
+            try:
+                comparison.run()
+            except ProvesNothing:
+                raise
+            except AssertionError as error:
+                jittered = []
+                for k in range(JITTERED_RUNS):
+                    others = parts if per_rank else [[batch] for batch in batches]
+                    jittered.append(run_in_parts(step, start, others, rule=rule, jitter=k))
+                explained = equality.grade != "bitwise" and comparison.holds(jittered)
+                if not (explained and allow_round_off):
+                    error.add_note(AMPLIFIED if explained else HINT)
+                    raise
+
+
+def _run_sharded(
+    step: TrainStep, start: Start, batches: Sequence[list[Any]], num_ranks: int, settings: Mapping[str, Any]
+) -> list[Run]:
+    """Each rank's run, with the whole states gathered."""
+
+    def run(group: Group) -> Run:
+        sharded = shard(step, group=group, **settings)
+        state = sharded.init(start.params, start.buffers, seed=start.seed)
+        first, steps = sharded.gather(state), []
+        for parts in batches:
+            state, metrics = sharded(state, parts[group.rank])
+            whole = sharded.gather(state)
+            steps.append(Step(whole, [whole.buffers], metrics))
+        return Run(first, steps)
+
+    try:
+        return run_ranks(run, num_ranks)
+    except Exception as error:
+        error.add_note(f"While running the sharded step at level {settings['level']}, ranks {num_ranks}.")
+        raise
+
+
+def _check_fair(whole: Run, batches: Sequence[Any], num_ranks: int) -> None:
+    """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean of the whole."""
+    for batch in batches:
+        for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
+            uneven = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % num_ranks
+            if uneven and not whole.weighted:
+                raise ValueError(
+                    f"a batch of {leaf.shape[0]} ({path or 'the batch'}) does not divide over {num_ranks} ranks, and "
+                    "the loss returns no weight, so each rank's mean would count the same. Remedy: return "
+                    "Aux(weight=...), pass batches that divide, or compare with per_rank=True"
+                )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The oracle's run and each rank's, to be compared step by step."""
+
+    expected: Run
+    got: Sequence[Run]
+    equality: Equality
+    unused: tuple[str, ...]
+    local: bool  # whether ranks keep buffers of their own
+    at: dict[str, Any]  # for errors: level and ranks
+
+    def run(self, jittered: Sequence[Run] = ()) -> None:
+        """Raise at the first difference that is more than the grade allows, or round-off as in `jittered` runs."""
+        moving = self._moving()
+        for k, (want, *have) in enumerate(zip(self.expected.steps, *(run.steps for run in self.got), strict=True)):
+            at = {"step": k, **self.at}
+            self._compare_updates(k, moving, jittered, at)
+            for what in ("opt_state", "buffers", "metrics", "counters"):
+                slack = _slack(*(_part(run.steps[k], what) for run in (self.expected, *jittered)))
+                pair = _part(want, what), _part(have[0], what)
+                assert_equal_values(
+                    *pair, grade=self.equality, what=what, dtypes=self._dtypes(), slack=slack, context=at
+                )
+            self._compare_ranks(want, have, at)
+
+    def holds(self, jittered: Sequence[Run]) -> bool:
+        """Whether round-off explains all differences."""
+        try:
+            self.run(jittered)
+        except AssertionError:
+            return False
+        return True
+
+    def _dtypes(self) -> set[torch.dtype]:
+        return {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
+
+    def _moving(self) -> list[str]:
+        """The paths of the leaves that some step moves visibly: in another they may rest, as with Rprop and SOAP."""
+        moved = set()
+        for before, after in itertools.pairwise(state.params for state in self.expected.states):
+            rows = zip(paths(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True)
+            moved |= {escape(path) for path, a, b in rows if a.numel() and is_visible(a, b)}
+        return sorted(moved)
+
+    def _compare_updates(self, k: int, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]) -> None:
+        before, after = self.expected.states[k : k + 2]
+        got_before, got_after = self.got[0].states[k : k + 2]
+        updates = [tree_map(torch.sub, run.states[k + 1].params, run.states[k].params) for run in jittered]
+        expected = tree_map(torch.sub, after.params, before.params)
+        assert_equal_updates(
+            before.params,
+            after.params,
+            got_after.params,
+            grade=self.equality,
+            old_got=got_before.params,
+            trained=tree_map(lambda leaf: leaf.requires_grad, before.params),
+            unused=self.unused,
+            resting=moving,
+            slack=_slack(expected, *updates),
+            context=at,
+        )
+
+    def _compare_ranks(self, want: Step, have: Sequence[Step], at: dict[str, Any]) -> None:
+        """All ranks against rank 0, bit by bit; buffers that are each rank's own against the oracle's."""
+        first = have[0]
+        for rank, other in list(enumerate(have))[1:]:
+            here = {**at, "rank": rank}
+            pair = [self._shared(step) for step in (first, other)]
+            assert_equal_values(*pair, grade="bitwise", what="rank 0's results and this rank's", context=here)
+            if self.local and len(want.buffers) > rank:
+                own = (want.buffers[rank], other.buffers[0])
+                assert_equal_values(*own, grade=self.equality, what="buffers", context=here)
+
+    def _shared(self, step: Step) -> Any:
+        """What all ranks must have alike."""
+        state: TrainState = step.state._replace(buffers=None) if self.local else step.state
+        return {"state": state, "metrics": step.metrics}
+
+
+def _part(step: Step, what: str) -> Any:
+    parts: dict[str, Any] = {
+        "opt_state": step.state.opt_state,
+        "buffers": step.buffers[0],
+        "metrics": step.metrics,
+        "counters": (step.state.step, step.state.seed),
+    }
+    return parts[what]
+
+
+def _slack(expected: Any, *jittered: Any) -> list[float]:
+    """For each leaf, what round-off may do to it."""
+    leaves = [optree.tree_leaves(tree) for tree in (expected, *jittered)]
+    return [
+        ROUND_OFF * max((apart(first, other) for other in rest), default=0.0)
+        for first, *rest in zip(*leaves, strict=True)
+    ]

@@ -1,0 +1,529 @@
+"""Every checker of `functorch_zero.testing` passes what is right and fails what is wrong, saying what and where."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero.testing.sharded as sharded_module
+from functorch_zero import optim, testing
+from functorch_zero.errors import StructureError, TransformError
+from functorch_zero.optim.base import (
+    Transform,
+    init_empty,
+    pointwise,
+    with_statistics,
+    with_whole_leaves,
+    with_whole_tree,
+)
+from functorch_zero.shard import ShardedTrainStep
+from functorch_zero.step import Aux, train_step
+from functorch_zero.testing import (
+    Equality,
+    assert_equal_updates,
+    assert_equal_values,
+    assert_sharded_equals_unsharded,
+    check_transform,
+    models,
+    strategies,
+)
+
+F64 = torch.float64
+
+
+# The three grades
+
+
+def params() -> dict[str, Any]:
+    return {"a": torch.tensor([1.0, 2.0, 3.0], dtype=F64), "b": {"c": torch.tensor(4.0, dtype=F64), "none": None}}
+
+
+def moved(by: float = 0.1) -> dict[str, Any]:
+    return tree_map(lambda p: p + by, params())  # type: ignore[return-value, arg-type]
+
+
+@pytest.mark.parametrize("grade", ["bitwise", "reordered", Equality("approximate", 0.01, "for this test")])
+def test_equal_updates_pass(grade: Any) -> None:
+    assert_equal_updates(params(), moved(), moved(), grade=grade)
+
+
+def test_the_first_difference_is_named() -> None:
+    got = moved()
+    got["a"][1] += 1e-3
+    got["b"]["c"] += 1.0
+    with pytest.raises(AssertionError) as caught:
+        assert_equal_updates(params(), moved(), got, context={"step": 2, "level": 3, "ranks": 4})
+    message = str(caught.value)
+    for part in ("at step 2, level 3, ranks 4", "leaf a[1]", "0.001 apart", "and 1 more leaves: b.c", "reordered"):
+        assert part in message
+
+
+@pytest.mark.parametrize(("size", "passes"), [(1e-16, True), (1e-14, False)])
+def test_reordered_allows_round_off_only(size: float, passes: bool) -> None:
+    old, expected, got = (torch.full((3,), x, dtype=F64) for x in (1e-3, 2e-3, 2e-3 + size))
+    if passes:
+        assert_equal_updates({"w": old}, {"w": expected}, {"w": got})
+    else:
+        with pytest.raises(AssertionError, match="apart"):
+            assert_equal_updates({"w": old}, {"w": expected}, {"w": got})
+
+
+def test_bitwise_sees_the_last_bit_and_the_sign_of_zero() -> None:
+    old, new = torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0])
+    for got in (torch.tensor([1.0 + 2**-23, 0.0]), torch.tensor([1.0, -0.0])):
+        assert_equal_updates({"w": old}, {"w": new}, {"w": got})
+        with pytest.raises(AssertionError, match="bitwise"):
+            assert_equal_updates({"w": old}, {"w": new}, {"w": got}, grade="bitwise")
+
+
+def test_approximate_needs_a_bound_and_a_reason() -> None:
+    for arguments in (("approximate",), ("approximate", 0.1), ("bitwise", 0.1, "because"), ("equal",)):
+        with pytest.raises(ValueError, match="grade"):
+            Equality(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="approximate"):
+        assert_equal_updates(params(), moved(0.1), moved(0.2), grade=Equality("approximate", 0.5, "a test"))
+
+
+def test_reordered_is_not_for_half_precision() -> None:
+    old, new = torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"bfloat16.*approximate"):
+        assert_equal_updates({"w": old}, {"w": new}, {"w": new})
+
+
+def test_the_coarsest_dtype_of_a_tree_counts() -> None:
+    old = {"double": torch.zeros(2, dtype=F64), "single": torch.zeros(2)}
+    new, got = ({k: torch.ones_like(x) + e for k, x in old.items()} for e in (0.0, 1e-6))
+    assert_equal_updates(old, new, got)
+
+
+@pytest.mark.parametrize(
+    ("expected", "story"),
+    [(torch.zeros(2), "is zero"), (torch.tensor([1.0, math.nan]), "not finite"), (torch.full((2,), 1e-45), "lost in")],
+)
+def test_an_expected_update_that_proves_nothing_is_refused(expected: Tensor, story: str) -> None:
+    old = torch.zeros(2) if story != "lost in" else torch.ones(2)
+    new = old + expected if story != "lost in" else torch.nextafter(old, old + 1)
+    with pytest.raises(AssertionError, match=rf"{story}.*w"):
+        assert_equal_updates({"w": old}, {"w": new}, {"w": new})
+    if story != "not finite":
+        assert_equal_updates({"w": old}, {"w": new}, {"w": new}, unused=["w*"])
+
+
+def test_frozen_leaves_may_not_move() -> None:
+    old = {"w": torch.ones(2).requires_grad_(), "frozen": torch.ones(2)}
+    new = {"w": torch.zeros(2), "frozen": torch.ones(2)}
+    assert_equal_updates(old, new, new)
+    with pytest.raises(AssertionError, match="frozen"):
+        assert_equal_updates(old, new, {**new, "frozen": torch.full((2,), 1.0 + 1e-7)})
+
+
+@pytest.mark.parametrize("got", [torch.zeros(3, dtype=F64), torch.zeros(2), 1.0])
+def test_kinds_must_agree(got: Any) -> None:
+    with pytest.raises(AssertionError, match="shape or dtype"):
+        assert_equal_values({"w": torch.zeros(2, dtype=F64)}, {"w": got})
+
+
+def test_values() -> None:
+    a = {"x": torch.tensor([1.0, 1e-9], dtype=F64), "n": torch.tensor(3), "s": "name"}
+    assert_equal_values(a, {**a, "x": a["x"] + 1e-13})
+    for other in ({**a, "x": a["x"] + 1e-11}, {**a, "n": torch.tensor(4)}, {**a, "s": "other"}):
+        with pytest.raises(AssertionError, match="values differ"):
+            assert_equal_values(a, other)
+    with pytest.raises(StructureError):
+        assert_equal_values(a, {"x": a["x"]})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_beside_one_that_is_not_finite(value: float) -> None:
+    a = torch.tensor([1.0, value, -2.0], dtype=F64)
+    assert_equal_values(a, a + 1e-13)
+    for other in (a + torch.tensor([1e-11, 0, 0]), a.nan_to_num(0.0, 0.0), -a):
+        with pytest.raises(AssertionError, match="values differ"):
+            assert_equal_values(a, other)
+
+
+# Steps
+
+
+def linear_step(optimizer: Transform) -> Any:
+    """A step with a frozen leaf and one whose gradient is nonzero, its params, and two batches."""
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        error = (batch["x"] @ params["w"] + params["b"] - batch["y"]).square().mean()
+        return error, Aux(metrics={"error": error.detach()})
+
+    g = torch.Generator().manual_seed(0)
+    start = {"w": torch.randn(5, 3, generator=g, dtype=F64).requires_grad_(), "b": torch.zeros(3, dtype=F64)}
+    rows = [torch.randn(6, 8, generator=g, dtype=F64) for _ in range(2)]
+    return train_step(loss_fn, optimizer), start, {}, [{"x": r[:, :5], "y": r[:, 5:]} for r in rows]
+
+
+def test_a_right_step_passes() -> None:
+    assert_sharded_equals_unsharded(*linear_step(optim.adamw(0.01)))
+    assert_sharded_equals_unsharded(*linear_step(optim.sgd(0.1)), levels=("fsdp",), ranks=(6,), donate=False)
+
+
+def break_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Make what ranks gather after the second step wrong, as a defect of the library would."""
+    gather = ShardedTrainStep.gather
+
+    def wrong(self: ShardedTrainStep, state: Any) -> Any:
+        whole = gather(self, state)
+        return change(whole, self.group.rank) if int(whole.step) == 2 and self.level == 2 else whole
+
+    monkeypatch.setattr(ShardedTrainStep, "gather", wrong)
+
+
+def perturbed(tree: Any, by: float = 1e-3) -> Any:
+    return tree_map(lambda x: x + by if x.is_floating_point() and x.dim() else x, tree)
+
+
+@pytest.mark.parametrize(
+    ("change", "story"),
+    [
+        (lambda s, rank: s._replace(params=perturbed({"w": s.params["w"]}) | {"b": s.params["b"]}), r"updates.*leaf w"),
+        (lambda s, rank: s._replace(params={**s.params, "b": s.params["b"] + 1e-9}), r"updates.*leaf b"),
+        (lambda s, rank: s._replace(opt_state=perturbed(s.opt_state, 1e-9)), r"opt_state.*leaf .*mu.w"),
+        (lambda s, rank: s._replace(step=s.step + 1, opt_state=s.opt_state), "counters"),
+        (lambda s, rank: s._replace(params=perturbed(s.params, rank * 1e-16)), "rank 0's results and this rank's"),
+    ],
+)
+def test_a_wrong_step_fails(monkeypatch: pytest.MonkeyPatch, change: Any, story: str) -> None:
+    break_steps(monkeypatch, change)
+    with pytest.raises(AssertionError, match=rf"(?s){story}") as caught:
+        assert_sharded_equals_unsharded(*linear_step(optim.adam(0.01)), ranks=(3,))
+    assert "at step 1, level 2, ranks 3" in str(caught.value)
+    assert "apart" in str(caught.value)
+
+
+def test_wrong_metrics_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ShardedTrainStep.__call__
+
+    def wrong(self: ShardedTrainStep, state: Any, batch: Any) -> Any:
+        state, metrics = call(self, state, batch)
+        return state, {**metrics, "error": metrics["error"] * (1 + 1e-9)}
+
+    monkeypatch.setattr(ShardedTrainStep, "__call__", wrong)
+    with pytest.raises(AssertionError, match=r"metrics differ at step 0, level 1, ranks 2: leaf error"):
+        assert_sharded_equals_unsharded(*linear_step(optim.sgd(0.1)), levels=(1,), ranks=(2,))
+
+
+def test_an_optimizer_that_does_nothing_proves_nothing() -> None:
+    with pytest.raises(AssertionError, match=r"expected update is zero.*path w"):
+        assert_sharded_equals_unsharded(*linear_step(optim.set_to_zero()))
+
+
+def test_a_sum_for_a_loss_fails_with_a_hint() -> None:
+    step, start, _, batches = linear_step(optim.sgd(0.01))
+    summed = train_step(lambda p, b, batch: step.loss_fn(p, b, batch)[0] * len(batch["x"]), optim.sgd(0.01))
+    with pytest.raises(AssertionError, match="updates differ") as caught:
+        assert_sharded_equals_unsharded(summed, start, {}, batches, ranks=(2,))
+    assert any("per_rank=True" in note for note in caught.value.__notes__)
+    assert_sharded_equals_unsharded(summed, start, {}, batches, ranks=(2,), per_rank=True)
+
+
+def test_unequal_parts_need_a_weight() -> None:
+    step, start, buffers, batches = linear_step(optim.adam(0.01))
+    with pytest.raises(ValueError, match=r"batch of 6 .* 4 ranks.*weight"):
+        assert_sharded_equals_unsharded(step, start, buffers, batches, ranks=(4,))
+    with pytest.raises(ValueError, match="can't be split over 7 ranks"):
+        assert_sharded_equals_unsharded(step, start, buffers, batches, ranks=(7,))
+    assert_sharded_equals_unsharded(step, start, buffers, batches, ranks=(4,), per_rank=True)
+
+    def weighted(params: Any, buffers: Any, batch: Any) -> Any:
+        return step.loss_fn(params, buffers, batch)[0], Aux(weight=len(batch["x"]))
+
+    assert_sharded_equals_unsharded(train_step(weighted, optim.adam(0.01)), start, buffers, batches, ranks=(4,))
+
+
+def test_dropout_is_compared_per_rank() -> None:
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        return torch.nn.functional.dropout(batch["x"] @ params["w"], 0.5).square().mean()
+
+    _, start, _, batches = linear_step(optim.sgd(0.1))
+    assert_sharded_equals_unsharded(train_step(loss_fn, optim.sgd(0.1)), start, {}, batches, per_rank=True)
+
+
+@pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
+def test_buffers_by_every_rule(rule: str) -> None:
+    case = models.convnet()
+    step, start, buffers = case.step(optim.sgd(0.1))
+    settings = {"levels": (1, 3), "ranks": (2,), "per_rank": True, "buffer_rule": rule}
+    assert_sharded_equals_unsharded(step, start, buffers, case.batches(2, 4), **settings)  # type: ignore[arg-type]
+
+
+def test_an_error_in_the_loss_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, start, buffers, batches = linear_step(optim.adam(0.01))
+    run_ranks = sharded_module.run_ranks
+
+    def fail(run: Any, num_ranks: int) -> Any:
+        return run_ranks(lambda group: 1 / 0, num_ranks)
+
+    monkeypatch.setattr(sharded_module, "run_ranks", fail)
+    with pytest.raises(ZeroDivisionError) as caught:
+        assert_sharded_equals_unsharded(step, start, buffers, batches, levels=(2,), ranks=(3,))
+    assert any("level 2, ranks 3" in note for note in caught.value.__notes__)
+
+
+def amplifying() -> Transform:
+    """Adds round-off, made large: the mean of what should be zero, times 1e12."""
+
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        squares = tree_map(torch.square, updates)
+        lost = tree_map(lambda norm, total: norm.square() - total, across.norm(updates), across.sum(squares))
+        third = across.sum(tree_map(lambda u: u / 3, updates))
+        more = tree_map(lambda a, b, c: 1 + 1e12 * (a + b * 3 - c), lost, third, across.sum(updates))
+        return tree_map(lambda u, m: -0.1 * u * m, updates, more), state
+
+    return with_statistics(init_empty, update)
+
+
+def test_round_off_is_told_from_a_defect() -> None:
+    arguments = linear_step(amplifying())
+    with pytest.raises(AssertionError, match="updates differ") as caught:
+        assert_sharded_equals_unsharded(*arguments, levels=(3,), ranks=(2, 3))
+    assert any("amplify round-off" in note for note in caught.value.__notes__)
+    assert_sharded_equals_unsharded(*arguments, levels=(3,), ranks=(2, 3), allow_round_off=True)
+
+
+def test_allowing_round_off_allows_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_steps(monkeypatch, lambda s, rank: s._replace(params=perturbed(s.params, 1e-9)))
+    with pytest.raises(AssertionError, match="updates differ"):
+        assert_sharded_equals_unsharded(*linear_step(optim.adam(0.01)), levels=(2,), ranks=(2,), allow_round_off=True)
+
+
+# Transforms: the operators are in test_check.py, here are the numbers
+
+
+def by_leaf(fn: Any) -> Transform:
+    return pointwise(init_empty, lambda updates, state, params: (tree_map(fn, updates), state))
+
+
+def test_a_decision_by_local_size_is_refused() -> None:
+    def eight_bit_if_large(u: Tensor) -> Tensor:
+        return (u * 127).round() / 127 if u.numel() >= 4096 else u
+
+    with pytest.raises(TransformError, match=r"by_leaf.*not pointwise.*elements \d+ to \d+ alone.*leaf large\.weight"):
+        check_transform(by_leaf(eight_bit_if_large), seeds=(0,))
+
+
+def test_a_decision_by_the_number_of_dims_is_refused() -> None:
+    with pytest.raises(TransformError, match="not pointwise"):
+        check_transform(by_leaf(lambda u: u * 2 if u.dim() > 1 else u), seeds=(0,))
+
+
+def test_a_result_that_depends_on_the_offset_is_refused() -> None:
+    with pytest.raises(TransformError, match="not pointwise"):
+        check_transform(by_leaf(lambda u: u * torch.arange(u.numel()).view(u.shape)), seeds=(0,))
+
+
+def test_a_random_number_per_position_in_a_whole_leaf_function_is_refused() -> None:
+    g = torch.Generator()
+
+    def noisy(update: Tensor, state: Any) -> Any:
+        return update + torch.randn(update.shape, generator=g, dtype=update.dtype), state
+
+    with pytest.raises(TransformError, match=r"noisy.*not a function.*leaf block"):
+        check_transform(with_whole_leaves(lambda param: (), noisy), seeds=(0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "story"),
+    [
+        ("a hidden mean", lambda u: u - u.mean(), "aten.mean"),
+        ("a sort", lambda u: u.sort(-1).values, "aten.sort"),
+        ("a norm", lambda u: u / u.norm(), "aten.linalg_vector_norm"),
+        ("a cumulative sum", lambda u: u.cumsum(0), "aten.cumsum"),
+        ("a matrix product", lambda u: u @ u, "aten.dot"),
+        ("random numbers", lambda u: u + torch.rand(u.shape), "aten.rand"),
+        ("a change in place", lambda u: u.mul_(2), "aten.mul_"),
+        ("a host read", lambda u: u if u.numel() and float(u.reshape(-1)[0]) > 0 else -u, "_local_scalar_dense"),
+    ],
+)
+def test_mistagged_transforms_are_refused_by_their_operators(name: str, fn: Any, story: str) -> None:
+    with pytest.raises(TransformError, match=story.replace(".", r"\.")):
+        check_transform(by_leaf(fn), seeds=(0,))
+
+
+def test_a_statistics_transform_that_decides_by_local_size_is_refused() -> None:
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        return tree_map(lambda u, n: u / (n if u.numel() > 20 else 1), updates, across.norm(updates)), state
+
+    with pytest.raises(TransformError, match=r"other updates on ranks than unsharded.*step 0, ranks 2"):
+        check_transform(with_statistics(init_empty, update), seeds=(0,))
+
+
+def test_whole_leaf_functions_must_leave_their_inputs_alone() -> None:
+    def update(update: Tensor, state: Tensor) -> Any:
+        return update, state.add_(1)
+
+    with pytest.raises(TransformError, match=r"changes its input .*state in place"):
+        check_transform(with_whole_leaves(lambda param: torch.zeros(()), update), seeds=(0,))
+
+
+def test_whole_leaf_functions_must_be_functions() -> None:
+    calls: list[int] = []
+
+    def update(update: Tensor, state: Any) -> Any:
+        calls.append(1)
+        return update * len(calls), state
+
+    with pytest.raises(TransformError, match="is not a function"):
+        check_transform(with_whole_leaves(lambda param: (), update), seeds=(0,))
+
+
+def test_batched_whole_leaf_functions_must_not_mix_the_batch() -> None:
+    def update(batch: Tensor, state: Any) -> Any:
+        return batch / batch.norm().clamp(min=1e-3), state
+
+    with pytest.raises(TransformError, match="in a batch of two than alone"):
+        check_transform(with_whole_leaves(lambda param: (), update, batched=True), seeds=(0,))
+
+
+def test_whole_leaf_updates_must_keep_their_shape() -> None:
+    with pytest.raises(TransformError, match="makes an update of shape"):
+        check_transform(with_whole_leaves(lambda param: (), lambda u, s: (u.reshape(-1), s)), seeds=(0,))
+
+
+def test_whole_trees_may_be_used_as_one_likes() -> None:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        total = torch.cat([u.reshape(-1) for u in optree.tree_leaves(updates)]).cumsum(0)[-1]
+        return tree_map(lambda u: u + total, updates), state
+
+    check_transform(with_whole_tree(lambda params: (), update), seeds=(0,), ranks=(3,))
+
+
+def test_a_wrong_fused_kernel_is_refused() -> None:
+    right = optim.adamw(0.01)
+    if right.fused is None:
+        pytest.skip("adamw has no fused kernel")
+    check_transform(right, seeds=(0,), ranks=(2,))
+    with pytest.raises(TransformError, match="fused kernel"):
+        check_transform(replace(right, fused=optim.adamw(0.02).fused), seeds=(0,), ranks=(2,))
+
+
+def test_transforms_of_one_tree_are_checked_on_it() -> None:
+    tree = {"a": torch.zeros(3, 4, dtype=F64), "b": [torch.zeros(2, dtype=F64), None]}
+    labelled = optim.scale_by_label({"a": 0.5, "b": 2.0}, {"a": "a", "b": ["b", None]})
+    check_transform(labelled, params=tree, seeds=(0,))
+    with pytest.raises(ValueError) as caught:
+        check_transform(labelled, seeds=(0,))
+    assert any("params=" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ["sgd, momentum", "adamw", "lion", "clip + lamb", "adafactor", "muon", "lbfgs"])
+def test_right_transforms_pass(name: str) -> None:
+    check_transform(strategies.known_optimizers()[name].make(), seeds=(0,), steps=2, ranks=(3,))
+
+
+# Strategies
+
+
+@given(strategies.trees())
+def test_trees_are_trees_of_tensors(tree: Any) -> None:
+    leaves = optree.tree_leaves(tree)
+    assert all(isinstance(leaf, Tensor) and leaf.dim() <= 4 for leaf in leaves)
+    assert any(leaf.requires_grad and leaf.numel() for leaf in leaves)
+
+
+def draws(strategy: Any, what: Any) -> bool:
+    """Whether a strategy draws an example of which `what` is true."""
+    found = []
+
+    @settings(max_examples=200)
+    @given(strategy)
+    def look(example: Any) -> None:
+        found.append(bool(what(example)))
+
+    look()
+    return any(found)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda leaves: any(x.dim() == 0 for x in leaves),
+        lambda leaves: any(x.numel() == 0 for x in leaves),
+        lambda leaves: any(x.dim() == 4 for x in leaves),
+        lambda leaves: any(not x.requires_grad for x in leaves),
+        lambda leaves: len({x.dtype for x in leaves}) > 1,
+    ],
+)
+def test_trees_are_hostile(what: Any) -> None:
+    assert draws(strategies.trees().map(optree.tree_leaves), what)
+
+
+def test_trees_hold_none() -> None:
+    assert draws(strategies.trees(), lambda tree: None in optree.tree_leaves(tree, none_is_leaf=True))
+
+
+def test_every_kind_of_model_is_drawn() -> None:
+    names = {"mlp", "frozen_mlp", "gpt", "convnet", "shared", "unused", "scalars", "mixed"}
+    for name in names:
+        assert draws(strategies.modules(), lambda case, name=name: case.name.startswith(name))
+
+
+@given(st.data())
+def test_used_leaves_have_gradients(data: st.DataObject) -> None:
+    case = data.draw(strategies.modules())
+    step, params, buffers = case.step(optim.sgd(0.1))
+    state = step.init(params, buffers)
+    grads, _ = step.loss_and_grads(state, data.draw(strategies.batches(case, 2))[0])
+    expected = step.update(state, grads, state.buffers).params
+    assert_equal_updates(state.params, expected, expected, unused=case.unused)
+
+
+@given(st.data())
+@settings(max_examples=12)
+def test_drawn_steps_are_equal_on_ranks(data: st.DataObject) -> None:
+    case, ranks = data.draw(strategies.modules()), data.draw(strategies.world_sizes())
+    optimizer = data.draw(strategies.optimizers(["sgd, momentum", "adamw", "clip + lamb", "adafactor"]))
+    level, weighted = data.draw(st.integers(0, 3)), data.draw(st.booleans())
+    drawn = data.draw(strategies.batches(case, ranks, weighted=weighted, max_steps=2))
+    step, params, buffers = case.step(optimizer.make(), weighted=weighted)
+    options = {"levels": (level,), "ranks": (ranks,), "per_rank": case.per_rank, "unused": case.unused}
+    assert_sharded_equals_unsharded(step, params, buffers, drawn, **options)  # type: ignore[arg-type]
+
+
+# The package
+
+
+def test_hypothesis_is_imported_only_for_strategies() -> None:
+    code = (
+        "import sys; sys.modules['hypothesis'] = None\n"
+        "from functorch_zero import testing\n"
+        "try: testing.strategies\n"
+        "except ImportError as error: assert 'pip install' in str(error), error\n"
+        "else: raise AssertionError"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_public_names() -> None:
+    assert all(hasattr(testing, name) for name in testing.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        testing.nothing  # noqa: B018
+
+
+def test_a_loss_that_depends_on_the_order_of_rows_is_no_round_off():
+    def loss_fn(params, buffers, batch):
+        losses = (params["w"] * batch).sum(1) ** 2
+        return (9 * losses[0] + losses.sum()) / (len(losses) + 9)
+
+    torch.manual_seed(0)
+    step = train_step(loss_fn, optim.sgd(0.1))
+    params = {"w": torch.randn(3, dtype=torch.float64).requires_grad_()}
+    batches = [torch.randn(8, 3, dtype=torch.float64)]
+    with pytest.raises(AssertionError):
+        assert_sharded_equals_unsharded(step, params, {}, batches, levels=(3,), ranks=(2,), allow_round_off=True)
