@@ -1,0 +1,27 @@
+"""Checkpoints that load at any level, world size and choice of units, and say so when they are damaged."""
+
+from .catalogue import keep, latest, verify
+from .errors import CheckpointError, CheckpointWarning, CorruptError
+from .exporting import export
+from .importing import import_
+from .restore import Restored, load
+from .saving import Saving, async_save, save, wait_for_saves
+from .snapshot import Progress
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
+    "CorruptError",
+    "Progress",
+    "Restored",
+    "Saving",
+    "async_save",
+    "export",
+    "import_",
+    "keep",
+    "latest",
+    "load",
+    "save",
+    "verify",
+    "wait_for_saves",
+]

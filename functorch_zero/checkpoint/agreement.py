@@ -1,0 +1,60 @@
+"""Doing a part of the work on every rank, and failing together: an error on one rank is the same error on all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import DonatedError, GroupError, MismatchError, StructureError
+from ..groups.protocol import Group
+from .errors import CheckpointError, CorruptError
+
+KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (CheckpointError, CorruptError, DonatedError, MismatchError, StructureError)
+}
+
+
+def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
+    """Every rank's `work()`, as plain data. One exchange of JSON.
+
+    Args:
+        group: the ranks; all of them call this.
+        what: for errors, "save step 3 to /runs/a".
+        work: this rank's part. It issues no collective and returns plain data.
+
+    Raises: when `work` raised on some ranks, one error on every rank, of the first one's kind, naming them all.
+    """
+    failure: Exception | None = None
+    try:
+        report: dict[str, Any] = {"ok": work()}
+    except GroupError:
+        raise
+    except Exception as error:
+        failure = error
+        report = {"error": type(error).__name__, "text": _words(error)}
+    except BaseException as error:
+        group.fail(error)
+        raise
+    reports = [json.loads(data) for data in group.exchange(json.dumps(report).encode())]
+    failed = {rank: report for rank, report in enumerate(reports) if "error" in report}
+    if failed:
+        kind = KINDS.get(next(iter(failed.values()))["error"], CheckpointError)
+        raise kind(f"could not {what}: {_by_rank(failed, group.size)}") from failure
+    return [report["ok"] for report in reports]
+
+
+def _words(error: Exception) -> str:
+    ours = type(error).__name__ in KINDS
+    return str(error) if ours else f"{type(error).__name__}: {error}"
+
+
+def _by_rank(failed: dict[int, dict[str, Any]], size: int) -> str:
+    """`rank 1: text`, with ranks of the same text together."""
+    ranks: dict[str, list[int]] = {}
+    for rank, report in failed.items():
+        ranks.setdefault(report["text"], []).append(rank)
+    if size == 1:
+        return next(iter(ranks))
+    named = ((f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}", text) for text, who in ranks.items())
+    return "; ".join(f"{who}: {text}" for who, text in named)

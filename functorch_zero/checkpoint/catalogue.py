@@ -1,0 +1,165 @@
+"""The checkpoints of a folder: which there are, which are intact, which to keep."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+from .container import DTYPES, MAX_HEADER, Entry, parse_header
+from .errors import CheckpointError, CheckpointWarning, CorruptError
+from .folders import (
+    counts_in,
+    opened,
+    read_file,
+    read_into,
+    remove_folder,
+    step_folder,
+)
+from .manifest import MAX_BYTES, NAME, File, Manifest, parse_manifest
+from .reader import check_size, read_through
+
+PathLike = str | os.PathLike[str]
+
+
+def latest(root: PathLike) -> int | None:
+    """The newest step whose checkpoint is complete: its manifest is sound and every file is there in its full size.
+
+    The files' contents are checked when they are loaded, and by `verify`. None when there is no such checkpoint.
+    Warns (`CheckpointWarning`) about newer ones that are damaged. Run by one rank or by all; no communication.
+    """
+    for count in reversed(counts_in(Path(root))):
+        try:
+            check_sizes(Path(root), count)
+        except CorruptError as error:
+            warnings.warn(f"the checkpoint of step {count} is passed over: {error}", CheckpointWarning, stacklevel=2)
+        else:
+            return count
+    return None
+
+
+def read_manifest(root: Path, count: int) -> Manifest:
+    """The manifest of one checkpoint.
+
+    Raises:
+        CorruptError: it is damaged, or that of another step.
+    """
+    path = step_folder(root, count) / NAME
+    manifest = parse_manifest(read_file(path, MAX_BYTES), str(path))
+    if manifest.step != count:
+        raise CorruptError(f"{path}: is the manifest of step {manifest.step}, in the folder of step {count}")
+    return manifest
+
+
+def check_sizes(root: Path, count: int) -> Manifest:
+    """The manifest, and every file's size compared with it.
+
+    Raises:
+        CorruptError: naming the file that is missing or of another size.
+    """
+    manifest = read_manifest(root, count)
+    for file in manifest.files:
+        path = step_folder(root, count) / file.name
+        with opened(path) as (_, size):
+            check_size(path, size, file.size)
+    return manifest
+
+
+def verify(root: PathLike, *, count: int | None = None) -> dict[int, list[str]]:
+    """Read checkpoints from end to end. For each step, what is wrong with it: nothing, for an intact one.
+
+    Checked are manifest, sizes, checksums of every block, that each file's own header says what the manifest says, and
+    that nothing else lies in the folder. Run by one rank.
+
+    Args:
+        root: the folder of checkpoints.
+        count: one step, or None for all.
+
+    Raises:
+        CheckpointError: there is no checkpoint of step `count`.
+    """
+    counts = counts_in(Path(root))
+    if count is not None and count not in counts:
+        raise CheckpointError(f"{root} has no checkpoint of step {count}; it has {_listed(counts)}")
+    return {n: _problems(Path(root), n) for n in (counts if count is None else [count])}
+
+
+def _listed(counts: list[int]) -> str:
+    return ", ".join(map(str, counts[-10:])) if counts else "none"
+
+
+def _problems(root: Path, count: int) -> list[str]:
+    folder = step_folder(root, count)
+    try:
+        manifest = read_manifest(root, count)
+    except (CorruptError, OSError) as error:
+        return [str(error)]
+    problems = []
+    for file in manifest.files:
+        try:
+            _verify_file(folder / file.name, file, manifest)
+        except (CorruptError, OSError) as error:
+            problems.append(str(error))
+    extra = sorted(set(os.listdir(folder)) - {NAME, *(file.name for file in manifest.files)})
+    return problems + [f"{folder / name}: does not belong to the checkpoint" for name in extra[:10]]
+
+
+def _verify_file(path: Path, file: File, manifest: Manifest) -> None:
+    read_through(path, file, manifest.block)
+    expected = {}
+    for piece in file.pieces:
+        leaf = manifest.leaves[piece.leaf]
+        expected[f"{leaf.path}@{piece.start}"] = Entry(leaf.dtype, (piece.numel,), piece.offset)
+    if header_of(path) != expected:
+        raise CorruptError(f"{path}: its header and the manifest differ")
+
+
+def header_of(path: Path) -> dict[str, Entry]:
+    """The tensors in a safetensors file.
+
+    Raises:
+        CorruptError: it isn't one.
+    """
+    with opened(path) as (descriptor, size):
+        start = bytearray(8)
+        read_into(descriptor, 0, path, memoryview(start))
+        length = int.from_bytes(start, "little")
+        if length > min(MAX_HEADER, size - 8):
+            raise CorruptError(f"{path}: says that its header has {length} bytes")
+        text = bytearray(length)
+        read_into(descriptor, 8, path, memoryview(text))
+        return parse_header(bytes(text), size, str(path))
+
+
+def keep(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
+    """Delete old checkpoints, and return the steps deleted. Run by one rank, at any time.
+
+    A checkpoint vanishes at once, however long deleting takes. Damaged ones are neither counted nor deleted, and one
+    that is being saved isn't there yet.
+
+    Args:
+        root: the folder of checkpoints.
+        last: how many of the newest to keep, at least 1.
+        every: keep those of all multiples of this number of steps, too.
+    """
+    if last < 1 or (every is not None and every < 1):
+        raise ValueError(f"last and every must be at least 1, got {last} and {every}")
+    path = Path(root)
+    intact = [count for count in counts_in(path) if _is_complete(path, count)]
+    old = [count for count in intact[:-last] if every is None or count % every]
+    for count in old:
+        remove_folder(step_folder(path, count))
+    return old
+
+
+def _is_complete(root: Path, count: int) -> bool:
+    try:
+        check_sizes(root, count)
+    except CorruptError:
+        return False
+    return True
+
+
+def bytes_in(manifest: Manifest) -> int:
+    """The bytes of a checkpoint's tensors."""
+    return sum(leaf.numel * DTYPES[leaf.dtype].itemsize for leaf in manifest.leaves)

@@ -1,0 +1,213 @@
+"""Folders of checkpoints: their names, and making one appear all at once.
+
+    root/step-000000000120/                 there only when it is complete
+    root/.tmp-step-000000000120-1f0c.../    being written, being deleted, or left by a process that was killed
+
+A folder is written under its temporary name, flushed to disk, and renamed. Who writes to a root holds a lock on it, so
+whatever temporary folder is found there by the next one is nobody's, and is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import CheckpointError, CorruptError
+
+_STEP = re.compile(r"step-(\d{12,18})")
+_LEFTOVER = re.compile(r"\.tmp-step-\d{12,18}-[0-9a-f]{16}")
+_MAX_VIEWS = 512  # that one call reads into or writes from; Linux takes 1024
+
+
+def step_folder(root: Path, count: int) -> Path:
+    """Where the checkpoint of a step is, or will be."""
+    return root / f"step-{count:012d}"
+
+
+def counts_in(root: Path) -> list[int]:
+    """The steps that have a checkpoint, intact or not, in order. Other names are not looked at."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    found = [match for match in map(_STEP.fullmatch, names) if match]
+    return sorted(int(match[1]) for match in found if step_folder(root, int(match[1])).name == match[0])
+
+
+def _temporary_name(target: Path) -> Path:
+    return target.parent / f".tmp-{target.name}-{secrets.token_hex(8)}"
+
+
+class Temporary:
+    """A folder under its temporary name.
+
+    Args:
+        target: its name to come.
+        lock: lock the folder it is in until `commit` or `discard`, and delete what others have left there.
+    """
+
+    def __init__(self, target: Path, *, lock: bool = True) -> None:
+        self._root, self._target = target.parent, target
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self._root) if lock else None
+        self._gone = False  # it has its name, or was deleted
+        try:
+            if target.exists():
+                raise CheckpointError(f"{target} exists, and is never overwritten. Remedy: delete or rename it first")
+            if lock:
+                remove_leftovers(self._root)
+            self.path = _temporary_name(target)
+            os.mkdir(self.path)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def commit(self) -> None:
+        """Make it appear under its name. Its files must be on disk already."""
+        sync_folder(self.path)
+        os.rename(self.path, self._target)  # never onto another checkpoint: a folder that isn't empty can't be replaced
+        self._gone = True
+        sync_folder(self._root)
+        self._unlock()
+
+    def discard(self) -> None:
+        """Delete it, if it is there still. A disk that refuses even that leaves it for the next one to delete."""
+        if not self._gone:
+            self._gone = True
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may have the same one open
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock(root: Path) -> int:
+    """Lock a root against other writers; the lock goes with the process. File systems without locks go without."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            os.close(descriptor)
+            raise CheckpointError(f"another process is writing to {root}, or deleting from it") from None
+    return descriptor
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete what killed processes have left. The root must be locked."""
+    for name in os.listdir(root):
+        if _LEFTOVER.fullmatch(name):
+            shutil.rmtree(root / name, ignore_errors=True)
+
+
+def remove_folder(target: Path) -> None:
+    """Delete a checkpoint so that no half of it is ever seen. Others may be doing so, too."""
+    trash = _temporary_name(target)
+    try:
+        os.rename(target, trash)
+    except FileNotFoundError:
+        return
+    sync_folder(target.parent)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's names to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file, and flush it to disk."""
+    descriptor = create(path)
+    try:
+        write_all(descriptor, memoryview(data))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def create(path: Path) -> int:
+    """A descriptor of a new file."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+
+
+def write_all(descriptor: int, *views: memoryview) -> None:
+    """Write all of it: one call takes a limited number of views, and may write less than it is given."""
+    rest = list(views)
+    while rest:
+        rest = _after(rest, os.writev(descriptor, rest[:_MAX_VIEWS]))
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """What remains of some views after their first `count` bytes."""
+    for i, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[i + 1 :]]
+        count -= len(view)
+    return []
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[int, int]]:
+    """A descriptor for reading, and the file's size. Only a regular file will do: no link, pipe or device.
+
+    Raises:
+        CorruptError: it is none of these, or isn't there.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+            raise CorruptError(f"{path}: {error.strerror}") from None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptError(f"{path}: not a regular file")
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """All of a small file.
+
+    Raises:
+        CorruptError: it is larger than `limit`, or no regular file.
+    """
+    with opened(path) as (descriptor, size):
+        if size > limit:
+            raise CorruptError(f"{path}: {size} bytes, more than the {limit} that it may have")
+        data = bytearray(size)
+        read_into(descriptor, 0, path, memoryview(data))
+        return bytes(data)
+
+
+def read_into(descriptor: int, offset: int, path: Path, *views: memoryview) -> None:
+    """Fill views, one after the other, from a place in a file.
+
+    Raises:
+        CorruptError: the file ends before.
+    """
+    rest = [view for view in views if view]
+    while rest:
+        count = os.preadv(descriptor, rest[:_MAX_VIEWS], offset)
+        if not count:
+            raise CorruptError(f"{path}: ends at byte {offset}, before it should")
+        rest, offset = _after(rest, count), offset + count

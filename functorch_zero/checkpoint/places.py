@@ -1,0 +1,216 @@
+"""Which elements of which leaf of a state are on this rank, and which of them this rank is to save.
+
+A leaf is known by its path in the state, `params.embed.weight` or `opt_state.0.mu.embed.weight`, and its elements by
+their place in the flattened whole leaf. That is the same at every level and world size and for every choice of units,
+so it is what files speak of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from math import prod
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..groups.protocol import Group
+from ..groups.solo import Solo
+from ..layout import Layout
+from ..options import sharding_of
+from ..shard import ShardedTrainStep
+from ..state_plan import StateLeaf
+from ..step import TrainState, TrainStep
+from ..tree import paths
+
+Step = TrainStep | ShardedTrainStep
+Value = bool | int | float | str
+
+
+class Held(NamedTuple):
+    """What this rank has of one leaf of tensors."""
+
+    path: str
+    tensor: Tensor  # elements [start, stop) of the leaf, in any shape
+    shape: tuple[int, ...]  # of the whole leaf
+    start: int
+    stop: int
+    everywhere: bool  # every rank has all of it
+
+    @property
+    def whole(self) -> bool:
+        return tuple(self.tensor.shape) == self.shape
+
+
+class Part(NamedTuple):
+    """Elements of a leaf, to be saved by this rank."""
+
+    leaf: int  # its position among the held leaves
+    start: int  # in the whole leaf
+    numel: int
+    tensor: Tensor  # holds these elements
+    first: int  # the position of the first one in it
+
+    def flat(self) -> Tensor:
+        """The elements, row by row (numel,): a view where they lie so, else a copy."""
+        return self.tensor.detach().reshape(-1)[self.first : self.first + self.numel]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.tensor.element_size()
+
+
+class Contents(NamedTuple):
+    """A state, leaf by leaf."""
+
+    held: list[Held]
+    values: dict[str, Value]  # the leaves that are no tensors
+
+
+def group_of(step: Step) -> Group:
+    """The ranks that a step works with."""
+    return step.group if isinstance(step, ShardedTrainStep) else Solo()
+
+
+def contents_of(step: Step, state: TrainState) -> Contents:
+    """What this rank has of a state.
+
+    Raises:
+        StructureError: the state is not of this step, or has leaves that can't be saved.
+        DonatedError: its storage was given away.
+    """
+    check_state(step, state)
+    held, values = [], {}
+    for path, (leaf, spot) in zip(_paths(state), _spots(step, state), strict=True):
+        if isinstance(leaf, Tensor):
+            held.append(_held(path, leaf, spot))
+        elif isinstance(leaf, bool | int | float | str):
+            values[path] = leaf
+        else:
+            raise StructureError(
+                explain("a state to save is made of tensors, numbers and strings", path=path, got=type(leaf).__name__)
+            )
+    return Contents(held, values)
+
+
+def check_state(step: Step, state: Any) -> None:
+    """Raise unless `state` is one that `step` takes."""
+    if not isinstance(step, TrainStep | ShardedTrainStep):
+        raise TypeError(f"step must be what train_step or shard made of it, got {type(step).__name__}")
+    if not isinstance(state, TrainState):
+        raise StructureError(f"a checkpoint holds a TrainState, as step.init makes it; got {type(state).__name__}")
+    if isinstance(step, ShardedTrainStep):
+        sharding_of(state, step.options).donations.check(state.step)
+        if step.options.buffers == "local" and step.group.size > 1 and optree.tree_leaves(state.buffers):
+            raise StructureError(
+                'buffers differ by rank under buffers="local", and a checkpoint has one of each. Remedy: give save a '
+                'step made with shard(..., buffers="rank0"), which takes rank 0\'s, or keep yours elsewhere'
+            )
+    elif state.sharding is not None:
+        raise StructureError("the state is sharded and the step isn't. Remedy: pass the step that `shard` returned")
+
+
+def _paths(state: TrainState) -> list[str]:
+    found = paths(state)
+    twice = [path for path, n in Counter(found).items() if n > 1]
+    if twice:
+        raise StructureError(explain("two leaves of the state have the same path", path=twice[0]))
+    return found
+
+
+class _Spot(NamedTuple):
+    """What a rank has of a leaf: elements [start, stop). With `everywhere`, all of it, as all ranks have."""
+
+    shape: tuple[int, ...] | None  # of the whole leaf; None: as it is here
+    start: int = 0
+    stop: int = 0
+    everywhere: bool = False
+
+
+_EVERYWHERE = _Spot(None, everywhere=True)
+
+
+def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
+    if leaf.device.type == "meta":
+        raise StructureError(explain("a leaf on the meta device has no values", path=path))
+    shape = tuple(leaf.shape) if spot.shape is None else spot.shape
+    start, stop = (0, prod(shape)) if spot.everywhere else (spot.start, spot.stop)
+    if leaf.numel() != stop - start:
+        expected, got = f"{stop - start} elements", leaf.numel()
+        raise StructureError(explain("a leaf is not cut as its layout says", path=path, expected=expected, got=got))
+    return Held(path, leaf, shape, start, stop, spot.everywhere)
+
+
+def _spots(step: Step, state: TrainState) -> Iterable[tuple[Any, _Spot]]:
+    """Every leaf of a state in flatten order, and where it lies. Fields that are neither params nor optimizer state
+    are the same on every rank."""
+    for name, field in zip(state._fields, state, strict=True):
+        leaves = optree.tree_leaves(field)
+        if not isinstance(step, ShardedTrainStep) or name not in ("params", "opt_state"):
+            yield from ((leaf, _EVERYWHERE) for leaf in leaves)
+        elif name == "params":
+            yield from zip(leaves, _param_spots(step, state), strict=True)
+        else:
+            yield from zip(leaves, _state_spots(step, state, leaves), strict=True)
+
+
+def _param_spots(step: ShardedTrainStep, state: TrainState) -> list[_Spot]:
+    assert state.sharding is not None
+    layout = state.sharding.layout
+    if not step.options.level.cuts_params:
+        return [_EVERYWHERE] * len(layout.leaves)
+    return [_cut(layout, n, step.group.rank) for n in range(len(layout.leaves))]
+
+
+def _state_spots(step: ShardedTrainStep, state: TrainState, leaves: list[Any]) -> list[_Spot]:
+    assert state.sharding is not None
+    layout = state.sharding.layout
+    plan = step._prepare(layout).plan
+    if len(plan.leaves) != len(leaves):
+        raise StructureError("the optimizer's state does not have the structure that its init makes")
+    cuts = step.options.level.cuts_state
+    return [_state_spot(planned, layout, step.group.rank if cuts else None) for planned in plan.leaves]
+
+
+def _state_spot(planned: StateLeaf, layout: Layout, rank: int | None) -> _Spot:
+    """`rank` None: not cut, so that every rank has all of it."""
+    if planned.kind == "replicated":
+        return _EVERYWHERE
+    shape = planned.shape if planned.kind == "owned" else layout.leaves[planned.leaf].shape
+    if rank is None:
+        return _Spot(shape, everywhere=True)
+    if planned.kind == "follows":
+        return _cut(layout, planned.leaf, rank)
+    return _Spot(shape, 0, prod(shape) if planned.owner == rank else 0)
+
+
+def _cut(layout: Layout, number: int, rank: int) -> _Spot:
+    b, k = layout.places[number]
+    extent = layout.buckets[b].extent(k, rank)
+    return _Spot(extent.shape, extent.start, extent.stop)
+
+
+def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
+    """What this rank saves, so that all ranks together save each element once: what only this rank has, and an equal
+    share, in bytes, of what every rank has."""
+    total = sum(h.tensor.nbytes for h in held if h.everywhere)
+    low, high = total * rank // num_ranks, total * (rank + 1) // num_ranks
+    parts, position = [], 0
+    for i, h in enumerate(held):
+        start, stop = h.start, h.stop
+        if h.everywhere:
+            width, n = h.tensor.element_size(), h.tensor.numel()
+            start, stop = (min(max(-(-(edge - position) // width), 0), n) for edge in (low, high))
+            position += h.tensor.nbytes
+        if start < stop:
+            parts.append(Part(i, start, stop - start, h.tensor, start - h.start))
+    return parts
+
+
+def digest_of(contents: Contents, *more: Any) -> str:
+    """What ranks compare before they save: the leaves' paths, shapes and dtypes, and whatever else they must share."""
+    rows = [(h.path, h.shape, str(h.tensor.dtype)) for h in contents.held]
+    return hashlib.sha256(repr((rows, contents.values, more)).encode()).hexdigest()

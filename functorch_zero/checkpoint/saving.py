@@ -1,0 +1,200 @@
+"""`save` and `async_save`: the same job, now or beside training."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..groups import ProcessGroup
+from ..groups.protocol import Group
+from ..groups.solo import Solo
+from ..shard import ShardedTrainStep
+from ..step import TrainState
+from .commit import SaveJob
+from .places import Step, group_of
+from .snapshot import Progress, Snapshot, snapshot_of
+
+PathLike = str | os.PathLike[str]
+
+
+def save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> Path:
+    """Save a state as `root/step-<its step>`, and return that folder. Every rank of the step's group calls this.
+
+    Each rank writes what only it has and an equal share of what all have, without padding, into one safetensors file.
+    The folder gets its name when everything is on disk: a save that is killed leaves the old checkpoints or the new
+    one. Three exchanges of JSON; memory beyond the state: 4 MiB, and one leaf where it doesn't lie row by row.
+
+    Args:
+        root: a folder that all ranks see; made if need be.
+        step: the step function that the state belongs to.
+        state: what `step.init` or `step` returned.
+        user: plain JSON data of your own, the same on every rank: where the data loader is, say.
+
+    Raises:
+        CheckpointError: on every rank, with the same words: the step is saved already, the disk is full, an
+            `async_save` before this one failed.
+        StructureError: the state is not one of this step, or has leaves that can't be saved.
+        DonatedError: the state was used up by a step.
+        MismatchError: ranks have different states or `user`.
+    """
+    wait_for_saves(step)
+    return SaveJob(Path(root), group_of(step), lambda: snapshot_of(step, state, user)).run()
+
+
+def async_save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> Saving:
+    """Save as `save` does, but beside training: return when `state` may be used up.
+
+    If the step donates, that is after a copy of this rank's share, on the CPU; else at once, and the save holds on to
+    the state's tensors. The save runs in a thread, on a group of its own, one at a time: this call waits for the one
+    before. On ranks that are threads (`run_ranks`) it runs at once, here.
+
+    Whatever goes wrong is raised by `Saving.result`, by the next `save` or `async_save` with this step, or by
+    `wait_for_saves`; what nobody asked for is printed when the program ends. Leaving the program waits for the save,
+    but torch's groups must live until then: call `wait_for_saves(step)` before `destroy_process_group`.
+
+    Raises: what the save before this one raised.
+    """
+    savers = _savers_of(step)
+    savers.wait()
+    snapshot: Snapshot | None = None
+    problem: Exception | None = None
+    try:
+        snapshot = snapshot_of(step, state, user)
+        if isinstance(step, ShardedTrainStep) and step.options.donate:
+            with torch.no_grad():
+                snapshot = snapshot.copied()
+    except Exception as error:  # to be told to the other ranks, in the save's own exchange
+        problem = error
+
+    def take() -> Snapshot:
+        nonlocal snapshot
+        if problem is not None:
+            raise problem
+        assert snapshot is not None
+        taken, snapshot = snapshot, None
+        return taken
+
+    progress = Progress() if snapshot is None else snapshot.progress
+    return savers.start(SaveJob(Path(root), savers.group, take), progress)
+
+
+def wait_for_saves(step: Step) -> None:
+    """Wait for the `async_save` under way with this step, if there is one, and raise what it raised.
+
+    Raises: as `save`.
+    """
+    if step in _SAVERS:
+        _SAVERS[step].wait()
+
+
+class Saving:
+    """An `async_save` under way."""
+
+    def __init__(self, job: Callable[[], Path], progress: Progress) -> None:
+        self.progress = progress
+        self._job: Callable[[], Path] | None = job
+        self._folder: Path | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._thread = threading.Thread(target=self._run, name="functorch_zero save", daemon=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._folder is not None or self._error is not None
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait for the end of the save, and return its folder.
+
+        Raises: what `save` would have raised; TimeoutError after `timeout` seconds.
+        """
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        if not self.done:
+            raise TimeoutError(f"the save still runs after {timeout:g} s")
+        self._told = True
+        if self._error is not None:
+            raise self._error
+        assert self._folder is not None
+        return self._folder
+
+    def start(self, *, here: bool) -> None:
+        """Run it in a thread, or here and now."""
+        if here:
+            self._run()
+            return
+        atexit.register(self._tell)
+        self._thread.start()
+
+    def _run(self) -> None:
+        job, self._job = self._job, None
+        assert job is not None
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            self._folder = job()
+        except BaseException as error:
+            self._error = error
+
+    def _tell(self) -> None:
+        """At the end of the program, when all threads have ended."""
+        if self._error is not None and not self._told:
+            print(f"functorch_zero: an async_save failed: {self._error}", file=sys.stderr)
+
+    def forget(self) -> None:
+        """Nothing is left to tell."""
+        atexit.unregister(self._tell)
+
+
+class _Savers:
+    """The saves of one step, one at a time, and the group that they have for themselves."""
+
+    def __init__(self, group: Group) -> None:
+        self._here = not isinstance(group, Solo | ProcessGroup)  # a thread of ours may not use such a group
+        self.group = _own_group(group)
+        self._pending: Saving | None = None
+
+    def wait(self) -> None:
+        """Wait for the save under way, and raise what it raised, if nobody was told."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            told = pending._told
+            try:
+                pending.result()
+            except BaseException:
+                if not told:
+                    raise
+            finally:
+                pending.forget()
+
+    def start(self, job: SaveJob, progress: Progress) -> Saving:
+        self._pending = saving = Saving(job.run, progress)
+        saving.start(here=self._here)
+        return saving
+
+
+# By step, since it is what all calls of a run have in common, and since a failure must find its way to the next one.
+_SAVERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _savers_of(step: Step) -> _Savers:
+    if step not in _SAVERS:
+        _SAVERS[step] = _Savers(group_of(step))
+    savers: _Savers = _SAVERS[step]
+    return savers
+
+
+def _own_group(group: Group) -> Group:
+    """Another group of the same ranks: collectives of two threads must not meet on one. All ranks call this."""
+    if isinstance(group, ProcessGroup) and group.size > 1:
+        return ProcessGroup(group._torch_group, timeout=group._timeout)
+    return group

@@ -1,0 +1,395 @@
+"""Saving and loading: at any level and world size, bit for bit; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from functorch_zero import checkpoint, optim
+from functorch_zero.errors import DonatedError, MismatchError, StructureError
+from functorch_zero.functional import functionalize
+from functorch_zero.groups import ProcessGroup, launch, run_ranks
+from functorch_zero.groups.protocol import Group
+from functorch_zero.shard import shard
+from functorch_zero.step import Aux, TrainState, TrainStep, train_step
+from functorch_zero.tree import named_leaves
+from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
+from tests.models import ZOO, even, split
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_saved_anywhere_loads_anywhere(tmp_path: Path, ranks: int, level: int) -> None:
+    """C1. Each (ranks, level) loads at every number of ranks, and the four tests of a number at each level there."""
+    want = save_on(tmp_path, ranks, level, user={"cursor": [1, 2]})
+    for to_ranks in (1, 2, 3, 4):
+        assert_same(want, load_on(tmp_path, to_ranks, (to_ranks + level) % 4, donate=bool(to_ranks % 2)))
+    step, params, buffers = make_step()
+    restored = checkpoint.load(tmp_path, step, like=step.init(params, buffers))
+    assert_same(want, restored.state)
+    assert restored.user == {"cursor": [1, 2]}
+    assert checkpoint.verify(tmp_path) == {2: []}
+    assert not leftovers(tmp_path)
+
+
+def test_seven_ranks(tmp_path: Path) -> None:
+    assert_same(save_on(tmp_path, 6, 3), load_on(tmp_path, 7, 2))
+
+
+OPTIMIZERS = {
+    "adafactor": lambda: optim.adafactor(0.01),
+    "shampoo": lambda: optim.shampoo(0.01),
+    "soap": lambda: optim.soap(0.01),
+    "muon": lambda: optim.muon(0.01),
+    "schedule": lambda: optim.adamw(optim.cosine_decay_schedule(0.1, 20)),
+    "ema": lambda: optim.chain(optim.sgd(0.1, momentum=0.9), optim.ema(0.9)),
+    "finite": lambda: optim.apply_if_finite(optim.lion(0.01), 3),
+}
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
+@pytest.mark.parametrize("path", [((2, 0), (3, 3)), ((4, 3), (3, 1))], ids=str)
+def test_every_kind_of_optimizer_state(tmp_path: Path, name: str, path: Any) -> None:
+    """Whole-leaf states move to their new owners, statistics and counters are on every rank."""
+    (ranks, level), (to_ranks, to_level) = path
+    want = save_on(tmp_path, ranks, level, optimizer=OPTIMIZERS[name]())
+    assert_same(want, load_on(tmp_path, to_ranks, to_level, optimizer=OPTIMIZERS[name]()))
+
+
+@pytest.mark.parametrize("name", [*ZOO])
+def test_every_model(tmp_path: Path, name: str) -> None:
+    """Tied, shared, frozen, unused and 0-d leaves; buffers; more ranks than elements."""
+    want = save_on(tmp_path, 3, 3, name=name)
+    assert_same(want, load_on(tmp_path, 4, 3, name=name))
+    assert_same(want, load_on(tmp_path, 2, 1, name=name))
+    frozen = [k for k, v in want.params.items() if not v.requires_grad]
+    got = load_on(tmp_path, 1, 0, name=name)
+    assert [k for k, v in got.params.items() if not v.requires_grad] == frozen
+
+
+def test_the_choice_of_units_does_not_matter(tmp_path: Path) -> None:
+    save_on(tmp_path, 3, 3, name="gpt")
+    apply, params, buffers = functionalize(ZOO["gpt"].model().double())  # other units: those of children
+    step = train_step(lambda p, b, x: F.mse_loss(apply(p, b, x["x"])[0], x["x"]), optim.adamw(0.01))
+
+    def run(group: Group) -> TrainState:
+        sharded = shard(step, level=3, group=group)
+        return sharded.gather(checkpoint.load(tmp_path, sharded, like=sharded.init(params, buffers)).state)
+
+    for state in run_ranks(run, 2):
+        assert_same(load_on(tmp_path, 2, 3, name="gpt"), state)
+
+
+def test_every_element_is_written_once_and_no_padding(tmp_path: Path) -> None:
+    """At levels 0 to 2, too: what all ranks have is shared out evenly. Plain safetensors reads it."""
+    for level in (0, 1, 3):
+        want = save_on(tmp_path / str(level), 3, level, name="gpt")
+        files = sorted((tmp_path / str(level) / "step-000000000002").glob("*.safetensors"))
+        parts: dict[str, dict[int, Tensor]] = {}
+        sizes = []
+        for file in files:
+            sizes.append(0)
+            for key, tensor in load_file(file).items():
+                leaf, _, start = key.rpartition("@")
+                parts.setdefault(leaf, {})[int(start)] = tensor
+                sizes[-1] += tensor.nbytes
+        for name, leaf in named_leaves(want).items():
+            joined = torch.cat([tensor for _, tensor in sorted(parts[name].items())])
+            assert torch.equal(joined, leaf.detach().reshape(-1)), name
+        assert max(sizes) < 1.2 * sum(sizes) / 3
+
+
+class Noisy(nn.Module):
+    """With dropout and a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.dropout(self.norm(self.first(x)), 0.3, self.training))
+
+
+def noisy_step(optimizer: Any) -> tuple[TrainStep, Any, Any, list[Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        apply, params, buffers = functionalize(Noisy().double())
+        batches = [torch.randn(12, 5).double() for _ in range(6)]
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        y, new = apply(params, buffers, x)
+        return (y - 1).square().mean(), Aux(buffers=new)
+
+    return train_step(loss_fn, optimizer), params, buffers, batches
+
+
+def run_noisy(group: Group, level: int, optimizer: Any, folder: Path | None, resume: bool) -> list[TrainState]:
+    """Six steps, saved after the third; or the last three of them."""
+    base, params, buffers, batches = noisy_step(optimizer)
+    step = shard(base, level=level, group=group)
+    state = step.init(params, buffers, seed=7)
+    seen = []
+    if resume:
+        assert folder is not None
+        state = checkpoint.load(folder, step, like=state).state
+    for k in range(int(state.step), 6):
+        state, _ = step(state, batches[k].chunk(group.size)[group.rank])
+        seen.append(step.gather(state))
+        if k == 2 and folder is not None:
+            checkpoint.save(folder, step, state)
+    return seen[-3:]
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("name", ["schedule", "soap", "shampoo", "adafactor"])
+def test_a_resumed_run_is_bit_identical(tmp_path: Path, level: int, name: str) -> None:
+    """C9. At the same world size: dropout, BatchNorm, schedules and preconditioners go on as if nothing had been."""
+    want = run_ranks(lambda group: run_noisy(group, level, OPTIMIZERS[name](), tmp_path, False), 2)[0]
+    got = run_ranks(lambda group: run_noisy(group, level, OPTIMIZERS[name](), tmp_path, True), 2)[0]
+    for a, b in zip(want, got, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_a_run_resumed_at_another_size_is_equal_but_for_rounding(tmp_path: Path, name: str) -> None:
+    """C9, grade `reordered`, against the oracle that never stopped."""
+    base, params, buffers = make_step(name)
+    batches = ZOO[name].batches(5, 12)
+    state = base.init(params, buffers)
+    for batch in batches:
+        state, _ = base(state, batch)
+
+    def saved(group: Group) -> None:
+        step = shard(base, level=3, group=group)
+        ours = step.init(params, buffers)
+        for batch in batches[:2]:
+            ours, _ = step(ours, split(batch, even(12, group.size))[group.rank])
+        checkpoint.save(tmp_path, step, ours)
+
+    run_ranks(saved, 3)
+
+    def resumed(group: Group) -> TrainState:
+        step = shard(base, level=1, group=group)
+        ours = checkpoint.load(tmp_path, step, like=step.init(params, buffers)).state
+        for batch in batches[2:]:
+            ours, _ = step(ours, split(batch, even(12, group.size))[group.rank])
+        return step.gather(ours)
+
+    for got in run_ranks(resumed, 4):
+        for path, leaf in named_leaves(state.params).items():
+            assert torch.allclose(got.params[path], leaf, rtol=1e-11, atol=1e-13), path
+
+
+def test_processes(tmp_path: Path) -> None:
+    """Over gloo: saved by two processes, read by three, and by none but this one."""
+
+    def run(group: ProcessGroup | None = None) -> TrainState:
+        base, params, buffers = make_step()
+        step = shard(base, level=3)
+        state = trained(step, params, buffers, 1)
+        checkpoint.save(tmp_path, step, state)
+        return step.gather(state)
+
+    def read() -> TrainState:
+        base, params, buffers = make_step()
+        step = shard(base, level=2)
+        return step.gather(checkpoint.load(tmp_path, step, like=step.init(params, buffers)).state)
+
+    def kept(fn: Any) -> Any:
+        return lambda: [x.detach().clone() for x in optree.tree_leaves(fn())]
+
+    want = launch(kept(run), 2, start_method="fork", timeout=60)[0]
+    for got in launch(kept(read), 3, start_method="fork", timeout=60):
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_nan_and_infinities_keep_their_bits(tmp_path: Path) -> None:
+    step = train_step(lambda p, b, x: p["w"].sum(), optim.adamw(0.1))
+    bits = torch.tensor([0x7FC00001, 0x7F800000, -0x80000000, 1], dtype=torch.int32)
+    params = {"w": bits.view(torch.float32).clone().requires_grad_(), "h": torch.ones(3, dtype=torch.bfloat16)}
+    checkpoint.save(tmp_path, step, step.init(params, {"b": torch.tensor([True, False]), "e": torch.empty(0)}))
+    like = step.init({k: torch.zeros_like(v).requires_grad_(v.requires_grad) for k, v in params.items()},
+                     {"b": torch.tensor([False, False]), "e": torch.empty(0)})  # fmt: skip
+    state = checkpoint.load(tmp_path, step, like=like).state
+    assert torch.equal(state.params["w"].detach().view(torch.int32), bits)
+    assert state.buffers["b"].tolist() == [True, False]
+
+
+def test_loading_does_not_write_to_like_unless_the_step_donates(tmp_path: Path) -> None:
+    save_on(tmp_path, 2, 3)
+
+    def pure(step: Any, like: Any) -> None:
+        before = [x.detach().clone() for x in optree.tree_leaves(like)]
+        checkpoint.load(tmp_path, step, like=like)
+        assert all(torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(like), strict=True))
+        checkpoint.load(tmp_path, step, like=like)
+
+    def donating(step: Any, like: Any) -> None:
+        pointers = {x.untyped_storage().data_ptr() for x in optree.tree_leaves(like.params) if x.numel()}
+        state = checkpoint.load(tmp_path, step, like=like).state
+        assert pointers == {x.untyped_storage().data_ptr() for x in optree.tree_leaves(state.params) if x.numel()}
+        with pytest.raises(DonatedError):
+            checkpoint.load(tmp_path, step, like=like)
+
+    on_ranks(2, 3, pure, donate=False)
+    on_ranks(2, 3, donating, donate=True)
+
+
+def test_leaves_lie_in_flats_after_loading(tmp_path: Path) -> None:
+    """So that no step has to pack them first."""
+    save_on(tmp_path, 2, 3)
+
+    def check(step: Any, like: Any) -> None:
+        state = checkpoint.load(tmp_path, step, like=like).state
+        pairs = zip(optree.tree_leaves(like), optree.tree_leaves(state), strict=True)
+        in_flats = [(a._base.shape, b._base.shape) for a, b in pairs if a._base is not None and a.dim()]
+        assert in_flats and all(a == b for a, b in in_flats)
+
+    on_ranks(2, 3, check, donate=False)
+
+
+# C6: another model, optimizer or dtype
+
+
+def saved_mlp(root: Path) -> None:
+    step, params, buffers = make_step()
+    checkpoint.save(root, step, step.init(params, buffers))
+
+
+def load_into(root: Path, params: Any, optimizer: Any = None, **options: Any) -> TrainState:
+    step = train_step(lambda p, b, x: p.sum(), optimizer or optim.adamw(0.01))
+    return checkpoint.load(root, step, like=step.init(params), **options).state
+
+
+def test_another_optimizer(tmp_path: Path) -> None:
+    saved_mlp(tmp_path)
+    _, params, _ = make_step()
+    with pytest.raises(StructureError, match=r"lacks opt_state.* and the checkpoint|the checkpoint has opt_state"):
+        load_into(tmp_path, params, optim.sgd(0.1))
+    state = load_into(tmp_path, params, optim.sgd(0.1), allow_extra=True, allow_missing=True)
+    assert torch.equal(state.params["layers.0.weight"], params["layers.0.weight"])
+
+
+def test_missing_and_extra_leaves(tmp_path: Path) -> None:
+    saved_mlp(tmp_path)
+    _, params, _ = make_step()
+    more = {**params, "spare": torch.full((2,), 5.0).double().requires_grad_()}
+    with pytest.raises(StructureError, match=r"lacks .*params\.spare.*allow_missing"):
+        load_into(tmp_path, more)
+    assert load_into(tmp_path, more, allow_missing=True).params["spare"].tolist() == [5, 5]
+    less = {k: v for k, v in params.items() if k != "norm.bias"}
+    with pytest.raises(StructureError, match=r"the checkpoint has .*params\.norm\.bias.*allow_extra"):
+        load_into(tmp_path, less)
+    assert "norm.bias" not in load_into(tmp_path, less, allow_extra=True).params
+
+
+def test_other_shapes_and_dtypes(tmp_path: Path) -> None:
+    saved_mlp(tmp_path)
+    _, params, _ = make_step()
+    wide = {**params, "layers.0.weight": torch.zeros(7, 5).double().requires_grad_()}
+    with pytest.raises(StructureError, match=r"params\.layers\.0\.weight has shape \(7, 5\) here, \(5, 7\) in"):
+        load_into(tmp_path, wide, allow_missing=True, allow_extra=True, cast=True)
+    single = {k: v.detach().float().requires_grad_() for k, v in params.items()}
+    with pytest.raises(StructureError, match=r"is torch.float32 here, torch.float64 in the checkpoint \(cast=True"):
+        load_into(tmp_path, single)
+    zeros = {k: torch.zeros_like(v).requires_grad_() for k, v in single.items()}
+    state = load_into(tmp_path, zeros, cast=True)
+    assert all(torch.equal(state.params[k], v) for k, v in single.items())
+
+
+def test_a_mistake_on_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
+    save_on(tmp_path, 2, 3)
+    base, params, buffers = make_step()
+
+    def run(group: Group) -> str:
+        step = shard(base, level=3, group=group)
+        like = step.init(params, buffers)
+        if group.rank == 1:
+            like = like._replace(seed=None)
+        with pytest.raises(StructureError) as caught:
+            checkpoint.load(tmp_path, step, like=like)
+        return str(caught.value)
+
+    texts = run_ranks(run, 3)
+    assert len(set(texts)) == 1 and "rank 1: " in texts[0] and "seed" in texts[0]
+
+
+@pytest.mark.parametrize("what", ["user", "step"])
+def test_ranks_that_save_different_things(tmp_path: Path, what: str) -> None:
+    def save(step: Any, state: Any) -> None:
+        rank = step.group.rank
+        if what == "step":
+            state = state._replace(step=state.step + rank)
+        with pytest.raises(MismatchError, match="different steps" if what == "step" else "`user`"):
+            checkpoint.save(tmp_path, step, state, user=rank if what == "user" else None)
+
+    on_ranks(2, 3, save)
+    assert checkpoint.latest(tmp_path) is None and not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("user", [{1: 2}, (1, 2), float("nan"), {"a": {1}}, b"x", torch.ones(1)], ids=str)
+def test_user_is_plain_data(tmp_path: Path, user: Any) -> None:
+    step, params, buffers = make_step()
+    with pytest.raises(checkpoint.CheckpointError, match="TypeError: user must"):
+        checkpoint.save(tmp_path, step, step.init(params, buffers), user=user)
+
+
+def test_states_that_are_refused(tmp_path: Path) -> None:
+    step, params, buffers = make_step()
+    state = step.init(params, buffers)
+    with pytest.raises(StructureError, match="got dict"):
+        checkpoint.save(tmp_path, step, dict(state._asdict()))  # type: ignore[arg-type]
+    with pytest.raises(StructureError, match=r"can't hold this dtype: path buffers\.z"):
+        checkpoint.save(tmp_path, step, state._replace(buffers={"z": torch.zeros(2, dtype=torch.complex128)}))
+    with pytest.raises(StructureError, match=r"made of tensors, numbers and strings: path buffers\.z"):
+        checkpoint.save(tmp_path, step, state._replace(buffers={"z": object()}))
+    with pytest.raises(StructureError, match="meta device"):
+        checkpoint.save(tmp_path, step, state._replace(buffers={"z": torch.zeros(2, device="meta")}))
+
+    def donated(sharded: Any, first: Any) -> None:
+        sharded(first, split(ZOO["mlp"].batches(1, 12)[0], even(12, 2))[sharded.group.rank])
+        with pytest.raises(DonatedError):
+            checkpoint.save(tmp_path, sharded, first)
+        with pytest.raises(StructureError, match="whole state"):
+            checkpoint.save(tmp_path, sharded, state)
+
+    on_ranks(2, 2, donated)
+    assert not leftovers(tmp_path)
+
+
+def test_buffers_of_each_rank_are_refused(tmp_path: Path) -> None:
+    base, params, buffers = make_step("convnet")
+
+    def run(group: Group) -> None:
+        step = shard(base, level=1, group=group, buffers="local")
+        state = step.init(params, buffers)
+        with pytest.raises(StructureError, match='buffers="rank0"'):
+            checkpoint.save(tmp_path, step, state)
+        checkpoint.save(tmp_path, shard(base, level=1, group=group, buffers="rank0"), state)
+
+    run_ranks(run, 2)
+
+
+def test_values_that_are_no_tensors(tmp_path: Path) -> None:
+    step, params, buffers = make_step()
+    state = step.init(params, buffers)._replace(buffers={"n": 3, "s": "text", "f": 0.1, "b": True})
+    checkpoint.save(tmp_path, step, state)
+    like = state._replace(buffers={"n": 0, "s": "", "f": 0.0, "b": False})
+    assert checkpoint.load(tmp_path, step, like=like).state.buffers == state.buffers
+
+
+def test_the_manifest_can_be_read_by_people(tmp_path: Path) -> None:
+    save_on(tmp_path, 2, 3)
+    text = (tmp_path / "step-000000000002" / "manifest.json").read_text().split("\n", 1)[1]
+    rows = json.loads(text)
+    assert rows["ranks"] == 2 and rows["level"] == 3 and rows["checksum"] == "crc32"
+    assert "adamw" in rows["about"]["optimizer"] or "scale_by_adam" in rows["about"]["optimizer"]
+    assert rows["about"]["units"]

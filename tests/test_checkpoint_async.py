@@ -1,0 +1,211 @@
+"""Saving beside training: a snapshot, in order, and no failure lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+from functorch_zero import checkpoint
+from functorch_zero.checkpoint import CheckpointError, writer
+from functorch_zero.groups import ProcessGroup, launch, run_ranks
+from functorch_zero.groups.protocol import Group
+from functorch_zero.groups.solo import Solo
+from functorch_zero.shard import shard
+from functorch_zero.step import TrainState
+from tests.checkpoints import assert_same, load_on, make_step, on_ranks, trained
+from tests.models import ZOO, even, split
+
+
+class Gate:
+    """Holds every write until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        write = writer.write_all
+
+        def wait_and_write(*args: Any) -> None:
+            self.reached.set()
+            assert self.open.wait(20)
+            write(*args)
+
+        monkeypatch.setattr(writer, "write_all", wait_and_write)
+
+
+def solo_step(*, donate: bool) -> tuple[Any, TrainState]:
+    base, params, buffers = make_step()
+    step = shard(base, level=3, group=Solo(), donate=donate)
+    return step, trained(step, params, buffers, 1)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_training_goes_on_and_the_old_state_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, donate: bool
+) -> None:
+    """C7."""
+    gate = Gate(monkeypatch)
+    step, state = solo_step(donate=donate)
+    want = step.gather(state)
+    saving = checkpoint.async_save(tmp_path, step, state, user="mine")
+    assert gate.reached.wait(20)
+    for batch in ZOO["mlp"].batches(3, 12):
+        state, _ = step(state, batch)
+    assert not saving.done and checkpoint.latest(tmp_path) is None
+    with pytest.raises(TimeoutError):
+        saving.result(0.01)
+    gate.open.set()
+    assert saving.result(20) == tmp_path / "step-000000000001"
+    assert saving.done and saving.progress.written == saving.progress.total > 0
+    assert_same(want, load_on(tmp_path, 2, 3))
+
+
+def test_without_donation_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from functorch_zero.checkpoint.snapshot import Snapshot
+
+    copies = []
+    original = Snapshot.copied
+    monkeypatch.setattr(Snapshot, "copied", lambda self: copies.append(1) or original(self))
+    for donate in (False, True):
+        step, state = solo_step(donate=donate)
+        checkpoint.async_save(tmp_path / str(donate), step, state).result(20)
+    assert copies == [1]
+
+
+def test_a_state_changed_in_place_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    step, state = solo_step(donate=False)
+    saving = checkpoint.async_save(tmp_path, step, state)
+    assert gate.reached.wait(20)
+    with torch.no_grad():
+        optree.tree_leaves(state.params)[0].add_(1)
+    gate.open.set()
+    with pytest.raises(CheckpointError, match="was changed in place while it was being saved"):
+        saving.result(20)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write_all", full)
+
+
+@pytest.mark.parametrize("asked", ["result", "save", "async_save", "wait"])
+def test_a_failure_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    step, state = solo_step(donate=False)
+    with monkeypatch.context() as context:
+        failing(context)
+        saving = checkpoint.async_save(tmp_path, step, state)
+        saving._thread.join()
+    calls: dict[str, Any] = {
+        "result": lambda: saving.result(),
+        "save": lambda: checkpoint.save(tmp_path, step, state),
+        "async_save": lambda: checkpoint.async_save(tmp_path, step, state),
+        "wait": lambda: checkpoint.wait_for_saves(step),
+    }
+    with pytest.raises(CheckpointError, match="No space left"):
+        calls[asked]()
+    checkpoint.wait_for_saves(step)  # told once
+    checkpoint.async_save(tmp_path, step, state).result()
+    assert checkpoint.latest(tmp_path) == 1
+
+
+def test_two_saves_are_in_order(tmp_path: Path) -> None:
+    step, state = solo_step(donate=True)
+    first = checkpoint.async_save(tmp_path, step, state)
+    state, _ = step(state, ZOO["mlp"].batches(1, 12)[0])
+    second = checkpoint.async_save(tmp_path, step, state)
+    assert first.done
+    second.result(20)
+    checkpoint.wait_for_saves(step)
+    assert checkpoint.verify(tmp_path) == {1: [], 2: []}
+
+
+def test_ranks_that_are_threads_save_at_once(tmp_path: Path) -> None:
+    def run(step: Any, state: Any) -> None:
+        saving = checkpoint.async_save(tmp_path, step, state)
+        assert saving.done
+        saving.result()
+        again = checkpoint.async_save(tmp_path, step, state)
+        with pytest.raises(CheckpointError, match="exists"):
+            checkpoint.wait_for_saves(step)
+        assert again.done
+
+    on_ranks(3, 2, run)
+
+
+def test_a_mistake_is_told_to_all_ranks(tmp_path: Path) -> None:
+    base, params, buffers = make_step()
+
+    def run(group: Group) -> str:
+        step = shard(base, level=3, group=group)
+        state = step.init(params, buffers)
+        saving = checkpoint.async_save(tmp_path, step, state, user={1} if group.rank else None)
+        with pytest.raises(CheckpointError) as caught:
+            saving.result()
+        return str(caught.value)
+
+    texts = run_ranks(run, 2)
+    assert texts[0] == texts[1] and "rank 1: TypeError: user must" in texts[0]
+
+
+def test_collectives_of_training_meanwhile(tmp_path: Path) -> None:
+    """C7, over gloo: the save has a group of its own."""
+
+    def run() -> list[torch.Tensor]:
+        group = ProcessGroup(timeout=20)
+        base, params, buffers = make_step()
+        step = shard(base, level=3, group=group)
+        state = trained(step, params, buffers, 1)
+        saving = checkpoint.async_save(tmp_path, step, state)
+        want = step.gather(state)
+        for _ in range(30):
+            for batch in ZOO["mlp"].batches(1, 12):
+                state, _ = step(state, split(batch, even(12, 2))[group.rank])
+            if int(state.step) % 10 == 0:
+                checkpoint.async_save(tmp_path, step, state)
+        checkpoint.wait_for_saves(step)
+        assert saving.done
+        return [x.detach().clone() for x in optree.tree_leaves(want)]
+
+    want = launch(run, 2, start_method="fork", timeout=40)[0]
+    assert checkpoint.verify(tmp_path) == {1: [], 10: [], 20: [], 30: []}
+    got = optree.tree_leaves(load_on(tmp_path, 3, 1, count=1))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+SCRIPT = """
+import sys, time, torch
+from functorch_zero import checkpoint, optim
+from functorch_zero.checkpoint import writer
+from functorch_zero.step import train_step
+
+write = writer.write_all
+def slow(*args):
+    time.sleep(0.3)
+    if sys.argv[2] == "fail":
+        raise OSError(28, "No space left on device")
+    write(*args)
+writer.write_all = slow
+
+step = train_step(lambda p, b, x: p["w"].sum(), optim.sgd(0.1))
+checkpoint.async_save(sys.argv[1], step, step.init({"w": torch.ones(3, requires_grad=True)}))
+print("left")
+"""
+
+
+@pytest.mark.parametrize("how", ["well", "fail"])
+def test_leaving_the_program_waits(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "left\n", done.stderr
+    assert checkpoint.latest(tmp_path) == (0 if how == "well" else None)
+    assert ("an async_save failed: " in done.stderr and "No space left" in done.stderr) == (how == "fail")

@@ -1,0 +1,233 @@
+"""Out to the files everybody reads, and in from them; what is kept; the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from functorch_zero import checkpoint, optim
+from functorch_zero.__main__ import main
+from functorch_zero.checkpoint import CheckpointError, CorruptError, exporting
+from functorch_zero.errors import StructureError
+from functorch_zero.functional import functionalize
+from functorch_zero.groups import run_ranks
+from functorch_zero.groups.protocol import Group
+from functorch_zero.shard import shard
+from functorch_zero.step import TrainState, train_step
+from functorch_zero.tree import Params
+from tests.checkpoints import assert_same, leftovers, make_step, save_on
+from tests.models import GPT, ZOO, Block, ConvNet, cross_entropy
+
+
+def gpt() -> tuple[Any, Any, Any, Any]:
+    """(apply, step, params, buffers) of a model with a tied weight."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        apply, params, buffers = functionalize(GPT().double(), units=Block)
+    # schedule-free keeps copies of the params, which an import must make anew
+    step = train_step(lambda p, b, x: cross_entropy(apply(p, b, x["x"])[0], x["y"]), optim.schedule_free_adamw(0.01))
+    return apply, step, params, buffers
+
+
+def zeros(params: Params) -> Params:
+    return Params({k: torch.zeros_like(v).requires_grad_(v.requires_grad) for k, v in params.items()}, params.units)
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """As Hugging Face's loaders do."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(folder / "model.safetensors")
+    where = json.loads(index.read_text())["weight_map"]
+    found = {}
+    for file in sorted(set(where.values())):
+        with safe_open(folder / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            assert all(where[name] == file for name in opened.keys())  # noqa: SIM118
+    assert set(found) == set(where)
+    return found
+
+
+@pytest.mark.parametrize("limit", [5 * 10**9, 3000, 1])
+def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
+    """C8. Logical shapes, the model's names; the original module takes them; they load into pieces."""
+    apply, base, params, buffers = gpt()
+
+    def save(group: Group) -> TrainState:
+        step = shard(base, level=3, group=group)
+        state = step.init(params, buffers)
+        checkpoint.save(tmp_path / "root", step, state)
+        return step.gather(state)
+
+    want = run_ranks(save, 3)[0]
+    out = checkpoint.export(tmp_path / "root", tmp_path / "out", aliases=apply, max_file_bytes=limit)
+    assert not leftovers(tmp_path)
+    tensors = read_all(out)
+    model = GPT().double()
+    model.load_state_dict(tensors)
+    assert all(torch.equal(params[name], p) for name, p in model.named_parameters())
+
+    def load(group: Group) -> list[TrainState]:
+        step = shard(base, level=3, group=group)
+        states = []
+        for source in (out, model.state_dict()):
+            like = step.init(zeros(params), buffers)
+            states.append(step.gather(checkpoint.import_(source, step, like=like, aliases=apply)))
+        return states
+
+    for states in run_ranks(load, 2):
+        for state in states:
+            assert_same(want, state)
+    whole = checkpoint.import_(out, base, like=base.init(zeros(params), buffers), aliases=apply)
+    assert_same(want, whole)
+
+
+def test_buffers_and_averages(tmp_path: Path) -> None:
+    want = save_on(tmp_path / "root", 2, 3, name="convnet", optimizer=optim.chain(optim.sgd(0.1), optim.ema(0.9)))
+    ConvNet().double().load_state_dict(read_all(checkpoint.export(tmp_path / "root", tmp_path / "out")))
+    average = read_all(checkpoint.export(tmp_path / "root", tmp_path / "ema", trees=["opt_state.1.ema", "buffers"]))
+    ConvNet().double().load_state_dict(average)
+    assert set(average) == {*want.params, *want.buffers}
+
+
+def test_memory_is_that_of_a_leaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_on(tmp_path / "root", 2, 3)
+    alive, most = [0], [0]
+    read = exporting.read_leaf
+
+    def counted(*args: Any) -> torch.Tensor:
+        tensor = read(*args)
+        alive[0] += 1
+        most[0] = max(most[0], alive[0])
+        weakref.finalize(tensor, lambda: alive.__setitem__(0, alive[0] - 1))
+        return tensor
+
+    monkeypatch.setattr(exporting, "read_leaf", counted)
+    checkpoint.export(tmp_path / "root", tmp_path / "out")
+    assert most[0] == 1
+
+
+def test_exports_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint.export(tmp_path, tmp_path / "out")
+    save_on(tmp_path / "root", 2, 3)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists"):
+        checkpoint.export(tmp_path / "root", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no leaf under nothing"):
+        checkpoint.export(tmp_path / "root", tmp_path / "new", trees=["nothing"])
+    with pytest.raises(CheckpointError, match="the alias a stands for b, which is no leaf"):
+        checkpoint.export(tmp_path / "root", tmp_path / "new", aliases={"a": "b"})
+    file = tmp_path / "root" / "step-000000000002" / "rank-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CorruptError, match=file.name):
+        checkpoint.export(tmp_path / "root", tmp_path / "new")
+    assert not leftovers(tmp_path) and not (tmp_path / "new").exists()
+
+
+def import_into(source: Any, **options: Any) -> TrainState:
+    step, params, buffers = make_step()
+    return checkpoint.import_(source, step, like=step.init(params, buffers), **options)
+
+
+def test_weights_of_another_model(tmp_path: Path) -> None:
+    tensors = {k: v.detach().clone() for k, v in make_step()[1].items()}
+    bias = tensors.pop("norm.bias")
+    with pytest.raises(StructureError, match=r"it lacks norm\.bias"):
+        import_into(tensors)
+    import_into(tensors, allow_missing=True)
+    with pytest.raises(StructureError, match=r"it has more of 1 that `like` lacks"):
+        import_into({**tensors, "norm.bias": bias, "more": bias})
+    with pytest.raises(StructureError, match=r"norm\.bias has shape \(1, 5\), expected \(5,\)"):
+        import_into({**tensors, "norm.bias": bias[None]})
+    with pytest.raises(StructureError, match=r"norm\.bias is torch.float32, expected torch.float64"):
+        import_into({**tensors, "norm.bias": bias.float()})
+    import_into({**tensors, "norm.bias": bias.float()}, cast=True)
+    with pytest.raises(StructureError, match="holds tensors by name, got str"):
+        import_into({**tensors, "norm.bias": "x"})
+
+
+def test_files_of_others(tmp_path: Path) -> None:
+    """Written by the safetensors package; then damaged."""
+    tensors = {k: v.detach().contiguous() for k, v in make_step()[1].items()}
+    file = tmp_path / "model.safetensors"
+    save_file({k: v.float() for k, v in tensors.items()}, file)
+    for source in (file, str(file), tmp_path):
+        state = import_into(source, cast=True)
+        assert all(torch.equal(state.params[k], v.float().double()) for k, v in tensors.items())
+    data = file.read_bytes()
+    file.write_bytes(data[:-4])
+    with pytest.raises(CorruptError, match=r"model\.safetensors: 'norm.* does not fit"):
+        import_into(file, cast=True)
+    file.unlink()
+    with pytest.raises(CorruptError, match=r"model\.safetensors: No such file"):
+        import_into(tmp_path, cast=True)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "..", ""])
+def test_an_index_does_not_reach_outside(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
+    with pytest.raises(CorruptError, match="is not the name of a file beside it"):
+        import_into(tmp_path)
+
+
+def test_keep(tmp_path: Path) -> None:
+    step, params, buffers = make_step()
+    state = step.init(params, buffers)
+    for count in range(1, 9):
+        checkpoint.save(tmp_path, step, state._replace(step=torch.tensor(count)))
+    (tmp_path / "step-000000000007" / "manifest.json").unlink()
+    assert checkpoint.keep(tmp_path, last=2, every=4) == [1, 2, 3, 5]  # 7 is damaged: not counted, not deleted
+    assert list(checkpoint.verify(tmp_path)) == [4, 6, 7, 8]
+    assert checkpoint.keep(tmp_path, last=1) == [4, 6]
+    assert checkpoint.keep(tmp_path, last=1) == [] and not leftovers(tmp_path)
+    with pytest.raises(ValueError, match="at least 1"):
+        checkpoint.keep(tmp_path, last=0)
+
+
+def test_the_command_in_a_process(tmp_path: Path) -> None:
+    line = [sys.executable, "-W", "error", "-m", "functorch_zero", "checkpoint", "verify", str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (1, f"no checkpoint in {tmp_path}\n", "")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(*arguments: object) -> Any:
+        code = main(["checkpoint", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=captured.out, stderr=captured.err)
+
+    root = tmp_path / "root"
+    assert command("ls", root).stdout == f"no checkpoint in {root}\n"
+    save_on(root, 2, 3, steps=1)
+    save_on(root, 1, 0, steps=2)
+    listed = command("ls", root)
+    assert listed.returncode == 0 and listed.stdout.splitlines()[0].startswith("step 1  ")
+    assert "2 ranks  level 3" in listed.stdout and "1 rank  level 0" in listed.stdout
+    assert command("verify", root).stdout == "step 1  intact\nstep 2  intact\n"
+    wrote = command("export", root, tmp_path / "out", "--count", 1)
+    assert wrote.returncode == 0 and "model.safetensors" in wrote.stdout
+    again = command("export", root, tmp_path / "out")
+    assert again.returncode == 2 and "exists" in again.stderr and "Traceback" not in again.stderr
+    (root / "step-000000000001" / "rank-00002-of-00002.safetensors").unlink()
+    broken = command("verify", root)
+    assert broken.returncode == 1 and "rank-00002-of-00002.safetensors: No such file" in broken.stdout
+    assert "step 1  damaged" in command("ls", root).stdout
+
+
+def test_the_zoo_exports_what_its_modules_take(tmp_path: Path) -> None:
+    for name in ("mlp", "shared", "frozen", "unused", "scalars"):
+        save_on(tmp_path / name, 2, 3, name=name)
+        out = checkpoint.export(tmp_path / name, tmp_path / f"{name}-out")
+        ZOO[name].model().double().load_state_dict(read_all(out))

@@ -1,0 +1,352 @@
+"""Saves that are killed, disks that are full, files that are damaged: the old state or the new one, or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from functorch_zero import checkpoint
+from functorch_zero.checkpoint import CheckpointError, CorruptError
+from functorch_zero.checkpoint.folders import Temporary
+from functorch_zero.errors import GroupError
+from functorch_zero.groups import ProcessGroup, launch, run_ranks
+from functorch_zero.groups.protocol import Group
+from functorch_zero.shard import shard
+from functorch_zero.step import TrainState
+from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
+
+CALLS = ("mkdir", "open", "writev", "fsync", "rename")  # that change the disk
+CLEANING = ("unlink", "rmdir")
+RANKS = 2
+
+
+class Interposed:
+    """The calls to some functions of `os`, counted; at one of them, something happens instead."""
+
+    def __init__(self, at: int, happens: Callable[[], None], names: tuple[str, ...]) -> None:
+        self.calls: list[str] = []
+        self._at, self._happens, self._names = at, happens, names
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Interposed]:
+        originals = {name: getattr(os, name) for name in self._names}
+        for name, original in originals.items():
+            setattr(os, name, self._counting(name, original))
+        try:
+            yield self
+        finally:
+            for name, original in originals.items():
+                setattr(os, name, original)
+
+    def _counting(self, name: str, original: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if name == "open" and not (len(args) > 1 and args[1] & os.O_CREAT):
+                return original(*args, **options)
+            self.calls.append(name)
+            if len(self.calls) == self._at:
+                self._happens()
+            return original(*args, **options)
+
+        return call
+
+
+def save_step(root: Path, steps: int) -> TrainState:
+    return save_on(root, RANKS, 3, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainState, TrainState, list[str]]:
+    """A root with step 1, the states of steps 1 and 2, and the calls that saving step 2 makes."""
+    root = tmp_path_factory.mktemp("saved")
+    first = save_step(root / "one", 1)
+    with Interposed(-1, lambda: None, CALLS).installed() as record:
+        second = save_step(root / "two", 2)
+    return root / "one", first, second, record.calls
+
+
+def test_what_a_save_calls(saved: Any) -> None:
+    """So that the tests below cover every one: two files, the manifest, the folder, the root."""
+    assert saved[3].count("open") == RANKS + 1 and saved[3].count("fsync") == RANKS + 3
+    assert saved[3].count("writev") == RANKS + 1 and saved[3].count("rename") == 1
+
+
+def in_child(fn: Callable[[], None]) -> int:
+    """Run in a forked process; its exit status."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(20)
+            fn()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("at", range(1, 20))
+def test_killed_at_every_call(saved: Any, tmp_path: Path, at: int) -> None:
+    """C2. Both ranks, as threads, die before the call. What is left loads as step 1 or 2, and can be saved into."""
+    old, first, second, calls = saved
+    root = tmp_path / "root"
+    shutil.copytree(old, root)
+
+    def die() -> None:
+        os._exit(9)
+
+    def save() -> None:
+        with Interposed(at, die, CALLS).installed():
+            save_step(root, 2)
+
+    assert in_child(save) == (9 if at <= len(calls) else 0)
+    newest = checkpoint.latest(root)
+    renamed = at > calls.index("rename") + 1
+    assert newest == (2 if renamed else 1)
+    assert_same(load_on(root, 1, 3), second if renamed else first)
+    if not renamed:
+        save_step(root, 2)
+    save_step(root, 3)
+    assert not leftovers(root) and checkpoint.verify(root) == {1: [], 2: [], 3: []}
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_killed_while_cleaning_up(saved: Any, tmp_path: Path, at: int) -> None:
+    """The save that finds leftovers, or `keep`, is killed in its turn."""
+    root = tmp_path / "root"
+    shutil.copytree(saved[0], root)
+    garbage = root / ".tmp-step-000000000002-0123456789abcdef"
+    shutil.copytree(root / "step-000000000001", garbage)
+
+    def save() -> None:
+        with Interposed(at, lambda: os._exit(9), CLEANING).installed():
+            save_step(root, 2)
+            checkpoint.keep(root, last=1)
+
+    in_child(save)
+    assert checkpoint.latest(root) in (1, 2)
+    assert not any(checkpoint.verify(root).values())
+    save_step(root, 3)
+    assert not leftovers(root)
+
+
+def test_only_our_own_leftovers_are_deleted(tmp_path: Path) -> None:
+    for name in (".tmp-mine", ".tmp-step-1-abc", "step-1", "notes", ".tmp-step-000000000002-0123456789abcdeg"):
+        (tmp_path / name).mkdir()
+    save_step(tmp_path, 1)
+    assert len(list(tmp_path.iterdir())) == 6
+    assert checkpoint.latest(tmp_path) == 1
+
+
+@pytest.mark.parametrize("at", range(2, 15))  # the first makes the root, which is there
+def test_every_call_fails_once(saved: Any, tmp_path: Path, at: int) -> None:
+    """C3. The disk is full: the same error on every rank, nothing left over, and saving works again afterwards."""
+    old, first, second, calls = saved
+    if at > len(calls):
+        pytest.skip("a save has fewer calls")
+    root = tmp_path / "root"
+    shutil.copytree(old, root)
+    base, params, buffers = make_step()
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    def run(group: Group) -> str:
+        step = shard(base, level=3, group=group)
+        state = trained(step, params, buffers, 2)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.save(root, step, state)
+        return str(caught.value)
+
+    with Interposed(at, full, CALLS).installed():
+        texts = run_ranks(run, RANKS)
+    assert len(set(texts)) == 1 and "No space left on device" in texts[0] and "rank " in texts[0]
+    assert not leftovers(root)
+    assert_same(load_on(root, 1, 3, count=1), first)
+    if at <= calls.index("rename") + 1:
+        assert checkpoint.latest(root) == 1
+        save_step(root, 2)
+    assert_same(load_on(root, 1, 3), second)
+
+
+def test_a_limit_on_the_size_of_files(saved: Any, tmp_path: Path) -> None:
+    """C3, from the operating system."""
+    root = tmp_path / "root"
+    shutil.copytree(saved[0], root)
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(CheckpointError, match=r"ranks 0, 1: OSError: \[Errno 27\] File too large"):
+            save_step(root, 2)
+
+    assert in_child(limited) == 0
+    assert checkpoint.latest(root) == 1 and not leftovers(root)
+
+
+def test_a_step_is_never_overwritten(saved: Any, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(saved[0], root)
+    with pytest.raises(CheckpointError, match=r"rank 0: .*step-000000000001 exists, and is never overwritten"):
+        save_step(root, 1)
+    assert_same(load_on(root, 1, 3), saved[1])
+    assert not leftovers(root)
+
+
+def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"rank 0: (NotADirectory|FileExists)Error"):
+        save_step(tmp_path / "file", 1)
+    if os.geteuid():  # root may write anywhere
+        (tmp_path / "sealed").mkdir(mode=0o555)
+        with pytest.raises(CheckpointError, match="rank 0: PermissionError"):
+            save_step(tmp_path / "sealed", 1)
+
+
+def test_two_writers(saved: Any, tmp_path: Path) -> None:
+    busy = Temporary(tmp_path / "step-000000000007")
+    with pytest.raises(CheckpointError, match="another process is writing"):
+        save_step(tmp_path, 1)
+    assert busy.path.exists()
+    busy.discard()
+    save_step(tmp_path, 1)
+
+
+@pytest.mark.parametrize(("rank", "at"), [(1, 1), (1, 2), (1, 3), (0, 2), (0, 7)])
+def test_one_process_is_killed(tmp_path: Path, rank: int, at: int) -> None:
+    """C2, over gloo: the other rank gets an error, and does not wait."""
+    root = tmp_path / "root"
+
+    def run() -> None:
+        group = ProcessGroup(timeout=20)
+        base, params, buffers = make_step()
+        step = shard(base, level=3, group=group)
+        state = trained(step, params, buffers, 1)
+        checkpoint.save(root, step, state)
+        state = trained(step, params, buffers, 2)
+        if group.rank == rank:
+            with Interposed(at, lambda: os.kill(os.getpid(), signal.SIGKILL), CALLS).installed():
+                checkpoint.save(root, step, state)
+        else:
+            with pytest.raises(GroupError):
+                checkpoint.save(root, step, state)
+
+    with pytest.raises(GroupError, match=f"rank {rank} died"):
+        launch(run, 2, start_method="fork", timeout=40)
+    assert checkpoint.latest(root) == 1
+    load_on(root, 1, 3)
+    save_step(root, 2)
+    assert not leftovers(root)
+
+
+# C4: damage
+
+
+def damage(name: str) -> Callable[[Path, Path], str]:
+    """A way to damage a step's folder, given another step's; returns the name that the error must have."""
+    first, manifest = "rank-00001-of-00002.safetensors", "manifest.json"
+
+    def flip(file: Path, at: int) -> None:
+        data = bytearray(file.read_bytes())
+        data[at] ^= 4
+        file.write_bytes(data)
+
+    def swap(folder: Path) -> None:
+        one, two = sorted(folder.glob("*.safetensors"))
+        data = one.read_bytes()
+        one.write_bytes(two.read_bytes())
+        two.write_bytes(data)
+
+    actions: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
+        "flip the body": (first, lambda f, o: flip(f / first, -9)),
+        "flip the header": (first, lambda f, o: flip(f / first, 40)),
+        "flip the manifest": (manifest, lambda f, o: flip(f / manifest, 300)),
+        "flip its checksum": (manifest, lambda f, o: flip(f / manifest, 7)),
+        "cut the file": (first, lambda f, o: os.truncate(f / first, (f / first).stat().st_size - 1)),
+        "empty the file": (first, lambda f, o: os.truncate(f / first, 0)),
+        "lengthen the file": (first, lambda f, o: (f / first).write_bytes((f / first).read_bytes() + b"x")),
+        "cut the manifest": (manifest, lambda f, o: os.truncate(f / manifest, 500)),
+        "empty the manifest": (manifest, lambda f, o: os.truncate(f / manifest, 0)),
+        "lose the file": (first, lambda f, o: (f / first).unlink()),
+        "lose the manifest": (manifest, lambda f, o: (f / manifest).unlink()),
+        "swap the files": ("of-00002", lambda f, o: swap(f)),
+        "another step's file": (first, lambda f, o: shutil.copy(o / first, f / first)),
+        "another step's manifest": (manifest, lambda f, o: shutil.copy(o / manifest, f / manifest)),
+        "a link": (first, lambda f, o: ((f / first).unlink(), (f / first).symlink_to(o / first))),
+        "a pipe": (first, lambda f, o: ((f / first).unlink(), os.mkfifo(f / first))),
+        "a folder": (first, lambda f, o: ((f / first).unlink(), (f / first).mkdir())),
+    }
+    file, action = actions[name]
+
+    def apply(folder: Path, other: Path) -> str:
+        action(folder, other)
+        return file
+
+    apply.names = list(actions)  # type: ignore[attr-defined]
+    return apply
+
+
+DAMAGES: list[str] = damage("flip the body").names  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_an_error_that_names_the_file(saved: Any, tmp_path: Path, name: str) -> None:
+    """C4. And without a count, the step before is loaded, with a warning, when the damage shows without reading all."""
+    old = saved[0]
+    root = tmp_path / "root"
+    shutil.copytree(old, root)
+    shutil.copytree(old.parent / "two", root, dirs_exist_ok=True)
+    file = damage(name)(root / "step-000000000002", root / "step-000000000001")
+    assert file in str(checkpoint.verify(root)[2]) and checkpoint.verify(root)[1] == []
+
+    def load(step: Any, like: Any) -> str:
+        with pytest.raises(CorruptError) as caught:
+            checkpoint.load(root, step, like=like, count=2)
+        return str(caught.value)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", checkpoint.CheckpointWarning)
+        texts = on_ranks(3, 3, load, donate=False)
+    assert len(set(texts)) == 1 and file in texts[0]
+    if checkpoint_shows(root):
+        with pytest.warns(checkpoint.CheckpointWarning, match="step 2 is passed over"):
+            assert_same(load_on(root, 1, 3), saved[1])
+    else:
+        with pytest.raises(CorruptError, match="damaged"):
+            load_on(root, 1, 3)
+
+
+def checkpoint_shows(root: Path) -> bool:
+    """Whether `latest` passes over step 2."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", checkpoint.CheckpointWarning)
+        return checkpoint.latest(root) == 1
+
+
+def test_a_stale_file_is_reported_and_never_read(saved: Any, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(saved[0], root)
+    folder = root / "step-000000000001"
+    shutil.copy(folder / "rank-00001-of-00002.safetensors", folder / "rank-00001-of-00004.safetensors")
+    assert "rank-00001-of-00004.safetensors: does not belong" in checkpoint.verify(root)[1][0]
+    assert_same(load_on(root, 2, 3), saved[1])
+
+
+def test_there_is_nothing_to_load(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "none") is None
+    with pytest.raises(CheckpointError, match="there is no complete checkpoint; steps found: none"):
+        load_on(tmp_path / "none", 2, 3)
+    save_step(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="there is no checkpoint of step 7; steps found: 2"):
+        load_on(tmp_path, 2, 3, count=7)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has 2"):
+        checkpoint.verify(tmp_path, count=7)

@@ -1,0 +1,242 @@
+"""Manifests and headers from somebody who wants harm: an error, soon, in little memory, and nothing run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import re
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from functorch_zero import checkpoint
+from functorch_zero.checkpoint import CheckpointError, CorruptError
+from functorch_zero.checkpoint.catalogue import header_of
+from functorch_zero.checkpoint.container import parse_header
+from functorch_zero.checkpoint.manifest import NAME, encode_manifest, parse_manifest
+from functorch_zero.errors import StructureError
+from tests.checkpoints import make_step, save_on
+
+HOSTILE = [
+    None, True, -1, 0, 1, 2**31, 2**62, 2**63, 10**30, 1.5, 1e308, "", "../../etc/passwd", "/etc/passwd", "a\0b", "F32",
+    "crc32", [], {}, [[]], [-1], [2**62] * 64, [0] * 70, {"a": {}}, "x" * 1000, [1, 2, 3, 4], [0, 0, 1, 8], "00000000",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    save_on(root, 2, 3)
+    return root
+
+
+def rows_of(root: Path) -> Any:
+    return json.loads((root / "step-000000000002" / NAME).read_bytes().split(b"\n", 1)[1])
+
+
+def sealed(body: bytes) -> bytes:
+    """With a checksum that is right."""
+    return f"crc32 {zlib.crc32(body):08x}\n".encode() + body
+
+
+def places(node: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The ways to every node of nested data."""
+    found = [at]
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in items:
+        found += places(child, (*at, key))
+    return found
+
+
+def put(node: Any, at: tuple[Any, ...], value: Any) -> Any:
+    if not at:
+        return value
+    made = copy.copy(node)
+    made[at[0]] = put(node[at[0]], at[1:], value)
+    return made
+
+
+def load_hostile(root: Path, data: bytes) -> None:
+    """Load with this manifest: numbers, or an error of ours, soon."""
+    path = root / "step-000000000002" / NAME
+    good = path.read_bytes()
+    step, params, buffers = make_step()
+    like = step.init(params, buffers)
+    path.write_bytes(data)
+    start = time.process_time()
+    try:
+        checkpoint.load(root, step, like=like, count=2)
+    except (CheckpointError, StructureError):
+        pass
+    finally:
+        path.write_bytes(good)
+    assert time.process_time() - start < 1
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_value_in_any_place(saved: Path, data: st.DataObject) -> None:
+    rows = rows_of(saved)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.sampled_from(places(rows)))
+        rows = put(rows, at, data.draw(st.sampled_from(HOSTILE) | st.integers() | st.text(max_size=9)))
+    load_hostile(saved, sealed(json.dumps(rows).encode()))
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_numbers_that_are_nearly_right(saved: Path, data: st.DataObject) -> None:
+    """Pieces and sizes off by a little: overlaps, gaps, and reads past the end. What parses covers all exactly once."""
+    rows = rows_of(saved)
+    numbers = [
+        at for at in places(rows) if type(read(rows, at)) is int and at[0] in ("files", "leaves", "block", "ranks")
+    ]
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.sampled_from(numbers))
+        rows = put(rows, at, read(rows, at) + data.draw(st.sampled_from([-8, -1, 1, 8, 64, 4096])))
+    try:
+        manifest = parse_manifest(sealed(json.dumps(rows).encode()), "it")
+    except CorruptError:
+        return
+    for leaf in range(len(manifest.leaves)):
+        covered = sorted((p.start, p.start + p.numel) for f in manifest.files for p in f.pieces if p.leaf == leaf)
+        ends = [0, *(stop for _, stop in covered)]
+        assert [start for start, _ in covered] == ends[:-1] and ends[-1] == manifest.leaves[leaf].numel
+
+
+def read(node: Any, at: tuple[Any, ...]) -> Any:
+    for key in at:
+        node = node[key]
+    return node
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=300), st.booleans())
+def test_any_bytes(saved: Path, junk: bytes, seal: bool) -> None:
+    with pytest.raises(CorruptError):
+        parse_manifest(sealed(junk) if seal else junk, "it")
+    with pytest.raises(CorruptError):
+        parse_header(junk + b"!", 10**6, "it")
+
+
+def test_what_is_encoded_is_parsed(saved: Path) -> None:
+    data = (saved / "step-000000000002" / NAME).read_bytes()
+    manifest = parse_manifest(data, "it")
+    assert encode_manifest(manifest) == data
+
+
+BODIES = {
+    "duplicate keys": b'{"format": "functorch_zero checkpoint", "format": "functorch_zero checkpoint"}',
+    "NaN": b'{"format": NaN}',
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "long number": b'{"step": ' + b"9" * 5000 + b"}",
+    "pickle": pickle.dumps({"a": 1}),
+    "not text": b"\xff\xfe\x00",
+    "other format": b'{"format": "other"}',
+    "a list": b"[]",
+}
+
+
+@pytest.mark.parametrize("name", [*BODIES])
+def test_json_that_is_refused(saved: Path, name: str) -> None:
+    with pytest.raises(CorruptError, match="it: "):
+        parse_manifest(sealed(BODIES[name]), "it")
+    load_hostile(saved, sealed(BODIES[name]))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "text"),
+    [
+        (("files", 0, 0), "../rank-00001-of-00002.safetensors", "expected the file rank-00001-of-00002"),
+        (("files", 0, 0), "/etc/passwd", "expected the file"),
+        (("version",), 2, "of version 2"),
+        (("extra",), 1, "keys"),
+        (("ranks",), 10**9, "number of ranks"),
+        (("leaves", 0, 2), [2**40, 2**40], "is not a shape"),
+        (("leaves", 0, 1), "F99", "unknown dtype"),
+        (("files", 0, 3, 0, 3), 10**12, "ends at byte"),
+        (("files", 0, 3, 0, 0), 10**6, "which there isn't"),
+        (("block",), 2**40, "size for a block"),
+        (("checksum",), "md5", "unknown checksum"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(saved: Path, at: Any, value: Any, text: str) -> None:
+    rows = rows_of(saved)
+    rows = {**rows, "extra": value} if at == ("extra",) else put(rows, at, value)
+    with pytest.raises(CorruptError, match=text):
+        parse_manifest(sealed(json.dumps(rows).encode()), "it")
+
+
+def test_pieces_that_overlap_or_leave_gaps(saved: Path) -> None:
+    rows = rows_of(saved)
+    piece = next(p for p in rows["files"][0][3] if p[2] > 1)
+    less = copy.deepcopy(rows)
+    next(p for p in less["files"][0][3] if p[2] > 1)[2] -= 1
+    with pytest.raises(CorruptError, match=r"is there not at all|its pieces hold"):
+        parse_manifest(sealed(json.dumps(less).encode()), "it")
+    twice = copy.deepcopy(rows)
+    last = twice["files"][1][3]
+    last[-1] = [piece[0], piece[1], 1, last[-1][3]]
+    with pytest.raises(CorruptError, match=r"is there twice"):
+        parse_manifest(sealed(json.dumps(twice).encode()), "it")
+
+
+def test_a_huge_manifest_is_not_read(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-000000000001"
+    folder.mkdir()
+    with open(folder / NAME, "wb") as file:
+        file.truncate(10**11)  # takes no room
+    start = time.process_time()
+    assert "more than the" in checkpoint.verify(tmp_path)[1][0]
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize("length", [0, 1, 10**8, 2**63, 2**64 - 1])
+def test_headers_of_any_length(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CorruptError):
+        header_of(path)
+
+
+def test_a_header_over_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"")
+    with pytest.raises(CorruptError):
+        header_of(path)
+    path.write_bytes((10**8).to_bytes(8, "little"))
+    os.truncate(path, 2 * 10**8)
+    with pytest.raises(CorruptError, match="says that its header"):
+        header_of(path)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("bomb",))
+
+
+def test_nothing_is_unpickled(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that torch.load would run are damage like any other, and `pickle` isn't called between ranks."""
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "root"
+    save_on(root, 1, 0)
+    folder = root / "step-000000000002"
+    torch.save({"a": Bomb()}, folder / NAME)
+    assert checkpoint.verify(root)[2]
+    save_on(root, 1, 0, steps=3)
+    size = (root / "step-000000000003" / "rank-00001-of-00001.safetensors").stat().st_size
+    (root / "step-000000000003" / "rank-00001-of-00001.safetensors").write_bytes(pickle.dumps(Bomb()).ljust(size))
+    step, params, buffers = make_step()
+    with pytest.raises(CorruptError):
+        checkpoint.load(root, step, like=step.init(params, buffers), count=3)
+    assert not (tmp_path / "bomb").exists()
+    sources = Path(checkpoint.__file__).parent.glob("*.py")
+    assert not [path.name for path in sources if re.search(r"\bpickle\b|torch\.load\(|torch\.save\(", path.read_text())]
