@@ -1,0 +1,112 @@
+"""`python -m functorch_zero plan --layers 32 --width 4096 --vocab 32000 --ranks 64 --memory 80 --bandwidth 50`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .. import optim
+from ..levels import LEVELS
+from .api import plan
+from .gpt import Shape, read_config
+from .paper import zero_bytes
+from .picture import draw_levels
+from .report import Plan
+from .table import align, bytes_text
+
+_GB = 1e9
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `plan`."""
+    parser = commands.add_parser(
+        "plan",
+        help="which levels fit a device's memory, and what a step sends",
+        description="What each level holds on a rank and sends in a step, and the smallest level that fits. No model "
+        "is made and no rank started. Activations are not in it: give them with --activations, or measure them with "
+        "functorch_zero.plan and a batch.",
+    )
+    parser.set_defaults(run=run)
+    model = parser.add_argument_group("the model, a decoder without biases, by its counts or by a file")
+    for name, text in (("layers", "blocks"), ("width", "of the residual stream"), ("vocab", "tokens")):
+        model.add_argument(f"--{name}", type=int, help=text)
+    model.add_argument("--hidden", type=int, default=0, help="width of the feed-forward; by default 4 * width")
+    model.add_argument("--heads", type=int, default=1)
+    model.add_argument("--kv-heads", type=int, default=0, help="by default as many as heads")
+    model.add_argument("--gated", action="store_true", help="the feed-forward has three matrices")
+    model.add_argument("--tied", action="store_true", help="the head is the embedding")
+    model.add_argument("--config", type=Path, help="a Hugging Face config.json instead")
+    run_ = parser.add_argument_group("the run")
+    run_.add_argument("--optimizer", default="adamw", help="a function of functorch_zero.optim (default: adamw)")
+    run_.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"], help="of the params")
+    run_.add_argument("--ranks", type=int, required=True)
+    run_.add_argument("--memory", type=float, help="a device's, in GB (10**9 bytes)")
+    run_.add_argument("--bandwidth", type=float, help="of a rank's link, in GB a second, one way")
+    run_.add_argument("--activations", type=float, default=0.0, help="a rank's, in GB")
+    run_.add_argument("--json", type=Path, help="write the plans there")
+    run_.add_argument("--picture", type=Path, help="draw the peaks there (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plans of all levels. Exit code 1 when none fits."""
+    params = _shape(args).params(getattr(torch, args.dtype))
+    optimizer = _optimizer(args.optimizer)
+    plans = [plan(params, optimizer, level=level.number, ranks=args.ranks) for level in LEVELS]
+    peaks = [p.peak.total + args.activations * _GB for p in plans]
+    print(f"{plans[0].num_params:,} params in {args.dtype}, {args.optimizer}, {args.ranks} ranks; of rank 0:\n")
+    print(table(plans, peaks, args.memory, args.bandwidth))
+    paper = [zero_bytes(plans[0].num_params, args.ranks, level=level.number) for level in LEVELS]
+    print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes a parameter: " + ", ".join(map(bytes_text, paper)))
+    if args.json:
+        args.json.write_text("[" + ",\n".join(p.to_json() for p in plans) + "]\n")
+    if args.picture:
+        tops = {f"level {p.level}": p.peak for p in plans}
+        draw_levels(tops, str(args.picture), title=f"{args.ranks} ranks, without activations")
+    return 0 if args.memory is None else _verdict(plans, peaks, args.memory)
+
+
+def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, bandwidth: float | None) -> str:
+    """One row a level."""
+    rows = [["level", "params", "gradients", "state", "gathered", "peak", "sent a step"]]
+    rows[0] += ["at least"] if bandwidth else []
+    rows[0] += [f"fits {memory:g} GB"] if memory else []
+    for made, peak, level in zip(plans, peaks, LEVELS, strict=True):
+        held = (made.params, made.gradients, made.state, made.gathered, peak, made.sent_bytes)
+        row = [f"{level.number} {level.name}", *map(bytes_text, held)]
+        row += [f"{made.seconds(bandwidth * _GB):.3g} s"] if bandwidth else []
+        row += ["yes" if peak <= memory * _GB else "no"] if memory else []
+        rows.append(row)
+    return align(rows)
+
+
+def _verdict(plans: Sequence[Plan], peaks: Sequence[float], memory: float) -> int:
+    fitting = [made.level for made, peak in zip(plans, peaks, strict=True) if peak <= memory * _GB]
+    if fitting:
+        print(f"\nThe smallest level that fits: {fitting[0]}")
+        return 0
+    print(f"\nNo level fits: the least is {bytes_text(min(peaks))}. Remedy: more ranks, or smaller units")
+    return 1
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    if args.config:
+        return read_config(args.config)
+    if None in (args.layers, args.width, args.vocab):
+        raise ValueError("the model's size is missing: pass --layers, --width and --vocab, or --config")
+    names = ("layers", "width", "vocab", "hidden", "heads", "kv_heads", "gated", "tied")
+    return Shape(**{name: getattr(args, name) for name in names})
+
+
+def _optimizer(name: str) -> optim.Transform:
+    """An optimizer by its name, with a learning rate that does not matter here."""
+    make = getattr(optim, name, None)
+    try:
+        made = make(1e-3) if callable(make) else None
+    except TypeError:
+        made = None
+    if not isinstance(made, optim.Transform):
+        raise ValueError(f"--optimizer {name!r} is not a function of functorch_zero.optim that takes a learning rate")
+    return made

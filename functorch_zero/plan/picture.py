@@ -1,0 +1,47 @@
+"""Pictures of plans. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from .records import KINDS, Sample
+
+
+def draw(samples: Sequence[Sample], path: str, *, title: str) -> None:
+    """A step's memory over its moments, stacked by kind."""
+    figure, axes = _figure()
+    stacks = [[getattr(s, field) / 1e6 for s in samples] for field in Sample._fields[1:]]
+    axes.stackplot(range(len(samples)), stacks, labels=KINDS, step="mid")
+    shown = range(0, len(samples), max(1, len(samples) // 24))
+    axes.set_xticks(list(shown), [samples[i].moment for i in shown], rotation=90, fontsize=6)
+    axes.set_ylabel("MB of a rank")
+    _finish(figure, axes, path, title)
+
+
+def draw_levels(plans: Mapping[str, Sample], path: str, *, title: str) -> None:
+    """The peaks of several plans side by side, by label ("level 3, 64 ranks", say), stacked by kind."""
+    figure, axes = _figure()
+    bottom = [0.0] * len(plans)
+    for field, kind in zip(Sample._fields[1:], KINDS, strict=True):
+        heights = [getattr(peak, field) / 1e9 for peak in plans.values()]
+        axes.bar(list(plans), heights, bottom=bottom, label=kind)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    axes.tick_params(axis="x", rotation=90)
+    axes.set_ylabel("GB of a rank")
+    _finish(figure, axes, path, title)
+
+
+def _figure() -> tuple[Any, Any]:
+    try:
+        figure = import_module("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib. Remedy: pip install 'functorch-zero[plot]'") from error
+    return figure, figure.add_subplot()
+
+
+def _finish(figure: Any, axes: Any, path: str, title: str) -> None:
+    axes.set_title(title)
+    axes.legend(loc="upper left", fontsize=8)
+    figure.savefig(path)
