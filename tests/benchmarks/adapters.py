@@ -1,0 +1,90 @@
+"""This library's rows for a side-by-side harness: one class a level, as its adapters are written.
+
+An adapter is built inside an initialised default process group, once per process, and does nothing that a user of
+the library would not do: `functionalize`, `train_step`, `shard`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import optree
+from torch import Tensor, nn
+
+import functorch_zero as fz
+from functorch_zero import optim
+
+
+def adamw(lr: float) -> optim.Transform:
+    """What the harness asks of everyone."""
+    return optim.adamw(lr, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the distinct storages behind a tree's tensors."""
+    storages = (t.untyped_storage() for t in optree.tree_leaves(tree) if isinstance(t, Tensor) and t.dim() > 0)
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+class Adapter:
+    """A decoder language model, whose `forward(tokens, targets)` is the loss, under `shard`."""
+
+    level = 3
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, model_fn: Callable[[], nn.Module], lr: float, world: int, impl: str):
+        model = model_fn()
+        apply, params, buffers = fz.functionalize(model, units="blocks.*")
+
+        def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+            loss: Tensor = apply(params, buffers, *batch)[0]
+            return loss
+
+        step = fz.train_step(loss_fn, adamw(lr))
+        self.run = fz.shard(step, level=self.level, **self.options)
+        self.state = self.run.init(params, buffers, seed=None)
+        del model, params, buffers
+        gc.collect()
+
+    def step(self, batch: Any) -> Tensor:
+        self.state, metrics = self.run(self.state, batch)
+        return metrics["loss"]
+
+    def full_params(self) -> dict[str, Tensor]:
+        whole = self.run.gather(self.state)
+        return {k: v.detach() for k, v in fz.named_leaves(whole.params).items()}
+
+    def memory(self) -> dict[str, int]:
+        return {"params": nbytes(self.state.params), "optim": nbytes(self.state.opt_state)}
+
+
+class Level0(Adapter):
+    level = 0
+
+
+class Level1(Adapter):
+    level = 1
+
+
+class Level2(Adapter):
+    level = 2
+
+
+class Level3(Adapter):
+    level = 3
+
+
+class Level3Keep(Adapter):
+    level = 3
+    options: ClassVar[dict[str, Any]] = {"reshard_after_forward": False}
+
+
+ADAPTERS = {
+    "fz_level0": Level0,
+    "fz_level1": Level1,
+    "fz_level2": Level2,
+    "fz_level3": Level3,
+    "fz_level3_keep": Level3Keep,
+}

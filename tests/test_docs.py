@@ -1,0 +1,148 @@
+"""The README and docs say what is true: their blocks run, every public name is in them, the commands are CI's."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SKIP = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
+PACKAGES = ["functorch_zero", "functorch_zero.optim", "functorch_zero.testing"]
+TIMEOUT = 100  # seconds a page
+
+
+def blocks(text: str) -> tuple[str, list[tuple[int, str]]]:
+    """A page's Python, on the lines it has in the page; and its skipped blocks, as (line, reason).
+
+    A fenced block is Python when its fence says ```python. The line before it may say <!-- not run: reason -->.
+    """
+    code, skipped, fence, reason = [], [], None, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        kept = ""
+        if fence is None and line.startswith("```"):
+            fence = line.removeprefix("```").strip()
+            if fence == "python" and reason:
+                skipped.append((number, reason))
+                fence = "skipped"
+        elif line.startswith("```"):
+            fence = None
+        elif fence == "python":
+            kept = line
+        match = SKIP.fullmatch(line.strip())
+        reason = match["reason"] if match else reason if not line.strip() else ""
+        code.append(kept)
+    assert fence is None, "a fenced block is not closed"
+    return "\n".join(code) + "\n", skipped
+
+
+def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run all blocks of a page as one script, warnings as errors. A traceback's line numbers are the page's."""
+    code, _ = blocks(page.read_text())
+    script = folder / f"{page.stem}.py"
+    script.write_text(code)
+    command = [sys.executable, "-W", "error", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())[0].strip()], ids=lambda p: p.stem)
+def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    result = run_page(page, tmp_path)
+    assert result.returncode == 0, f"{page.name}\n{result.stdout}\n{result.stderr}"
+
+
+def test_a_wrong_block_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    result = run_page(page, tmp_path)
+    assert result.returncode != 0
+    assert "line 8" in result.stderr
+
+
+def test_a_block_is_skipped_only_with_a_reason() -> None:
+    code, skipped = blocks("<!-- not run: needs two hosts -->\n```python\nx = 1\n```\n")
+    assert not code.strip()
+    assert skipped == [(2, "needs two hosts")]
+    assert blocks("<!-- not run: -->\n```python\nx = 1\n```\n")[0].strip() == "x = 1"
+
+
+def docs_text() -> str:
+    return "\n".join(page.read_text() for page in PAGES if page.parent.name == "docs")
+
+
+def documented() -> list[str]:
+    """What docs/api.md lists: dotted names."""
+    return re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+
+
+def test_every_public_name_is_on_the_api_page_once() -> None:
+    """Under the package it is public in; where a module has the same name, under the module that defines it."""
+    expected = []
+    for package in map(importlib.import_module, PACKAGES):
+        for name in package.__all__:
+            thing = getattr(package, name)
+            if isinstance(thing, ModuleType):
+                expected += [] if thing.__name__ in PACKAGES else own_names(thing)
+            else:
+                hidden = (Path(package.__file__).parent / f"{name}.py").exists()
+                expected.append(f"{thing.__module__ if hidden else package.__name__}.{name}")
+    found = documented()
+    missing = sorted(set(expected) - set(found))
+    assert not missing, f"docs/api.md lacks {missing}"
+    assert len(found) == len(set(found)), "a name is on docs/api.md twice"
+
+
+def test_every_name_on_the_api_page_exists() -> None:
+    for name in documented():
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def own_names(module: ModuleType) -> list[str]:
+    """What a module without `__all__` defines publicly: dotted names."""
+    public = {name: thing for name, thing in vars(module).items() if not name.startswith("_")}
+    return [f"{module.__name__}.{n}" for n, t in public.items() if getattr(t, "__module__", "") == module.__name__]
+
+
+@pytest.mark.parametrize("module", PACKAGES)
+def test_every_public_name_has_a_docstring(module: str) -> None:
+    package = importlib.import_module(module)
+    things = {name: getattr(package, name) for name in package.__all__}
+    bare = [name for name, t in things.items() if inspect.isroutine(t) or inspect.isclass(t) if not inspect.getdoc(t)]
+    assert not bare
+
+
+def test_links_between_pages_exist() -> None:
+    broken = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if not (page.parent / target).exists():
+                broken.append(f"{page.name}: {target}")
+    assert not broken
+
+
+def test_the_readme_gives_the_command_that_ci_runs() -> None:
+    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert "pytest" in command
+    assert command in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    missing = [p.name for p in PAGES[1:] if f": {p.relative_to(ROOT / 'docs').as_posix()}\n" not in navigation]
+    assert not missing, f"mkdocs.yml lacks {missing}"
+
+
+def test_the_pages_name_every_example() -> None:
+    text = docs_text() + (ROOT / "README.md").read_text()
+    missing = [path.name for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in text]
+    assert not missing

@@ -1,0 +1,88 @@
+"""Every example runs at a small size, as a user would start it, with warnings as errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+TIMEOUT = 100  # seconds a run
+
+SMALL_LM = ["--size", "tiny", "--steps", "6"]
+
+
+def run(*command: str) -> str:
+    """The standard output of an example."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT, env=environment, stdin=subprocess.DEVNULL
+    )
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def run_example(name: str, *options: str) -> str:
+    return run(sys.executable, "-W", "error", str(EXAMPLES / name), *options)
+
+
+def held_out_losses(out: str) -> tuple[float, float]:
+    """What train_lm.py prints as `held-out loss 5.55 -> 3.10`."""
+    (line,) = [line for line in out.splitlines() if line.startswith("held-out loss")]
+    before, after = line.removeprefix("held-out loss").split("->")
+    return float(before), float(after)
+
+
+@pytest.mark.parametrize(("level", "optimizer"), [("0", "sgd"), ("1", "lamb"), ("2", "adafactor"), ("3", "muon")])
+def test_train_lm(level: str, optimizer: str) -> None:
+    out = run_example("train_lm.py", "--level", level, "--optimizer", optimizer, *SMALL_LM)
+    before, after = held_out_losses(out)
+    assert after < before - 0.1
+    assert "rank 1 holds" in out
+
+
+def test_train_lm_prints_the_same_losses_on_1_and_3_ranks() -> None:
+    """The batch is the step's, not the rank's: the number of ranks changes nothing but rounding."""
+    one, three = (held_out_losses(run_example("train_lm.py", "--ranks", n, *SMALL_LM)) for n in ("1", "3"))
+    assert one == pytest.approx(three, abs=2e-3)
+
+
+def test_train_lm_under_torchrun() -> None:
+    script = str(EXAMPLES / "train_lm.py")
+    out = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, *SMALL_LM)
+    before, after = held_out_losses(out)
+    assert after < before - 0.1
+
+
+def test_digits() -> None:
+    rows = [line.split() for line in run_example("digits.py", "--steps", "30").splitlines() if line.startswith("level")]
+    assert [row[1] for row in rows] == ["0", "1", "2", "3"]
+    assert all(float(row[2].removesuffix("%")) > 85 for row in rows)
+    assert all(float(row[-1]) < 1e-3 for row in rows)  # the parameters' distance from level 0's
+    held = [sum(map(float, row[3:6])) for row in rows]
+    assert held == sorted(held, reverse=True) and held[3] < 0.6 * held[0]
+
+
+def test_custom_transform() -> None:
+    assert "equal" in run_example("custom_transform.py")
+
+
+def test_property_test() -> None:
+    assert "equal" in run_example("property_test.py", "--examples", "3")
+
+
+def test_pinn() -> None:
+    run_example("pinn.py", "--steps", "20")
+
+
+def test_every_example_is_run() -> None:
+    source = Path(__file__).read_text()
+    missing = [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source]
+    assert not missing
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text()
+        assert text.startswith('"""') and "argparse" in text and '__name__ == "__main__"' in text, path.name
