@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from .errors import StructureError, explain
 from .handle import Entrance, Handle
+from .remat import recomputed
 from .tree import Params, UnitSpec
-from .units import Units, find_units
+from .units import Units, choose_modules, find_units
 
 MAX_SKELETONS = 16
 
@@ -40,6 +41,15 @@ class Slot(NamedTuple):
     module: str  # its path
     attribute: str
     leaf: str  # the leaf's path
+
+
+class Anatomy(NamedTuple):
+    """Where things are in a model: all that `apply` must know beside the module itself."""
+
+    units: tuple[UnitSpec, ...]
+    slots: list[Slot]  # of params
+    buffer_slots: list[Slot]
+    remat: frozenset[str] = frozenset()  # paths of the modules that are computed again in backward
 
 
 _Place = tuple[dict[str, Any], str, str]  # a module's own dict of tensors, the name there, the leaf's path
@@ -53,15 +63,16 @@ class Apply:
     mode.
     """
 
-    def __init__(self, model: nn.Module, units: tuple[UnitSpec, ...], slots: list[Slot], buffer_slots: list[Slot]):
-        self.units, self.slots, self.buffer_slots = units, slots, buffer_slots
+    def __init__(self, model: nn.Module, anatomy: Anatomy):
+        self._anatomy = anatomy
+        self.units, self.slots, self.buffer_slots = anatomy.units, anatomy.slots, anatomy.buffer_slots
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._prototype = model
         self._skeletons: list[_Skeleton] = []
 
     def train(self, mode: bool = True) -> Apply:
         """The same function with every module in training mode."""
-        return Apply(_copy(self._prototype, {}).train(mode), self.units, self.slots, self.buffer_slots)
+        return Apply(_copy(self._prototype, {}).train(mode), self._anatomy)
 
     def eval(self) -> Apply:
         """The same function with every module in evaluation mode."""
@@ -77,7 +88,7 @@ class Apply:
             output = skeleton.root(*args, **kwargs)
             return output, skeleton.new_buffers(buffers, taken)
         finally:
-            skeleton.release()
+            skeleton.release(buffers)
             self._skeletons.append(skeleton)
 
     def _check(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
@@ -109,25 +120,29 @@ class Apply:
             if skeleton.is_free():
                 return self._skeletons.pop(i)
         del self._skeletons[: -MAX_SKELETONS or None]  # captured ones live as long as what captured them
-        return _Skeleton(_copy(self._prototype, {}), self.units, self.slots, self.buffer_slots).settle()
+        return _Skeleton(_copy(self._prototype, {}), self._anatomy).settle()
 
 
 class _Skeleton:
     """A copy of the model whose places can be filled; see Note [captured skeletons]."""
 
-    def __init__(self, root: nn.Module, units: tuple[UnitSpec, ...], slots: list[Slot], buffer_slots: list[Slot]):
+    def __init__(self, root: nn.Module, anatomy: Anatomy):
         self.root = root
-        places = {slot.module: root.get_submodule(slot.module) for slot in (*slots, *buffer_slots)}
-        self._slots: list[_Place] = [(places[s.module]._parameters, s.attribute, s.leaf) for s in slots]
-        self._buffer_slots: list[_Place] = [(places[s.module]._buffers, s.attribute, s.leaf) for s in buffer_slots]
+        at = root.get_submodule
+        self._slots: list[_Place] = [(at(s.module)._parameters, s.attribute, s.leaf) for s in anatomy.slots]
+        self._buffer_slots: list[_Place] = [(at(s.module)._buffers, s.attribute, s.leaf) for s in anatomy.buffer_slots]
         self._empty = [(attributes, name, attributes[name]) for attributes, name, _ in self._slots + self._buffer_slots]
         self._params: Mapping[str, Any] = {}
         self._lazy = False
-        for unit in units:
+        for unit in anatomy.units:
             inside = [(d, a, leaf) for d, a, leaf in self._slots if leaf in set(unit.leaves)]
             for path in unit.modules:
                 module = root.get_submodule(path)
                 module.forward = self._entering(unit, path, inside, module.forward)
+                if path in anatomy.remat:
+                    within = {id(m._buffers) for m in module.modules()}
+                    places = [place for place in self._buffer_slots if id(place[0]) in within]
+                    module.forward = recomputed(module.forward, places)
         self._held = [*root.modules(), *_functions(root)]
         self._refs: list[int] = []
 
@@ -149,17 +164,26 @@ class _Skeleton:
         self._lazy = any(type(leaf) is Handle for leaf in params.values())
         for attributes, name, leaf in self._slots:
             attributes[name] = params[leaf]
-        taken = {path: (copied := buffer.clone(), _version(copied)) for path, buffer in buffers.items()}
-        for attributes, name, leaf in self._buffer_slots:
-            attributes[name] = taken[leaf][0]
-        return taken
+        return {path: (copied, _version(copied)) for path, copied in self._put_copies(buffers).items()}
 
-    def release(self) -> None:
-        """Let go of the values, unless something still refers to a module and may yet run it."""
+    def release(self, buffers: Mapping[str, Tensor]) -> None:
+        """Let go of the values, unless something still refers to a module and may yet run it.
+
+        Then it finds the params there, and copies of the buffers that the call was given: what it makes of them is
+        nobody's.
+        """
         if self.is_free():
             self._params = {}
             for attributes, name, placeholder in self._empty:
                 attributes[name] = placeholder
+        else:
+            self._put_copies(buffers)
+
+    def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        copies = {path: buffer.clone() for path, buffer in buffers.items()}
+        for attributes, name, leaf in self._buffer_slots:
+            attributes[name] = copies[leaf]
+        return copies
 
     def new_buffers(self, old: Mapping[str, Tensor], taken: dict[str, tuple[Tensor, int | None]]) -> dict[str, Tensor]:
         """The buffers after the call: the old tensors where nothing changed."""
@@ -222,13 +246,18 @@ def _transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def functionalize(model: nn.Module, units: Units = None) -> tuple[Apply, Params, dict[str, Tensor]]:
+def functionalize(
+    model: nn.Module, units: Units = None, *, remat: Units | bool = False
+) -> tuple[Apply, Params, dict[str, Tensor]]:
     """Make a module into `(apply, params, buffers)`. The module is not changed, now or later.
 
     Args:
         model: any nn.Module, on any device, the meta device included. Its modules keep their training modes.
         units: what is gathered and freed together when sharded: a module class, a predicate `(path, module) -> bool`,
             a pattern of module paths such as "layers.*", or several of these. None: each child of the model.
+        remat: the units whose activations are computed again in backward instead of being kept, chosen as `units` are
+            among the units' modules. True: all that have no other unit inside. The numbers stay the same, dropout's
+            too; at level 3 the second run's gather takes the place of backward's.
 
     Returns:
         apply: the pure function, see `Apply`.
@@ -254,7 +283,8 @@ def functionalize(model: nn.Module, units: Units = None) -> tuple[Apply, Params,
     found = find_units(model, units, slots)
     params = Params({n: p.detach().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}, found)
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
-    return Apply(_without_values(model), found, slots, buffer_slots), params, buffers
+    chosen = choose_modules(model, remat, found, what="remat")
+    return Apply(_without_values(model), Anatomy(found, slots, buffer_slots, chosen)), params, buffers
 
 
 def _without_values(model: nn.Module) -> nn.Module:
@@ -288,6 +318,7 @@ def _functions(model: nn.Module) -> list[Any]:
         if isinstance(value, FunctionType | MethodType) and id(value) not in found:
             found[id(value)] = value
             waiting += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
+            waiting += [*(value.__defaults__ or ()), *(getattr(value, "__kwdefaults__", None) or {}).values()]
     return list(found.values())
 
 
@@ -299,15 +330,19 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """What a function is closed over: a copied module for a module, a function about the copy for a function."""
+    """What a function is closed over, or has as a default: a copied module for a module, a function about the copy for
+    a function."""
     if isinstance(value, MethodType) and id(value.__self__) in memo:
         return MethodType(value.__func__, memo[id(value.__self__)])
-    if isinstance(value, FunctionType) and value.__closure__ and id(value) not in memo:
+    if isinstance(value, FunctionType) and id(value) not in memo:
         memo[id(value)] = value  # a function may be closed over itself
-        cells = tuple(_copied_cell(cell, memo) for cell in value.__closure__)
-        if any(new is not old for new, old in zip(cells, value.__closure__, strict=True)):
-            new = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-            new.__kwdefaults__ = value.__kwdefaults__
+        cells = tuple(_copied_cell(cell, memo) for cell in value.__closure__ or ())
+        defaults = tuple(_about_copy(default, memo) for default in value.__defaults__ or ())
+        named = {name: _about_copy(default, memo) for name, default in (value.__kwdefaults__ or {}).items()}
+        held = [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if any(new is not old for new, old in zip([*cells, *defaults, *named.values()], held, strict=True)):
+            new = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, cells or None)
+            new.__kwdefaults__ = named or None
             memo[id(value)] = functools.update_wrapper(new, value)
     return memo.get(id(value), value) if isinstance(value, nn.Module | FunctionType) else value
 

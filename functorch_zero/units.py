@@ -54,6 +54,22 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[tuple[str, str, s
     return tuple(UnitSpec("+".join(d.modules), tuple(d.modules), tuple(d.leaves)) for d in _join(list(drafts.values())))
 
 
+def choose_modules(model: nn.Module, rule: Units | bool, units: Sequence[UnitSpec], *, what: str) -> frozenset[str]:
+    """The modules of units that an option is for: those the rule matches; with True all without another unit inside."""
+    if rule is False or rule is None:
+        return frozenset()
+    entered = {path for unit in units for path in unit.modules}
+    if rule is True:
+        around = {parent for path in entered for parent in _ancestors(path)[1:]}
+        return frozenset(entered - around)
+    chosen = {path for path in entered if _matches(rule, model, path, model.get_submodule(path))}
+    if not chosen:
+        raise ValueError(
+            f"{what}={rule!r} matches no module that is a unit. Remedy: choose among {', '.join(sorted(entered))}"
+        )
+    return frozenset(chosen)
+
+
 def _matches(units: Units, model: nn.Module, path: str, module: nn.Module) -> bool:
     if units is None:
         return _is_opened_child(model, path)

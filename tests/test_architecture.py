@@ -19,6 +19,7 @@ LEVELS = {
     "tree": 0,
     "handle": 1,
     "layout": 1,
+    "remat": 1,
     "units": 1,
     "groups": 1,
     "collectives": 2,

@@ -1,0 +1,56 @@
+"""Recomputation: a unit's forward that runs again in backward, instead of keeping what it computed.
+
+torch.utils.checkpoint does it, without its re-entrant variant: it keeps the arguments, draws random numbers again as
+they were, and runs the region again when backward first asks for something saved in it. The region holds the whole
+unit, its entering included, so that at level 3 the gather is inside and a gathered leaf is not kept either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+BufferPlace = tuple[dict[str, Any], str, str]  # a module's own dict of buffers, the name there, the leaf's path
+
+
+def recomputed(forward: Callable[..., Any], buffers: Sequence[BufferPlace]) -> Callable[..., Any]:
+    """The same function, computed again in backward, each time on the buffers of the first time.
+
+    Args:
+        forward: of a unit's module.
+        buffers: the places of all buffers in it.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return forward(*args, **kwargs)
+        return checkpoint(_Region(forward, buffers), *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+class _Region:
+    """One call of a unit's forward, to be run once or more."""
+
+    def __init__(self, forward: Callable[..., Any], buffers: Sequence[BufferPlace]):
+        self._forward, self._places = forward, buffers
+        self._before: list[Tensor] | None = None  # the buffers as the first run found them
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is None:
+            self._before = [attributes[name].detach().clone() for attributes, name, _ in self._places]
+            return self._forward(*args, **kwargs)
+        after = [attributes[name] for attributes, name, _ in self._places]
+        self._put([buffer.clone() for buffer in self._before])
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._put(after)
+
+    def _put(self, buffers: Sequence[Tensor]) -> None:
+        for (attributes, name, _), buffer in zip(self._places, buffers, strict=True):
+            attributes[name] = buffer
