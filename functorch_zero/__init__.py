@@ -1,6 +1,7 @@
 """functorch_zero: a JAX-style functional sharding library for PyTorch."""
 
 from . import optim, testing
+from .deferred import deferred
 from .errors import DonatedError, GroupError, MismatchError, PeerError, StructureError, TransformError
 from .functional import functionalize
 from .groups import CountingGroup, Group, ProcessGroup, ThreadGroup, launch
@@ -23,6 +24,7 @@ __all__ = [
     "ThreadGroup",
     "TrainState",
     "TransformError",
+    "deferred",
     "eval_step",
     "functionalize",
     "gather",

@@ -7,7 +7,7 @@ Leaves of a tree made here are views of their flat, and `flat_of_pieces` finds t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import optree
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from .groups.protocol import Group, Work
 from .layout import Bucket, Layout
 from .tree import PyTree
+
+Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]  # leaves by path -> the same with their values
 
 
 def pack(leaves: Sequence[Tensor | None], bucket: Bucket, num_ranks: int, *, device: torch.device) -> Tensor:
@@ -88,12 +90,15 @@ def to_tree(parts: Sequence[Sequence[Tensor]], layout: Layout) -> PyTree[Tensor]
     return layout.treedef.unflatten([parts[b][k] for b, k in layout.places])
 
 
-def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
-    """Whole leaves -> copies of this rank's pieces, views of one new flat a bucket. No communication."""
+def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int, fill: Fill | None = None) -> PyTree[Tensor]:
+    """Whole leaves -> copies of this rank's pieces, views of one new flat a bucket. No communication.
+
+    `fill` gives the values of one bucket's leaves at a time, for trees without.
+    """
     leaves = optree.tree_leaves(tree)
     parts = []
     for b, bucket in enumerate(layout.buckets):
-        own = by_bucket(leaves, layout, b)
+        own = _filled(leaves, layout, b, fill)
         flat = own[0].new_zeros(bucket.piece, dtype=_common_dtype(own, bucket.dtype))
         for k, here in enumerate(cut(flat, bucket, rank)):
             extent = bucket.extent(k, rank)
@@ -102,14 +107,19 @@ def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor
     return to_tree(parts, layout)
 
 
-def copy_tree(tree: PyTree[Tensor], layout: Layout) -> PyTree[Tensor]:
-    """Whole leaves -> copies of them, views of one new whole flat a bucket. No communication."""
+def copy_tree(tree: PyTree[Tensor], layout: Layout, fill: Fill | None = None) -> PyTree[Tensor]:
+    """Whole leaves -> copies of them, views of one new whole flat a bucket. No communication. `fill` as above."""
     leaves = optree.tree_leaves(tree)
     parts = []
     for b, bucket in enumerate(layout.buckets):
-        own = [leaf.detach() for leaf in by_bucket(leaves, layout, b)]
+        own = [leaf.detach() for leaf in _filled(leaves, layout, b, fill)]
         parts.append(unpack(pack(own, bucket, layout.num_ranks, device=own[0].device), bucket))
     return to_tree(parts, layout)
+
+
+def _filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) -> Sequence[Tensor]:
+    own = by_bucket(leaves, layout, b)
+    return own if fill is None else fill([layout.leaves[n].path for n in layout.buckets[b].leaves], own)
 
 
 def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTree[Tensor]:

@@ -284,10 +284,10 @@ def functionalize(
     params = Params({n: p.detach().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}, found)
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
     chosen = choose_modules(model, remat, found, what="remat")
-    return Apply(_without_values(model), Anatomy(found, slots, buffer_slots, chosen)), params, buffers
+    return Apply(without_values(model), Anatomy(found, slots, buffer_slots, chosen)), params, buffers
 
 
-def _without_values(model: nn.Module) -> nn.Module:
+def without_values(model: nn.Module) -> nn.Module:
     """A copy of the module whose parameters and buffers are on the meta device."""
     memo: dict[int, Any] = {}
     for p in model.parameters():

@@ -14,6 +14,8 @@ from .errors import MismatchError
 from .groups.protocol import Group
 from .tree import PyTree, paths
 
+_CHUNK = 2**20  # bytes that a digest looks at together: it makes some copies of them
+
 
 def agree(group: Group, facts: dict[str, Any]) -> None:
     """Raise `MismatchError` on every rank, naming the first field that differs, unless all ranks give equal facts.
@@ -62,11 +64,13 @@ def content_digests(tree: PyTree[Tensor]) -> dict[str, Any]:
 
 def _digest(leaf: Tensor) -> str:
     """Of the bytes, so that NaNs compare equal to themselves; weighted by position, so that a swap shows."""
-    data = leaf.contiguous().reshape(-1).view(torch.uint8)
-    words = torch.cat([data, data.new_zeros(-data.numel() % 8)]).view(torch.int64)
-    position = torch.arange(1, words.numel() + 1, device=words.device) * 2 + 1
-    mixed = (words ^ (words >> 29)) * position
-    return f"{int(mixed.sum()) & (2**64 - 1):016x}"
+    data, total = leaf.contiguous().reshape(-1).view(torch.uint8), 0
+    for start in range(0, data.numel(), _CHUNK):
+        part = data[start : start + _CHUNK]
+        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
+        position = torch.arange(1, words.numel() + 1, device=words.device).add_(start // 8).mul_(2).add_(1)
+        total += int(((words ^ (words >> 29)) * position).sum())
+    return f"{total & (2**64 - 1):016x}"
 
 
 def _short(value: Any) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .collectives import (
+    Fill,
     by_bucket,
     copy_tree,
     cut,
@@ -54,9 +55,9 @@ class Level:
         """Whom the optimizer asks: at level 0 every rank does the whole work by itself."""
         return group if self.cuts_state else Solo()
 
-    def hold(self, params: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
-        """Whole leaves -> what a rank keeps of them between steps, in storage of its own."""
-        return slice_tree(params, layout, rank) if self.cuts_params else copy_tree(params, layout)
+    def hold(self, params: PyTree[Tensor], layout: Layout, rank: int, fill: Fill | None = None) -> PyTree[Tensor]:
+        """Whole leaves -> what a rank keeps of them between steps, in storage of its own. `fill` as in `slice_tree`."""
+        return slice_tree(params, layout, rank, fill) if self.cuts_params else copy_tree(params, layout, fill)
 
     def flats(self, params: PyTree[Tensor], layout: Layout, rank: int) -> list[Tensor]:
         """The flats that hold the params between steps: pieces at level 3, else whole."""

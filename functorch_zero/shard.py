@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
+from .deferred import Deferred, Made
 from .errors import StructureError
 from .groups import as_group
 from .groups.protocol import Group
@@ -90,11 +91,17 @@ class ShardedTrainStep:
         return self.options.level.number
 
     def init(
-        self, params: PyTree[Tensor], buffers: PyTree[Tensor] | None = None, *, seed: int | None = 0
+        self,
+        params: PyTree[Tensor],
+        buffers: PyTree[Tensor] | None = None,
+        *,
+        seed: int | None = 0,
+        values: Deferred | None = None,
     ) -> TrainState:
         """The first state: this rank's part of copies of params and buffers, and of the optimizer's state.
 
-        Every rank passes the same whole params. Two small exchanges compare layout, optimizer, options and values.
+        Every rank passes the same whole params; those on the meta device get their values, a bucket at a time, from
+        `values`, made by `deferred`. Small exchanges compare layout, optimizer, options and values.
 
         Raises:
             MismatchError: on every rank, naming the first thing in which ranks differ.
@@ -104,11 +111,14 @@ class ShardedTrainStep:
         with told(self.group), torch.no_grad():
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self._make_layout(params)
-            buffers = {} if buffers is None else buffers
+            buffers = {} if buffers is None else buffers if values is None else values.fill(buffers)
             agree(self.group, self._facts(layout, params, buffers, seed))
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
             prepared = self._prepare(layout)
-            held = self.options.level.hold(params, layout, self._rank)
+            made = None if values is None else Made(values)
+            held = self.options.level.hold(params, layout, self._rank, made)
+            if made is not None:
+                agree(self.group, {"deferred values": made.digests})
             view = self.options.level.pieces(self._flats(held, layout), layout, self._rank)
             opt_state = self.unsharded.optimizer.init(view, prepared.across)
             return TrainState(

@@ -17,6 +17,7 @@ from optree import tree_map
 from torch import Tensor
 
 from .across import Across, Local
+from .deferred import Deferred
 from .errors import StructureError, explain
 from .optim.base import Transform
 from .sharding import Sharding
@@ -78,12 +79,20 @@ class TrainStep:
             raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
 
     def init(
-        self, params: PyTree[Tensor], buffers: PyTree[Tensor] | None = None, *, seed: int | None = 0
+        self,
+        params: PyTree[Tensor],
+        buffers: PyTree[Tensor] | None = None,
+        *,
+        seed: int | None = 0,
+        values: Deferred | None = None,
     ) -> TrainState:
         """The first state: copies of params and buffers, and the optimizer's state.
 
-        Leaves that `trainable` says, or else those with `requires_grad`, are trained; the others are frozen.
+        Leaves that `trainable` says, or else those with `requires_grad`, are trained; the others are frozen. `values`,
+        from `deferred`, gives those of leaves and buffers on the meta device.
         """
+        if values is not None:
+            params, buffers = values.fill(params), values.fill({} if buffers is None else buffers)
         params = mark_trainable(params, self.trainable)
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
         return TrainState(

@@ -60,7 +60,7 @@ def choose_modules(model: nn.Module, rule: Units | bool, units: Sequence[UnitSpe
         return frozenset()
     entered = {path for unit in units for path in unit.modules}
     if rule is True:
-        around = {parent for path in entered for parent in _ancestors(path)[1:]}
+        around = {parent for path in entered for parent in ancestors(path)[1:]}
         return frozenset(entered - around)
     chosen = {path for path in entered if _matches(rule, model, path, model.get_submodule(path))}
     if not chosen:
@@ -96,26 +96,26 @@ def _is_opened_child(model: nn.Module, path: str) -> bool:
     return all(isinstance(m, container) for m in between) and not isinstance(model.get_submodule(path), container)
 
 
-def _ancestors(path: str) -> list[str]:
+def ancestors(path: str) -> list[str]:
     """The path itself, its parents, and the root, innermost first."""
     parts = path.split(".") if path else []
     return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
 
 
 def _innermost(path: str, chosen: set[str]) -> str | None:
-    return next((p for p in _ancestors(path) if p in chosen), None)
+    return next((p for p in ancestors(path) if p in chosen), None)
 
 
 def _largest_free(path: str, chosen: set[str]) -> str:
     """The outermost module around `path`, short of the root, that has no chosen unit in it; else `path` itself."""
-    for candidate in reversed(_ancestors(path)):
+    for candidate in reversed(ancestors(path)):
         if candidate and not any(c == candidate or c.startswith(candidate + ".") for c in chosen):
             return candidate
     return path
 
 
 def _common_parent(a: str, b: str) -> str:
-    return next(p for p in _ancestors(a) if p in _ancestors(b))
+    return next(p for p in ancestors(a) if p in ancestors(b))
 
 
 def _parent(path: str) -> str:

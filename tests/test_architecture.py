@@ -34,6 +34,7 @@ LEVELS = {
     "sharded": 2,
     "optim": 2,
     "functional": 2,
+    "deferred": 2,
     "sinks": 3,
     "sources": 3,
     "unit": 3,
