@@ -23,21 +23,20 @@ Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]  # leaves b
 def pack(leaves: Sequence[Tensor | None], bucket: Bucket, num_ranks: int, *, device: torch.device) -> Tensor:
     """The whole flat (num_ranks * piece,) of these whole leaves; None is zeros, and so is all padding."""
     flat = torch.empty(num_ranks * bucket.piece, dtype=_common_dtype(leaves, bucket.dtype), device=device)
-    for leaf, offset, numel in zip(leaves, bucket.offsets, bucket.numels, strict=True):
-        if leaf is None:
-            flat[offset : offset + numel].zero_()
-        else:
-            flat[offset : offset + numel].view(leaf.shape).copy_(leaf)
-    for start, stop in (*bucket.gaps, (bucket.end, flat.numel())):
-        if start < stop:
-            flat[start:stop].zero_()
+    parts = _split(flat, bucket, 0)
+    for part in [*parts[::2], *(part for part, leaf in zip(parts[1::2], leaves, strict=True) if leaf is None)]:
+        if part.numel():
+            part.zero_()
+    for part, shape, leaf in zip(parts[1::2], bucket.shapes, leaves, strict=True):
+        if leaf is not None:
+            part.view(shape).copy_(leaf)
     return flat
 
 
 def unpack(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     """The bucket's leaves, whole, as views of its whole flat."""
-    spans = zip(bucket.offsets, bucket.numels, bucket.shapes, strict=True)
-    return [flat[offset : offset + numel].view(shape) for offset, numel, shape in spans]
+    parts = _split(flat, bucket, 0)[1::2]
+    return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, bucket.shapes, strict=True)]
 
 
 def piece_of(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
@@ -47,22 +46,22 @@ def piece_of(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
 
 def cut(piece: Tensor, bucket: Bucket, rank: int) -> list[Tensor]:
     """What `rank` keeps of each leaf of the bucket, 1-D, as views of its flat piece (piece,)."""
-    views = []
-    for k, offset in enumerate(bucket.offsets):
-        extent = bucket.extent(k, rank)
-        start = offset + extent.start - rank * bucket.piece if extent.num_here else 0
-        views.append(piece[start : start + extent.num_here])
-    return views
+    return list(_split(piece, bucket, rank * bucket.piece)[1::2])
+
+
+def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
+    """A flat that begins at the bucket's element `start` as views: padding, leaf, padding, leaf, ..., padding."""
+    return flat.split_with_sizes(bucket.parts(start, start + flat.numel()))
 
 
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
     """The flat piece (piece,) these 1-D pieces lie in; packed into a new one when they don't lie in one."""
     base = pieces[0]._base
-    if base is not None and base.dim() == 1 and bucket.piece and all(p._base is base for p in pieces):
+    if base is not None and base.dim() == 1 and bucket.piece:
         flat = base if base.numel() == bucket.piece else None
         if flat is None and base.numel() % bucket.piece == 0 and base.numel() > rank * bucket.piece:
             flat = piece_of(base, bucket, rank)
-        if flat is not None and _lie_in(pieces, cut(flat, bucket, rank)):
+        if flat is not None and all(p.dim() == 1 for p in pieces) and _lie_in(pieces, base, flat, bucket, rank):
             return flat
     flat = pieces[0].new_zeros(bucket.piece, dtype=_common_dtype(pieces, pieces[0].dtype))
     for here, piece in zip(cut(flat, bucket, rank), pieces, strict=True):
@@ -73,11 +72,26 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
 def flat_of_leaves(leaves: Sequence[Tensor], bucket: Bucket, num_ranks: int) -> Tensor:
     """The whole flat these whole leaves lie in; packed into a new one when they don't lie in one."""
     base = leaves[0]._base
-    if base is not None and all(leaf._base is base for leaf in leaves):
-        whole = base.dim() == 1 and base.numel() == num_ranks * bucket.piece
-        if whole and _lie_in(leaves, unpack(base, bucket)):
+    if base is not None and base.dim() == 1 and base.numel() == num_ranks * bucket.piece:
+        alike = all(leaf.shape == shape for leaf, shape in zip(leaves, bucket.shapes, strict=True))
+        if alike and _lie_in(leaves, base, base, bucket, 0):
             return base
     return pack(leaves, bucket, num_ranks, device=leaves[0].device)
+
+
+def _lie_in(given: Sequence[Tensor], base: Tensor, flat: Tensor, bucket: Bucket, rank: int) -> bool:
+    """Whether the given views of `base` are just those that `flat`, of `rank`, would be cut into."""
+    start = rank * bucket.piece
+    parts = bucket.parts(start, start + flat.numel())
+    at = flat.storage_offset()
+    for x, padding, numel in zip(given, parts[::2], parts[1::2], strict=False):
+        at += padding
+        if x._base is not base or x.dtype != base.dtype or x.numel() != numel:
+            return False
+        if numel and (x.storage_offset() != at or not x.is_contiguous()):
+            return False
+        at += numel
+    return True
 
 
 def by_bucket(leaves: Sequence[Tensor], layout: Layout, b: int) -> list[Tensor]:
@@ -146,14 +160,3 @@ def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torc
     if len(dtypes) > 1:
         raise TypeError(f"the leaves of one bucket must share a dtype, got {sorted(map(str, dtypes))}")
     return dtypes.pop()
-
-
-def _lie_in(given: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(
-        g.dtype == e.dtype and (_place(g) == _place(e) or g.numel() == e.numel() == 0)
-        for g, e in zip(given, expected, strict=True)
-    )
-
-
-def _place(x: Tensor) -> tuple[object, ...]:
-    return x.storage_offset(), x.shape, x.stride()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -85,16 +86,20 @@ class Bucket:
         stop = min(max((rank + 1) * self.piece - offset, 0), numel)
         return Extent(self.shapes[k], start, stop)
 
-    @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The ranges between leaves, which belong to none; the tail after the last one is not among them."""
-        ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
-        return tuple((end, start) for end, start in zip(ends, self.offsets[1:], strict=False) if end < start)
+    def parts(self, start: int, stop: int) -> tuple[int, ...]:
+        """The sizes of what the elements [start, stop) consist of: padding, leaf, padding, leaf, ..., padding."""
+        known = self._parts.get((start, stop))
+        if known is None:
+            edges = [start]
+            for offset, numel in zip(self.offsets, self.numels, strict=True):
+                edges += [min(max(edge, start), stop) for edge in (offset, offset + numel)]
+            known = tuple(b - a for a, b in pairwise([*edges, stop]))
+            self._parts[start, stop] = known
+        return known
 
     @cached_property
-    def end(self) -> int:
-        """Where the last leaf ends; what follows is padding."""
-        return self.offsets[-1] + self.numels[-1]
+    def _parts(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        return {}
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def test_a_fused_kernel_gives_the_pure_chains_updates(optimizer, dtype):
 
 def test_the_kernel_runs_only_on_donated_storage(monkeypatch):
     calls = []
-    monkeypatch.setattr("functorch_zero.optim.fused.torch_adamw", lambda *args, **kwargs: calls.append(1))
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: calls.append(1))
     params = {"a": torch.ones(3, requires_grad=True)}
     step = train_step(loss_fn, optim.adamw(0.1))
     run(shard(step, level=0, group=Solo(), donate=False), params, 1)

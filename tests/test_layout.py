@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_buckets_are_aligned_and_hold_one_kind(tree: Any, num_ranks: int) -> Non
     for bucket in layout.buckets:
         size = bucket.dtype.itemsize
         assert bucket.piece * size % ALIGNMENT == 0
-        assert bucket.end <= num_ranks * bucket.piece
+        assert (bucket.offsets[-1] + bucket.numels[-1]) <= num_ranks * bucket.piece
         end = 0
         for k, n in enumerate(bucket.leaves):
             leaf = layout.leaves[n]
@@ -75,7 +76,7 @@ def test_buckets_are_aligned_and_hold_one_kind(tree: Any, num_ranks: int) -> Non
             assert bucket.offsets[k] * size % ALIGNMENT == 0
             assert end <= bucket.offsets[k] < end + ALIGNMENT // size + 1, "leaves follow each other, without overlap"
             end = bucket.offsets[k] + leaf.numel
-        waste = num_ranks * bucket.piece - bucket.end
+        waste = num_ranks * bucket.piece - (bucket.offsets[-1] + bucket.numels[-1])
         assert waste < (num_ranks + 1) * ALIGNMENT, "padding is at most a step of alignment for each rank"
         seen += bucket.leaves
     assert sorted(seen) == list(range(len(layout.leaves)))
@@ -91,15 +92,18 @@ def test_the_same_on_every_rank(tree: Any, num_ranks: int) -> None:
 
 
 @given(trees, worlds)
-def test_gaps_are_what_no_leaf_covers(tree: Any, num_ranks: int) -> None:
+def test_parts_are_what_each_rank_keeps_and_the_padding_between(tree: Any, num_ranks: int) -> None:
     layout, _ = layout_of(tree, num_ranks)
     for bucket in layout.buckets:
-        covered = [False] * bucket.end
-        for offset, numel in zip(bucket.offsets, bucket.numels, strict=True):
-            covered[offset : offset + numel] = [True] * numel
-        for start, stop in bucket.gaps:
-            covered[start:stop] = [True] * (stop - start)
-        assert all(covered)
+        for rank in range(num_ranks):
+            first = rank * bucket.piece
+            parts = bucket.parts(first, first + bucket.piece)
+            assert sum(parts) == bucket.piece
+            ends = list(accumulate(parts))
+            for k, (start, stop) in enumerate(zip(ends[::2], ends[1::2], strict=False)):
+                extent = bucket.extent(k, rank)
+                assert stop - start == extent.num_here
+                assert not extent.num_here or first + start == bucket.offsets[k] + extent.start
 
 
 def test_units_of_a_module_and_of_its_children() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as torch_adamw
 
 from ..across import Fused
 from .base import Schedule, value_of
@@ -28,18 +27,17 @@ def fused_adamw(
         params: Tensor, updates: Tensor, state: tuple[ScaleByAdamState, CountState, CountState]
     ) -> tuple[ScaleByAdamState, CountState, CountState]:
         moments, decayed, scaled = state
-        torch_adamw(
+        torch._fused_adamw_(
             [params],
             [updates],
             [moments.mu[""]],
             [moments.nu[""]],
             [],
-            [moments.count.to(params.device, torch.float32)],
-            fused=True,
+            [(moments.count + 1).to(params.device, torch.float32)],
             amsgrad=False,
+            lr=float(value_of(learning_rate, scaled.count)),
             beta1=b1,
             beta2=b2,
-            lr=float(value_of(learning_rate, scaled.count)),
             weight_decay=float(value_of(weight_decay, decayed.count)),
             eps=eps,
             maximize=False,
