@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
-_MOST_PARTNERS = 8  # ranks up to which a gloo all-gather is made of sends: with many, its ring takes fewer calls
-
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REDUCED_BY_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)
 
@@ -60,8 +59,8 @@ class ProcessGroup:
 
     What is done where (N ranks, S bytes in the whole tensor, sent by each rank):
 
-    - all_gather, all_to_all, broadcast: the backend's own, on bytes; over gloo, up to 8 ranks gather by sending to
-      each other, in half the time.
+    - all_gather, all_to_all, broadcast: the backend's own, on bytes; an all-gather of two ranks over gloo is an
+      all-to-all, which does not copy this rank's own half.
     - reduce_scatter: NCCL's own. gloo: an all-to-all (S * (N-1) / N), and a sum in rank order in `wait`. gloo's own
       moves as much as an all-reduce and takes twice as long.
     - all_reduce: the backend's own, but for small tensors on CPUs and dtypes no backend adds, which are gathered and
@@ -78,7 +77,7 @@ class ProcessGroup:
         self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | timedelta = 300.0
     ) -> None:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self._works: set[_TorchWork] = set()  # under way: gloo forgets a send or receive whose Work goes
+        self._works: weakref.WeakSet[_TorchWork] = weakref.WeakSet()
         self._error: GroupError | None = None
         refuse_collectives_in_transforms()
         parent = parent_group(group)
@@ -212,10 +211,6 @@ class ProcessGroup:
             self._error = PeerError(published) if published else GroupError(text)
         return self.why_left()
 
-    def finished(self, work: _TorchWork) -> None:
-        """That collective has been waited for."""
-        self._works.discard(work)
-
     def why_left(self) -> GroupError:
         """The error for whatever is asked of this group after it was left."""
         reason = self._error or GroupError(f"rank {self.rank} has left this group")
@@ -226,7 +221,6 @@ class ProcessGroup:
             return
         for work in list(self._works):  # a torch Work, even a finished one, keeps the connections open
             work.abandon()
-        self._works.clear()
         holder = [self._torch_group]
         self._torch_group = None
         destroy(holder)
@@ -244,16 +238,23 @@ class ProcessGroup:
         return work
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
-        few = self.size <= _MOST_PARTNERS and self._backend(out) == "gloo"
-        return self._launch(kind, _send_to_each if few else _ALL_GATHER, _bytes(out), _bytes(piece))
+        if self.size > 2 or self._backend(out) != "gloo":
+            return self._launch(kind, _ALL_GATHER, _bytes(out), _bytes(piece))
+        halves = out.chunk(2)
+        if halves[self.rank].data_ptr() != piece.data_ptr():
+            halves[self.rank].copy_(piece)
+        return self._swap(kind, halves[1 - self.rank], piece)
+
+    def _swap(self, kind: str, out: Tensor, source: Tensor) -> Work:
+        """Two ranks: the other's `source` comes into `out`, with no copy of what stays here."""
+        runs = [0, 0]
+        runs[1 - self.rank] = _bytes(out).numel()
+        return self._launch(kind, dist.all_to_all_single, _bytes(out), _bytes(source), runs, runs)
 
     def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
         """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more room is needed."""
         halves = whole.chunk(2)
-        runs = [0, 0]
-        runs[1 - self.rank] = _bytes(out).numel()
-        theirs = _bytes(halves[1 - self.rank])
-        work = self._launch("reduce_scatter", dist.all_to_all_single, _bytes(out), theirs, runs, runs)
+        work = self._swap("reduce_scatter", out, halves[1 - self.rank])
         return _Then(work, lambda: out.add_(halves[self.rank]))
 
     def _reduce(self, tensor: Tensor, op: Any) -> Work:
@@ -315,7 +316,6 @@ class _TorchWork:
             cause = error.with_traceback(None)
             raise self._group.lost(self._failure_text(cause)) from cause
         self._handle, self._kept = None, ()
-        self._group.finished(self)
 
     def _failure_text(self, cause: RuntimeError) -> str:
         where = f"{self._kind} on rank {self._group.rank}"
@@ -341,26 +341,6 @@ class _Then:
         if self._finish is not None:
             self._finish()
             self._finish = None
-
-
-class _All(NamedTuple):
-    """Several of torch's Works as one."""
-
-    handles: list[Any]
-
-    def wait(self) -> None:
-        for handle in self.handles:
-            handle.wait()
-
-
-def _send_to_each(out: Tensor, piece: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> _All:
-    """An all-gather over gloo of which each part goes straight to its place: gloo's own copies this rank's as well."""
-    assert async_op
-    rows, rank, size = out.chunk(group.size()), group.rank(), group.size()
-    if rows[rank].data_ptr() != piece.data_ptr():
-        rows[rank].copy_(piece)
-    works = [group.recv([rows[(rank - d) % size]], (rank - d) % size, 0) for d in range(1, size)]
-    return _All(works + [group.send([piece], (rank + d) % size, 0) for d in range(1, size)])
 
 
 def _bytes(tensor: Tensor) -> Tensor:
