@@ -1,7 +1,7 @@
 """Between trees and buckets, and the three primitives the levels are made of.
 
 `slice_tree` (tree -> pieces, local), `all_gather_tree` (pieces -> tree), `reduce_scatter_flat` (full gradients ->
-this rank's piece of their sum). A *flat* is a bucket's 1-D tensor: whole (num_ranks * piece,) or one rank's (piece,).
+this rank's piece of their sum). A *flat* is a bucket's 1-D tensor: whole (num_pieces * piece,) or one rank's (piece,).
 Leaves of a tree made here are views of their flat, and `flat_of_pieces` finds that flat again without a copy.
 """
 
@@ -20,9 +20,9 @@ from .tree import PyTree
 Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]  # leaves by path -> the same with their values
 
 
-def pack(leaves: Sequence[Tensor | None], bucket: Bucket, num_ranks: int, *, device: torch.device) -> Tensor:
-    """The whole flat (num_ranks * piece,) of these whole leaves; None is zeros, and so is all padding."""
-    flat = torch.empty(num_ranks * bucket.piece, dtype=_common_dtype(leaves, bucket.dtype), device=device)
+def pack(leaves: Sequence[Tensor | None], bucket: Bucket, *, device: torch.device) -> Tensor:
+    """The whole flat (num_pieces * piece,) of these whole leaves; None is zeros, and so is all padding."""
+    flat = torch.empty(bucket.numel, dtype=_common_dtype(leaves, bucket.dtype), device=device)
     parts = _split(flat, bucket, 0)
     for part in [*parts[::2], *(part for part, leaf in zip(parts[1::2], leaves, strict=True) if leaf is None)]:
         if part.numel():
@@ -41,12 +41,13 @@ def unpack(flat: Tensor, bucket: Bucket) -> list[Tensor]:
 
 def piece_of(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
     """The (piece,) of the whole flat that `rank` keeps: a view."""
-    return flat[rank * bucket.piece : (rank + 1) * bucket.piece]
+    first = bucket.first(rank)
+    return flat[first : first + bucket.piece]
 
 
 def cut(piece: Tensor, bucket: Bucket, rank: int) -> list[Tensor]:
     """What `rank` keeps of each leaf of the bucket, 1-D, as views of its flat piece (piece,)."""
-    return list(_split(piece, bucket, rank * bucket.piece)[1::2])
+    return list(_split(piece, bucket, bucket.first(rank))[1::2])
 
 
 def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
@@ -57,11 +58,10 @@ def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
     """The flat piece (piece,) these 1-D pieces lie in; packed into a new one when they don't lie in one."""
     base = pieces[0]._base
-    if base is not None and base.dim() == 1 and bucket.piece:
-        flat = base if base.numel() == bucket.piece else None
-        if flat is None and base.numel() % bucket.piece == 0 and base.numel() > rank * bucket.piece:
-            flat = piece_of(base, bucket, rank)
-        if flat is not None and all(p.dim() == 1 for p in pieces) and _lie_in(pieces, base, flat, bucket, rank):
+    if base is not None and base.dim() == 1 and base.numel() and bucket.piece and not base.numel() % bucket.piece:
+        first = rank % (base.numel() // bucket.piece) * bucket.piece  # the base is the piece, or some in a row
+        flat = base[first : first + bucket.piece]
+        if all(p.dim() == 1 for p in pieces) and _lie_in(pieces, base, flat, bucket, rank):
             return flat
     flat = pieces[0].new_zeros(bucket.piece, dtype=_common_dtype(pieces, pieces[0].dtype))
     for here, piece in zip(cut(flat, bucket, rank), pieces, strict=True):
@@ -69,19 +69,19 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
     return flat
 
 
-def flat_of_leaves(leaves: Sequence[Tensor], bucket: Bucket, num_ranks: int) -> Tensor:
+def flat_of_leaves(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """The whole flat these whole leaves lie in; packed into a new one when they don't lie in one."""
     base = leaves[0]._base
-    if base is not None and base.dim() == 1 and base.numel() == num_ranks * bucket.piece:
+    if base is not None and base.dim() == 1 and base.numel() == bucket.numel:
         alike = all(leaf.shape == shape for leaf, shape in zip(leaves, bucket.shapes, strict=True))
         if alike and _lie_in(leaves, base, base, bucket, 0):
             return base
-    return pack(leaves, bucket, num_ranks, device=leaves[0].device)
+    return pack(leaves, bucket, device=leaves[0].device)
 
 
 def _lie_in(given: Sequence[Tensor], base: Tensor, flat: Tensor, bucket: Bucket, rank: int) -> bool:
     """Whether the given views of `base` are just those that `flat`, of `rank`, would be cut into."""
-    start = rank * bucket.piece
+    start = bucket.first(rank)
     parts = bucket.parts(start, start + flat.numel())
     at = flat.storage_offset()
     for x, padding, numel in zip(given, parts[::2], parts[1::2], strict=False):
@@ -104,34 +104,36 @@ def to_tree(parts: Sequence[Sequence[Tensor]], layout: Layout) -> PyTree[Tensor]
     return layout.treedef.unflatten([parts[b][k] for b, k in layout.places])
 
 
-def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int, fill: Fill | None = None) -> PyTree[Tensor]:
-    """Whole leaves -> copies of this rank's pieces, views of one new flat a bucket. No communication.
-
-    `fill` gives the values of one bucket's leaves at a time, for trees without.
-    """
+def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
+    """Whole leaves -> copies of this rank's pieces, views of one new flat a bucket. No communication."""
     leaves = optree.tree_leaves(tree)
-    parts = []
-    for b, bucket in enumerate(layout.buckets):
-        own = _filled(leaves, layout, b, fill)
-        flat = own[0].new_zeros(bucket.piece, dtype=_common_dtype(own, bucket.dtype))
-        for k, here in enumerate(cut(flat, bucket, rank)):
-            extent = bucket.extent(k, rank)
-            here.copy_(own[k].detach().reshape(-1)[extent.start : extent.stop])
-        parts.append(cut(flat, bucket, rank))
+    parts = [slice_bucket(by_bucket(leaves, layout, b), bucket, rank) for b, bucket in enumerate(layout.buckets)]
     return to_tree(parts, layout)
 
 
-def copy_tree(tree: PyTree[Tensor], layout: Layout, fill: Fill | None = None) -> PyTree[Tensor]:
-    """Whole leaves -> copies of them, views of one new whole flat a bucket. No communication. `fill` as above."""
+def slice_bucket(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> list[Tensor]:
+    """A bucket's whole leaves -> copies of the pieces that `rank` keeps, views of one new flat."""
+    flat = leaves[0].new_zeros(bucket.piece, dtype=_common_dtype(leaves, bucket.dtype))
+    for k, here in enumerate(cut(flat, bucket, rank)):
+        extent = bucket.extent(k, rank)
+        here.copy_(leaves[k].detach().reshape(-1)[extent.start : extent.stop])
+    return cut(flat, bucket, rank)
+
+
+def copy_tree(tree: PyTree[Tensor], layout: Layout) -> PyTree[Tensor]:
+    """Whole leaves -> copies of them, views of one new whole flat a bucket. No communication."""
     leaves = optree.tree_leaves(tree)
-    parts = []
-    for b, bucket in enumerate(layout.buckets):
-        own = [leaf.detach() for leaf in _filled(leaves, layout, b, fill)]
-        parts.append(unpack(pack(own, bucket, layout.num_ranks, device=own[0].device), bucket))
-    return to_tree(parts, layout)
+    return to_tree([copy_bucket(by_bucket(leaves, layout, b), bkt) for b, bkt in enumerate(layout.buckets)], layout)
 
 
-def _filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) -> Sequence[Tensor]:
+def copy_bucket(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
+    """A bucket's whole leaves -> copies of them, views of one new flat."""
+    own = [leaf.detach() for leaf in leaves]
+    return unpack(pack(own, bucket, device=own[0].device), bucket)
+
+
+def filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) -> Sequence[Tensor]:
+    """Of leaves in tree order, those of the b-th bucket, in bucket order; their values from `fill`, if there is one."""
     own = by_bucket(leaves, layout, b)
     return own if fill is None else fill([layout.leaves[n].path for n in layout.buckets[b].leaves], own)
 
@@ -142,7 +144,7 @@ def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTre
     started = []
     for b, bucket in enumerate(layout.buckets):
         piece = flat_of_pieces(by_bucket(leaves, layout, b), bucket, group.rank)
-        whole = piece.new_empty(layout.num_ranks * bucket.piece)
+        whole = piece.new_empty(bucket.numel)
         started.append((whole, group.all_gather(whole, piece), piece))
     for _, work, _ in started:
         work.wait()

@@ -1,14 +1,14 @@
 """How a tree is cut: units, buckets, extents. Integers only, the same on every rank, no communication.
 
 A unit's leaves of one dtype and one trainability lie in one bucket, a flat 1-D buffer: each leaf starts at a
-64-byte boundary, in path order, and the bucket is padded to `num_ranks` equal pieces. Rank r keeps the elements
-[r * piece, (r + 1) * piece) of each bucket, and so of each leaf in it a contiguous range, possibly empty.
+64-byte boundary, in path order, and the bucket is padded to equal pieces, as many as its `Cut` says. Rank r keeps the
+elements [r * piece, (r + 1) * piece) of each bucket, and so of each leaf in it a contiguous range, possibly empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -50,6 +50,18 @@ class Extent:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Into how many pieces a bucket is cut."""
+
+    level: int  # that says so
+    num_pieces: int  # of gradients and optimizer state; 1: every rank has them whole
+    num_held: int  # of the params between steps; divides num_pieces
+
+    def __post_init__(self) -> None:
+        assert self.num_pieces % self.num_held == 0, self
+
+
+@dataclass(frozen=True)
 class LeafSpec:
     """What a layout must know of a leaf."""
 
@@ -57,6 +69,7 @@ class LeafSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    cut: Cut
 
     @property
     def numel(self) -> int:
@@ -65,7 +78,7 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer of a unit: the leaves of one dtype and one trainability, and where each starts."""
+    """One flat buffer of a unit: the leaves of one dtype, one trainability and one level, and where each starts."""
 
     name: str
     dtype: torch.dtype
@@ -73,17 +86,36 @@ class Bucket:
     leaves: tuple[int, ...]  # numbers of the leaves in tree order
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]  # in elements, multiples of the alignment
-    piece: int  # elements that one rank keeps; the bucket holds num_ranks * piece
+    piece: int  # elements that one rank keeps; the bucket holds cut.num_pieces of them
+    cut: Cut
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
         return tuple(prod(shape) for shape in self.shapes)
 
+    @property
+    def numel(self) -> int:
+        """Elements of the whole flat, padding included."""
+        return self.cut.num_pieces * self.piece
+
+    @cached_property
+    def held(self) -> Bucket:
+        """The same bucket, cut as its params are between steps."""
+        return replace(self, piece=self.numel // self.cut.num_held, cut=replace(self.cut, num_pieces=self.cut.num_held))
+
+    def held_by(self, rank: int) -> int:
+        """Which of the pieces of `held` the `rank`-th piece lies in."""
+        return rank * self.cut.num_held // self.cut.num_pieces if self.cut.num_held > 1 else 0
+
+    def first(self, rank: int) -> int:
+        """The first element that `rank` keeps."""
+        return rank * self.piece if self.cut.num_pieces > 1 else 0
+
     def extent(self, k: int, rank: int) -> Extent:
         """What `rank` keeps of the k-th leaf of this bucket."""
-        offset, numel = self.offsets[k], self.numels[k]
-        start = min(max(rank * self.piece - offset, 0), numel)
-        stop = min(max((rank + 1) * self.piece - offset, 0), numel)
+        first, offset, numel = self.first(rank), self.offsets[k], self.numels[k]
+        start = min(max(first - offset, 0), numel)
+        stop = min(max(first + self.piece - offset, 0), numel)
         return Extent(self.shapes[k], start, stop)
 
     def parts(self, start: int, stop: int) -> tuple[int, ...]:
@@ -113,7 +145,7 @@ class Unit:
 
 @dataclass(frozen=True, eq=True)
 class Layout:
-    """How a tree of leaves is cut over `num_ranks` ranks."""
+    """How a tree of leaves is cut over `num_ranks` ranks, or fewer: each bucket says into how many pieces."""
 
     num_ranks: int
     leaves: tuple[LeafSpec, ...]  # in tree order
@@ -139,6 +171,11 @@ class Layout:
         """The tree of what `rank` keeps of each leaf."""
         return self.treedef.unflatten([self.buckets[b].extent(k, rank) for b, k in self.places])
 
+    @cached_property
+    def cuts(self) -> PyTree[Cut]:
+        """The tree of how each leaf is cut."""
+        return self.treedef.unflatten([leaf.cut for leaf in self.leaves])
+
     def _describe_unit(self, unit: Unit) -> dict[str, Any]:
         leaves = {self.buckets[b].name: [self.leaves[n].path for n in self.buckets[b].leaves] for b in unit.buckets}
         return {"modules": list(unit.modules), "leaves": leaves}
@@ -149,36 +186,50 @@ class Layout:
             "num_ranks": self.num_ranks,
             "units": {unit.name: self._describe_unit(unit) for unit in self.units},
             "leaves": {
-                leaf.path: [list(leaf.shape), str(leaf.dtype), "trainable" if leaf.trainable else "frozen"]
+                leaf.path: [
+                    list(leaf.shape),
+                    str(leaf.dtype),
+                    "trainable" if leaf.trainable else "frozen",
+                    f"level {leaf.cut.level}",
+                ]
                 for leaf in self.leaves
             },
         }
 
 
-def leaf_specs(tree: PyTree[Any], trainable: Callable[[str, Any], bool]) -> list[LeafSpec]:
+def leaf_specs(
+    tree: PyTree[Any], trainable: Callable[[str, Any], bool], cut: Callable[[str, Any], Cut]
+) -> list[LeafSpec]:
     """What `make_layout` needs, read off a tree of tensors (the meta device will do)."""
     leaves = optree.tree_leaves(tree)
     return [
-        LeafSpec(path, tuple(leaf.shape), leaf.dtype, bool(trainable(path, leaf)))
+        LeafSpec(path, tuple(leaf.shape), leaf.dtype, bool(trainable(path, leaf)), cut(path, leaf))
         for path, leaf in zip(paths(tree), leaves, strict=True)
     ]
 
 
 def make_layout(
-    tree: PyTree[Any], num_ranks: int, *, trainable: Callable[[str, Any], bool], units: Sequence[UnitSpec] | None = None
+    tree: PyTree[Any],
+    num_ranks: int,
+    *,
+    trainable: Callable[[str, Any], bool],
+    units: Sequence[UnitSpec] | None = None,
+    cut: Callable[[str, Any], Cut] | None = None,
 ) -> Layout:
-    """Cut `tree` over `num_ranks` ranks. `units` defaults to `default_units`."""
+    """Cut `tree` over `num_ranks` ranks. `units` defaults to `default_units`, `cut` to a piece of all on every rank."""
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-    specs = leaf_specs(tree, trainable)
+    everything = Cut(3, num_ranks, num_ranks)
+    specs = leaf_specs(tree, trainable, (lambda path, leaf: everything) if cut is None else cut)
     chosen = default_units(tree) if units is None else units
     number = {spec.path: i for i, spec in enumerate(specs)}
     made: list[Unit] = []
     buckets: list[Bucket] = []
     for unit in chosen:
         groups = _same_kind(specs, [number[path] for path in unit.leaves if path in number])
+        levels = len({specs[leaves[0]].cut.level for leaves in groups})
         made.append(Unit(unit.name, unit.modules, tuple(range(len(buckets), len(buckets) + len(groups)))))
-        buckets += [_bucket(unit.name, specs, leaves, num_ranks) for leaves in groups]
+        buckets += [_bucket(unit.name, specs, leaves, levels) for leaves in groups]
     covered = sorted(leaf for bucket in buckets for leaf in bucket.leaves)
     if covered != list(range(len(specs))):
         raise ValueError("each leaf must be in exactly one unit; the units given don't cover the tree exactly once")
@@ -213,19 +264,21 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
 
 
 def _same_kind(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
-    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, bool, Cut], list[int]] = {}
     for i in numbers:
-        kinds.setdefault((specs[i].dtype, specs[i].trainable), []).append(i)
+        kinds.setdefault((specs[i].dtype, specs[i].trainable, specs[i].cut), []).append(i)
     return list(kinds.values())
 
 
-def _bucket(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], num_ranks: int) -> Bucket:
-    dtype, trainable = specs[numbers[0]].dtype, specs[numbers[0]].trainable
+def _bucket(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], num_levels: int) -> Bucket:
+    dtype, trainable, cut = specs[numbers[0]].dtype, specs[numbers[0]].trainable, specs[numbers[0]].cut
     align = max(1, ALIGNMENT // dtype.itemsize)
     offsets, end = [], 0
     for i in numbers:
         offsets.append(end)
         end += -(-specs[i].numel // align) * align
-    piece = -(-end // (num_ranks * align)) * align
-    name = f"{unit or 'root'}[{str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'}]"
-    return Bucket(name, dtype, trainable, tuple(numbers), tuple(specs[i].shape for i in numbers), tuple(offsets), piece)
+    piece = -(-end // (cut.num_pieces * align)) * align
+    about = str(dtype).removeprefix("torch.") + ("" if trainable else ", frozen")
+    name = f"{unit or 'root'}[{about}{f', level {cut.level}' if num_levels > 1 else ''}]"
+    shapes = tuple(specs[i].shape for i in numbers)
+    return Bucket(name, dtype, trainable, tuple(numbers), shapes, tuple(offsets), piece, cut)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from .buffers import BufferRule
 from .errors import GroupError, StructureError, explain
+from .groups.axes import Axes
 from .groups.protocol import Group
-from .levels import Level
+from .layout import Cut
+from .levels import AccumulateIn, Levels
 from .sharding import Sharding
 from .step import TrainState
 from .tree import paths
@@ -24,11 +26,22 @@ from .tree import paths
 class Options:
     """What `shard` was asked for."""
 
-    level: Level
-    group: Group
+    levels: Levels
+    axes: Axes
     donate: bool
     buffers: BufferRule
     reshard_after_forward: bool
+    accumulate_in: AccumulateIn | None = None
+
+    @property
+    def group(self) -> Group:
+        """All ranks."""
+        return self.axes.world
+
+    def cut_of(self, path: str, leaf: Any) -> Cut:
+        """How a leaf is cut."""
+        replicate = self.axes.replicate.size if self.axes.both else 1
+        return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
 
 
 def check_batch(batch: Any, device: torch.device, rank: int) -> None:
@@ -52,7 +65,7 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
     sharding, rank = state.sharding, options.group.rank
     if sharding is None:
         raise StructureError("a sharded step was given a whole state. Remedy: `step.scatter(state)` first")
-    expected = _place(options.level.number, options.level.num_pieces(options.group), rank)
+    expected = _place(options.levels.number, options.axes.optimizer.size, rank)
     got = _place(sharding.level, sharding.layout.num_ranks, sharding.rank)
     if got != expected:
         raise StructureError(
@@ -67,8 +80,8 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
     return sharding
 
 
-def _place(level: int, num_pieces: int, rank: int) -> str:
-    return f"level {level}, {num_pieces} pieces, rank {rank}"
+def _place(level: int | None, num_ranks: int, rank: int) -> str:
+    return f"{'several levels' if level is None else f'level {level}'}, {num_ranks} ranks, rank {rank}"
 
 
 @contextmanager

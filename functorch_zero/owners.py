@@ -12,6 +12,7 @@ from torch import Tensor
 from .across import WholeLeaf
 from .groups.protocol import Group
 from .layout import Extent, Layout
+from .state_plan import EVERYONE
 
 
 class Exchange:
@@ -31,14 +32,17 @@ class Exchange:
         ]
 
     def to_owners(self, trees: list[list[Tensor]], owners: list[int]) -> list[dict[int, Tensor]]:
-        """Pieces of each tree -> whole leaves at their owners, by position. One all-to-all a dtype."""
+        """Pieces of each tree -> whole leaves at their owners, by position. One all-to-all a dtype.
+
+        What is everyone's is whole already.
+        """
         here, size = self._group.rank, self._group.size
         shapes = self._shapes
         if size == 1:
             return [{i: x.reshape(shape) for i, (x, shape) in enumerate(zip(t, shapes, strict=True))} for t in trees]
         counts = [[e.num_here for e in row] for row in self._extents]
-        whole: list[dict[int, Tensor]] = [{} for _ in trees]
-        items = [(t, i, x) for t, leaves in enumerate(trees) for i, x in enumerate(leaves)]
+        whole = [{i: x.reshape(shapes[i]) for i, x in enumerate(t) if owners[i] == EVERYONE} for t in trees]
+        items = [(t, i, x) for t, leaves in enumerate(trees) for i, x in enumerate(leaves) if owners[i] != EVERYONE]
         for dtype in _dtypes(items):
             some = [(t, i, x) for t, i, x in items if x.dtype == dtype]
             out = [x for rank in range(size) for t, i, x in some if owners[i] == rank]
@@ -55,9 +59,9 @@ class Exchange:
         if size == 1:
             return [results[i].reshape(-1) for i in range(len(leaves))]
         extents = self._extents
-        pieces: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(x.dtype for x in leaves):
-            some = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        pieces = {i: results[i].reshape(-1) for i in range(len(leaves)) if owners[i] == EVERYONE}
+        for dtype in dict.fromkeys(x.dtype for i, x in enumerate(leaves) if i not in pieces):
+            some = [i for i, x in enumerate(leaves) if x.dtype == dtype and owners[i] != EVERYONE]
             mine = [i for i in some if owners[i] == here]
             flat = {i: results[i].reshape(-1) for i in mine}
             cuts = [[flat[i][extents[r][i].start : extents[r][i].stop] for i in mine] for r in range(size)]

@@ -15,10 +15,23 @@ from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffer
 from .deferred import Deferred, Made
 from .errors import StructureError
 from .groups import as_group
+from .groups.axes import axes_of
 from .groups.protocol import Group
 from .handshake import agree, content_digests
 from .layout import Layout, make_layout
-from .levels import find_level
+from .levels import (
+    AccumulateIn,
+    LevelRule,
+    Levels,
+    check_accumulate_in,
+    flats_of,
+    grads_of,
+    hold,
+    make_sink,
+    make_sources,
+    pieces_of,
+    publish,
+)
 from .optim.base import describe, split_fused
 from .optim.check import check_claims
 from .options import Options, check_batch, sharding_of, told
@@ -49,7 +62,7 @@ class _Prepared:
     """What a sharded step derives once from a layout."""
 
     def __init__(self, step: TrainStep, layout: Layout, options: Options):
-        group = options.level.optimizer_group(options.group)
+        group = options.axes.optimizer
         self.layout = layout
         self.across = Sharded(layout, group, donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
@@ -86,9 +99,9 @@ class ShardedTrainStep:
         return self.options.group
 
     @property
-    def level(self) -> int:
-        """0 to 3."""
-        return self.options.level.number
+    def level(self) -> int | None:
+        """0 to 3; None where `shard` was given levels by leaf."""
+        return self.options.levels.number
 
     def init(
         self,
@@ -116,10 +129,10 @@ class ShardedTrainStep:
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
             prepared = self._prepare(layout)
             made = None if values is None else Made(values)
-            held = self.options.level.hold(params, layout, self._rank, made)
+            held = hold(params, layout, self._rank, made)
             if made is not None:
                 agree(self.group, {"deferred values": made.digests})
-            view = self.options.level.pieces(self._flats(held, layout), layout, self._rank)
+            view = pieces_of(flats_of(held, layout, self._rank), layout, self._rank)
             opt_state = self.unsharded.optimizer.init(view, prepared.across)
             return TrainState(
                 torch.zeros((), dtype=torch.int64),
@@ -144,9 +157,9 @@ class ShardedTrainStep:
         with told(self.group):
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
-            layout, level = sharding.layout, self.options.level
+            layout = sharding.layout
             prepared = self._prepare(layout)
-            flats = self._flats(state.params, layout)
+            flats = flats_of(state.params, layout, self._rank)
             check_batch(batch, flats[0].device, self.group.rank)
             reduced, outcome, log = self._backward(state, batch, flats, layout)
             seen = {"loss": outcome.loss, **outcome.metrics}
@@ -158,14 +171,14 @@ class ShardedTrainStep:
                 if outcome.weight is not None:
                     _divide(reduced, total)
                 buffers = sync_buffers(state.buffers, outcome.buffers, changed, self.options.buffers, self.group)
-                grads = level.grads(reduced, flats, layout, self._rank)
+                grads = grads_of(reduced, flats, layout, self._rank)
                 del reduced
-                view = level.pieces(flats, layout, self._rank)
+                view = pieces_of(flats, layout, self._rank)
                 if self.options.donate:
                     buffers = apart(buffers, flats)
                     sharding.donations.take(state.step)
                 updates, opt_state = prepared.update(grads, state.opt_state, view)
-                params = level.publish(state.params, flats, updates, layout, self.group, donate=self.options.donate)
+                params = publish(state.params, flats, updates, layout, self.options.axes, donate=self.options.donate)
             new = state._replace(step=state.step + 1, params=params, buffers=buffers, opt_state=opt_state)
             return new, metrics
 
@@ -174,7 +187,7 @@ class ShardedTrainStep:
         with told(self.group), torch.no_grad():
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
-            return gather_state(state, self._prepare(sharding.layout).plan, self.group, self.options.level)
+            return gather_state(state, self._prepare(sharding.layout).plan, self.options.axes)
 
     def scatter(self, state: TrainState) -> TrainState:
         """The inverse of `gather`: this rank's part of a whole state that every rank holds. No communication."""
@@ -183,14 +196,14 @@ class ShardedTrainStep:
         with torch.no_grad():
             layout = self._make_layout(state.params)
             sharding = Sharding(layout, self.level, self.group.rank)
-            return scatter_state(state, self._prepare(layout).plan, sharding, self.options.level)
+            return scatter_state(state, self._prepare(layout).plan, sharding, self._rank)
 
     def _backward(
         self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout
     ) -> tuple[dict[int, Tensor], Outcome, list[str]]:
         """The reduced gradient flats, what the loss gave, and the collectives started for it."""
         log: list[str] = []
-        sink = self.options.level.sink(layout, self.group, log)
+        sink = make_sink(layout, self.options.axes, log, self.options.accumulate_in)
         outcomes: list[Outcome] = []
         for part in micro_batches(batch, self.unsharded.accumulate):
             outcome = self._on_micro_batch(state, part, flats, layout, sink, log, len(outcomes))
@@ -203,7 +216,7 @@ class ShardedTrainStep:
     ) -> Outcome:
         """One pass, whose gradients go to the sink."""
         device, rank, count = flats[0].device, self.group.rank, self.unsharded.accumulate
-        sources = self.options.level.sources(flats, layout, self.group, log)
+        sources = make_sources(flats, layout, self.options.axes, log)
         keeps, last = not self.options.reshard_after_forward, i == count - 1
         run = Pass(layout, sources, sink, device=device, keeps=keeps, ahead=self._trace, last=last)
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
@@ -221,14 +234,12 @@ class ShardedTrainStep:
     @property
     def _rank(self) -> int:
         """This rank's number among the pieces of a bucket."""
-        return self.group.rank if self.options.level.cuts_state else 0
+        return self.options.axes.number
 
     def _make_layout(self, params: PyTree[Tensor]) -> Layout:
-        num_pieces = self.options.level.num_pieces(self.group)
-        return make_layout(params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad)
-
-    def _flats(self, params: PyTree[Tensor], layout: Layout) -> list[Tensor]:
-        return self.options.level.flats(params, layout, self._rank)
+        self.options.levels.check(params)
+        num_ranks = self.options.axes.optimizer.size
+        return make_layout(params, num_ranks, trainable=lambda path, leaf: leaf.requires_grad, cut=self.options.cut_of)
 
     def _prepare(self, layout: Layout) -> _Prepared:
         known = self._prepared
@@ -243,9 +254,14 @@ class ShardedTrainStep:
         o = self.options
         return {
             "ranks": self.group.size,
-            "level": o.level.name,
+            "level": o.levels.describe(),
             "accumulate": self.unsharded.accumulate,
-            "options": {"donate": o.donate, "buffers": o.buffers, "reshard_after_forward": o.reshard_after_forward},
+            "options": {
+                "donate": o.donate,
+                "buffers": o.buffers,
+                "reshard_after_forward": o.reshard_after_forward,
+                "accumulate_in": o.accumulate_in,
+            },
             "optimizer": describe(self.unsharded.optimizer),
             "layout": layout.describe(),
             "buffers": {
@@ -277,12 +293,11 @@ class ShardedEvalStep:
         with told(self.group):
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
-            layout, level = sharding.layout, self.options.level
-            rank = self.group.rank if level.cuts_state else 0
-            flats = level.flats(state.params, layout, rank)
+            layout, axes = sharding.layout, self.options.axes
+            flats = flats_of(state.params, layout, axes.number)
             check_batch(batch, flats[0].device, self.group.rank)
             log: list[str] = []
-            sources = level.sources(flats, layout, self.group, log)
+            sources = make_sources(flats, layout, axes, log)
             run = Pass(layout, sources, None, device=flats[0].device, ahead=self._trace)
             with replayed(state.seed, state.step, self.group.rank, flats[0].device):
                 metrics, weight = call_eval(self.unsharded.fn, run.handles(), state.buffers, batch)
@@ -295,48 +310,63 @@ class ShardedEvalStep:
 def shard(
     step: TrainStep,
     *,
-    level: int | str,
+    level: LevelRule,
     group: Any = ...,
     donate: bool = ...,
     buffers: BufferRule = ...,
     reshard_after_forward: bool = ...,
+    accumulate_in: AccumulateIn | None = ...,
 ) -> ShardedTrainStep: ...
 @overload
 def shard(
     step: EvalStep,
     *,
-    level: int | str,
+    level: LevelRule,
     group: Any = ...,
     donate: bool = ...,
     buffers: BufferRule = ...,
     reshard_after_forward: bool = ...,
+    accumulate_in: AccumulateIn | None = ...,
 ) -> ShardedEvalStep: ...
 def shard(
     step: TrainStep | EvalStep,
     *,
-    level: int | str,
+    level: LevelRule,
     group: Any = None,
     donate: bool = True,
     buffers: BufferRule = "mean",
     reshard_after_forward: bool = True,
+    accumulate_in: AccumulateIn | None = None,
 ) -> ShardedTrainStep | ShardedEvalStep:
     """The same step for the ranks of a group: it returns what the unsharded step returns, or says why it can't.
 
     Args:
         step: made by `train_step` or `eval_step`.
         level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too; 3 or "fsdp",
-            params too.
+            params too. Or levels by leaf: a mapping from patterns of paths, `{"": 3, "*.adapter": 1}`, of which the
+            innermost that names a leaf or a tree around it counts; or a function `(path, leaf) -> level`.
         group: a `Group`, a torch process group, a 1-D DeviceMesh, or None for torch's default group.
         donate: the step may reuse the storage of the state it is given, which can't be used again then.
         buffers: what becomes of buffers that ranks have changed differently: their mean (integers: rank 0's), rank
             0's, or each rank keeps its own.
         reshard_after_forward: at level 3, free a unit's params after forward and gather them again in backward
             (least memory), or keep them (least traffic).
+        accumulate_in: with `train_step(accumulate=k)`, what gradients add up in over the micro-batches: "pieces", each
+            reduced at once (least memory: S/N), or "whole", reduced once a step (least traffic). None: the level's
+            own, pieces at levels 2 and 3, whole at 0 and 1, which have no pieces to offer.
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2; level 3: at most 3, 2
     when not resharding. After Rajbhandari et al., "ZeRO" (2020).
     """
-    options = Options(find_level(level), as_group(group), donate, check_buffer_rule(buffers), reshard_after_forward)
+    levels = Levels(level)
+    options = Options(
+        levels,
+        axes_of(as_group(group)),
+        donate,
+        check_buffer_rule(buffers),
+        reshard_after_forward,
+        check_accumulate_in(accumulate_in, levels),
+    )
     if isinstance(step, TrainStep):
         return ShardedTrainStep(step, options)
     if isinstance(step, EvalStep):

@@ -26,12 +26,13 @@ from .across import (
     total_of,
 )
 from .bunches import Bunches
+from .errors import TransformError
 from .groups.protocol import Group, ReduceOp
 from .layout import Extent, Layout
 from .optim.base import Transform
 from .owners import Exchange, batches, run_batch
 from .pieces import reduce_piece, spread_over_piece
-from .state_plan import assign_owners
+from .state_plan import EVERYONE, owners_of
 from .tree import PyTree, select
 
 
@@ -43,13 +44,15 @@ class Sharded:
         group: the ranks.
         donate: pointwise updates may overwrite the updates and the state they are given.
 
-    Every tree given or returned holds this rank's pieces of the trained leaves, None elsewhere.
+    Every tree given or returned holds this rank's pieces of the trained leaves, None elsewhere. A leaf that is not cut
+    (level 0) is here whole, and alike on every rank: what is asked of it is answered without communication.
     """
 
     def __init__(self, layout: Layout, group: Group, *, donate: bool = False, mask: PyTree[bool] | None = None):
         self._layout, self._group, self._donate = layout, group, donate
         mask = layout.trainable if mask is None else mask
         self._extents = select(layout.extents(group.rank), mask)
+        self._is_cut = select(tree_map(lambda cut: cut.num_pieces > 1, layout.cuts), mask)
         self._bunches = Bunches(layout, mask, group.rank, donate=donate)
         self._numbers = self._bunches.numbers
         self._exchange = Exchange(layout, self._numbers, group)
@@ -87,24 +90,46 @@ class Sharded:
         return self._scalars(lambda x: x.max() if x.numel() else x.new_full((), -math.inf), trees, "max")
 
     def total(self, *trees: Tree) -> Any:
-        local = [total_of([x.sum(dtype=sum_dtype(x.dtype)) for x in optree.tree_leaves(tree)]) for tree in trees]
-        return each(lambda x: x, self._reduce(local, "sum"))
+        totals = [[x.sum(dtype=sum_dtype(x.dtype)) for x in optree.tree_leaves(tree)] for tree in trees]
+        return each(lambda x: x, self._totals(totals, [self._cut_leaves(tree) for tree in trees]))
 
     def dot(self, a: Tree, b: Tree) -> Tensor:
         return self.dots((a, b))[0]
 
     def dots(self, *pairs: tuple[Tree, Tree]) -> tuple[Tensor, ...]:
-        return tuple(self._reduce([_dot(a, b) for a, b in pairs], "sum"))
+        return tuple(self._totals([_products(a, b) for a, b in pairs], [self._cut_leaves(a) for a, _ in pairs]))
+
+    def _totals(self, sums: Sequence[list[Tensor]], cuts: Sequence[list[bool]]) -> list[Tensor]:
+        """For each list of sums over leaves here, one a leaf, the total over all of them, everywhere."""
+        parts = [[x for x, cut in zip(s, c, strict=True) if cut] for s, c in zip(sums, cuts, strict=True)]
+        reduced = self._reduce([total_of(part) for part in parts], "sum", [bool(part) for part in parts])
+        rest = [[x for x, cut in zip(s, c, strict=True) if not cut] for s, c in zip(sums, cuts, strict=True)]
+        return [total_of(([x] if part else []) + alone) for x, part, alone in zip(reduced, parts, rest, strict=True)]
+
+    def _cut_leaves(self, tree: Tree) -> list[bool]:
+        """For each leaf of a tree, whether it is cut."""
+        flags, treedef = optree.tree_flatten(self._is_cut)
+        if len(set(flags)) > 1 and optree.tree_structure(tree) != treedef:
+            raise TransformError(
+                "some leaves are replicated (level 0) and others are cut, so a question must be asked of trees with "
+                "the structure of params, and this one has another. Remedy: ask tree by tree, or train none at level 0"
+            )
+        return flags if len(set(flags)) > 1 else [any(flags)] * optree.tree_structure(tree).num_leaves
 
     def _scalars(self, local: Callable[[Tensor], Tensor], trees: Sequence[Tree], op: ReduceOp) -> Any:
         flattened = [optree.tree_flatten(tree) for tree in trees]
-        reduced = iter(self._reduce([local(x) for leaves, _ in flattened for x in leaves], op))
+        cuts = [cut for tree in trees for cut in self._cut_leaves(tree)]
+        reduced = iter(self._reduce([local(x) for leaves, _ in flattened for x in leaves], op, cuts))
         return each(lambda x: x, [treedef.unflatten([next(reduced) for _ in leaves]) for leaves, treedef in flattened])
 
-    def _reduce(self, values: list[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Reduce tensors of any shape, each to its own shape and dtype, in one all-reduce."""
-        if self._group.size == 1 or not values:
-            return values
+    def _reduce(self, values: list[Tensor], op: ReduceOp, cuts: Sequence[bool]) -> list[Tensor]:
+        """Reduce those tensors that `cuts` says, of any shape, each to its own shape and dtype, in one all-reduce."""
+        if self._group.size > 1 and any(cuts):
+            reduced = iter(self._all_reduce([x for x, cut in zip(values, cuts, strict=True) if cut], op))
+            return [next(reduced) if cut else x for x, cut in zip(values, cuts, strict=True)]
+        return values
+
+    def _all_reduce(self, values: list[Tensor], op: ReduceOp) -> list[Tensor]:
         dtype = values[0].dtype
         for x in values:
             dtype = torch.promote_types(dtype, x.dtype)
@@ -135,7 +160,8 @@ class Sharded:
 
         asked = [tree_map(lambda x, e, d=dim: local(x, e, d), tree, self._extents) for tree, dim in questions]
         leaves, treedef = optree.tree_flatten(asked)
-        return tuple(treedef.unflatten(self._reduce(leaves, op)))
+        cuts = [tree_map(lambda cut, x: None if x is None else cut, self._is_cut, tree) for tree in asked]
+        return tuple(treedef.unflatten(self._reduce(leaves, op, optree.tree_leaves(cuts))))
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def put_back(extent: Extent, x: Tensor | None) -> Tensor | None:
@@ -171,7 +197,8 @@ class Sharded:
 
     def _owners(self, part: WholeLeaf) -> list[int]:
         """The owner of each leaf of the tree."""
-        return assign_owners([part.cost(e.shape) for e in optree.tree_leaves(self._extents)], self._group.size)
+        costs = [part.cost(e.shape) for e in optree.tree_leaves(self._extents)]
+        return owners_of(costs, optree.tree_leaves(self._is_cut), self._group.size)
 
     def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
         leaves, treedef = optree.tree_flatten(params)
@@ -179,7 +206,7 @@ class Sharded:
         (whole,) = self._exchange.to_owners([leaves], owners)
         states = []
         for i, (leaf, owner, extent) in enumerate(zip(leaves, owners, optree.tree_leaves(self._extents), strict=True)):
-            if owner == self._group.rank:
+            if owner in (self._group.rank, EVERYONE):
                 states.append(Owned(part.init(whole[i]), i))
             else:
                 made = part.init(torch.empty(extent.shape, dtype=leaf.dtype, device="meta"))
@@ -223,9 +250,10 @@ class Sharded:
             full = x.new_zeros(prod(extent.shape))
             full[extent.start : extent.stop] = x
             whole.append(full.view(extent.shape))
-        return treedef.unflatten(self._reduce(whole, "sum"))
+        return treedef.unflatten(self._reduce(whole, "sum", self._cut_leaves(tree)))
 
 
-def _dot(a: Tree, b: Tree) -> Tensor:
+def _products(a: Tree, b: Tree) -> list[Tensor]:
+    """Leaf by leaf, the inner product."""
     pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
-    return total_of([(x * y).sum(dtype=sum_dtype(x.dtype)) for x, y in pairs])
+    return [(x * y).sum(dtype=sum_dtype(x.dtype)) for x, y in pairs]

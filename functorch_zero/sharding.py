@@ -39,7 +39,7 @@ class Sharding:
     """How a state is cut: a pytree node without leaves, equal for states that fit each other."""
 
     layout: Layout
-    level: int
+    level: int | None  # None: leaves differ in it, and the layout says
     rank: int
     donations: Donations = field(default_factory=Donations, compare=False, repr=False)
 

@@ -8,13 +8,14 @@ the layout's order, each unit once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from .collectives import reduce_scatter_flat
-from .groups.protocol import Group, Work
+from .groups.axes import Axes
+from .groups.protocol import Work
 from .layout import Layout
 
 Grads = Sequence[Tensor | None]
@@ -39,10 +40,14 @@ class Giver(Protocol):
 
 
 class Reducer:
-    """Starts reductions of whole gradient flats, at most one under way at a time, and adds up what they give."""
+    """Starts reductions of whole gradient flats, at most one under way at a time, and adds up what they give.
 
-    def __init__(self, layout: Layout, group: Group, *, scatter: bool, log: list[str]):
-        self._layout, self._group, self._scatter, self._log = layout, group, scatter, log
+    A bucket in pieces is reduce-scattered along the shard axis. What that gives adds up; along the replicate axis it is
+    summed once, at the end.
+    """
+
+    def __init__(self, layout: Layout, axes: Axes, log: list[str]):
+        self._layout, self._axes, self._log = layout, axes, log
         self._under_way: tuple[int, Tensor, Work] | None = None
         self._done: dict[int, Tensor] = {}
 
@@ -50,10 +55,11 @@ class Reducer:
         """Begin to reduce the gradients of bucket `b`; `flat` is given away."""
         self.settle()
         self._log.append("reduce " + self._layout.buckets[b].name)
-        if self._scatter:
-            self._under_way = (b, *reduce_scatter_flat(flat, self._layout.buckets[b], self._group))
+        if self._is_cut(b):
+            piece = flat.new_empty(flat.numel() // self._axes.shard.size)
+            self._under_way = (b, piece, self._axes.shard.reduce_scatter(piece, flat))
         else:
-            self._under_way = (b, flat, self._group.all_reduce(flat))
+            self._under_way = (b, flat, self._axes.world.all_reduce(flat))
 
     def settle(self) -> None:
         """Wait for what is under way, and let go of its flat."""
@@ -66,7 +72,23 @@ class Reducer:
         """The reduced flats by bucket; buckets nobody reduced are missing."""
         self.settle()
         done, self._done = self._done, {}  # given away: a pass and its units refer to each other until gc finds them
+        if self._axes.replicate.size > 1:
+            started = [(b, *self._over_replicas(piece)) for b, piece in done.items() if self._is_cut(b)]
+            for b, result, work in started:
+                work.wait()
+                done[b] = result
         return done
+
+    def _over_replicas(self, piece: Tensor) -> tuple[Tensor, Work]:
+        """A piece of the sum along the shard axis -> the same, or its part that is this rank's, of the sum over all."""
+        replicate = self._axes.replicate
+        if not self._axes.both:
+            return piece, replicate.all_reduce(piece)
+        part = piece.new_empty(piece.numel() // replicate.size)
+        return part, replicate.reduce_scatter(part, piece)
+
+    def _is_cut(self, b: int) -> bool:
+        return self._layout.buckets[b].cut.level > 0
 
 
 class Sink(Protocol):
@@ -102,30 +124,44 @@ class Sink(Protocol):
 
 
 class Streaming:
-    """Levels 2 and 3: each entry's gradients are reduced at once, and freed. See Note [order of reductions]."""
+    """Reductions in the order of entries; see Note [order of reductions].
 
-    def __init__(self, reducer: Reducer):
-        self._reducer = reducer
+    Args:
+        streams: the buckets whose gradients are reduced at each entry, and freed: levels 2 and 3. Those of the other
+            buckets add up whole, and are reduced once a unit, in the last pass's backward.
+    """
+
+    def __init__(self, reducer: Reducer, streams: frozenset[int]):
+        self._reducer, self._streams = reducer, streams
         self._open: list[tuple[int, Giver]] = []  # entries that backward has not come to, in order of entry
         self._entries = 0
+        self._pending: Counter[Giver] = Counter()  # how many of those entries a unit has
+        self._flats: dict[int, Tensor] = {}  # whole gradients that add up
+        self._last = True
 
     def enter(self, run: Giver) -> int:
         self._entries += 1
         self._open.append((self._entries, run))
+        self._pending[run] += 1
         return self._entries
 
     def take(self, entry: int | None, run: Giver, grads: Grads) -> None:
         if entry is not None:
             self.pass_by(entry)
         if self._open and self._open[-1][0] == entry:
-            run.replay(self._open.pop()[0])
+            self._reach()
         self._send(run, grads)
 
     def pass_by(self, entry: int) -> None:
         while self._open and self._open[-1][0] > entry:
-            number, run = self._open.pop()
-            run.replay(number)
-            self._send(run, None)
+            self._send(self._reach(), None)
+
+    def _reach(self) -> Giver:
+        """Backward is at the last of the open entries: whose it is."""
+        number, run = self._open.pop()
+        self._pending[run] -= 1
+        run.replay(number)
+        return run
 
     def settle(self) -> None:
         self._reducer.settle()
@@ -133,20 +169,33 @@ class Streaming:
     def _send(self, run: Giver, grads: Grads | None) -> None:
         run.done()  # before its gradients are packed, so that params and gradients are not here together
         for b, flat in run.pack(grads):
-            self._reducer.start(b, flat)
+            if b in self._streams:
+                self._reducer.start(b, flat)
+            else:
+                self._flats[b] = self._flats[b].add_(flat) if b in self._flats else flat
+        if self._last and not self._pending[run]:
+            self._send_whole(run.trained)
+
+    def _send_whole(self, buckets: Iterable[int]) -> None:
+        for b in buckets:
+            if b in self._flats:
+                self._reducer.start(b, self._flats.pop(b))
 
     def begin(self, runs: Sequence[Giver], *, last: bool) -> None:
-        pass
+        self._last, self._pending = last, Counter()
 
     def end(self) -> None:
         self.pass_by(0)
+        self._pending.clear()  # units and sink refer to each other
+        if self._last:  # what the last pass has not entered
+            self._send_whole(sorted(self._flats, reverse=True))
 
     def finish(self) -> dict[int, Tensor]:
         return self._reducer.finish()
 
 
 class Accumulating:
-    """Levels 0 and 1: a unit's gradients add up, and are reduced once, in the last pass's backward.
+    """Levels 0 and 1 alone: a unit's gradients add up, and are reduced once, in the last pass's backward.
 
     See Note [order of reductions].
     """

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from .groups.protocol import Group, Work
+from .groups.protocol import Done, Group, Work
 from .step import check_unchanged, versions_of
 
 
 class Source(Protocol):
-    """Where a unit's whole flats come from, one (num_ranks * piece,) a bucket."""
+    """Where a unit's whole flats come from, one (num_pieces * piece,) a bucket."""
 
     drops: bool  # whether flats go away on leaving, and must not be kept by autograd
+    passing: Sequence[bool]  # which of them
 
     def start(self) -> None:
         """Begin to bring the flats here."""
@@ -39,6 +41,7 @@ class Resident:
 
     def __init__(self, flats: list[Tensor]):
         self._flats, self._versions = flats, versions_of(flats)
+        self.passing: Sequence[bool] = [False] * len(flats)
 
     def start(self) -> None:
         pass
@@ -54,12 +57,16 @@ class Resident:
 
 
 class Gathered:
-    """Level 3: this rank's pieces, all-gathered on use. One all-gather a bucket each time."""
+    """Level 3: this rank's pieces, all-gathered on use. One all-gather a bucket each time.
+
+    Args:
+        flats: pieces where `passing`; elsewhere whole flats of other levels' leaves, which stay.
+    """
 
     drops = True
 
-    def __init__(self, pieces: list[Tensor], group: Group, log: list[str], name: str):
-        self._pieces, self._group, self._log, self._name = pieces, group, log, name
+    def __init__(self, flats: list[Tensor], passing: Sequence[bool], group: Group, log: list[str], name: str):
+        self._flats, self.passing, self._group, self._log, self._name = flats, passing, group, log, name
         self._started: list[tuple[Tensor, Work]] | None = None
         self._whole: list[Tensor] | None = None
         self._versions: list[int] = []
@@ -68,9 +75,9 @@ class Gathered:
         if self._whole is None and self._started is None:
             self._log.append("gather " + self._name)
             self._started = []
-            for piece in self._pieces:
-                whole = piece.new_empty(self._group.size * piece.numel())
-                self._started.append((whole, self._group.all_gather(whole, piece)))
+            for flat, passes in zip(self._flats, self.passing, strict=True):
+                whole = flat.new_empty(self._group.size * flat.numel()) if passes else flat
+                self._started.append((whole, self._group.all_gather(whole, flat) if passes else Done()))
 
     def here(self) -> bool:
         return self._whole is not None

@@ -9,10 +9,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .collectives import all_gather_tree, cut
+from .collectives import cut
+from .groups.axes import Axes
 from .groups.protocol import Group
 from .layout import Layout
-from .levels import Level
+from .levels import all_gather_params, hold
 from .sharding import Sharding
 from .state_plan import StateLeaf, StatePlan
 from .step import TrainState
@@ -47,15 +48,14 @@ def _by_bucket_and_slot(plan: StatePlan, layout: Layout) -> list[list[tuple[int,
     return groups
 
 
-def gather_state(state: TrainState, plan: StatePlan, group: Group, level: Level) -> TrainState:
+def gather_state(state: TrainState, plan: StatePlan, axes: Axes) -> TrainState:
     """The whole state on every rank, in tensors of its own."""
     assert state.sharding is not None
     layout = state.sharding.layout
-    params = all_gather_tree(state.params, layout, group) if level.cuts_params else state.params
+    params = all_gather_params(state.params, layout, axes)
     flags = layout.trainable
-    pieces_group = level.optimizer_group(group)
     leaves, treedef = optree.tree_flatten(state.opt_state)
-    whole = [_gather_leaf(x, leaf, layout, pieces_group) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+    whole = [_gather_leaf(x, leaf, layout, axes.optimizer) for x, leaf in zip(leaves, plan.leaves, strict=True)]
     return TrainState(
         state.step.clone(),
         tree_map(lambda p, flag: p.detach().clone().requires_grad_(flag), params, flags),
@@ -71,6 +71,8 @@ def _gather_leaf(x: Any, leaf: StateLeaf, layout: Layout, group: Group) -> Any:
     if leaf.kind == "follows":
         b, k = layout.places[leaf.leaf]
         bucket = layout.buckets[b]
+        if bucket.cut.num_pieces == 1:
+            return x.clone().view(bucket.shapes[k])
         return _gather_piece(x, [bucket.extent(k, r).num_here for r in range(group.size)], group).view(bucket.shapes[k])
     if leaf.kind == "owned":
         here = leaf.owner == group.rank
@@ -94,16 +96,15 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(out.split(longest), counts, strict=True)])
 
 
-def scatter_state(whole: TrainState, plan: StatePlan, sharding: Sharding, level: Level) -> TrainState:
-    """This rank's part of a whole state, in tensors of its own."""
+def scatter_state(whole: TrainState, plan: StatePlan, sharding: Sharding, rank: int) -> TrainState:
+    """The `rank`-th part of a whole state, in tensors of its own."""
     layout = sharding.layout
-    rank = sharding.rank if level.cuts_state else 0
     leaves, treedef = optree.tree_flatten(whole.opt_state)
     assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
     part: list[Any] = [_scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)]
     return TrainState(
         whole.step.clone(),
-        level.hold(whole.params, layout, rank),
+        hold(whole.params, layout, rank),
         tree_map(torch.clone, whole.buffers),
         lay_out_state(treedef.unflatten(part), plan, layout, rank),
         None if whole.seed is None else whole.seed.clone(),

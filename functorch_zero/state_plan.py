@@ -22,6 +22,8 @@ from .errors import TransformError
 from .layout import Extent, Layout
 from .tree import PyTree, select
 
+EVERYONE = -1  # the owner of a leaf that every rank has whole
+
 _LONG = 2**40
 
 
@@ -61,12 +63,14 @@ class _AtOwner:
 class Planner(Local):
     """The `across` that `init` is given while a state is planned."""
 
-    def __init__(self, numbers: PyTree[int], extents: PyTree[Extent], num_ranks: int):
-        self._numbers, self._num_ranks = numbers, num_ranks
+    def __init__(
+        self, numbers: PyTree[int], extents: PyTree[Extent], num_ranks: int, whole: frozenset[int] = frozenset()
+    ):
+        self._numbers, self._num_ranks, self._whole = numbers, num_ranks, whole
         self._extents = extents
 
     def select(self, mask: PyTree[bool]) -> Planner:
-        return Planner(select(self._numbers, mask), select(self._extents, mask), self._num_ranks)
+        return Planner(select(self._numbers, mask), select(self._extents, mask), self._num_ranks, self._whole)
 
     def placeholders(self, dtypes: Sequence[torch.dtype]) -> Tree:
         """A tree of placeholders; `dtypes` by leaf number."""
@@ -86,12 +90,16 @@ class Planner(Local):
 
     def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
         extents, numbers = optree.tree_leaves(self._extents), optree.tree_leaves(self._numbers)
-        owners = assign_owners([part.cost(e.shape) for e in extents], self._num_ranks)
+        owners = owners_of(
+            [part.cost(e.shape) for e in extents], [n not in self._whole for n in numbers], self._num_ranks
+        )
         leaves, treedef = optree.tree_flatten(params)
         states = []
         for i, (leaf, extent, number, owner) in enumerate(zip(leaves, extents, numbers, owners, strict=True)):
             state = part.init(leaf.new_empty(extent.shape))
-            states.append(Owned(tree_map(lambda x, n=number, o=owner: _AtOwner(x, n, o), state), i))
+            if owner != EVERYONE:
+                state = tree_map(lambda x, n=number, o=owner: _AtOwner(x, n, o), state)
+            states.append(Owned(state, i))
         return treedef.unflatten(states)
 
     def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
@@ -102,7 +110,8 @@ def plan_state(init: Callable[..., Any], layout: Layout, mask: PyTree[bool], num
     """Plan the state that `init(params, across)` makes for the leaves where `mask` is true."""
     numbers = select(layout.treedef.unflatten(range(len(layout.leaves))), mask)
     extents = tree_map(lambda n: Extent(layout.leaves[n].shape, 0, prod(layout.leaves[n].shape)), numbers)
-    planner = Planner(numbers, extents, num_ranks)
+    whole = frozenset(n for n, leaf in enumerate(layout.leaves) if leaf.cut.num_pieces == 1)
+    planner = Planner(numbers, extents, num_ranks, whole)
     return plan_of(init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner))
 
 
@@ -132,6 +141,12 @@ def plan_of(state: Any) -> StatePlan:
 def placeholder(number: int, dtype: torch.dtype) -> Tensor:
     """One placeholder."""
     return torch.empty(_LONG + number, dtype=dtype, device="meta")
+
+
+def owners_of(costs: Sequence[float], cuts: Sequence[bool], num_ranks: int) -> list[int]:
+    """The owner of each leaf: of those that are cut a rank, of the others everyone."""
+    owners = iter(assign_owners([cost for cost, cut in zip(costs, cuts, strict=True) if cut], num_ranks))
+    return [next(owners) if cut else EVERYONE for cut in cuts]
 
 
 def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:

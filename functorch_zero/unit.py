@@ -34,7 +34,6 @@ class UnitRun:
         self.name = unit.name or "root"
         self.source, self._around = source, around
         self._buckets = [layout.buckets[b] for b in unit.buckets]
-        self._num_ranks = layout.num_ranks
         self._numbers = unit.buckets
         self._modules = set(unit.modules)
         self.trained = [b for b in unit.buckets if layout.buckets[b].trainable]
@@ -126,7 +125,7 @@ class UnitRun:
             own = [None] * len(bucket.leaves) if grads is None else grads[first : first + len(bucket.leaves)]
             first += len(bucket.leaves)
             if bucket.trainable:
-                flat = pack(own, bucket, self._num_ranks, device=self._around.device)
+                flat = pack(own, bucket, device=self._around.device)
                 if self._around.share is not None:
                     flat.mul_(self._around.share)
                 yield b, if_weighty(flat, self._around.weight)
@@ -212,8 +211,8 @@ class Pass:
         flats = run.source.flats()
         if arrived:
             self._follow(run)
-            for k, flat in enumerate(flats):
-                if flat.numel():
+            for k, (flat, passes) in enumerate(zip(flats, run.source.passing, strict=True)):
+                if passes and flat.numel():
                     self._storages[flat.untyped_storage().data_ptr()] = (run, k)
         if not _in_backward():
             self.prefetch()

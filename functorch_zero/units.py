@@ -76,13 +76,13 @@ def _matches(units: Units, model: nn.Module, path: str, module: nn.Module) -> bo
     if isinstance(units, type):
         return isinstance(module, units)
     if isinstance(units, str):
-        return _path_matches(path, units)
+        return path_matches(path, units)
     if callable(units):
         return bool(units(path, module))
     return any(_matches(rule, model, path, module) for rule in units)
 
 
-def _path_matches(path: str, pattern: str) -> bool:
+def path_matches(path: str, pattern: str) -> bool:
     """Name by name: "layers.*" is each layer, not what is inside it."""
     names, patterns = path.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))

@@ -66,7 +66,7 @@ def test_flats_are_found_again_without_a_copy(spec: Any, num_ranks: int) -> None
     leaves = optree.tree_leaves(copied)
     for b, bucket in enumerate(layout.buckets):
         own = by_bucket(leaves, layout, b)
-        whole = flat_of_leaves(own, bucket, num_ranks)
+        whole = flat_of_leaves(own, bucket)
         assert not (bucket.offsets[-1] + bucket.numels[-1]) or whole.data_ptr() == own[0]._base.data_ptr()
         for rank in range(num_ranks):
             piece = whole[rank * bucket.piece : (rank + 1) * bucket.piece]
@@ -81,8 +81,8 @@ def test_pieces_that_lie_elsewhere_are_packed(spec: Any, num_ranks: int) -> None
     leaves = optree.tree_leaves(tree)
     for b, bucket in enumerate(layout.buckets):
         own = by_bucket(leaves, layout, b)
-        whole = pack(own, bucket, num_ranks, device=own[0].device)
-        assert torch.equal(flat_of_leaves([x.clone() for x in own], bucket, num_ranks), whole)
+        whole = pack(own, bucket, device=own[0].device)
+        assert torch.equal(flat_of_leaves([x.clone() for x in own], bucket), whole)
         assert all(torch.equal(x, y) for x, y in zip(unpack(whole, bucket), own, strict=True))
         assert whole.count_nonzero() == sum(x.count_nonzero() for x in own), "padding is zero"
         for rank in range(num_ranks):
@@ -100,7 +100,7 @@ def test_reduce_scatter_gives_pieces_of_the_sum(spec: Any, ranks: int) -> None:
         leaves, parts = optree.tree_leaves(tree), []
         for b, bucket in enumerate(layout.buckets):
             own = by_bucket(leaves, layout, b)
-            piece, work = reduce_scatter_flat(pack(own, bucket, ranks, device=own[0].device), bucket, group)
+            piece, work = reduce_scatter_flat(pack(own, bucket, device=own[0].device), bucket, group)
             work.wait()
             parts.append(cut(piece, bucket, group.rank))
         return all_gather_tree(to_tree(parts, layout), layout, group)
@@ -118,11 +118,11 @@ def test_reduce_scatter_gives_pieces_of_the_sum(spec: Any, ranks: int) -> None:
 def test_none_is_zeros_and_padding_is_zero() -> None:
     tree, layout = make([((3,), torch.float32, True), ((1,), torch.float32, True), ((2,), torch.float32, True)], 2)
     (bucket,) = [b for b in layout.buckets if len(b.leaves) == 2]
-    flat = pack([None, tree["a"]["a2"]], bucket, 2, device=torch.device("cpu"))
+    flat = pack([None, tree["a"]["a2"]], bucket, device=torch.device("cpu"))
     assert flat.count_nonzero() == 2 and torch.equal(unpack(flat, bucket)[1], tree["a"]["a2"])
 
 
 def test_mixed_dtypes_in_a_bucket_are_an_error() -> None:
     _, layout = make([((3,), torch.float32, True)], 2)
     with pytest.raises(TypeError, match="share a dtype"):
-        pack([torch.zeros(3, dtype=torch.float64), torch.zeros(1)], layout.buckets[0], 2, device=torch.device("cpu"))
+        pack([torch.zeros(3, dtype=torch.float64), torch.zeros(1)], layout.buckets[0], device=torch.device("cpu"))

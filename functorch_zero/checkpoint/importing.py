@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StructureError
+from ..levels import flats_of, pieces_of
 from ..shard import ShardedTrainStep
 from ..state_layout import lay_out_state
 from ..step import TrainState, TrainStep, _optimizer_view
@@ -133,7 +134,7 @@ def first_optimizer_state(step: Step, state: TrainState) -> TrainState:
     assert state.sharding is not None
     layout = state.sharding.layout
     prepared = step._prepare(layout)
-    view = step.options.level.pieces(step._flats(state.params, layout), layout, step._rank)
+    view = pieces_of(flats_of(state.params, layout, step._rank), layout, step._rank)
     made = step.unsharded.optimizer.init(view, prepared.across)
     return state._replace(opt_state=lay_out_state(made, prepared.plan, layout, step._rank))
 

@@ -20,6 +20,7 @@ from ..errors import StructureError, explain
 from ..groups.protocol import Group
 from ..groups.solo import Solo
 from ..layout import Layout
+from ..levels import level_of
 from ..options import sharding_of
 from ..shard import ShardedTrainStep
 from ..state_plan import StateLeaf
@@ -160,9 +161,16 @@ def _spots(step: Step, state: TrainState) -> Iterable[tuple[Any, _Spot]]:
 def _param_spots(step: ShardedTrainStep, state: TrainState) -> list[_Spot]:
     assert state.sharding is not None
     layout = state.sharding.layout
-    if not step.options.level.cuts_params:
-        return [_EVERYWHERE] * len(layout.leaves)
-    return [_cut(layout, n, step.group.rank) for n in range(len(layout.leaves))]
+    return [_held_params(layout, n, step._rank) for n in range(len(layout.leaves))]
+
+
+def _held_params(layout: Layout, number: int, rank: int) -> _Spot:
+    b, k = layout.places[number]
+    bucket = layout.buckets[b]
+    if not level_of(bucket).cuts_params:
+        return _EVERYWHERE
+    extent = bucket.held.extent(k, bucket.held_by(rank))
+    return _Spot(extent.shape, extent.start, extent.stop)
 
 
 def _state_spots(step: ShardedTrainStep, state: TrainState, leaves: list[Any]) -> list[_Spot]:
@@ -171,16 +179,14 @@ def _state_spots(step: ShardedTrainStep, state: TrainState, leaves: list[Any]) -
     plan = step._prepare(layout).plan
     if len(plan.leaves) != len(leaves):
         raise StructureError("the optimizer's state does not have the structure that its init makes")
-    cuts = step.options.level.cuts_state
-    return [_state_spot(planned, layout, step.group.rank if cuts else None) for planned in plan.leaves]
+    return [_state_spot(planned, layout, step._rank) for planned in plan.leaves]
 
 
-def _state_spot(planned: StateLeaf, layout: Layout, rank: int | None) -> _Spot:
-    """`rank` None: not cut, so that every rank has all of it."""
+def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
     if planned.kind == "replicated":
         return _EVERYWHERE
     shape = planned.shape if planned.kind == "owned" else layout.leaves[planned.leaf].shape
-    if rank is None:
+    if layout.leaves[planned.leaf].cut.num_pieces == 1:
         return _Spot(shape, everywhere=True)
     if planned.kind == "follows":
         return _cut(layout, planned.leaf, rank)

@@ -81,7 +81,9 @@ def plan(
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
     row, rule = find_level(level), check_buffer_rule(buffer_rule)
     params = mark_trainable(params, trainable)
-    layout = make_layout(params, ranks if row.cuts_state else 1, trainable=lambda path, leaf: leaf.requires_grad)
+    layout = make_layout(
+        params, ranks, trainable=lambda path, leaf: leaf.requires_grad, cut=lambda path, leaf: row.cut(ranks)
+    )
     group = Recorder(rank, ranks)
     sizes = state_sizes(optimizer, layout, ranks if row.cuts_state else 1)
     held = params_bytes(layout, row), sizes.at(layout, rank if row.cuts_state else 0)

@@ -21,7 +21,7 @@ from .records import Balance, Owned
 
 def whole_bytes(bucket: Bucket, layout: Layout) -> int:
     """Of a bucket's whole flat, padding included."""
-    return layout.num_ranks * piece_bytes(bucket)
+    return bucket.numel * bucket.dtype.itemsize
 
 
 def piece_bytes(bucket: Bucket) -> int:

@@ -10,8 +10,9 @@ from optree import PyTree, tree_map
 from torch import Tensor
 
 from ..buffers import BufferRule, sync_buffers
+from ..groups.axes import axes_of
 from ..layout import Layout
-from ..levels import Level
+from ..levels import Level, make_sink, make_sources
 from ..sinks import Sink
 from ..step import LossFn, Outcome, call_loss, micro_batches
 from ..unit import Pass, UnitRun
@@ -74,7 +75,7 @@ class TracedPass:
 
     def _step(self, flats: list[Tensor], buffers: Any, batch: Any, ahead: list[str]) -> tuple[Outcome, list[str]]:
         """As a sharded step's, up to the buffers' exchange."""
-        sink = self._level.sink(self._layout, self._group, self._group.log)
+        sink = make_sink(self._layout, axes_of(self._group), self._group.log)
         outcomes: list[Outcome] = []
         new = buffers
         parts = micro_batches(batch, self._accumulate)
@@ -92,7 +93,7 @@ class TracedPass:
     def _pass(
         self, flats: list[Tensor], buffers: Any, batch: Any, ahead: list[str], sink: Sink, *, last: bool
     ) -> tuple[Outcome, list[str]]:
-        sources = self._level.sources(flats, self._layout, self._group, self._group.log)
+        sources = make_sources(flats, self._layout, axes_of(self._group), self._group.log)
         device = flats[0].device
         run = _Pass(self._layout, sources, sink, device=device, keeps=self._keeps, ahead=ahead, last=last)
         self._run = run
@@ -155,7 +156,7 @@ class _Pass(Pass):
 def _flat(layout: Layout, level: Level, b: int, mode: Any) -> Tensor:
     bucket = layout.buckets[b]
     with mode:
-        return torch.empty((1 if level.cuts_params else layout.num_ranks) * bucket.piece, dtype=bucket.dtype)
+        return torch.empty(bucket.held.piece, dtype=bucket.dtype)
 
 
 def _fake(x: Any, mode: Any) -> Any:

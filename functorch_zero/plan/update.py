@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import optree
-from optree import PyTree
+from optree import PyTree, tree_map
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -21,6 +21,7 @@ from ..levels import Level
 from ..optim.base import Needs, Transform, split_fused
 from ..owners import Exchange
 from ..sharded import Sharded
+from ..state_plan import EVERYONE
 from ..tree import select
 from .live import LiveBytes
 from .recording import Recorder
@@ -91,6 +92,7 @@ class _Imagined(Sharded):
     def __init__(self, layout: Layout, group: Recorder, mask: PyTree[bool]):
         self._layout, self._group, self._donate = layout, group, True
         self._extents = select(layout.extents(group.rank), mask)
+        self._is_cut = select(tree_map(lambda cut: cut.num_pieces > 1, layout.cuts), mask)
         self._bunches = Bunches(layout, mask, group.rank, donate=True)
         self._numbers = self._bunches.numbers
         self._exchange = _Sizes(layout, self._numbers, group)
@@ -122,7 +124,8 @@ class _Sizes(Exchange):
                 kept = sum(self._here[i] for i in some if owners[i] == rank)
                 self._record(dtype, sum(self._here[i] for i in some), kept)
         return [
-            {i: x.new_empty(self._shapes[i]) for i, x in enumerate(leaves) if owners[i] == rank} for leaves in trees
+            {i: x.new_empty(self._shapes[i]) for i, x in enumerate(leaves) if owners[i] in (rank, EVERYONE)}
+            for leaves in trees
         ]
 
     def from_owners(self, results: dict[int, Tensor], leaves: list[Tensor], owners: list[int]) -> list[Tensor]:

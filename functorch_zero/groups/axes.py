@@ -1,0 +1,40 @@
+"""The groups of a step: along which axis pieces lie, gradients are summed, and the optimizer asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .protocol import Group
+from .solo import Solo
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The groups that a rank is in.
+
+    Attributes:
+        world: all ranks.
+        shard: the ranks that hold the pieces of one copy of the params.
+        replicate: the ranks that hold the same piece of different copies.
+        optimizer: the ranks among which each element has one that updates it, in the order of their pieces.
+    """
+
+    world: Group
+    shard: Group
+    replicate: Group
+    optimizer: Group
+
+    @property
+    def number(self) -> int:
+        """Which of the pieces that the optimizer's ranks hold is this rank's."""
+        return self.optimizer.rank
+
+    @property
+    def both(self) -> bool:
+        """Whether gradients and optimizer state are cut over both axes, the replicate axis inside the shard axis."""
+        return self.optimizer.size > self.shard.size
+
+
+def axes_of(group: Group) -> Axes:
+    """Those of a group of one axis: everything happens in it."""
+    return Axes(group, group, Solo(), group)
