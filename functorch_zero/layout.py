@@ -186,12 +186,7 @@ class Layout:
             "num_ranks": self.num_ranks,
             "units": {unit.name: self._describe_unit(unit) for unit in self.units},
             "leaves": {
-                leaf.path: [
-                    list(leaf.shape),
-                    str(leaf.dtype),
-                    "trainable" if leaf.trainable else "frozen",
-                    f"level {leaf.cut.level}",
-                ]
+                leaf.path: [list(leaf.shape), str(leaf.dtype), "trainable" if leaf.trainable else "frozen"]
                 for leaf in self.leaves
             },
         }

@@ -255,6 +255,7 @@ class ShardedTrainStep:
         return {
             "ranks": self.group.size,
             "level": o.levels.describe(),
+            "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
             "accumulate": self.unsharded.accumulate,
             "options": {
                 "donate": o.donate,
