@@ -1,10 +1,19 @@
 """functorch_zero: a JAX-style functional sharding library for PyTorch."""
 
 from . import optim, testing
+from .broadcast import broadcast
 from .deferred import deferred
-from .errors import DonatedError, GroupError, MismatchError, PeerError, StructureError, TransformError
+from .errors import (
+    DonatedError,
+    GroupError,
+    LostPeerError,
+    MismatchError,
+    PeerError,
+    StructureError,
+    TransformError,
+)
 from .functional import functionalize
-from .groups import CountingGroup, Group, ProcessGroup, ThreadGroup, launch
+from .groups import CheckedGroup, CountingGroup, Group, ProcessGroup, ThreadGroup, launch
 from .handle import gather
 from .shard import shard
 from .step import Aux, TrainState, eval_step, train_step
@@ -12,10 +21,12 @@ from .tree import Params, named_leaves
 
 __all__ = [
     "Aux",
+    "CheckedGroup",
     "CountingGroup",
     "DonatedError",
     "Group",
     "GroupError",
+    "LostPeerError",
     "MismatchError",
     "Params",
     "PeerError",
@@ -24,6 +35,7 @@ __all__ = [
     "ThreadGroup",
     "TrainState",
     "TransformError",
+    "broadcast",
     "deferred",
     "eval_step",
     "functionalize",

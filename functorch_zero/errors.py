@@ -52,3 +52,7 @@ class GroupError(RuntimeError):
 
 class PeerError(GroupError):
     """Another rank failed; the message carries that rank's number and its error."""
+
+
+class LostPeerError(GroupError):
+    """Another rank was killed, is stuck or can't be reached; inside a step the message names the unit and the phase."""

@@ -22,19 +22,25 @@ def agree(group: Group, facts: dict[str, Any]) -> None:
 
     Two small exchanges: digests of 32 bytes, and only when they differ the facts themselves, as JSON.
     """
-    text = json.dumps(facts, sort_keys=True)
-    digests = group.exchange(hashlib.sha256(text.encode()).digest())
+    digests = group.exchange(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(data) for data in group.exchange(text.encode())]
+    everyone = [json.loads(data) for data in group.exchange(json.dumps(facts).encode())]  # in order: causes come first
     other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
     field, ours, theirs = first_difference(everyone[0], everyone[other])
     like_other = [rank for rank, facts in enumerate(everyone) if facts == everyone[other]]
     raise MismatchError(
         f"the ranks were given different things: {field} is {_short(ours)} on rank 0 and {_short(theirs)} on "
-        f"{_ranks(like_other)} (this is rank {group.rank}). Remedy: build model, optimizer and options the same way on "
-        "every rank, from the same seed"
+        f"{_ranks(like_other)} (this is rank {group.rank}). Remedy: {_remedy(field)}"
     )
+
+
+def _remedy(field: str) -> str:
+    if field.startswith("values"):
+        return (
+            "build the model from the same seed on every rank, or take one rank's values, fz.broadcast(params, group)"
+        )
+    return "build model, optimizer and options the same way on every rank"
 
 
 def first_difference(a: Any, b: Any, field: str = "") -> tuple[str, Any, Any]:

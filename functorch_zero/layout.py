@@ -184,11 +184,11 @@ class Layout:
         """The layout as plain data, for comparing ranks and for files."""
         return {
             "num_ranks": self.num_ranks,
-            "units": {unit.name: self._describe_unit(unit) for unit in self.units},
             "leaves": {
                 leaf.path: [list(leaf.shape), str(leaf.dtype), "trainable" if leaf.trainable else "frozen"]
                 for leaf in self.leaves
             },
+            "units": {unit.name: self._describe_unit(unit) for unit in self.units},
         }
 
 

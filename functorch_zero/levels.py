@@ -33,6 +33,7 @@ from .collectives import (
     unpack,
 )
 from .errors import StructureError, explain
+from .groups import labelled
 from .groups.axes import Axes
 from .groups.protocol import Group, Work
 from .layout import Bucket, Cut, Layout
@@ -206,7 +207,8 @@ def make_sources(flats: Sequence[Tensor], layout: Layout, axes: Axes, log: list[
     for unit in layout.units:
         own = [flats[b] for b in unit.buckets]
         sharded = [level_of(layout.buckets[b]).cuts_params for b in unit.buckets]
-        sources.append(Gathered(own, sharded, axes.shard, log, unit.name) if any(sharded) else Resident(own))
+        group = labelled(axes.shard, f"{unit.name or 'root'}/gather")
+        sources.append(Gathered(own, sharded, group, log, unit.name) if any(sharded) else Resident(own))
     return sources
 
 
@@ -265,7 +267,8 @@ class _Spreading:
 
     def __init__(self, held: Tensor, bucket: Bucket, axes: Axes):
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
-        for group in _held_over(bucket, axes):
+        for axis in _held_over(bucket, axes):
+            group = labelled(axis, f"{bucket.name}/publish")
             piece = held.view(group.size, -1)[group.rank]
             self._stages.append((group, held, piece))
             held = piece

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .buffers import BufferRule
 from .errors import GroupError, StructureError, explain
+from .groups import rejoin
 from .groups.axes import Axes
 from .groups.protocol import Group
 from .layout import Cut
@@ -60,6 +61,16 @@ def check_batch(batch: Any, device: torch.device, rank: int) -> None:
             )
 
 
+def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, rank: int) -> None:
+    """Refuse a loss that is the mean of nothing, NaN, and would count as much as the others'."""
+    if weight is not None:
+        return
+    for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and not len(leaf) and bool(loss.isnan()):
+            remedy = "give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts for nothing"
+            raise StructureError(explain("the batch is empty, and its loss NaN", path=path, rank=rank, remedy=remedy))
+
+
 def sharding_of(state: TrainState, options: Options) -> Sharding:
     """How a state is cut, which must be as these options cut."""
     sharding, rank = state.sharding, options.group.rank
@@ -85,11 +96,14 @@ def _place(level: int | None, num_ranks: int, rank: int) -> str:
 
 
 @contextmanager
-def told(group: Group) -> Iterator[None]:
-    """Tell the other ranks when this one fails, so that none waits for it."""
+def told(*groups: Group) -> Iterator[None]:
+    """Tell the other ranks when this one fails, so that none waits for it. What failed before is tried again."""
+    for group in groups:
+        rejoin(group)
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, GroupError):
-            group.fail(error)
+        for group in groups:
+            if len(groups) > 1 or not isinstance(error, GroupError):  # who shares another group has not heard of it
+                group.fail(error)
         raise

@@ -64,9 +64,10 @@ def _weighted(value: Tensor, weight: Tensor) -> Tensor:
 def _check(sums: list[float], group: Group, log: Sequence[str]) -> None:
     total, squares = (int(x) for x in sums)
     if total * total != squares * group.size:
+        began, last = ", ".join(log[:1]), ", ".join(log[1:][-4:])
         raise GroupError(
-            f"the ranks have not started the same collectives, or report other metrics; rank {group.rank} started "
-            f"{len(log)}, the last ones: {', '.join(log[-4:]) or 'none'}. Their results are wrong, and the step is "
-            "undone. Remedy: make every rank call the same units in the same order, return the same metrics, and give "
-            "a weight on all ranks or on none"
+            "the ranks are at different steps, have not started the same collectives, or report other metrics; rank "
+            f"{group.rank} was at {began or 'none'} and started {len(log[1:])}, the last ones: {last or 'none'}. Their "
+            "results are wrong, and the step is undone. Remedy: make every rank take the same steps, call the same "
+            "units in the same order, return the same metrics, and give a weight on all ranks or on none"
         )

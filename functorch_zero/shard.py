@@ -14,7 +14,7 @@ from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
 from .deferred import Deferred, Made
 from .errors import StructureError
-from .groups import as_group
+from .groups import as_group, labelled
 from .groups.axes import axes_of
 from .groups.protocol import Group
 from .handshake import agree, content_digests
@@ -34,7 +34,7 @@ from .levels import (
 )
 from .optim.base import describe, split_fused
 from .optim.check import check_claims
-from .options import Options, check_batch, sharding_of, told
+from .options import Options, check_batch, check_not_empty, sharding_of, told
 from .sharded import Sharded
 from .sharding import Sharding
 from .sinks import Sink
@@ -56,6 +56,7 @@ from .step import (
 )
 from .tree import PyTree, paths, same_structure, select
 from .unit import Pass
+from .version import __version__
 
 
 class _Prepared:
@@ -64,7 +65,7 @@ class _Prepared:
     def __init__(self, step: TrainStep, layout: Layout, options: Options):
         group = options.axes.optimizer
         self.layout = layout
-        self.across = Sharded(layout, group, donate=options.donate)
+        self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
         self._optimizer, self._split = step.optimizer, split_fused(step.optimizer)
 
@@ -121,17 +122,17 @@ class ShardedTrainStep:
             TransformError: a transform does what its `needs` says it does not.
             StructureError: params are no tensors, or none is trained.
         """
-        with told(self.group), torch.no_grad():
+        with told(*self.options.axes.groups), torch.no_grad():
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self._make_layout(params)
             buffers = {} if buffers is None else buffers if values is None else values.fill(buffers)
-            agree(self.group, self._facts(layout, params, buffers, seed))
+            agree(labelled(self.group, "init/agreement"), self._facts(layout, params, buffers, seed))
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
             prepared = self._prepare(layout)
             made = None if values is None else Made(values)
             held = hold(params, layout, self._rank, made)
             if made is not None:
-                agree(self.group, {"deferred values": made.digests})
+                agree(labelled(self.group, "init/agreement"), {"deferred values": made.digests})
             view = pieces_of(flats_of(held, layout, self._rank), layout, self._rank)
             opt_state = self.unsharded.optimizer.init(view, prepared.across)
             return TrainState(
@@ -154,7 +155,7 @@ class ShardedTrainStep:
             StructureError: state, batch or loss are not what they must be.
             PeerError: another rank failed; GroupError: ranks did different things.
         """
-        with told(self.group):
+        with told(*self.options.axes.groups):
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
             layout = sharding.layout
@@ -165,12 +166,15 @@ class ShardedTrainStep:
             seen = {"loss": outcome.loss, **outcome.metrics}
             flags = replaced(state.buffers, outcome.buffers)
             trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
-            metrics, total, changed = reports.average(seen, outcome.weight, self.group, log, flags)
+            metrics, total, changed = reports.average(
+                seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags
+            )
             self._trace = trace
             with torch.no_grad():
                 if outcome.weight is not None:
                     _divide(reduced, total)
-                buffers = sync_buffers(state.buffers, outcome.buffers, changed, self.options.buffers, self.group)
+                group = labelled(self.group, "step/buffers")
+                buffers = sync_buffers(state.buffers, outcome.buffers, changed, self.options.buffers, group)
                 grads = grads_of(reduced, flats, layout, self._rank)
                 del reduced
                 view = pieces_of(flats, layout, self._rank)
@@ -184,7 +188,7 @@ class ShardedTrainStep:
 
     def gather(self, state: TrainState) -> TrainState:
         """The whole, unsharded state on every rank: copies. All-gathers what is in pieces, broadcasts what is owned."""
-        with told(self.group), torch.no_grad():
+        with told(*self.options.axes.groups), torch.no_grad():
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
             return gather_state(state, self._prepare(sharding.layout).plan, self.options.axes)
@@ -202,7 +206,7 @@ class ShardedTrainStep:
         self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout
     ) -> tuple[dict[int, Tensor], Outcome, list[str]]:
         """The reduced gradient flats, what the loss gave, and the collectives started for it."""
-        log: list[str] = []
+        log = [f"step {int(state.step)}"]
         sink = make_sink(layout, self.options.axes, log, self.options.accumulate_in)
         outcomes: list[Outcome] = []
         for part in micro_batches(batch, self.unsharded.accumulate):
@@ -221,6 +225,7 @@ class ShardedTrainStep:
         run = Pass(layout, sources, sink, device=device, keeps=keeps, ahead=self._trace, last=last)
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
             outcome = call_loss(self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank)
+            check_not_empty(batch, outcome.loss, outcome.weight, rank)
             share = 1 / (self.group.size * count) if outcome.weight is None else outcome.weight
             exact = outcome.loss.dtype in (torch.float32, torch.float64)  # else a share of 1/3, say, is rounded
             run.loss_ended(outcome.weight, None if exact else share)
@@ -253,6 +258,8 @@ class ShardedTrainStep:
         """What ranks must agree on."""
         o = self.options
         return {
+            "functorch_zero": __version__,
+            "torch": torch.__version__,
             "ranks": self.group.size,
             "level": o.levels.describe(),
             "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
@@ -272,7 +279,6 @@ class ShardedTrainStep:
             "values": content_digests(params),
             "values of buffers": {} if o.buffers == "local" else content_digests(buffers),
             "seed": seed,
-            "torch": torch.__version__,
         }
 
 
@@ -291,20 +297,20 @@ class ShardedEvalStep:
     @torch.no_grad()
     def __call__(self, state: TrainState, batch: Any) -> Metrics:
         """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a unit, on use."""
-        with told(self.group):
+        with told(*self.options.axes.groups):
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
             layout, axes = sharding.layout, self.options.axes
             flats = flats_of(state.params, layout, axes.number)
             check_batch(batch, flats[0].device, self.group.rank)
-            log: list[str] = []
+            log = [f"evaluation at step {int(state.step)}"]
             sources = make_sources(flats, layout, axes, log)
             run = Pass(layout, sources, None, device=flats[0].device, ahead=self._trace)
             with replayed(state.seed, state.step, self.group.rank, flats[0].device):
                 metrics, weight = call_eval(self.unsharded.fn, run.handles(), state.buffers, batch)
             run.finish()
             self._trace = run.trace
-            return reports.average(metrics, weight, self.group, log).metrics
+            return reports.average(metrics, weight, labelled(self.group, "evaluation/metrics"), log).metrics
 
 
 @overload

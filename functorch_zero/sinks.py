@@ -14,8 +14,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .groups import labelled
 from .groups.axes import Axes
-from .groups.protocol import Work
+from .groups.protocol import Group, Work
 from .layout import Layout
 
 Grads = Sequence[Tensor | None]
@@ -57,9 +58,9 @@ class Reducer:
         self._log.append("reduce " + self._layout.buckets[b].name)
         if self._is_cut(b):
             piece = flat.new_empty(flat.numel() // self._axes.shard.size)
-            self._under_way = (b, piece, self._axes.shard.reduce_scatter(piece, flat))
+            self._under_way = (b, piece, self._for(b, self._axes.shard).reduce_scatter(piece, flat))
         else:
-            self._under_way = (b, flat, self._axes.world.all_reduce(flat))
+            self._under_way = (b, flat, self._for(b, self._axes.world).all_reduce(flat))
 
     def settle(self) -> None:
         """Wait for what is under way, and let go of its flat."""
@@ -73,19 +74,25 @@ class Reducer:
         self.settle()
         done, self._done = self._done, {}  # given away: a pass and its units refer to each other until gc finds them
         if self._axes.replicate.size > 1:
-            started = [(b, *self._over_replicas(piece)) for b, piece in done.items() if self._is_cut(b)]
+            started = [
+                (b, *self._over_replicas(piece, self._for(b, self._axes.replicate)))
+                for b, piece in done.items()
+                if self._is_cut(b)
+            ]
             for b, result, work in started:
                 work.wait()
                 done[b] = result
         return done
 
-    def _over_replicas(self, piece: Tensor) -> tuple[Tensor, Work]:
+    def _over_replicas(self, piece: Tensor, replicate: Group) -> tuple[Tensor, Work]:
         """A piece of the sum along the shard axis -> the same, or its part that is this rank's, of the sum over all."""
-        replicate = self._axes.replicate
         if not self._axes.both:
             return piece, replicate.all_reduce(piece)
         part = piece.new_empty(piece.numel() // replicate.size)
         return part, replicate.reduce_scatter(part, piece)
+
+    def _for(self, b: int, group: Group) -> Group:
+        return labelled(group, f"{self._layout.buckets[b].name}/reduce")
 
     def _is_cut(self, b: int) -> bool:
         return self._layout.buckets[b].cut.level > 0

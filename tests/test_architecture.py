@@ -17,6 +17,7 @@ MAX_IMPORT_SECONDS = 0.3
 LEVELS = {
     "errors": 0,
     "tree": 0,
+    "version": 0,
     "handle": 1,
     "layout": 1,
     "remat": 1,
@@ -43,6 +44,7 @@ LEVELS = {
     "reports": 4,
     "state_layout": 4,
     "options": 4,
+    "broadcast": 5,
     "shard": 5,
     "checkpoint": 6,
     "plan": 6,

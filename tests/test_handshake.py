@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from functorch_zero import optim
-from functorch_zero.errors import MismatchError
+from functorch_zero.broadcast import broadcast
+from functorch_zero.errors import MismatchError, PeerError, StructureError
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.handshake import agree, content_digests, first_difference
@@ -51,7 +53,7 @@ DIFFERENCES = {
     "shape": (changed("width", 5), r"layout\.leaves\.0\.0\.\w+\[0\]\[0\] is 4 on rank 0 and 5 on rank 2"),
     "leaf": (changed("bias", False), r"layout\.\S+ is .* on rank 0 and .* on rank 2"),
     "dtype": (changed("dtype", torch.float64), r"layout\.leaves\.0\.0\.\w+\S* is .*torch\.float32.*torch\.float64"),
-    "values": (changed("seed", 1), r"values\.0\.0\.\w+ is"),
+    "values": (changed("seed", 1), r"values\.0\.0\.\w+ is.*fz\.broadcast"),
     "frozen": (changed("frozen", True), r"layout.*trainable.*frozen|layout.*frozen"),
     "units": (changed("units", "0"), r"layout\.units\.\S+ is .* on rank 0 and .* on rank 2"),
     "learning rate": (changed("optimizer", lambda: optim.adamw(1e-2)), r"optimizer.*0\.001.*0\.01"),
@@ -59,7 +61,8 @@ DIFFERENCES = {
     "clipping": (changed("optimizer", lambda: optim.chain(optim.clip(1.0), optim.adamw(1e-3))), r"optimizer"),
     "accumulate": (changed("accumulate", 2), r"accumulate is 1 on rank 0 and 2 on rank 2"),
     "level": (changed("options", {"level": 2}), r'level is "oss" on rank 0 and "sdp" on rank 2'),
-    "levels that cut differently": (changed("options", {"level": 0}), r'level is "oss" .* "replicated"|layout'),
+    "level 3": (changed("options", {"level": 3}), r'level is "oss" on rank 0 and "fsdp" on rank 2'),
+    "level 0": (changed("options", {"level": 0}), r'level is "oss" on rank 0 and "replicated" on rank 2'),
     "donate": (changed("options", {"level": 1, "donate": False}), r"options\.donate is true on rank 0 and false"),
     "buffer rule": (changed("options", {"level": 1, "buffers": "local"}), r"options\.buffers"),
     "buffers": (changed("buffers", {"count": torch.zeros(3)}), r"buffers\.count\[0\]\[0\] is 2 on rank 0 and 3"),
@@ -83,6 +86,53 @@ def test_a_difference_is_named_on_every_rank(what: str) -> None:
     start = time.monotonic()
     messages = run_ranks(run, 3)
     assert len(set(messages)) == 1 and time.monotonic() - start < 10
+
+
+def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(group: Any) -> str:
+        with pytest.raises(MismatchError) as caught, monkeypatch.context() as context:
+            context.setattr(sys.modules[shard.__module__], "__version__", f"0.{group.rank}")
+            Given().init(group)
+        return str(caught.value)
+
+    assert 'functorch_zero is "0.0" on rank 0 and "0.1" on rank 1' in run_ranks(run, 2)[0]
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_broadcast(source: int) -> None:
+    """P8. Then `init` agrees; the trees given stay as they are."""
+
+    def run(group: Any) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(group.rank)
+        params = {
+            "w": torch.randn(3, 2, generator=generator).mT.requires_grad_(),
+            "none": torch.randn(0, 2, generator=generator),
+            "scale": torch.randn((), generator=generator, dtype=torch.float64),
+            "flags": torch.randn(3, generator=generator) > 0,
+        }
+        old = {k: v.detach().clone() for k, v in params.items()}
+        step = shard(train_step(lambda p, b, x: p["w"].sum(), optim.sgd(0.1)), level=1, group=group)
+        with pytest.raises(MismatchError, match=r"values.*Remedy.*fz\.broadcast"):
+            step.init(params)
+        mine = broadcast((params, {}), group, source=source)[0]
+        assert mine["w"].requires_grad and not mine["none"].requires_grad
+        step.init(mine)
+        assert all(torch.equal(v, params[k]) for k, v in old.items())
+        assert group.rank != source or all(torch.equal(v, mine[k]) for k, v in old.items())
+        return [v.detach() for v in mine.values()]
+
+    first, *others = run_ranks(run, 3)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_broadcast_of_different_trees() -> None:
+    def run(group: Any, tree: Any, kind: type[Exception], text: str) -> None:
+        with pytest.raises((kind, PeerError), match=text):
+            broadcast(tree, group)
+
+    run_ranks(lambda g: run(g, {"w": torch.ones(3 + g.rank)}, MismatchError, r"leaves\.w\[0\]\[0\] is 3 on rank 0"), 2)
+    run_ranks(lambda g: run(g, {"w": 3 if g.rank else torch.ones(3)}, StructureError, r"path w, got int, on rank 1"), 2)
+    run_ranks(lambda g: run(g, [torch.ones(2, device="meta")], StructureError, r"path 0, got meta"), 2)
 
 
 def test_equal_things_agree() -> None:

@@ -1,6 +1,7 @@
 """Groups of ranks and their collectives: processes, threads, or one process that counts."""
 
 from .counting import Call, CountedGroup, CountingGroup, counted
+from .labels import CheckedGroup, LabelledGroup, labelled, rejoin, sibling
 from .launch import launch
 from .process import ProcessGroup, as_group
 from .protocol import Done, Group, ReduceOp, Work
@@ -8,16 +9,21 @@ from .threads import ThreadGroup, run_ranks
 
 __all__ = [
     "Call",
+    "CheckedGroup",
     "CountedGroup",
     "CountingGroup",
     "Done",
     "Group",
+    "LabelledGroup",
     "ProcessGroup",
     "ReduceOp",
     "ThreadGroup",
     "Work",
     "as_group",
     "counted",
+    "labelled",
     "launch",
+    "rejoin",
     "run_ranks",
+    "sibling",
 ]

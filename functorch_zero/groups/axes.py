@@ -25,6 +25,12 @@ class Axes:
     optimizer: Group
 
     @property
+    def groups(self) -> list[Group]:
+        """The groups that are not the same, or of one rank."""
+        distinct = {id(group): group for group in (self.world, self.shard, self.replicate, self.optimizer)}
+        return [group for group in distinct.values() if group.size > 1]
+
+    @property
     def number(self) -> int:
         """Which of the pieces that the optimizer's ranks hold is this rank's."""
         return self.optimizer.rank

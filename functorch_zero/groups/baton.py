@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from ..errors import GroupError
+from ..errors import GroupError, PeerError
 from .checks import ranks_text
 
 Combine = Callable[[list[Any]], Sequence[Any]]  # all ranks' deposits -> each rank's result
@@ -76,11 +76,14 @@ class World:
         self._waiting: dict[int, Meeting] = {}
         self._open: dict[int, Meeting] = {}  # by position: collectives that some rank has yet to call
         self._num_calls = [0] * size
+        self._told: set[int] = set()  # of a broken world: who knows
+        self._back: set[int] = set()  # and who waits for the others to begin anew
+        self._times_rejoined = 0
         self._stopped = False
 
     def join(self, rank: int, call: Signature, deposit: Any, combine: Combine) -> Meeting:
         """Bring `deposit` to this rank's next collective; the last rank to come combines them all."""
-        self._raise_if_broken()
+        self._raise_if_broken(rank)
         self._num_calls[rank] += 1
         position = self._num_calls[rank]
         meeting = self._open.setdefault(position, Meeting(position))
@@ -88,7 +91,7 @@ class World:
         meeting.deposits[rank] = deposit
         if not meeting.agreed():
             self.break_with(GroupError, f"the ranks called different collectives: {meeting}")
-            self._raise_if_broken()
+            self._raise_if_broken(rank)
         if len(meeting.calls) == self.size:
             del self._open[position]
             self._combine(meeting, combine)
@@ -97,7 +100,7 @@ class World:
     def result_of(self, meeting: Meeting, rank: int) -> Any:
         """This rank's result; other ranks run until it is there."""
         while meeting.results is None:
-            self._raise_if_broken()
+            self._raise_if_broken(rank)
             self._waiting[rank] = meeting
             try:
                 self._let_others_run(rank)
@@ -105,9 +108,37 @@ class World:
                 del self._waiting[rank]
         return meeting.results[rank]
 
+    def fail(self, rank: int, text: str) -> None:
+        """This rank has failed, and knows it."""
+        self.break_with(PeerError, text)
+        self._told.add(rank)
+
     def break_with(self, kind: type[GroupError], text: str) -> None:
         """Make every unfinished collective raise this; the first reason stays."""
         self.broken = self.broken or Break(kind, text)
+
+    def rejoin(self, rank: int) -> None:
+        """After a failure that every rank has caught: begin anew, once all of them have come here.
+
+        A rank that has not heard of it yet goes on, and hears of it in its next collective.
+        """
+        if self.broken is None or rank not in self._told:
+            return
+        if self.broken.kind is not PeerError or self._ended:
+            raise self._error()
+        self._back.add(rank)
+        if len(self._back) == self.size:
+            self.broken, self._num_calls = None, [0] * self.size
+            self._open.clear()
+            self._told.clear()
+            self._back.clear()
+            self._times_rejoined += 1
+        times = self._times_rejoined
+        while rank in self._back:
+            self._let_others_run(rank)
+            if self._times_rejoined > times:  # whatever has happened since then
+                return
+        self._raise_if_broken(rank)
 
     def begin(self) -> None:
         self._pass_baton_to(0)
@@ -116,11 +147,12 @@ class World:
         """Return when it is this rank's turn; raise when `run_ranks` has stopped everything."""
         self._batons[rank].acquire()
         if self._stopped:
-            self._raise_if_broken()
+            self._raise_if_broken(rank)
 
     def end(self, rank: int) -> None:
         """This rank has returned or raised: the baton goes on for good."""
         self._ended.add(rank)
+        self._back.clear()  # this rank won't come
         if len(self._ended) == self.size:
             self.all_ended.set()
             return
@@ -187,6 +219,8 @@ class World:
         return None
 
     def _can_go_on(self, rank: int) -> bool:
+        if rank in self._back:
+            return False
         meeting = self._waiting.get(rank)
         return meeting is None or meeting.results is not None or self.broken is not None
 
@@ -201,8 +235,9 @@ class World:
     def _break_deadlock(self) -> None:
         self.break_with(GroupError, f"no rank can go on: {self.where_ranks_are()}")
 
-    def _raise_if_broken(self) -> None:
+    def _raise_if_broken(self, rank: int) -> None:
         if self.broken is not None:
+            self._told.add(rank)
             raise self._error()
 
     def _error(self) -> GroupError:

@@ -6,6 +6,7 @@ parent's code anyway. Ranks never pickle for each other.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import multiprocessing
@@ -17,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -49,8 +50,8 @@ def launch(
 ) -> list[T]:
     """Call `fn(*args)` in each of `ranks` new local processes and return the results in rank order.
 
-    Inside, torch.distributed is initialised, so `ProcessGroup()` works. The processes find each other by a file in a
-    temporary directory, without a port. In a script that torchrun started, no process is started: `ranks`, `timeout`,
+    Inside, torch.distributed is initialised, so `ProcessGroup()` works. The processes find each other by a file,
+    without a port. In a script that torchrun started, no process is started: `ranks`, `timeout`,
     `start_method` and `threads_per_rank` are torchrun's business, fn runs here, and the list holds this rank's result.
 
     backend: by default gloo, and for CUDA tensors NCCL when there is a GPU for each rank, which is then rank i's
@@ -67,10 +68,8 @@ def launch(
         return [_call_under_torchrun(fn, args, backend)]
     if ranks is None or ranks < 1:
         raise ValueError(f"ranks must be the number of processes to start, got {ranks}. Remedy: launch(fn, 2)")
-    with tempfile.TemporaryDirectory(prefix="functorch_zero_", ignore_cleanup_errors=True) as folder:
-        place = _Place(
-            ranks, str(Path(folder) / "store"), backend or _default_backend(ranks), threads_per_rank, os.getpid()
-        )
+    with _meeting_place() as store:
+        place = _Place(ranks, store, backend or _default_backend(ranks), threads_per_rank, os.getpid())
         family = _Family(place)
         try:
             family.start(start_method, fn, args)
@@ -85,10 +84,39 @@ def _call_under_torchrun(fn: Callable[..., T], args: tuple[Any, ...], backend: s
         return fn(*args)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     _take_device(backend or _default_backend(local_ranks), int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    dist.init_process_group(backend or _default_backend(local_ranks))
+    dist.init_process_group(backend or _default_backend(local_ranks), **_store_of_this_attempt())
     result = fn(*args)
     dist.destroy_process_group()  # not after an exception: then torchrun ends this process, and destroying could wait
     return result
+
+
+def _store_of_this_attempt() -> dict[str, Any]:
+    """Where ranks that torchrun has restarted meet: not where the attempt before left its addresses.
+
+    torchrun's agent keeps one store for all attempts. Attempts are numbered by each agent for itself, so this helps on
+    one machine only; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun use a new store each time.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if not attempt or not one_machine or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=False)  # type: ignore[attr-defined]
+    return {"store": dist.PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": ranks}  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _meeting_place() -> Iterator[str]:
+    """The path of an empty file for a FileStore. On Linux a file without a name, which goes even if we are killed."""
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("functorch_zero store")
+        try:
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="functorch_zero_", ignore_cleanup_errors=True) as folder:
+            yield str(Path(folder) / "store")
 
 
 def _default_backend(local_ranks: int) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import GroupError, PeerError
+from ..errors import GroupError, LostPeerError, PeerError
 from .checks import (
     check_all_gather,
     check_all_to_all,
@@ -25,11 +25,21 @@ from .checks import (
     check_reduce_scatter,
     check_source,
     failure_text,
-    fold,
 )
 from .guard import refuse_collectives_in_transforms
 from .protocol import Done, Group, ReduceOp, Work, check_reducible
-from .torch_group import backends_of, destroy, failure_key, own_group, parent_group, publish_failure, read_failure
+from .torch_group import (
+    backends_of,
+    destroy,
+    failure_key,
+    named_group,
+    own_group,
+    parent_group,
+    publish_failure,
+    read_failure,
+    world_failure,
+)
+from .works import Then, TorchWork, as_bytes, copied, fold_into, through_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,25 +79,30 @@ class ProcessGroup:
       gloo does not have all collectives for them.
     - one rank: copies, no communication.
 
-    Raises `PeerError` with the other rank's error when one has called `fail`, and `GroupError` when one was lost
-    without a word or the time is over: in the call, or in `Work.wait`. Afterwards the group can't be used any more.
+    Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError` when one was lost
+    without a word or the time is over: in the call, or in `Work.wait`. Afterwards the group can't be used until all
+    ranks have called `rejoin`, as a sharded step does by itself when it is tried again.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | timedelta = 300.0
     ) -> None:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self._works: weakref.WeakSet[_TorchWork] = weakref.WeakSet()
-        self._error: GroupError | None = None
+        self._works: weakref.WeakSet[TorchWork] = weakref.WeakSet()
+        self._errors: dict[int, GroupError] = {}  # why this rank left, by how often it had come back before
+        self._closed = False
         refuse_collectives_in_transforms()
-        parent = parent_group(group)
+        self._parent = parent = parent_group(group)
         self._backends = backends_of(parent)
         self._rank, self._size = dist.get_rank(parent), dist.get_world_size(parent)
         self._torch_group: dist.ProcessGroup | None = None
-        self._failure_key = ""
+        self._token, self._times_rejoined = "", 0
         if self._size > 1:
-            self._torch_group = own_group(parent, self._timeout)
-            self._failure_key = failure_key(self.exchange(os.urandom(16))[0].hex())
+            try:
+                self._torch_group = own_group(parent, self._timeout)
+            except RuntimeError as error:
+                raise LostPeerError(f"rank {self.rank} could not connect to all ranks: {error}") from None
+            self._token = self.exchange(os.urandom(16))[0].hex()
 
     @property
     def rank(self) -> int:
@@ -104,9 +119,9 @@ class ProcessGroup:
         check_all_gather(self.size, out, piece)
         out, piece = out.detach(), piece.detach()
         if self.size == 1 or not out.numel():
-            return _copied(out, piece)
+            return copied(out, piece)
         if self._must_stage(out):
-            return _through_host(self.all_gather, out, piece)
+            return through_host(self.all_gather, out, piece)
         return self._gather("all_gather", out, piece)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
@@ -115,19 +130,19 @@ class ProcessGroup:
         check_reducible("sum", whole)
         out, whole = out.detach(), whole.detach()
         if self.size == 1 or not whole.numel():
-            return _copied(out, whole)
+            return copied(out, whole)
         if self._must_stage(whole):
-            return _through_host(self.reduce_scatter, out, whole)
+            return through_host(self.reduce_scatter, out, whole)
         if self._backend(whole) != "gloo" and whole.dtype in _REDUCED_BY_BACKENDS:
             return self._launch("reduce_scatter", _REDUCE_SCATTER, out, whole)
         if self.size == 2:
             return self._swap_halves(out, whole)
         slices = torch.empty_like(whole).view(self.size, -1)  # (N, k): what each rank has for this one
-        runs = [_bytes(out).numel()] * self.size
+        runs = [as_bytes(out).numel()] * self.size
         work = self._launch(
-            "reduce_scatter", dist.all_to_all_single, _bytes(slices.view(-1)), _bytes(whole), runs, runs
+            "reduce_scatter", dist.all_to_all_single, as_bytes(slices.view(-1)), as_bytes(whole), runs, runs
         )
-        return _Then(work, lambda: _fold_into(out, slices, "sum"))
+        return Then(work, lambda: fold_into(out, slices, "sum"))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """`tensor` (k,) becomes the sum or the maximum over ranks, in place; bitwise the same on every rank."""
@@ -137,7 +152,7 @@ class ProcessGroup:
         if self.size == 1 or not tensor.numel():
             return Done()
         if self._must_stage(tensor):
-            return _through_host(lambda host, _: self.all_reduce(host, op), tensor, tensor)
+            return through_host(lambda host, _: self.all_reduce(host, op), tensor, tensor)
         small = tensor.device.type == "cpu" and self.size * tensor.nbytes <= _SMALL
         if small or tensor.dtype not in _REDUCED_BY_BACKENDS:
             return self._gather_and_fold(tensor, op)
@@ -150,12 +165,12 @@ class ProcessGroup:
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
         out, source = out.detach(), source.detach()
         if self.size == 1:
-            return _copied(out, source)
+            return copied(out, source)
         if self._must_stage(out):
-            return _through_host(lambda o, s: self.all_to_all(o, out_sizes, s, in_sizes), out, source)
+            return through_host(lambda o, s: self.all_to_all(o, out_sizes, s, in_sizes), out, source)
         width = source.element_size()
         out_runs, in_runs = [n * width for n in out_sizes], [n * width for n in in_sizes]
-        return self._launch("all_to_all", dist.all_to_all_single, _bytes(out), _bytes(source), out_runs, in_runs)
+        return self._launch("all_to_all", dist.all_to_all_single, as_bytes(out), as_bytes(source), out_runs, in_runs)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """`tensor` (k,) becomes rank `source`'s, in place."""
@@ -165,8 +180,8 @@ class ProcessGroup:
         if self.size == 1 or not tensor.numel():
             return Done()
         if self._must_stage(tensor):
-            return _through_host(lambda host, _: self.broadcast(host, source), tensor, tensor)
-        return self._launch("broadcast", dist.broadcast, _bytes(tensor), group_src=source)
+            return through_host(lambda host, _: self.broadcast(host, source), tensor, tensor)
+        return self._launch("broadcast", dist.broadcast, as_bytes(tensor), group_src=source)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload` in rank order; sizes may differ. Two all-gathers: the sizes, then padded bytes."""
@@ -190,12 +205,44 @@ class ProcessGroup:
         if self._torch_group is None:
             return
         text = failure_text(self.rank, error)
-        self._error = GroupError(f"{text}, and so left this group. Remedy: make a new group, on all ranks")
+        self._error = GroupError(f"{text}, and so left this group. Remedy: call rejoin() on all ranks")
         publish_failure(self._failure_key, text)
         self._leave()
 
+    def rejoin(self) -> None:
+        """After a failure that every rank has caught: connect again. Every rank calls this; nothing failed: no-op.
+
+        Sharded steps call it when they begin, so that a retry is the same call once more.
+
+        Raises:
+            PeerError: a rank's process has ended with its error.
+            LostPeerError: a rank did not come within the group's time limit, or is gone.
+            GroupError: this rank has closed the group.
+        """
+        if self._torch_group is not None or self._error is None:
+            return
+        if self._closed or isinstance(self._error, LostPeerError):
+            raise self.why_left()
+        if ended := world_failure():
+            raise PeerError(ended)
+        reason = self._error
+        self._times_rejoined += 1
+        name = f"functorch_zero/{self._token}/{self._times_rejoined}"
+        try:
+            self._torch_group = named_group(self._parent, name, self._timeout)
+        except RuntimeError as error:
+            self._error = LostPeerError(
+                f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not all did: {error}"
+            )
+            raise self.why_left() from error.with_traceback(None)
+
+    def sibling(self) -> ProcessGroup:
+        """Another group of the same ranks, with connections and a time limit of its own. Every rank calls this."""
+        return ProcessGroup(self._parent, timeout=self._timeout)
+
     def close(self) -> None:
         """Give the connections back; other ranks that still wait for this one get an error."""
+        self._closed = True
         if self._torch_group is not None:
             self._error = GroupError(f"rank {self.rank} has closed this group")
             self._leave()
@@ -208,13 +255,33 @@ class ProcessGroup:
         if self._error is None:
             self._leave()
             published = read_failure(self._failure_key)
-            self._error = PeerError(published) if published else GroupError(text)
+            self._error = PeerError(published) if published else LostPeerError(text)
         return self.why_left()
 
-    def why_left(self) -> GroupError:
-        """The error for whatever is asked of this group after it was left."""
-        reason = self._error or GroupError(f"rank {self.rank} has left this group")
+    @property
+    def era(self) -> int:
+        """How often this rank has come back after a failure."""
+        return self._times_rejoined
+
+    @property
+    def _error(self) -> GroupError | None:
+        return self._errors.get(self._times_rejoined)
+
+    @_error.setter
+    def _error(self, error: GroupError) -> None:
+        self._errors[self._times_rejoined] = error
+
+    def why_left(self, era: int | None = None) -> GroupError:
+        """The error for whatever is asked of this group after it was left, or of what was under way in that era."""
+        reason = self._errors.get(self._times_rejoined if era is None else era) or GroupError(
+            f"rank {self.rank} has left this group"
+        )
         return type(reason)(*reason.args)  # a new one each time, without the traceback of the last
+
+    @property
+    def _failure_key(self) -> str:
+        """Where in torch's store this group's next failure is told, and nobody looks for an older one."""
+        return failure_key(f"{self._token}/{self._times_rejoined}")
 
     def _leave(self) -> None:
         if self._torch_group is None:
@@ -233,13 +300,13 @@ class ProcessGroup:
         except RuntimeError as error:
             cause = error.with_traceback(None)  # its frames hold the torch group, whose connections must close
             raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
-        work = _TorchWork(self, kind, handle, tensors_and_sizes)
+        work = TorchWork(self, kind, handle, tensors_and_sizes)
         self._works.add(work)
         return work
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
         if self.size > 2 or self._backend(out) != "gloo":
-            return self._launch(kind, _ALL_GATHER, _bytes(out), _bytes(piece))
+            return self._launch(kind, _ALL_GATHER, as_bytes(out), as_bytes(piece))
         halves = out.chunk(2)
         if halves[self.rank].data_ptr() != piece.data_ptr():
             halves[self.rank].copy_(piece)
@@ -248,14 +315,14 @@ class ProcessGroup:
     def _swap(self, kind: str, out: Tensor, source: Tensor) -> Work:
         """Two ranks: the other's `source` comes into `out`, with no copy of what stays here."""
         runs = [0, 0]
-        runs[1 - self.rank] = _bytes(out).numel()
-        return self._launch(kind, dist.all_to_all_single, _bytes(out), _bytes(source), runs, runs)
+        runs[1 - self.rank] = as_bytes(out).numel()
+        return self._launch(kind, dist.all_to_all_single, as_bytes(out), as_bytes(source), runs, runs)
 
     def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
         """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more room is needed."""
         halves = whole.chunk(2)
         work = self._swap("reduce_scatter", out, halves[1 - self.rank])
-        return _Then(work, lambda: out.add_(halves[self.rank]))
+        return Then(work, lambda: out.add_(halves[self.rank]))
 
     def _reduce(self, tensor: Tensor, op: Any) -> Work:
         return self._launch("all_reduce", dist.all_reduce, tensor, op)
@@ -263,7 +330,7 @@ class ProcessGroup:
     def _gather_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
         parts = tensor.new_empty(self.size, tensor.numel())
         work = self._gather("all_reduce", parts.view(-1), tensor)
-        return _Then(work, lambda: _fold_into(tensor, parts, op))
+        return Then(work, lambda: fold_into(tensor, parts, op))
 
     def _max_with_nan(self, tensor: Tensor) -> Work:
         """Backends compare, and every comparison with NaN is false: which rank's NaN survives would be chance."""
@@ -271,7 +338,7 @@ class ProcessGroup:
         doubled = torch.cat([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
         values, mask = doubled.chunk(2)
         work = self._reduce(doubled, dist.ReduceOp.MAX)
-        return _Then(work, lambda: tensor.copy_(values.masked_fill_(mask > 0, torch.nan)))
+        return Then(work, lambda: tensor.copy_(values.masked_fill_(mask > 0, torch.nan)))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
         """All ranks' `part`s, on the CPU like `part`, by way of whatever device this group's backend works on."""
@@ -293,71 +360,3 @@ class ProcessGroup:
 
     def _must_stage(self, tensor: Tensor) -> bool:
         return self._backend(tensor) == "gloo" and tensor.device.type != "cpu"
-
-
-class _TorchWork:
-    """torch's Work, whose errors become ours."""
-
-    def __init__(self, group: ProcessGroup, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
-        self._group = group
-        self._kind = kind
-        self._handle = handle
-        self._kept: tuple[Any, ...] = kept  # the tensors, which must live until the backend is through with them
-        self._abandoned = False
-
-    def wait(self) -> None:
-        if self._abandoned:
-            raise self._group.why_left()
-        if self._handle is None:
-            return
-        try:
-            self._handle.wait()
-        except RuntimeError as error:
-            cause = error.with_traceback(None)
-            raise self._group.lost(self._failure_text(cause)) from cause
-        self._handle, self._kept = None, ()
-
-    def _failure_text(self, cause: RuntimeError) -> str:
-        where = f"{self._kind} on rank {self._group.rank}"
-        if "timed out" in str(cause).lower():
-            return f"{where} took longer than the group's time limit: another rank is stuck, slow or lost: {cause}"
-        return f"lost a peer in {where}: another rank has ended or can't be reached: {cause}"
-
-    def abandon(self) -> None:
-        """Let go of the connections. The tensors stay: the backend may still write to them."""
-        if self._handle is not None:
-            self._handle, self._abandoned = None, True
-
-
-class _Then:
-    """A collective, and what remains to be done here once it has finished."""
-
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self._work = work
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
-
-
-def _copied(out: Tensor, source: Tensor) -> Work:
-    out.copy_(source)
-    return Done()
-
-
-def _through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, source: Tensor) -> Work:
-    """`collective(out, source)` on copies on the CPU; when they are one tensor, it works in place on one copy."""
-    host_source = source.cpu()
-    host_out = host_source if out is source else torch.empty(out.shape, dtype=out.dtype, device="cpu")
-    return _Then(collective(host_out, host_source), lambda: out.copy_(host_out))
-
-
-def _fold_into(out: Tensor, parts: Tensor, op: str) -> None:
-    out.copy_(fold(parts.unbind(), op))

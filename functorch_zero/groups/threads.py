@@ -140,7 +140,14 @@ class ThreadGroup:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed: their collectives, and this rank's, raise `PeerError`."""
-        self._world.break_with(PeerError, failure_text(self._rank, error))
+        self._world.fail(self._rank, failure_text(self._rank, error))
+
+    def rejoin(self) -> None:
+        """After a failure that every rank has caught: begin anew. Every rank calls this; nothing failed: no-op.
+
+        Raises: what the others raise, when this can't be: a rank has ended, or the ranks called different collectives.
+        """
+        self._world.rejoin(self._rank)
 
     def _start(self, call: Signature, deposit: Any, out: Tensor, combine: Combine) -> Work:
         return _ThreadWork(self._world, self._rank, self._call(call, deposit, combine), out)

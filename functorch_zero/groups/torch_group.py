@@ -80,6 +80,23 @@ def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
     return made
 
 
+def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """As `own_group`, under a name that the ranks have agreed upon before.
+
+    torch's own names count the groups that a rank has made, or has at the moment, and ranks that fail at different
+    moments may count differently; a name that comes back finds the addresses of those who had it before.
+    """
+    c10d: Any = dist.distributed_c10d
+    ranks = dist.get_process_group_ranks(parent)
+    made, _ = c10d._new_process_group_helper(
+        len(ranks), dist.get_rank(parent), ranks, c10d.Backend(str(dist.get_backend_config(parent))), _store(), name,
+        timeout=timeout, group_desc="functorch_zero",
+    )  # fmt: skip
+    c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
+    return made
+
+
 def destroy(holder: list[dist.ProcessGroup]) -> None:
     """Destroy the group in `holder`, which must be the last reference to it, and empty `holder`.
 
@@ -122,6 +139,15 @@ def read_failure(key: str) -> str | None:
             if time.monotonic() > give_up:
                 return None
             time.sleep(0.02)
+    return None
+
+
+def world_failure() -> str | None:
+    """What `launch` has published of a rank that has ended."""
+    with contextlib.suppress(Exception):
+        store = _store()
+        if store.check([WORLD_FAILURE_KEY]):
+            return str(store.get(WORLD_FAILURE_KEY), errors="replace")
     return None
 
 

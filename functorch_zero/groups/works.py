@@ -1,0 +1,103 @@
+"""Collectives under way over torch.distributed, and the small change of `ProcessGroup`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import GroupError
+from .checks import fold
+from .protocol import Done, Work
+
+
+class Losing(Protocol):
+    """A group whose collectives may be cut off."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    def lost(self, text: str) -> GroupError:
+        """Leave the group, and return the error to raise."""
+        ...
+
+    @property
+    def era(self) -> int:
+        """How often it has been made usable again."""
+        ...
+
+    def why_left(self, era: int) -> GroupError:
+        """Why what was under way in that era has no result."""
+        ...
+
+
+class TorchWork:
+    """torch's Work, whose errors become ours."""
+
+    def __init__(self, group: Losing, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
+        self._group = group
+        self._kind = kind
+        self._handle = handle
+        self._kept: tuple[Any, ...] = kept  # the tensors, which must live until the backend is through with them
+        self._abandoned, self._era = False, group.era
+
+    def wait(self) -> None:
+        if self._abandoned:
+            raise self._group.why_left(self._era)
+        if self._handle is None:
+            return
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            cause = error.with_traceback(None)
+            raise self._group.lost(self._failure_text(cause)) from cause
+        self._handle, self._kept = None, ()
+
+    def _failure_text(self, cause: RuntimeError) -> str:
+        where = f"{self._kind} on rank {self._group.rank}"
+        if "timed out" in str(cause).lower():
+            return f"{where} took longer than the group's time limit: another rank is stuck, slow or lost: {cause}"
+        return f"{where} was cut off: another rank has ended or can't be reached: {cause}"
+
+    def abandon(self) -> None:
+        """Let go of the connections. The tensors stay: the backend may still write to them."""
+        if self._handle is not None:
+            self._handle, self._abandoned = None, True
+
+
+class Then:
+    """A collective, and what remains to be done here once it has finished."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def copied(out: Tensor, source: Tensor) -> Work:
+    out.copy_(source)
+    return Done()
+
+
+def through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, source: Tensor) -> Work:
+    """`collective(out, source)` on copies on the CPU; when they are one tensor, it works in place on one copy."""
+    host_source = source.cpu()
+    host_out = host_source if out is source else torch.empty(out.shape, dtype=out.dtype, device="cpu")
+    return Then(collective(host_out, host_source), lambda: out.copy_(host_out))
+
+
+def fold_into(out: Tensor, parts: Tensor, op: str) -> None:
+    out.copy_(fold(parts.unbind(), op))

@@ -1,0 +1,338 @@
+"""What happens to some ranks ends in an error on all of them, and soon; a retry gives the same numbers.
+
+The letters are those of the table in docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+from functorch_zero import optim
+from functorch_zero.errors import GroupError, PeerError, StructureError
+from functorch_zero.groups import CheckedGroup, LabelledGroup, ProcessGroup, labelled, launch, run_ranks
+from functorch_zero.groups.solo import Solo
+from functorch_zero.shard import shard
+from functorch_zero.step import train_step
+from tests.compare import train
+from tests.faults import SOON, Trigger, outcome, survivors
+from tests.models import ZOO, even, rows, split
+from tests.test_unit import Ordered, build
+
+LEVELS = (0, 1, 2, 3)
+RANKS = 2
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("bad batch")
+
+
+NOW = threading.local()  # where this rank is to fail; no part of the optimizer, which ranks compare
+
+
+class Rank:
+    """A rank that trains, and fails where and when it is told to."""
+
+    def __init__(self, group: Any, level: int, *, donate: bool = False):
+        NOW.fails = ""
+        loss_fn, params, buffers = ZOO["mlp"].build()
+
+        def loss(p: Any, b: Any, batch: Any) -> Any:
+            value, aux = loss_fn(p, b, batch)
+            if NOW.fails == "loss":
+                raise ArithmeticError("bad batch")
+            return (Raises.apply(value) if NOW.fails == "backward" else value), aux
+
+        def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+            if NOW.fails == "optimizer":
+                raise ArithmeticError("bad batch")
+            across.norm(updates)
+            return updates, state
+
+        picky = optim.with_statistics(lambda params: (), update)
+        self.step = shard(train_step(loss, optim.chain(optim.adamw(0.01), picky)), level=level, group=group,
+                          donate=donate)  # fmt: skip
+        self.state = self.step.init(params, buffers)
+        self.batches = [split(b, even(12, group.size))[group.rank] for b in ZOO["mlp"].batches(3, 12)]
+
+    def take(self, i: int) -> None:
+        self.state, _ = self.step(self.state, self.batches[i])
+
+    def values(self) -> list[Tensor]:
+        return [leaf.detach().clone() for leaf in optree.tree_leaves(self.state)]
+
+    def whole(self) -> list[Tensor]:
+        return [leaf.detach().clone() for leaf in optree.tree_leaves(self.step.gather(self.state))]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def undisturbed(group: Any, level: int) -> list[Tensor]:
+    rank = Rank(group, level)
+    for i in range(3):
+        rank.take(i)
+    return rank.whole()
+
+
+def fail_and_retry(group: Any, level: int, where: str, guilty: tuple[int, ...], donate: bool) -> list[Any]:
+    """Three steps, of which the second fails once; what was raised, and whether all is as if nothing had been."""
+    rank = Rank(group, level, donate=donate)
+    rank.take(0)
+    before = rank.values()
+    NOW.fails = where if group.rank in guilty else ""
+    ended = outcome(lambda: rank.take(1))
+    intact = same(before, rank.values())
+    NOW.fails = ""
+    rank.take(1)
+    rank.take(2)
+    return [ended.error, ended.text, ended.seconds < SOON, intact, same(rank.whole(), undisturbed(group, level))]
+
+
+def check_retried(results: list[list[Any]], guilty: tuple[int, ...]) -> None:
+    for r, (error, text, soon, intact, equal) in enumerate(results):
+        assert error == ("ArithmeticError" if r in guilty else "PeerError") and "bad batch" in text
+        assert r in guilty or re.search(r"rank [01] failed: ArithmeticError", text)
+        assert soon and intact and equal, (r, soon, intact, equal)
+
+
+CASES = [
+    (level, where, guilty, donate)
+    for level in LEVELS
+    for where in ("loss", "backward", "optimizer")
+    for guilty in ((1,), (0, 1))
+    for donate in (False, True)
+    if where != "optimizer" or (not donate and level > 0)  # see below
+]
+
+
+def test_a_failed_step_is_tried_again_on_processes() -> None:
+    """S1, S2. One after the other in the same processes, so each starts from a group that has failed before."""
+
+    def run() -> list[list[Any]]:
+        group = ProcessGroup(timeout=20)
+        return [fail_and_retry(group, *case) for case in CASES]
+
+    results = launch(run, RANKS, start_method="fork", timeout=100)
+    for i, (_, _, guilty, _) in enumerate(CASES):
+        check_retried([result[i] for result in results], guilty)
+
+
+@pytest.mark.parametrize("case", CASES[:: len(CASES) // 6], ids=str)
+def test_a_failed_step_is_tried_again_on_threads(case: Any) -> None:
+    check_retried(run_ranks(lambda group: fail_and_retry(group, *case), 3), case[2])
+
+
+def test_a_retry_that_only_some_ranks_make() -> None:
+    def run(group: Any) -> str:
+        rank = Rank(group, 3)
+        NOW.fails = "loss" if group.rank == 1 else ""
+        with pytest.raises((ArithmeticError, PeerError)):
+            rank.take(0)
+        if group.rank == 1:
+            return ""
+        with pytest.raises(PeerError, match="rank 1 failed: ArithmeticError: bad batch") as caught:
+            rank.take(0)
+        return str(caught.value)
+
+    assert run_ranks(run, 3)[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_rank_that_steps_from_an_older_state(level: int) -> None:
+    """D1. Or one that missed that the others have finished their step: its numbers would be of another step."""
+
+    def run(group: Any) -> str:
+        rank = Rank(group, level)
+        old = rank.state
+        rank.take(0)
+        before = rank.values()
+        if group.rank == 1:
+            rank.state = old
+        with pytest.raises(GroupError, match=rf"different steps.*rank {group.rank} was at step {1 - group.rank}\b"):
+            rank.take(1)
+        return str(group.rank == 1 or same(before, rank.values()))
+
+    assert run_ranks(run, 2) == ["True"] * 2
+
+
+def exit_without_a_word() -> None:
+    os._exit(0)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exits": exit_without_a_word,
+    "sys.exit": lambda: sys.exit(0),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase", "label"),
+    [
+        ("killed", "/gather", r"lost peer in \d/gather"),
+        ("killed", "/reduce", r"lost peer in \d\[float64\]/reduce"),
+        ("killed", "optimizer/update", "lost peer in optimizer/update"),
+        ("stopped", "/gather", r"lost peer in \d/gather: .*longer than the group's time limit"),
+        ("stopped", "/reduce", "lost peer in .*/(reduce|gather): .*longer than the group's time limit"),
+        ("stopped", "step/metrics", "lost peer in step/metrics: .*longer than the group's time limit"),
+        ("exits", "/gather", r"lost peer in \d/gather"),
+        ("sys.exit", "optimizer/update", "rank 1 failed: SystemExit: 0"),
+    ],
+)
+def test_a_rank_is_lost_in_a_phase(fault: str, phase: str, label: str) -> None:
+    """S3. The others say in which unit and phase, within the group's time limit."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double()
+    timeout = 1.0 if fault == "stopped" else 20.0
+
+    def run(group: ProcessGroup) -> Any:
+        from functorch_zero.functional import functionalize
+
+        apply, params, buffers = functionalize(model)
+        trigger = Trigger(phase, FAULTS[fault])
+        optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))
+        step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optimizer)
+        sharded = shard(step, level=3, group=trigger.on(group) if group.rank == 1 else group)
+        state = sharded.init(params, buffers)
+        state, _ = sharded(state, torch.ones(2, 5).double())
+        trigger.armed = group.rank == 1
+        sharded(state, torch.ones(2, 5).double())
+
+    ended = survivors(run, 3, timeout=timeout)
+    assert {0, 2} <= set(ended)
+    for rank in (0, 2):
+        expected = "PeerError" if fault == "sys.exit" else "LostPeerError"
+        assert ended[rank].error == expected, ended[rank]
+        assert re.search(label, ended[rank].text), ended[rank].text
+        assert ended[rank].seconds < timeout + 5
+
+
+def test_a_loop_that_is_a_step_short() -> None:
+    """S3."""
+
+    def run(group: ProcessGroup) -> Any:
+        rank = Rank(group, 3)
+        for i in range(2 - group.rank):
+            rank.take(i)
+
+    ended = survivors(run, 2)
+    assert not ended[1].error
+    assert ended[0].error == "LostPeerError" and "lost peer in " in ended[0].text and "/gather" in ended[0].text
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_checked_collectives_name_both_labels(level: int) -> None:
+    """S4. The units are of equal size: gloo itself would add up the wrong tensors and say nothing."""
+
+    def run(group: Any) -> list[str]:
+        group = CheckedGroup(group)
+        apply, params, buffers = build(Ordered)
+        step = train_step(lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(),
+                          optim.sgd(0.1))  # fmt: skip
+        sharded = shard(step, level=level, group=group)
+        state = sharded.init(params, buffers)
+        with pytest.raises(GroupError) as caught:
+            sharded(state, rows(7, 7)(6))
+        return [str(caught.value)]
+
+    for texts in (run_ranks(run, 2), launch(lambda: run(ProcessGroup()), 2, start_method="fork", timeout=40)):
+        assert texts[0] == texts[1]
+        text = texts[0][0]
+        phase = "gather" if level == 3 else "reduce"
+        assert text.startswith("the ranks called different collectives: rank 0: ") and "; rank 1: " in text
+        assert text.count(f"/{phase}: ") == 2 and "float64" in text and "Remedy" in text
+        first, second = text.split("; rank 1: ")
+        assert first.split("rank 0: ")[1].split("/")[0] != second.split("/")[0]
+
+
+def test_checked_training_is_training() -> None:
+    loss_fn, params, buffers = ZOO["mlp"].build()
+    step, batches = train_step(loss_fn, optim.adamw(0.01)), ZOO["mlp"].batches(2, 12)
+
+    def run(group: Any) -> list[Tensor]:
+        sharded = shard(step, level=3, group=group)
+        state = sharded.init(params, buffers)
+        for batch in batches:
+            state, _ = sharded(state, split(batch, even(12, 2))[group.rank])
+        return [x.detach() for x in optree.tree_leaves(sharded.gather(state))]
+
+    plain, checked = run_ranks(run, 2), run_ranks(lambda group: run(CheckedGroup(group)), 2)
+    assert same(plain[0], checked[0])
+    assert len(train(step, params, buffers, batches).states) == 3
+
+
+def test_labels() -> None:
+    assert labelled(Solo(), "a") is not None and not isinstance(labelled(Solo(), "a"), LabelledGroup)
+
+    def run(group: Any) -> None:
+        one = labelled(group, "a/b")
+        assert isinstance(one, LabelledGroup) and one.label == "a/b" and (one.rank, one.size) == (group.rank, 2)
+        two = labelled(one, "c/d")
+        assert isinstance(two, LabelledGroup) and two.label == "c/d" and two.inner is group
+        checked = labelled(CheckedGroup(group), "e/f")
+        assert isinstance(checked, CheckedGroup) and checked.label == "e/f"
+        if group.rank == 1:
+            with pytest.raises(GroupError, match=r"^e/f: the ranks called different"):
+                labelled(group, "e/f").barrier()
+        else:
+            with pytest.raises(GroupError, match=r"^g/h: the ranks called different"):
+                labelled(group, "g/h").exchange(b"")
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_empty_batch_without_a_weight(level: int) -> None:
+    """B1. Its mean is NaN, which would reach every rank."""
+
+    def run(group: Any) -> str:
+        rank = Rank(group, level)
+        before = rank.values()
+        if group.rank == 1:
+            rank.batches[0] = {name: x[:0] for name, x in rank.batches[0].items()}
+        try:
+            rank.take(0)
+        except (StructureError, PeerError) as error:
+            return f"{same(before, rank.values())} {error}"
+        return "nothing"
+
+    for text in run_ranks(run, 2):
+        assert "path x" in text and "on rank 1" in text and "weight" in text and text.startswith("True")
+
+
+@pytest.mark.parametrize("batch", ["float32", "rows", "columns"])
+def test_a_wrong_batch_on_one_rank(batch: str) -> None:
+    """B1. torch's own error there, and the others hear of it."""
+
+    def run(group: Any) -> tuple[str, str]:
+        rank = Rank(group, 3)
+        if group.rank == 1:
+            x = rank.batches[0]["x"]
+            rank.batches[0]["x"] = {"float32": x.float(), "rows": x[:5], "columns": x[:, :5]}[batch]
+        ended = outcome(lambda: rank.take(0))
+        return ended.error, ended.text
+
+    results = run_ranks(run, 2)
+    assert results[1][0] not in ("", "PeerError")
+    assert results[0][0] == "PeerError" and f"rank 1 failed: {results[1][0]}" in results[0][1]
