@@ -208,6 +208,7 @@ def test_all_ranks_rejoin_after_a_failure() -> None:
             group.rejoin()  # nothing has failed
             for bad in (1, 0):
                 left = group.all_gather(torch.zeros(group.size), torch.ones(1))
+                group.barrier()
                 if group.rank == bad:
                     group.fail(ValueError("bad batch"))
                 heard.append(outcome(group.barrier)[0])
