@@ -262,7 +262,6 @@ class ShardedTrainStep:
             "torch": torch.__version__,
             "ranks": self.group.size,
             "level": o.levels.describe(),
-            "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
             "accumulate": self.unsharded.accumulate,
             "options": {
                 "donate": o.donate,
@@ -272,6 +271,7 @@ class ShardedTrainStep:
             },
             "optimizer": describe(self.unsharded.optimizer),
             "layout": layout.describe(),
+            "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
             "buffers": {
                 path: [list(b.shape), str(b.dtype)]
                 for path, b in zip(paths(buffers), optree.tree_leaves(buffers), strict=True)
