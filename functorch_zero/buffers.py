@@ -11,7 +11,7 @@ from optree import tree_map
 from torch import Tensor
 
 from .groups.protocol import Group
-from .tree import PyTree
+from .tree import PyTree, storage_id
 
 BufferRule = Literal["mean", "rank0", "local"]
 
@@ -30,8 +30,8 @@ def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
 
 def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
     """The buffers, those that lie in the storage of params (a target network, say) copied: it may be overwritten."""
-    taken = {flat.untyped_storage().data_ptr() for flat in flats} - {0}
-    return tree_map(lambda b: b.clone() if b.untyped_storage().data_ptr() in taken else b, buffers)
+    taken = {storage_id(flat) for flat in flats}
+    return tree_map(lambda b: b.clone() if storage_id(b) in taken else b, buffers)
 
 
 def sync_buffers(

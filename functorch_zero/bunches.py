@@ -17,7 +17,7 @@ from .collectives import cut, flat_of_pieces
 from .layout import Bucket, Layout
 from .optim.base import Transform
 from .state_plan import placeholder, plan_of, plan_state
-from .tree import PyTree, select
+from .tree import PyTree, has_values, select, storage_id
 
 _CHUNK = 2**15  # elements a pointwise update sees at a time on a CPU: some tens of temporaries fit its cache
 
@@ -61,7 +61,7 @@ class Bunches:
             at = [self._position[n] for n in bunch.leaves]
             flat_u, flat_p = bunch.flat([u[i] for i in at]), bunch.flat([p[i] for i in at])
             flats = [bunch.flat([old[i] for i in where]) if follows else old[where[0]] for follows, where in places]
-            donated = [_share(u[at[0]], flat_u) and _storage(flat_u) in owned]
+            donated = [_share(u[at[0]], flat_u) and storage_id(flat_u) in owned]
             donated += [self._donate and f and _share(old[w[0]], x) for (f, w), x in zip(places, flats, strict=True)]
             made_u, *made_s = _stream(part, how.one, flat_u, flat_p, flats, [f for f, _ in places], donated)
             _put(u, at, bunch, flat_u, made_u)
@@ -74,9 +74,9 @@ class Bunches:
 
     def _owned(self, updates: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
         """The storages that one bunch's updates have for themselves: elsewhere padding may be a leaf."""
-        within = ({_storage(updates[self._position[n]]) for n in bunch.leaves} for bunch in self._bunches)
+        within = ({storage_id(updates[self._position[n]]) for n in bunch.leaves} for bunch in self._bunches)
         times = Counter(storage for storages in within for storage in storages)
-        return {storage for storage, count in times.items() if count == 1} - {_storage(p) for p in params}
+        return {storage for storage, count in times.items() if count == 1} - {storage_id(p) for p in params}
 
     def fuses(self, transform: Transform, params: Tree) -> bool:
         """Whether `fused` can run this transform."""
@@ -171,9 +171,10 @@ def _stream(
 
     Where `donated`, a result is written into the storage of what it replaces.
     """
-    size = _CHUNK if u.device.type == "cpu" else u.numel()
+    size = _CHUNK if u.device.type in ("cpu", "meta") else u.numel()
+    end = u.numel() if has_values(u) else min(u.numel(), size)  # one chunk stands for all in a plan
     out: list[Tensor] = []
-    for start in range(0, max(u.numel(), 1), max(size, 1)):
+    for start in range(0, max(end, 1), max(size, 1)):
         here = slice(start, start + size)
         given = [x[here] if f else x for x, f in zip(state, follows, strict=True)]
         made_u: Any
@@ -198,13 +199,9 @@ def _stream(
 
 def _apart(made: list[Tensor], given: list[Tensor]) -> list[Tensor]:
     """Results that are what was given (a state that is the old updates, say), copied: that may be written to first."""
-    taken = {x.untyped_storage().data_ptr() for x in given if x.dim()}
-    return [x.clone() if x.dim() and x.untyped_storage().data_ptr() in taken else x for x in made]
+    taken = {storage_id(x) for x in given if x.dim()}
+    return [x.clone() if x.dim() and storage_id(x) in taken else x for x in made]
 
 
 def _share(a: Tensor, b: Tensor) -> bool:
-    return _storage(a) == _storage(b)
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    return storage_id(a) == storage_id(b)

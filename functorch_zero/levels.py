@@ -39,7 +39,7 @@ from .groups.protocol import Group, Work
 from .layout import Bucket, Cut, Layout
 from .sinks import Accumulating, Reducer, Sink, Streaming
 from .sources import Gathered, Resident, Source
-from .tree import PyTree, paths, select
+from .tree import PyTree, paths, select, storage_id
 from .units import ancestors, path_matches
 
 AccumulateIn = Literal["pieces", "whole"]
@@ -307,4 +307,4 @@ def _trained_numbers(layout: Layout) -> list[int]:
 
 
 def _lies_in(leaf: Tensor, flat: Tensor) -> bool:
-    return leaf.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    return storage_id(leaf) == storage_id(flat)

@@ -21,69 +21,78 @@ class Exchange:
     Args:
         layout: how all leaves are cut over the group.
         numbers: the leaves, by their number in the layout.
+
+    Only the ranks that hold something of a leaf are gone through, so its cost does not grow with leaves times ranks.
     """
 
     def __init__(self, layout: Layout, numbers: Sequence[int], group: Group):
-        places = [layout.places[n] for n in numbers]
         self._group = group
         self._shapes = [layout.leaves[n].shape for n in numbers]
-        self._extents: list[list[Extent]] = [  # for each rank, for each leaf
-            [layout.buckets[b].extent(k, rank) for b, k in places] for rank in range(group.size)
-        ]
+        self._places = [(layout.buckets[b], k) for b, k in (layout.places[n] for n in numbers)]
 
     def to_owners(self, trees: list[list[Tensor]], owners: list[int]) -> list[dict[int, Tensor]]:
         """Pieces of each tree -> whole leaves at their owners, by position. One all-to-all a dtype.
 
         What is everyone's is whole already.
         """
-        here, size = self._group.rank, self._group.size
-        shapes = self._shapes
-        if size == 1:
+        here, shapes = self._group.rank, self._shapes
+        if self._group.size == 1:
             return [{i: x.reshape(shape) for i, (x, shape) in enumerate(zip(t, shapes, strict=True))} for t in trees]
-        counts = [[e.num_here for e in row] for row in self._extents]
         whole = [{i: x.reshape(shapes[i]) for i, x in enumerate(t) if owners[i] == EVERYONE} for t in trees]
         items = [(t, i, x) for t, leaves in enumerate(trees) for i, x in enumerate(leaves) if owners[i] != EVERYONE]
-        for dtype in _dtypes(items):
+        for dtype in dict.fromkeys(x.dtype for _, _, x in items):
             some = [(t, i, x) for t, i, x in items if x.dtype == dtype]
-            out = [x for rank in range(size) for t, i, x in some if owners[i] == rank]
-            sent = [sum(counts[here][i] for _, i, _ in some if owners[i] == rank) for rank in range(size)]
+            runs = [(owners[i], x) for _, i, x in some]
             mine = [(t, i) for t, i, _ in some if owners[i] == here]
-            parts = self._swap(out, sent, [[counts[rank][i] for _, i in mine] for rank in range(size)], some[0][2])
-            for k, (t, i) in enumerate(mine):
-                whole[t][i] = torch.cat([parts[rank][k] for rank in range(size)]).view(shapes[i])
+            sizes = [(rank, m, part.num_here) for m, (_, i) in enumerate(mine) for rank, part in self._parts(i)]
+            parts: list[list[Tensor]] = [[] for _ in mine]
+            for (_, m, _), part in self._swap(runs, sizes, some[0][2]):
+                parts[m].append(part)
+            for (t, i), found in zip(mine, parts, strict=True):
+                whole[t][i] = torch.cat([some[0][2].new_empty(0), *found]).view(shapes[i])
         return whole
 
     def from_owners(self, results: dict[int, Tensor], leaves: list[Tensor], owners: list[int]) -> list[Tensor]:
         """Whole leaves at their owners -> everyone's pieces. One all-to-all a dtype."""
-        here, size = self._group.rank, self._group.size
-        if size == 1:
+        here = self._group.rank
+        if self._group.size == 1:
             return [results[i].reshape(-1) for i in range(len(leaves))]
-        extents = self._extents
         pieces = {i: results[i].reshape(-1) for i in range(len(leaves)) if owners[i] == EVERYONE}
         for dtype in dict.fromkeys(x.dtype for i, x in enumerate(leaves) if i not in pieces):
             some = [i for i, x in enumerate(leaves) if x.dtype == dtype and owners[i] != EVERYONE]
-            mine = [i for i in some if owners[i] == here]
-            flat = {i: results[i].reshape(-1) for i in mine}
-            cuts = [[flat[i][extents[r][i].start : extents[r][i].stop] for i in mine] for r in range(size)]
-            theirs = [[i for i in some if owners[i] == rank] for rank in range(size)]
-            counts = [[extents[here][i].num_here for i in theirs[rank]] for rank in range(size)]
-            sent = [sum(x.numel() for x in cuts[rank]) for rank in range(size)]
-            parts = self._swap([x for row in cuts for x in row], sent, counts, leaves[some[0]])
-            for rank in range(size):  # copies: views of what was received could be taken for views of a bucket
-                pieces.update(zip(theirs[rank], (part.clone() for part in parts[rank]), strict=True))
+            flat = {i: results[i].reshape(-1) for i in some if owners[i] == here}
+            runs = [(rank, flat[i][part.start : part.stop]) for i in flat for rank, part in self._parts(i)]
+            sizes = [(owners[i], i, self._part(i, here).num_here) for i in some]
+            for (_, i, _), part in self._swap(runs, sizes, leaves[some[0]]):
+                pieces[i] = part.clone()  # a view of what was received could be taken for a view of a bucket
         return [pieces[i] for i in range(len(leaves))]
 
-    def _swap(self, out: list[Tensor], sent: list[int], counts: list[list[int]], like: Tensor) -> list[list[Tensor]]:
-        """One all-to-all of packed runs; `counts[rank]` are the sizes of what comes from each rank."""
-        source = torch.cat([like.new_empty(0), *(x.reshape(-1) for x in out)])
-        received = [sum(row) for row in counts]
+    def _part(self, i: int, rank: int) -> Extent:
+        bucket, k = self._places[i]
+        return bucket.extent(k, rank)
+
+    def _parts(self, i: int) -> list[tuple[int, Extent]]:
+        """What the ranks hold of a leaf, those that hold something of it."""
+        bucket, k = self._places[i]
+        start, numel = bucket.offsets[k], bucket.numels[k]
+        holders = range(start // bucket.piece, -(-(start + numel) // bucket.piece)) if numel else range(0)
+        return [(rank, bucket.extent(k, rank)) for rank in holders]
+
+    def _swap(
+        self, runs: list[tuple[int, Tensor]], sizes: list[tuple[int, int, int]], like: Tensor
+    ) -> list[tuple[tuple[int, int, int], Tensor]]:
+        """One all-to-all of packed `(rank, run)`s. What comes is `sizes`: (from which rank, what, elements)."""
+        sent, received = [0] * self._group.size, [0] * self._group.size
+        for rank, run in runs:
+            sent[rank] += run.numel()
+        for rank, _, size in sizes:
+            received[rank] += size
+        ordered = sorted(runs, key=lambda run: run[0])  # stable: runs for one rank stay in their order
+        source = torch.cat([like.new_empty(0), *(run.reshape(-1) for _, run in ordered)])
         target = like.new_empty(sum(received))
         self._group.all_to_all(target, received, source, sent).wait()
-        return [list(run.split(row)) for run, row in zip(target.split(received), counts, strict=True)]
-
-
-def _dtypes(items: Sequence[tuple[int, int, Tensor]]) -> list[torch.dtype]:
-    return list(dict.fromkeys(x.dtype for _, _, x in items))
+        expected = sorted(sizes, key=lambda size: size[0])
+        return list(zip(expected, target.split([size for _, _, size in expected]), strict=True))
 
 
 def batches(part: WholeLeaf, whole: dict[int, Tensor]) -> list[list[int]]:

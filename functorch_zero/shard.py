@@ -163,12 +163,8 @@ class ShardedTrainStep:
             flats = flats_of(state.params, layout, self._rank)
             check_batch(batch, flats[0].device, self.group.rank)
             reduced, outcome, log = self._backward(state, batch, flats, layout)
-            seen = {"loss": outcome.loss, **outcome.metrics}
-            flags = replaced(state.buffers, outcome.buffers)
             trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
-            metrics, total, changed = reports.average(
-                seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags
-            )
+            metrics, total, changed = self._report(state, outcome, log)
             self._trace = trace
             with torch.no_grad():
                 if outcome.weight is not None:
@@ -235,6 +231,12 @@ class ShardedTrainStep:
         self._trace = run.trace
         metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
         return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
+
+    def _report(self, state: TrainState, outcome: Outcome, log: list[str]) -> reports.Report:
+        """What all ranks know after backward: metrics, the sum of weights, which buffers any of them changed."""
+        flags = replaced(state.buffers, outcome.buffers)
+        seen = {"loss": outcome.loss, **outcome.metrics}
+        return reports.average(seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags)
 
     @property
     def _rank(self) -> int:

@@ -33,7 +33,7 @@ from .optim.base import Transform
 from .owners import Exchange, batches, run_batch
 from .pieces import reduce_piece, spread_over_piece
 from .state_plan import EVERYONE, owners_of
-from .tree import PyTree, select
+from .tree import PyTree, select, storage_id
 
 
 class Sharded:
@@ -173,10 +173,10 @@ class Sharded:
     def keep(self, state: Any, *passing: Tree) -> Any:
         if not self._donate:
             return state
-        taken = {x.untyped_storage().data_ptr() for tree in passing for x in optree.tree_leaves(tree)} - {0}
+        taken = {storage_id(x) for tree in passing for x in optree.tree_leaves(tree)}
 
         def own(x: Any) -> Any:
-            return x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in taken else x
+            return x.clone() if isinstance(x, Tensor) and storage_id(x) in taken else x
 
         return tree_map(own, state)
 

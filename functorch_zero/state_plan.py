@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 import optree
@@ -61,16 +60,19 @@ class _AtOwner:
 
 
 class Planner(Local):
-    """The `across` that `init` is given while a state is planned."""
+    """The `across` that `init` is given while a state is planned. `owned` tells of whole leaves afterwards."""
 
     def __init__(
         self, numbers: PyTree[int], extents: PyTree[Extent], num_ranks: int, whole: frozenset[int] = frozenset()
     ):
         self._numbers, self._num_ranks, self._whole = numbers, num_ranks, whole
         self._extents = extents
+        self.owned: list[tuple[int, int, float]] = []  # what `whole_init` was asked for: (leaf, owner, cost)
 
     def select(self, mask: PyTree[bool]) -> Planner:
-        return Planner(select(self._numbers, mask), select(self._extents, mask), self._num_ranks, self._whole)
+        chosen = Planner(select(self._numbers, mask), select(self._extents, mask), self._num_ranks, self._whole)
+        chosen.owned = self.owned
+        return chosen
 
     def placeholders(self, dtypes: Sequence[torch.dtype]) -> Tree:
         """A tree of placeholders; `dtypes` by leaf number."""
@@ -90,9 +92,9 @@ class Planner(Local):
 
     def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
         extents, numbers = optree.tree_leaves(self._extents), optree.tree_leaves(self._numbers)
-        owners = owners_of(
-            [part.cost(e.shape) for e in extents], [n not in self._whole for n in numbers], self._num_ranks
-        )
+        costs = [part.cost(e.shape) for e in extents]
+        owners = owners_of(costs, [n not in self._whole for n in numbers], self._num_ranks)
+        self.owned += zip(numbers, owners, costs, strict=True)
         leaves, treedef = optree.tree_flatten(params)
         states = []
         for i, (leaf, extent, number, owner) in enumerate(zip(leaves, extents, numbers, owners, strict=True)):
@@ -108,11 +110,16 @@ class Planner(Local):
 
 def plan_state(init: Callable[..., Any], layout: Layout, mask: PyTree[bool], num_ranks: int) -> StatePlan:
     """Plan the state that `init(params, across)` makes for the leaves where `mask` is true."""
-    numbers = select(layout.treedef.unflatten(range(len(layout.leaves))), mask)
-    extents = tree_map(lambda n: Extent(layout.leaves[n].shape, 0, prod(layout.leaves[n].shape)), numbers)
-    whole = frozenset(n for n, leaf in enumerate(layout.leaves) if leaf.cut.num_pieces == 1)
-    planner = Planner(numbers, extents, num_ranks, whole)
+    planner = make_planner(layout, mask, num_ranks)
     return plan_of(init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner))
+
+
+def make_planner(layout: Layout, mask: PyTree[bool], num_ranks: int) -> Planner:
+    """The planner of the leaves where `mask` is true."""
+    numbers = select(layout.treedef.unflatten(range(len(layout.leaves))), mask)
+    extents = tree_map(lambda n: Extent(layout.leaves[n].shape, 0, layout.leaves[n].numel), numbers)
+    whole = frozenset(n for n, leaf in enumerate(layout.leaves) if leaf.cut.num_pieces == 1)
+    return Planner(numbers, extents, num_ranks, whole)
 
 
 def plan_of(state: Any) -> StatePlan:
@@ -128,7 +135,7 @@ def plan_of(state: Any) -> StatePlan:
             number = leaf.numel() - _LONG
             seen[number] = seen.get(number, -1) + 1
             plan.append(StateLeaf("follows", number, slot=seen[number]))
-        elif isinstance(leaf, Tensor) and max(leaf.shape, default=0) >= _LONG:
+        elif isinstance(leaf, Tensor) and is_placeholder(leaf):
             raise TransformError(
                 "a leaf of the optimizer's state holds several values for each element of a param in one tensor, which "
                 "can't be cut as the param is. Remedy: keep them in several tensors, each shaped like the param"
@@ -136,6 +143,11 @@ def plan_of(state: Any) -> StatePlan:
         else:
             plan.append(StateLeaf("replicated"))
     return StatePlan(tuple(plan), treedef)
+
+
+def is_placeholder(x: Tensor) -> bool:
+    """Whether a tensor stands for a leaf."""
+    return x.is_meta and x.numel() >= _LONG and max(x.shape) >= _LONG
 
 
 def placeholder(number: int, dtype: torch.dtype) -> Tensor:

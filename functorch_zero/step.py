@@ -312,9 +312,9 @@ def as_metric(value: Tensor | float) -> Tensor:
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
     """The same leaves, with `requires_grad` saying which are trained."""
     leaves = optree.tree_leaves(params)
-    for path, leaf in zip(paths(params), leaves, strict=True):
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            raise StructureError(explain("params must be tensors", path=path, got=type(leaf).__name__))
+            raise StructureError(explain("params must be tensors", path=paths(params)[i], got=type(leaf).__name__))
     if trainable is not None:
         mask = mask_of(params, trainable)
         _check_floating(params, mask)

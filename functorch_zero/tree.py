@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 import optree
 import torch.utils._pytree as torch_pytree
 from optree import tree_map
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import StructureError, explain
 
@@ -74,6 +76,16 @@ def named_leaves(tree: PyTree[Any]) -> dict[str, Any]:
     {'a': 2, 'b.0': 1}
     """
     return dict(zip(paths(tree), optree.tree_leaves(tree), strict=True))
+
+
+def storage_id(x: Tensor) -> int:
+    """Which storage a tensor lies in, while that lives: an address would be 0 for tensors without values."""
+    return int(x.untyped_storage()._cdata)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether there is more to a tensor than shape and dtype."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def select(tree: PyTree[Any], mask: PyTree[bool]) -> PyTree[Any]:

@@ -25,6 +25,7 @@ from .layout import Layout, Unit
 from .sinks import Grads, Sink
 from .sources import Source
 from .step import if_weighty
+from .tree import storage_id
 
 
 class UnitRun:
@@ -213,7 +214,7 @@ class Pass:
             self._follow(run)
             for k, (flat, passes) in enumerate(zip(flats, run.source.passing, strict=True)):
                 if passes and flat.numel():
-                    self._storages[flat.untyped_storage().data_ptr()] = (run, k)
+                    self._storages[storage_id(flat)] = (run, k)
         if not _in_backward():
             self.prefetch()
         return flats
@@ -238,8 +239,8 @@ class Pass:
         return self._keeps or again
 
     def forget(self, run: UnitRun) -> None:
-        """The unit's flats are about to go: their addresses may come back as something else's."""
-        self._storages = {address: owner for address, owner in self._storages.items() if owner[0] is not run}
+        """The unit's flats are about to go: another storage may be known by the same number."""
+        self._storages = {storage: owner for storage, owner in self._storages.items() if owner[0] is not run}
 
     def watch(self) -> AbstractContextManager[None]:
         """Saved tensors that lie in gathered storage are kept as (unit, bucket, offset, size, stride)."""
@@ -248,7 +249,7 @@ class Pass:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        owner = self._storages.get(tensor.untyped_storage().data_ptr())
+        owner = self._storages.get(storage_id(tensor))
         if owner is None:
             return tensor, tensor._version
         owner[0].note_saved()

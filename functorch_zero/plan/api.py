@@ -2,71 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import optree
-from optree import PyTree
+import torch
+from optree import PyTree, tree_map
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from .. import reports
 from ..buffers import check_buffer_rule
-from ..errors import StructureError
-from ..functional import functionalize
-from ..groups.counting import CountingGroup
+from ..errors import StructureError, TransformError
+from ..functional import Apply, functionalize
+from ..groups.axes import axes_of
 from ..layout import Layout, Unit, make_layout
-from ..levels import find_level
+from ..levels import AccumulateIn, LevelRule, Levels, check_accumulate_in
 from ..optim.base import Transform
-from ..step import LossFn, Trainable, mark_trainable
+from ..options import Options
+from ..step import Aux, LossFn, TrainStep, mark_trainable
+from ..tree import storage_id
 from ..units import Units
-from .derived import DerivedPass, record_publishing, saved_by_names
-from .recording import Recorder
-from .records import Sample
+from .balance import balance_of
+from .imagined import ImaginedStep
+from .live import ValueNeeded
+from .recording import Journal, Recorder
 from .report import Plan
-from .sizes import gradient_bytes, params_bytes, state_sizes
-from .traced import Trace, TracedPass
-from .update import plan_update
+from .stand_in import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
 
 
 def plan(
     model_or_params: nn.Module | PyTree[Tensor],
-    optimizer: Transform,
+    optimizer: Transform | TrainStep,
     *,
-    level: int | str,
+    level: LevelRule,
     ranks: int,
     rank: int = 0,
     units: Units = None,
-    trainable: Trainable = None,
     batch: Any = None,
-    loss: LossFn | None = None,
     buffers: PyTree[Tensor] | None = None,
     buffer_rule: str = "mean",
     reshard_after_forward: bool = True,
-    accumulate: int = 1,
+    accumulate_in: AccumulateIn | None = None,
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks` ranks.
 
     No rank is started, nothing is communicated and nothing of the model's size is allocated: the model may be on the
-    meta device, ranks may be 100,000.
+    meta device, ranks may be 100,000. It is the sharded step itself that runs, on tensors that have no values.
 
     Args:
         model_or_params: a module, or the params that `functionalize` made of one (or any tree of tensors).
-        optimizer: a transform.
-        level: 0 to 3, or its name.
+        optimizer: a transform, or what `train_step` made of one and a loss.
+        level: as for `shard`: 0 to 3, a name, or levels by leaf.
         ranks: how many.
         rank: whose plan.
         units: as for `functionalize`, when a module is given.
-        trainable: as for `train_step`.
         batch: a sample of one rank's batch; tensors on the meta device will do. With it the loss is run on fake
-            tensors: activations are measured, and the collectives are those of this loss. Without it, units are taken
-            to be entered once each in the layout's order, and their backward to need their weights.
-        loss: with a batch, the loss function of the step; None: the module called with `*batch`, if that gives a
-            scalar.
+            tensors: activations are measured, and the collectives are those of this loss. A module given without a
+            `train_step` is its own loss, called with `*batch`. Without a batch, units are taken to be entered once
+            each in the layout's order, and their backward to need their weights.
         buffers: for the loss, when params are given.
-        buffer_rule, reshard_after_forward: as `buffers` and `reshard_after_forward` for `shard`.
-        accumulate: as for `train_step`: the batch is that of all micro-batches together.
+        buffer_rule, reshard_after_forward, accumulate_in: as for `shard`, where the first is called `buffers`.
 
-    The peak counts tensors: params, state, gradients, gathered params, activations and, over gloo, the room of a
-    reduction. It does not count what an operator uses inside, nor the process itself.
+    The step planned is the first one of the optimizer, with the order of units known, as from the second one on. Its
+    peak counts tensors: params, state, gradients, gathered params, activations and, over gloo, the room of a
+    reduction; not what an operator uses inside, nor the process itself.
+
+    Raises:
+        TransformError: the optimizer asks for a value on the host. Where it asks yes or no, as `apply_if_finite` does,
+            yes is assumed, and `assumed` says so.
+        StructureError: the loss asks for a value, or for a shape that depends on values.
 
     >>> import torch
     >>> from functorch_zero import optim
@@ -76,99 +82,131 @@ def plan(
     >>> made.num_params, made.params, made.state // made.params
     (2002000, 125184, 2)
     """
-    params, loss, buffers = _inputs(model_or_params, units, loss, buffers)
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
-    row, rule = find_level(level), check_buffer_rule(buffer_rule)
-    params = mark_trainable(params, trainable)
-    layout = make_layout(
-        params, ranks, trainable=lambda path, leaf: leaf.requires_grad, cut=lambda path, leaf: row.cut(ranks)
+    params, given, step = _inputs(model_or_params, units, optimizer)
+    params = mark_trainable(params, step.trainable)
+    device = next((x.device for x in optree.tree_leaves(params) if not x.is_meta), torch.device("cpu"))
+    journal, levels = Journal(), Levels(level)
+    group = Recorder(rank, ranks, journal, name=f"all {ranks}" if ranks > 1 else "itself", swaps=device.type == "cpu")
+    options = Options(
+        levels,
+        axes_of(group),
+        True,
+        check_buffer_rule(buffer_rule),
+        reshard_after_forward,
+        check_accumulate_in(accumulate_in, levels),
     )
-    group = Recorder(rank, ranks)
-    sizes = state_sizes(optimizer, layout, ranks if row.cuts_state else 1)
-    held = params_bytes(layout, row), sizes.at(layout, rank if row.cuts_state else 0)
-    buffer_bytes = sum(b.nbytes for b in optree.tree_leaves(buffers))
-    base = held[0] + buffer_bytes, held[1]
-    keeps = not reshard_after_forward
+    levels.check(params)
+    layout = make_layout(params, ranks, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of)
+    fake, order = None, None
+    work = _Work(params, given if buffers is None else buffers, batch, replace(step, trainable=None), layout, layout)
     if batch is None:
-        num_saved = _num_saved(model_or_params, layout)
-        derived = DerivedPass(layout, row, group, keeps=keeps, num_saved=num_saved, base=base)
-        samples, trace = derived.run(accumulate), Trace([], (), False)
+        num_saved = saved_by_names(layout, model_or_params)
+        order = order_of_units(layout, num_saved, keeps=not reshard_after_forward)
+        work = _without_loss(work, num_saved)
+    elif step.loss_fn is _no_loss:
+        raise StructureError("a plan with a batch needs the step's loss: pass train_step(loss, optimizer)")
     else:
-        if loss is None:
-            raise StructureError("a plan with a batch needs the step's loss: pass loss=loss_fn")
-        trace = TracedPass(layout, row, group, loss, keeps=keeps, base=base, rule=rule, accumulate=accumulate).run(
-            buffers, batch
-        )
-        samples = trace.samples
-    _record_metrics(group, trace, buffers)
-    group.phase = "optimizer"
-    cost = plan_update(optimizer, layout, row, group)
-    reduced = gradient_bytes(layout, row)
-    samples.append(Sample("optimizer", *base, reduced, 0, cost.extra))
-    record_publishing(group, layout, row)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+    imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, fake)
+    with _values_refused(journal):
+        state = imagined.run(*tree_map(lambda x: _without_value(x, device, fake), work[:3]), order=order)
     return Plan(
-        level=row.number,
+        level=levels.number,
         num_ranks=ranks,
         rank=rank,
         num_params=sum(leaf.numel for leaf in layout.leaves),
-        params=held[0],
-        gradients=reduced,
-        state=held[1],
-        buffers=buffer_bytes,
-        gathered=max(sample.gathered for sample in samples),
-        samples=tuple(samples),
-        collectives=tuple(group.recorded),
-        balance=sizes.balance,
+        params=_held(state.params),
+        gradients=imagined.reduced,
+        state=_held(state.opt_state),
+        buffers=_held(state.buffers),
+        gathered=max(sample.gathered for sample in imagined.samples),
+        samples=tuple(imagined.samples),
+        collectives=tuple(journal.recorded),
+        balance=balance_of(step.optimizer, layout),
         traced=batch is not None,
+        assumed=imagined.live.assumed,
     )
 
 
-def _inputs(
-    given: Any, units: Units, loss: LossFn | None, buffers: PyTree[Tensor] | None
-) -> tuple[PyTree[Tensor], LossFn | None, PyTree[Tensor]]:
-    """Params, loss and buffers of a module or of params."""
+class _Work(NamedTuple):
+    """What is run, and on what."""
+
+    params: PyTree[Tensor]
+    buffers: PyTree[Tensor]
+    batch: Any
+    step: TrainStep
+    layout: Layout
+    pass_layout: Layout  # of what the loss sees
+
+
+def _no_loss(params: Any, buffers: Any, batch: Any) -> Any:
+    raise AssertionError
+
+
+def _inputs(given: Any, units: Units, optimizer: Transform | TrainStep) -> tuple[Any, Any, TrainStep]:
+    """Params and buffers of a module or of params, and the step."""
+    step = optimizer if isinstance(optimizer, TrainStep) else TrainStep(_no_loss, optimizer)
     if not isinstance(given, nn.Module):
         if units is not None:
             raise StructureError(
                 "units are found in a module, and params were given, which have theirs from functionalize"
             )
-        return given, loss, {} if buffers is None else buffers
-    apply, params, own = functionalize(given, units)
+        return given, {}, step
+    apply, params, buffers = functionalize(given, units)
+    return params, buffers, replace(step, loss_fn=_called(apply)) if step.loss_fn is _no_loss else step
 
-    def called(params: Any, buffers: Any, batch: Any) -> Any:
-        from ..step import Aux
 
-        arguments = batch if isinstance(batch, tuple) else (batch,)
-        output, new = apply(params, buffers, *arguments)
+def _called(apply: Apply) -> LossFn:
+    def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        output, new = apply(params, buffers, *(batch if isinstance(batch, tuple) else (batch,)))
         return output, Aux(buffers=new)
 
-    return params, called if loss is None else loss, own if buffers is None else buffers
+    return loss
 
 
-def _record_metrics(group: Recorder, trace: Trace, buffers: PyTree[Tensor]) -> None:
-    """The one all-reduce of metrics, as the step does it. It comes before the buffers'."""
-    counting = CountingGroup(group.size)
-    values = dict.fromkeys(("loss", *trace.metrics), 0.0)
-    flags = [False] * len(optree.tree_leaves(buffers))
-    reports.average(values, 1.0 if trace.weighted else None, counting, [], flags)
-    after = [c for c in group.recorded if c.phase == "buffers"]
-    del group.recorded[len(group.recorded) - len(after) :]
-    group.phase = "metrics"
-    for call in counting.calls:
-        group.note(call)
-    group.recorded += after
+def _without_loss(work: _Work, num_saved: Callable[[Unit], int]) -> _Work:
+    """A loss that goes through all units stands in. An optimizer that treats all elements alike sees buckets only."""
+    layout, optimizer = one_leaf_a_bucket(work.layout), work.step.optimizer
+    step = replace(work.step, loss_fn=loss_through(layout, num_saved))
+    if optimizer.plain is None:
+        return work._replace(step=step, pass_layout=layout)
+    idle = replace(optimizer, update=lambda u, s, p, across: (u, s), fused=None, plain=None, parts=(), chained=False)
+    leaves = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.trainable) for leaf in layout.leaves
+    ]
+    return work._replace(params=leaves, step=replace(step, optimizer=idle), layout=layout, pass_layout=layout)
 
 
-def _num_saved(given: Any, layout: Layout) -> Any:
-    """How many leaves each unit's backward needs: by the names of leaves, and none of an embedding alone."""
-    by_names = saved_by_names(layout)
-    if not isinstance(given, nn.Module):
-        return by_names
-    lookups = {f"{path}.weight".lstrip(".") for path, m in given.named_modules() if isinstance(m, nn.Embedding)}
+def _without_value(x: Any, device: torch.device, fake: FakeTensorMode | None) -> Any:
+    """A tensor of the same shape that takes no room."""
+    if not isinstance(x, Tensor):
+        return x
+    if fake is None:
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+    with fake:
+        where = device if x.is_meta else x.device
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where, requires_grad=x.requires_grad)
 
-    def num_saved(unit: Unit) -> int:
-        leaves = {layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves}
-        return 0 if leaves <= lookups else by_names(unit)
 
-    return num_saved
+def _held(tree: Any) -> int:
+    """Bytes of the storages that a tree lies in."""
+    tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return sum({storage_id(x): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@contextmanager
+def _values_refused(journal: Journal) -> Iterator[None]:
+    try:
+        yield
+    except (ValueNeeded, DataDependentOutputException, DynamicOutputShapeException) as error:
+        if journal.phase == "optimizer":
+            raise TransformError(
+                "the optimizer reads values of tensors on the host, which a plan does not have. "
+                "Remedy: compute with torch.where instead of `if`, or plan with another optimizer of the same needs"
+            ) from error
+        raise StructureError(
+            "the loss reads values of tensors on the host, which a plan does not have. Remedy: plan with a loss whose "
+            "shapes and branches do not depend on values, or without a batch"
+        ) from error

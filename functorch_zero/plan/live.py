@@ -1,93 +1,187 @@
-"""Bytes alive while fake tensors are computed with, by what they are for."""
+"""Computing with tensors that have no values, and the bytes of those that are alive, by what they are for.
+
+A tensor without values is a fake one, which stands for one of a device, or one on the meta device, whose operators are
+ten times as quick and not always those of a device. What depends on no such tensor (step counts, learning rates) is
+computed as ever, so that the host can read it.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ..state_plan import is_placeholder
+from ..tree import has_values, storage_id
+from .records import KINDS
+
+_aten = torch.ops.aten
+_MAKERS = {_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided}
 _WRITTEN_ANYWAY = {"running_mean", "running_var"}  # torch's batch_norm does not say that it writes to these
 
 
+class ValueNeeded(Exception):
+    """The host asked for the value of a tensor that has none."""
+
+
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage that an operator makes until it goes.
+    """Makes new tensors without values, and follows every storage until it goes.
+
+    Args:
+        fake: the mode of the tensors without values; None: the meta device.
+        on_growth: called whenever there are more bytes than before.
 
     Attributes:
         now: bytes alive, by kind.
-        on_growth: called whenever there are more bytes than before.
+        total: bytes alive, of all kinds.
+        assumed: how many yes-no questions about values the host has asked. They were answered with yes.
     """
 
-    def __init__(self, on_growth: Callable[[], None]) -> None:
+    def __init__(self, fake: FakeTensorMode | None, on_growth: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = {"gathered": 0, "gradients": 0, "activations": 0}
-        self.on_growth = on_growth
-        self._kinds: dict[int, tuple[str, int]] = {}  # by storage: its kind and bytes
+        self.now, self.total = dict.fromkeys(KINDS, 0), 0
+        self.assumed = 0
+        self._fake, self._on_growth = fake, on_growth
+        self._paused = False
+        self._kinds: dict[int, tuple[str | None, int]] = {}  # by storage: its kind and bytes
         self._copies: dict[int, int] = {}  # storages that are copies, and of what
         self._written: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and torch._dynamo takes seconds to import
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._note_writes(func, args, kwargs or {})
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._follow(tensor)
-        if func is torch.ops.aten.clone.default:
-            self._copies[key_of(out)] = key_of(args[0])
+        kwargs = kwargs or {}
+        kind = _kind(func)
+        if self._paused or kind.views:
+            return func(*args, **kwargs)
+        given = [*_tensors(args), *(_tensors(kwargs.values()) if kwargs else ())]
+        num_known = sum(map(has_values, given))
+        if num_known == len(given):
+            return self._known(func, args, kwargs, anew=kind.makes if given else kind.has_device)
+        if func is _aten._local_scalar_dense.default:
+            return self._answer(given[0])
+        if self._fake is None:
+            args = _on_meta(args) if num_known else args
+            kwargs = _moved({k: _on_meta(v) for k, v in kwargs.items()}, "meta")
+        out = func(*args, **kwargs)
+        for i, name in kind.writes:
+            for x in _tensors([args[i] if i < len(args) else kwargs.get(name)]):
+                self._written.add(storage_id(x))
+        self._follow(out)
+        if func is _aten.clone.default:
+            source = storage_id(args[0])
+            self._copies[storage_id(out)] = source if source in self._written else self._copies.get(source, source)
         return out
 
-    def ignore(self, tensor: Tensor) -> None:
-        """This storage is accounted for elsewhere."""
-        self._kinds[key_of(tensor)] = ("", 0)
-        self._forget_with(tensor)
-
-    def is_for(self, kind: str, tensor: Tensor) -> None:
-        """This storage is of that kind."""
-        key = key_of(tensor)
-        if key in self._kinds:
-            before, size = self._kinds[key]
-            if before:
-                self.now[before] -= size
-                self.now[kind] += size
-                self._kinds[key] = (kind, size)
+    def adopt(self, tensors: Iterable[Tensor], kind: str | None) -> None:
+        """These storages are of that kind; None: they don't count."""
+        for tensor in tensors:
+            key = storage_id(tensor)
+            if key in self._kinds:
+                before, size = self._kinds[key]
+                self._count(before, -size)
+            else:
+                size = tensor.untyped_storage().nbytes()
+                weakref.finalize(tensor.untyped_storage(), self._gone, key).atexit = False
+            self._kinds[key] = (kind, size)
+            self._count(kind, size)
 
     def is_untouched_copy(self, tensor: Tensor, of: Tensor) -> bool:
         """Whether this is `of`, or a copy of it that nothing has written to."""
-        key = key_of(tensor)
-        return key not in self._written and key_of(of) in (key, self._copies.get(key))
+        key = storage_id(tensor)
+        return key not in self._written and storage_id(of) in (key, self._copies.get(key))
 
-    def _follow(self, tensor: Tensor) -> None:
-        key = key_of(tensor)
-        if key in self._kinds:
-            return
-        size = tensor.untyped_storage().nbytes()
-        self._kinds[key] = ("activations", size)
-        self.now["activations"] += size
-        self._forget_with(tensor)
-        self.on_growth()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Meanwhile tensors have values, and are not followed."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
-    def _forget_with(self, tensor: Tensor) -> None:
-        weakref.finalize(tensor.untyped_storage(), self._gone, key_of(tensor)).atexit = False
+    def _known(self, func: Any, args: Any, kwargs: Any, *, anew: bool) -> Any:
+        """An operator on values: single numbers, or what a loss brings along. New tensors of more get none."""
+        if anew and self._fake is not None:
+            with self._fake:
+                made = func(*args, **kwargs)
+        elif anew:
+            made = func(*_on_meta(args), **kwargs | {"device": torch.device("meta")})
+        if anew and made.dim() > 0:
+            self._follow(made)
+            return made
+        return func(*args, **_moved(kwargs, "cpu"))
+
+    def _answer(self, question: Tensor) -> Any:
+        if question.dtype != torch.bool:
+            raise ValueNeeded
+        self.assumed += 1
+        return True
+
+    def _follow(self, out: Any) -> None:
+        for tensor in _tensors(out if isinstance(out, tuple | list) else (out,)):
+            empty = tensor.device.type == "meta" if self._fake else is_placeholder(tensor)  # also on a real rank
+            if not empty and storage_id(tensor) not in self._kinds:
+                self.adopt([tensor], "activations")
+                self._on_growth()
 
     def _gone(self, key: int) -> None:
-        kind, size = self._kinds.pop(key, ("", 0))
-        if kind:
-            self.now[kind] -= size
+        kind, size = self._kinds.pop(key, (None, 0))
+        self._count(kind, -size)
         self._copies.pop(key, None)
         self._written.discard(key)
 
-    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for i, argument in enumerate(func._schema.arguments):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes or argument.name in _WRITTEN_ANYWAY:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                self._written.update(key_of(x) for x in tree_leaves(value) if isinstance(x, Tensor))
+    def _count(self, kind: str | None, change: int) -> None:
+        if kind is not None:
+            self.now[kind] += change
+            self.total += change
 
 
-def key_of(tensor: Tensor) -> int:
-    """A storage's identity while it lives; fake tensors have no addresses."""
-    return int(tensor.untyped_storage()._cdata)
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+def _on_meta(value: Any) -> Any:
+    """The same with every tensor on the meta device."""
+    if isinstance(value, Tensor) and has_values(value):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    return type(value)(map(_on_meta, value)) if type(value) in (tuple, list) else value
+
+
+def _moved(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
+    """Keyword arguments with another device, where one is named."""
+    return kwargs | {"device": torch.device(device)} if kwargs.get("device") is not None else kwargs
+
+
+class _Kind(NamedTuple):
+    """What must be known of an operator."""
+
+    views: bool  # it makes a view, and nothing new
+    makes: bool  # it makes a new tensor, like one that it is given
+    has_device: bool
+    writes: tuple[tuple[int, str], ...]  # arguments it writes to: (position, name)
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    arguments = func._schema.arguments
+    writes = tuple(
+        (i, a.name)
+        for i, a in enumerate(arguments)
+        if (a.alias_info is not None and a.alias_info.is_write) or a.name in _WRITTEN_ANYWAY
+    )
+    has_device = any(a.name == "device" for a in arguments)
+    return _Kind(func.is_view and not writes, func.overloadpacket in _MAKERS, has_device, writes)

@@ -12,8 +12,8 @@ from .records import KINDS, Sample
 def draw(samples: Sequence[Sample], path: str, *, title: str) -> None:
     """A step's memory over its moments, stacked by kind."""
     figure, axes = _figure()
-    stacks = [[getattr(s, field) / 1e6 for s in samples] for field in Sample._fields[1:]]
-    axes.stackplot(range(len(samples)), stacks, labels=KINDS, step="mid")
+    stacks = [[getattr(s, field) / 1e6 for s in samples] for field in KINDS]
+    axes.stackplot(range(len(samples)), stacks, labels=KINDS.values(), step="mid")
     shown = range(0, len(samples), max(1, len(samples) // 24))
     axes.set_xticks(list(shown), [samples[i].moment for i in shown], rotation=90, fontsize=6)
     axes.set_ylabel("MB of a rank")
@@ -24,7 +24,7 @@ def draw_levels(plans: Mapping[str, Sample], path: str, *, title: str) -> None:
     """The peaks of several plans side by side, by label ("level 3, 64 ranks", say), stacked by kind."""
     figure, axes = _figure()
     bottom = [0.0] * len(plans)
-    for field, kind in zip(Sample._fields[1:], KINDS, strict=True):
+    for field, kind in KINDS.items():
         heights = [getattr(peak, field) / 1e9 for peak in plans.values()]
         axes.bar(list(plans), heights, bottom=bottom, label=kind)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]

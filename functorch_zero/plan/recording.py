@@ -1,4 +1,4 @@
-"""A group of imagined ranks that records what is called and moves nothing."""
+"""A group of imagined ranks that records what is called and moves nothing, and a source that says in whose name."""
 
 from __future__ import annotations
 
@@ -7,64 +7,101 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..groups.counting import Call, CountedGroup
+from ..groups.labels import LabelledGroup
 from ..groups.protocol import Done, ReduceOp, Work
+from ..sources import Source
 from .records import Collective
 
 Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
 
 
-class Recorder(CountedGroup):
-    """Rank `rank` of `size`: every collective is recorded with its phase and unit, and leaves its tensors as they are.
+class Journal:
+    """What all recorders of a step write to.
 
     Attributes:
-        phase: of the step; set by whoever runs it.
+        phase: of the step.
+        unit: in use.
         recorded: the collectives so far.
         notice: told which tensors hold gathered params and gradients.
+        on_call: told of each collective.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(_Silent(rank, size))
-        self.phase = "forward"
+    def __init__(self) -> None:
+        self.phase, self.unit = "forward", ""
         self.recorded: list[Collective] = []
-        self.log: list[str] = []  # what a pass says it starts: "gather blocks.0", "reduce blocks.0[float32]"
         self.notice: Notice = lambda kind, tensor: None
+        self.on_call: Callable[[Collective], None] = lambda collective: None
+
+    def enter(self, phase: str) -> None:
+        """The next phase of the step."""
+        self.phase, self.unit = phase, ""
+
+
+class Recorder(LabelledGroup):
+    """Rank `rank` of `size`: every collective is recorded with its phase and unit, and leaves its tensors as they are.
+
+    Args:
+        name: which ranks these are.
+        swaps: whether a reduce-scatter takes room for what the other ranks send, as over gloo.
+    """
+
+    def __init__(self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool, label: str = "") -> None:
+        super().__init__(_Silent(rank, size), label)
+        self.journal, self.name, self.swaps = journal, name, swaps
+        self._counting = CountedGroup(self.inner)
+
+    def at(self, label: str) -> Recorder:
+        return Recorder(self.rank, self.size, self.journal, name=self.name, swaps=self.swaps, label=label)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        if self.phase in ("forward", "backward"):
-            self.notice("gathered", out)
-        work = super().all_gather(out, piece)
-        return self._named(work)
+        if self._in_pass:
+            self.journal.notice("gathered", out)
+        return self._noted(self._counting.all_gather(out, piece))
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        self.notice("gradients", out)
-        self.notice("gradients", whole)
-        self._named(super().reduce_scatter(out, whole))
-        return _Holding(whole.new_empty(whole.numel()) if whole.device.type == "cpu" and self.size > 2 else None)
+        self.journal.notice("gradients", out)
+        self.journal.notice("gradients", whole)
+        self._noted(self._counting.reduce_scatter(out, whole))
+        return _Holding(whole.new_empty(whole.numel()) if self.swaps and self.size > 2 else None)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        if self.phase in ("forward", "backward"):
-            self.notice("gradients", tensor)
-        return self._named(super().all_reduce(tensor, op))
+        if self._in_pass:
+            self.journal.notice("gradients", tensor)
+        return self._noted(self._counting.all_reduce(tensor, op))
 
     def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
-        return self._named(super().all_to_all(out, out_sizes, source, in_sizes))
+        return self._noted(self._counting.all_to_all(out, out_sizes, source, in_sizes))
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._named(super().broadcast(tensor, source))
+        return self._noted(self._counting.broadcast(tensor, source))
 
     def note(self, call: Call) -> None:
         """Record a call that was counted elsewhere."""
-        unit = self.log[-1].partition(" ")[2].partition("[")[0] if self.log and self._names_units else ""
-        group = f"all {self.size}" if self.size > 1 else "itself"
-        self.recorded.append(Collective(self.phase, call.kind, unit, *call[1:], group))
+        where = self.label.partition("/")[0].partition("[")[0]
+        unit = where if self._in_pass or self.journal.phase == "publish" else ""
+        self.journal.recorded.append(Collective(self.journal.phase, call.kind, unit, *call[1:], self.name))
+        self.journal.on_call(self.journal.recorded[-1])
 
     @property
-    def _names_units(self) -> bool:
-        return self.phase in ("forward", "backward", "publish")
+    def _in_pass(self) -> bool:
+        return self.journal.phase in ("forward", "backward")
 
-    def _named(self, work: Work) -> Work:
-        self.note(self.calls[-1])
+    def _noted(self, work: Work) -> Work:
+        self.note(self._counting.calls[-1])
         return work
+
+
+class Noted:
+    """A source that says when its unit is in use."""
+
+    def __init__(self, source: Source, name: str, journal: Journal) -> None:
+        self._source, self._name, self._journal = source, name, journal
+        self.drops, self.passing = source.drops, source.passing
+        self.start, self.here, self.drop = source.start, source.here, source.drop
+
+    def flats(self) -> list[Tensor]:
+        self._journal.unit = self._name
+        return self._source.flats()
 
 
 class _Holding:

@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-KINDS = ("params", "optimizer state", "gradients", "gathered params", "activations")
+KINDS = {  # of memory: the field of a `Sample`, and what it is called
+    "params": "params",
+    "state": "optimizer state",
+    "gradients": "gradients",
+    "gathered": "gathered params",
+    "activations": "activations, temporaries",
+}
 
 
 class Collective(NamedTuple):
@@ -28,7 +34,7 @@ class Collective(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A rank's memory at one moment of a step, in bytes, in the order of `KINDS`."""
+    """A rank's memory at one moment of a step, in bytes by kind."""
 
     moment: str  # "forward of blocks.0", say
     params: int

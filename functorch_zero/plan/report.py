@@ -8,7 +8,7 @@ from typing import Any
 
 from .picture import draw
 from .records import Balance, Collective, Sample, highest
-from .table import format_plan
+from .table import format_plan, title_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Plan:
     Print it for a table; `to_json` has everything; `draw` makes a picture.
 
     Attributes:
-        level: 0 to 3.
+        level: 0 to 3; None where leaves may differ in it.
         num_ranks: the ranks.
         rank: whose plan this is; ranks differ only in the leaves they own and in what of partial buckets is theirs.
         num_params: elements of all leaves.
@@ -30,9 +30,10 @@ class Plan:
         balance: of the owners, where the optimizer has whole-leaf parts.
         traced: whether a sample batch was run; if not, there are no activations in it and the order of units is the
             layout's.
+        assumed: how many yes-no questions about values the optimizer asked on the host; answered with yes.
     """
 
-    level: int
+    level: int | None
     num_ranks: int
     rank: int
     num_params: int
@@ -45,6 +46,7 @@ class Plan:
     collectives: tuple[Collective, ...]
     balance: Balance | None
     traced: bool
+    assumed: int = 0
 
     @property
     def peak(self) -> Sample:
@@ -71,7 +73,7 @@ class Plan:
 
     def draw(self, path: str) -> None:
         """Draw one step's memory over its moments, stacked by kind, into a file. Needs matplotlib (extra `plot`)."""
-        draw(self.samples, path, title=f"level {self.level}, {self.num_ranks} ranks")
+        draw(self.samples, path, title=title_of(self))
 
     def __str__(self) -> str:
         return format_plan(self)
@@ -80,7 +82,7 @@ class Plan:
         names = ("level", "num_ranks", "rank", "num_params", "params", "gradients", "state", "buffers", "gathered")
         peak = self.peak
         return {
-            **{name: getattr(self, name) for name in (*names, "activations", "sent_bytes", "traced")},
+            **{name: getattr(self, name) for name in (*names, "activations", "sent_bytes", "traced", "assumed")},
             "peak": {"bytes": peak.total, **peak._asdict()},
             "samples": [sample._asdict() for sample in self.samples],
             "collectives": [

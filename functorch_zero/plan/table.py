@@ -35,6 +35,12 @@ def align(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def title_of(plan: Plan) -> str:
+    """The level and the ranks."""
+    level = "several levels" if plan.level is None else f"level {plan.level}"
+    return f"{level}, {plan.num_ranks} ranks"
+
+
 def format_plan(plan: Plan) -> str:
     """The plan's memory and its collectives, those alike in one line."""
     peak = plan.peak
@@ -43,7 +49,7 @@ def format_plan(plan: Plan) -> str:
     if plan.traced:
         rows.append(["activations", bytes_text(plan.activations)])
     rows.append(["peak", f"{bytes_text(peak.total)} at {peak.moment}"])
-    head = f"level {plan.level}, {plan.num_ranks} ranks, {plan.num_params:,} params; of rank {plan.rank}:"
+    head = f"{title_of(plan)}, {plan.num_params:,} params; of rank {plan.rank}:"
     parts = [head, "\n".join(f"  {name:12s} {value}" for name, value in rows)]
     if plan.balance is not None:
         parts.append(

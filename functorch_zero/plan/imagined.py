@@ -1,0 +1,157 @@
+"""A sharded step on tensors without values: the step itself does what it does on a real rank, and is watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import optree
+from optree import PyTree
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .. import reports
+from ..groups.counting import CountingGroup
+from ..layout import Layout
+from ..levels import flats_of, level_of
+from ..options import Options
+from ..shard import ShardedTrainStep
+from ..step import Aux, LossFn, Outcome, TrainState, TrainStep
+from .live import LiveBytes
+from .recording import Noted, Recorder
+from .records import Collective, Sample
+
+
+class ImaginedStep(ShardedTrainStep):
+    """One step on a rank that is not there.
+
+    Args:
+        step: its loss and optimizer.
+        options: of `shard`, with a `Recorder` for a group.
+        layout: of params and of the optimizer's state.
+        pass_layout: what the loss is run on, of the same units and buckets.
+        fake: the mode of the tensors without values; None: the meta device.
+
+    Attributes:
+        samples: memory from moment to moment, of the step that was run last.
+        reduced: bytes of the gradients that it gave to the optimizer.
+    """
+
+    def __init__(
+        self, step: TrainStep, options: Options, layout: Layout, pass_layout: Layout, fake: FakeTensorMode | None
+    ):
+        super().__init__(replace(step, loss_fn=self._watched(step.loss_fn)), options)
+        assert isinstance(options.group, Recorder)
+        self._journal, self._layout, self._pass_layout = options.group.journal, layout, pass_layout
+        self.live = LiveBytes(fake, self._sample)
+        self._journal.notice, self._journal.on_call = self._adopt, self._name
+        self.samples: list[Sample] = []
+        self._highest = 0  # bytes of the last sample
+        self.reduced = 0
+
+    def run(
+        self, params: PyTree[Tensor], buffers: PyTree[Tensor], batch: Any, *, order: Sequence[str] | None = None
+    ) -> TrainState:
+        """Run the first step, but with the order of units known, as from the second one on. Returns its state.
+
+        `order`: the units as the pass fetches them, where that is known; else one more pass finds it out.
+        """
+        only_buckets = order is not None and self._layout is self._pass_layout  # and no values
+        with nullcontext() if only_buckets else self.live:
+            state = self.scatter(self.unsharded.init(params, buffers, seed=None))
+        with self.live:
+            if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
+                if order is None:
+                    self._backward(state, batch, flats_of(state.params, self._layout, self._rank), self._layout)
+                else:
+                    self._trace = list(order)
+            for kind, tree in ((None, (params, buffers, batch)), ("params", state[1:3]), ("state", state.opt_state)):
+                self.live.adopt([x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], kind)
+            self._journal.recorded.clear()
+            self.samples.clear()
+            self(state, batch)
+        assert order is None or not self._trace or self._trace == list(order), "units came in another order"
+        return state
+
+    def _watched(self, loss_fn: LossFn) -> LossFn:
+        """The loss, before and after which the phase changes. A weight is a number, since nobody knows its value."""
+
+        def loss(params: Any, buffers: Any, batch: Any) -> Any:
+            for run in {handle.entrance for handle in optree.tree_leaves(params)}:
+                run.source = Noted(run.source, run.name, self._journal)
+            self._enter("forward")
+            result = loss_fn(params, buffers, batch)
+            self._enter("backward")
+            if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux):
+                given, aux = result
+                return given, replace(aux, weight=None if aux.weight is None else 1.0)
+            return result
+
+        return loss
+
+    def _make_layout(self, params: PyTree[Tensor]) -> Layout:
+        return self._layout
+
+    def _prepare(self, layout: Layout) -> Any:
+        return _Announced(super()._prepare(layout), self._enter)
+
+    def _backward(self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout) -> Any:
+        made = super()._backward(state, batch, flats, self._pass_layout)
+        self.reduced = sum(flat.nbytes for flat in made[0].values())
+        return made
+
+    def _report(self, state: TrainState, outcome: Outcome, log: list[str]) -> reports.Report:
+        """The same all-reduce, of numbers that are there, and the buffers that were written to."""
+        self._enter("metrics")
+        before, after = optree.tree_leaves(state.buffers), optree.tree_leaves(outcome.buffers)
+        changed = [not self.live.is_untouched_copy(new, old) for old, new in zip(before, after, strict=True)]
+        counting = CountingGroup(self.group.size)
+        with self.live.paused():
+            zeros = dict.fromkeys(("loss", *outcome.metrics), 0.0)
+            report = reports.average(zeros, outcome.weight, counting, [], changed)
+        for call in counting.calls:
+            self.options.group.note(call)  # type: ignore[attr-defined]
+        self._enter("buffers")
+        return report
+
+    def _enter(self, phase: str) -> None:
+        self._journal.enter(phase)
+        self._sample()
+
+    def _adopt(self, kind: str, tensor: Tensor) -> None:
+        self.live.adopt([tensor], kind)
+        self._sample()
+
+    def _name(self, collective: Collective) -> None:
+        """Where params are not gathered, the unit in use is known when its gradients are reduced."""
+        if (
+            collective.unit
+            and collective.phase == "backward"
+            and self.samples
+            and self.samples[-1].moment == "backward"
+        ):
+            self.samples[-1] = self.samples[-1]._replace(moment=f"backward of {collective.unit}")
+
+    def _sample(self) -> None:
+        """What is here at this moment: of each unit in each phase the highest sample is kept."""
+        phase, unit = self._journal.phase, self._journal.unit
+        moment = f"{phase} of {unit}" if unit and phase in ("forward", "backward") else phase
+        new = not self.samples or self.samples[-1].moment != moment
+        if new or self.live.total >= self._highest:
+            self._highest = self.live.total
+            self.samples[len(self.samples) - (not new) :] = [Sample(moment, **self.live.now)]
+
+
+class _Announced:
+    """A prepared update that says when it begins and ends."""
+
+    def __init__(self, prepared: Any, enter: Callable[[str], None]) -> None:
+        self._prepared, self._enter, self.plan = prepared, enter, prepared.plan
+
+    def update(self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> Any:
+        self._enter("optimizer")
+        made = self._prepared.update(grads, state, params)
+        self._enter("publish")
+        return made

@@ -1,0 +1,358 @@
+"""What a plan predicts is what a run does: bytes of state, collectives and peaks; and planning allocates nothing.
+
+By default a part of the combinations is run, in which each case, level and option is; FZ_FULL=1 runs all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import StructureError, TransformError
+from functorch_zero.groups import CountingGroup
+from functorch_zero.groups.counting import Call, counted
+from functorch_zero.optim import Needs
+from functorch_zero.plan import Collective, Plan, plan, zero_bytes
+from functorch_zero.testing import models, run_ranks
+from functorch_zero.tree import Params, UnitSpec
+from tests.conformance.gpt import gpt_tree
+from tests.conformance.table import TABLE
+
+FULL = bool(os.environ.get("FZ_FULL"))
+ROWS = 2  # of a rank's batch
+CASES: dict[str, Callable[[], models.Case]] = {
+    "mlp": models.mlp,
+    "frozen_mlp": models.frozen_mlp,
+    "gpt": models.gpt,
+    "convnet": models.convnet,
+    "shared": models.shared,
+    "unused": models.unused,
+    "scalars": models.scalars,
+    "mixed": models.mixed,
+}
+
+
+def calls_of(plan: Plan | list[Collective]) -> list[Call]:
+    """A plan's collectives as a group counts them."""
+    collectives = plan.collectives if isinstance(plan, Plan) else plan
+    return [Call(c.kind, c.dtype, c.num_elements, c.sent_bytes) for c in collectives]
+
+
+def held(tree: Any) -> int:
+    """Bytes of the distinct storages of a tree."""
+    leaves = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in leaves}.values())
+
+
+def run(step: Any, params: Any, buffers: Any, batches: list[Any], ranks: int, **options: Any) -> list[tuple[Any, ...]]:
+    """Each rank's last state, bytes of its first state, and the collectives of its last step."""
+
+    def on_rank(group: Any) -> tuple[Any, ...]:
+        group = counted(group)
+        sharded = fz.shard(step, group=group, **options)
+        state = sharded.init(params, buffers)
+        first = held(state.opt_state)
+        for _ in range(3):  # from the second on, the order of units is known
+            group.reset()
+            state, _ = sharded(state, batches[group.rank])
+        return state, first, list(group.calls)
+
+    return run_ranks(on_rank, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [(name, i) for k, name in enumerate(CASES) for i in range(4) if FULL or i == k % 4]
+)
+def test_collectives_and_bytes_are_those_of_a_run(name: str, level: int) -> None:
+    case = CASES[name]()
+    ranks = 2 + level % 2
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(1e-3))
+    step, params, buffers = case.step(optimizer, weighted=level == 2)
+    rows = max(ROWS, case.min_rows)
+    batches = case.batches(ranks, rows)
+    made = run(step, params, buffers, batches, ranks, level=level)
+    for rank, (state, first, calls) in list(enumerate(made))[None if FULL else -1 :]:
+        options: dict[str, Any] = {"level": level, "ranks": ranks, "rank": rank}
+        planned = plan(params, step, batch=batches[rank], buffers=buffers, **options)
+        assert calls_of(planned) == calls
+        assert planned.params == held(state.params)
+        assert planned.state == first == held(state.opt_state)
+        assert planned.buffers == sum(b.nbytes for b in optree.tree_leaves(buffers))
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"accumulate": 2}]
+
+
+@pytest.mark.parametrize(
+    ("level", "given"),
+    [(i, given) for i in range(4) for k, given in enumerate(OPTIONS) if FULL or i == 3 or k == i % 3],
+    ids=str,
+)
+def test_without_a_batch_a_chain_of_units_is_planned_as_it_runs(level: int, given: dict[str, Any]) -> None:
+    options = dict(given)
+    batch, parts = tokens(), options.pop("accumulate", 1)
+    apply, params, buffers = fz.functionalize(decoder(), "blocks.*")
+    step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], optim.adamw(1e-3), accumulate=parts)
+    known = plan(params, step, level=level, ranks=3, batch=batch, **options)
+    unknown = plan(decoder(), step, level=level, ranks=3, units="blocks.*", **options)
+    assert unknown.collectives == known.collectives
+    for _, _, calls in run(step, params, buffers, [batch] * 3, 3, level=level, **options):
+        assert calls_of(known) == calls
+
+
+HARD = ["adafactor", "muon", "shampoo, blocks", "scale_by_soap", "lbfgs", "with_whole_tree", "partition, of every kind"]
+HARD += ["apply_if_finite, whole leaf", "lookahead, pointwise", "schedule_free, statistics", "sam", "lamb"]
+
+
+@pytest.mark.parametrize("name", [name for i, name in enumerate(TABLE) if FULL or name in HARD or i % 6 == 0])
+def test_every_optimizer_keeps_and_sends_what_is_planned(name: str) -> None:
+    """In its first step, on one of three ranks."""
+    optimizer = TABLE[name].make()
+    params = gpt_tree(5, 2, 1, 3) if optimizer.needs == Needs.WHOLE_TREE else gpt_tree(30, 8, 2, 6)
+    level = 1 + list(TABLE).index(name) % 3
+
+    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
+        return sum(((p - batch.mean()) ** 2).mean() for p in optree.tree_leaves(fz.gather(params)))
+
+    rank = list(TABLE).index(name) // 3 % 3
+    group = CountingGroup(3, rank)
+    sharded = fz.shard(fz.train_step(loss_fn, optimizer), level=level, group=group)
+    state = sharded.init(params)
+    made = plan(params, optimizer, level=level, ranks=3, rank=rank)
+    assert made.state == held(state.opt_state)
+    group.reset()
+    sharded(state, torch.randn(3))
+    after = calls_of([c for c in made.collectives if c.phase in ("optimizer", "publish")])
+    metrics = next(i for i, call in enumerate(group.calls) if call.dtype == torch.float64)
+    assert group.calls[metrics + 1 :] == after
+
+
+class Decoder(nn.Module):
+    """`forward(tokens, targets)` is the loss."""
+
+    def __init__(self, width: int, depth: int, vocab: int):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(models.Block(width, 2) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def decoder(width: int = 12, depth: int = 3, vocab: int = 24) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(width, depth, vocab)
+
+
+def tokens(rows: int = 4, length: int = 8, vocab: int = 24) -> tuple[Tensor, Tensor]:
+    data = torch.arange(rows * (length + 1)).view(rows, -1) % vocab
+    return data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+
+OPTIMIZERS = {"adamw": optim.adamw, "lamb": optim.lamb, "muon": optim.muon}
+SIZES = {"wide": ((128, 4, 512), (1, 16, 512)), "deep": ((64, 8, 128), (8, 64, 128))}  # (model, batch)
+
+
+def measured_peaks(rows: list[tuple[str, int, str]]) -> list[int]:
+    """On a real rank over gloo: the most bytes of tensors in a step, by torch's own allocator."""
+    torch.set_num_threads(1)
+    return [measured_peak(*row) for row in rows]
+
+
+def measured_peak(size: str, level: int, optimizer: str) -> int:
+    apply, params, buffers = fz.functionalize(decoder(*SIZES[size][0]), "blocks.*")
+    batch = tokens(*SIZES[size][1])
+    step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], OPTIMIZERS[optimizer](1e-3))
+    sharded = fz.shard(step, level=level)
+    state = sharded.init(params, buffers)
+    del params
+    for _ in range(2):
+        state, _ = sharded(state, batch)
+    before, peaks = held((state.params, state.opt_state)), []
+    for _ in range(3):  # gloo's threads may hold tensors a little longer than the step does: the least counts
+        gc.collect()
+        events: list[int] = []
+        with allocations(events):
+            state, _ = sharded(state, batch)
+        peaks.append(before + max(accumulate(events)))
+    return min(peaks)
+
+
+class allocations:
+    """Bytes allocated (and freed, negative) in order, by torch's profiler."""
+
+    def __init__(self, events: list[int]):
+        self.events = events
+        self.profiler = torch.autograd.profiler.profile(profile_memory=True)
+
+    def __enter__(self) -> None:
+        self.profiler.__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        self.profiler.__exit__(*args)
+        found = [e for e in self.profiler.kineto_results.events() if e.name() == "[memory]"]
+        self.events += [e.nbytes() for e in sorted(found, key=lambda e: e.start_ns())]
+
+
+def test_the_peak_is_that_of_a_run_on_real_ranks() -> None:
+    rows = [("wide", level, "adamw") for level in range(4)] + [("deep", 3, "adamw"), ("wide", 2, "muon")]
+    rows += [*(("deep", level, "adamw") for level in range(3)), ("wide", 3, "lamb")] if FULL else []
+    for row, most in zip(rows, fz.launch(measured_peaks, 2, rows, timeout=100)[0], strict=True):
+        size, level, optimizer = row
+        batch = tokens(*SIZES[size][1])
+        made = plan(
+            decoder(*SIZES[size][0]), OPTIMIZERS[optimizer](1e-3), level=level, ranks=2, units="blocks.*", batch=batch
+        )
+        assert made.peak.total == pytest.approx(most, rel=0.1), row
+
+
+def test_a_large_layout_for_many_ranks_is_planned_without_allocating() -> None:
+    """10,000 leaves, 40 GB. How long it takes is tests/benchmarks/plan_speed.py's business."""
+    params, events = many_leaves(1000, 10, 1000), []  # type: tuple[Params, list[int]]
+    with allocations(events):
+        made = plan(params, optim.adamw(1e-3), level=3, ranks=4096)
+    assert made.num_params == 10_000 * 1000 * 1000
+    assert sum(n for n in events if n > 0) < 1e5  # counters
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon", "adafactor"])
+def test_whoever_asks_across_ranks_is_planned_without_allocating(name: str) -> None:
+    params, events = many_leaves(5, 4, 1000), []  # type: tuple[Params, list[int]]
+    with allocations(events):
+        plan(params, getattr(optim, name)(1e-3), level=3, ranks=4096)
+    assert sum(n for n in events if n > 0) < 1e5  # of 80 MB
+
+
+def many_leaves(num_units: int, num_leaves: int, side: int = 500) -> Params:
+    """Leaves on the meta device."""
+    leaves = {
+        f"{u}.{i}": torch.empty(side, side, device="meta", requires_grad=True)
+        for u in range(num_units)
+        for i in range(num_leaves)
+    }
+    units = tuple(UnitSpec(str(u), (str(u),), tuple(f"{u}.{i}" for i in range(num_leaves))) for u in range(num_units))
+    return Params(leaves, units)
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 100_000])
+def test_any_number_of_ranks(ranks: int) -> None:
+    params = many_leaves(3, 2)
+    made = plan(params, optim.muon(1e-3), level=3, ranks=ranks)
+    assert made.params * ranks >= 4 * made.num_params
+    assert made.sent_bytes == 0 if ranks == 1 else made.sent_bytes > 0
+    assert json.loads(made.to_json())["num_ranks"] == ranks
+
+
+def test_pieces_at_each_level_are_within_padding_of_the_zero_formula() -> None:
+    params, ranks = many_leaves(10, 4), 16
+    for level in range(4):
+        made = plan(params, optim.adam(1e-3), level=level, ranks=ranks)
+        formula = zero_bytes(made.num_params, ranks, level=level, params=4, gradients=4, state=8)
+        kept = formula if level in (0, 2, 3) else formula - 4 * made.num_params * (1 - 1 / ranks)
+        assert made.params + made.gradients + made.state == pytest.approx(kept, rel=0.01)
+
+
+# Rajbhandari et al., "ZeRO" (2020), table 1: GB a device, of stages 1, 2 and 3
+PAPER = {
+    (7.5e9, 1): (120, 120, 120),
+    (7.5e9, 4): (52.5, 41.3, 30),
+    (7.5e9, 16): (35.6, 21.6, 7.5),
+    (7.5e9, 64): (31.4, 16.6, 1.88),
+    (7.5e9, 256): (30.4, 15.4, 0.47),
+    (7.5e9, 1024): (30.1, 15.1, 0.12),
+    (128e9, 1): (2048, 2048, 2048),
+    (128e9, 4): (896, 704, 512),
+    (128e9, 16): (608, 368, 128),
+    (128e9, 64): (536, 284, 32),
+    (128e9, 256): (518, 263, 8),
+    (128e9, 1024): (513, 257, 2),
+    (1e12, 1): (16000, 16000, 16000),
+    (1e12, 4): (7000, 5500, 4000),
+    (1e12, 16): (4750, 2875, 1000),
+    (1e12, 64): (4187, 2218, 250),
+    (1e12, 256): (4046, 2054, 62.5),
+    (1e12, 1024): (4011, 2013, 15.6),
+}
+
+
+@pytest.mark.parametrize("row", PAPER, ids=str)
+def test_the_zero_papers_table(row: tuple[float, int]) -> None:
+    for level, gb in enumerate(PAPER[row], start=1):
+        assert zero_bytes(*row, level=level) / 1e9 == pytest.approx(gb, rel=3e-3, abs=0.006)
+
+
+def test_the_zero_papers_example() -> None:
+    assert [round(zero_bytes(7.5e9, 64, level=level) / 1e9, 1) for level in range(4)] == [120, 31.4, 16.6, 1.9]
+
+
+def test_owners_balance() -> None:
+    params = {f"w{i}": torch.empty(8 * (i + 1), 8, device="meta", requires_grad=True) for i in range(6)}
+    made = plan(params, optim.muon(1e-3), level=1, ranks=3)
+    assert made.balance is not None
+    assert {leaf.path for leaf in made.balance.leaves} == set(params)
+    assert sum(made.balance.loads()) == pytest.approx(sum(leaf.cost for leaf in made.balance.leaves))
+    assert 1 <= made.balance.imbalance < 1.5
+    assert "owners of 6 leaves" in str(made)
+    assert plan(params, optim.adam(1e-3), level=1, ranks=3).balance is None
+
+
+def test_nothing_given_is_changed_and_meta_does() -> None:
+    model = decoder()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    whole = plan(model, optim.adamw(1e-3), level=3, ranks=2, units="blocks.*", batch=tokens())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    with torch.device("meta"):
+        empty = Decoder(12, 3, 24)
+    batch = tuple(x.to("meta") for x in tokens())
+    assert plan(empty, optim.adamw(1e-3), level=3, ranks=2, units="blocks.*", batch=batch) == whole
+
+
+def test_json_and_table() -> None:
+    made = plan(decoder(), optim.lamb(1e-3), level=3, ranks=2, units="blocks.*", batch=tokens())
+    data = json.loads(made.to_json())
+    assert data["peak"]["bytes"] == made.peak.total == max(sample.total for sample in made.samples)
+    assert len(data["collectives"]) == len(made.collectives)
+    assert data["collectives"][0]["unit"] == "embed" and data["collectives"][0]["phase"] == "forward"
+    assert sum(c["sent_bytes"] for c in data["collectives"]) == made.sent_bytes
+    text = str(made)
+    assert made.peak.moment in text and "reduce_scatter" in text and "activations" in text
+    assert made.seconds(1e9) == made.sent_bytes / 1e9
+
+
+def test_errors_say_what_to_do() -> None:
+    _, params, _ = fz.functionalize(decoder(), "blocks.*")
+    with pytest.raises(StructureError, match="pass train_step"):
+        plan(params, optim.sgd(0.1), level=3, ranks=2, batch=tokens())
+    with pytest.raises(StructureError, match="units are found in a module"):
+        plan(params, optim.sgd(0.1), level=3, ranks=2, units="blocks.*")
+    with pytest.raises(ValueError, match="rank must be"):
+        plan(params, optim.sgd(0.1), level=3, ranks=2, rank=2)
+    with pytest.raises(ValueError, match="level must be one of"):
+        plan(params, optim.sgd(0.1), level=4, ranks=2)
+    with pytest.raises(ValueError, match="level from 0 to 3"):
+        zero_bytes(1, 1, level=4)
+
+
+def test_an_optimizer_that_reads_values_is_refused() -> None:
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        return (updates if float(across.total(updates)) > 1 else params), state
+
+    optimizer = optim.with_statistics(lambda params: (), update)
+    with pytest.raises(TransformError, match="reads values of tensors on the host"):
+        plan(decoder(), optimizer, level=2, ranks=2)

@@ -1,0 +1,111 @@
+"""`python -m functorch_zero plan`, and the pictures of plans."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from functorch_zero import optim
+from functorch_zero.__main__ import main
+from functorch_zero.plan import plan
+from functorch_zero.plan.gpt import Shape, read_config
+from functorch_zero.plan.table import bytes_text
+
+LLAMA = ["plan", "--layers", "32", "--width", "4096", "--vocab", "32000", "--hidden", "11008", "--gated"]
+
+
+def test_the_smallest_level_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "--ranks", "64", "--memory", "80", "--bandwidth", "50"]) == 0
+    out = capsys.readouterr().out
+    assert "6,738,415,616 params" in out  # Llama 2 7B
+    assert "The smallest level that fits: 1" in out
+    assert [line.split()[-1] for line in out.splitlines() if line[:1] in "0123" and line[1:2] == " "] == [
+        "no",
+        "yes",
+        "yes",
+        "yes",
+    ]
+
+
+def test_none_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "--ranks", "2", "--memory", "8"]) == 1
+    assert "No level fits" in capsys.readouterr().out
+
+
+def test_activations_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "--ranks", "64", "--memory", "80", "--activations", "60"]) == 0
+    assert "The smallest level that fits: 3" in capsys.readouterr().out
+
+
+def test_a_hundred_thousand_ranks_and_muon(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plans.json"
+    command = ["plan", "--layers", "2", "--width", "64", "--vocab", "100", "--optimizer", "muon"]
+    assert main([*command, "--ranks", "100000", "--json", str(out)]) == 0
+    assert [p["level"] for p in json.loads(out.read_text())] == [0, 1, 2, 3]
+    assert "100000 ranks" in capsys.readouterr().out
+
+
+def test_a_hugging_face_config(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fields = {"num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256, "intermediate_size": 14336}
+    fields |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    path.write_text(json.dumps({**fields, "hidden_act": "silu", "tie_word_embeddings": False}))
+    made = plan(read_config(path).params(optim_dtype()), optim.adamw(1e-3), level=3, ranks=8)
+    assert made.num_params == 8_030_261_248  # Llama 3 8B
+
+
+def optim_dtype() -> object:
+    import torch
+
+    return torch.bfloat16
+
+
+def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--ranks", "2"]) == 2
+    assert "--layers, --width and --vocab" in capsys.readouterr().err
+    assert main([*LLAMA, "--ranks", "2", "--optimizer", "chain"]) == 2
+    assert "takes a learning rate" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["plan", "--ranks", "2", "--config", str(tmp_path / "config.json")]) == 2
+    assert "num_hidden_layers" in capsys.readouterr().err
+    assert main([*LLAMA[:-3], "--ranks", "0"]) == 2
+    with pytest.raises(ValueError, match="layers must be at least 1"):
+        Shape(0, 1, 1)
+
+
+def test_tied_heads_are_one_leaf() -> None:
+    import torch
+
+    tied, apart = (Shape(1, 8, 100, tied=flag).params(torch.float32) for flag in (True, False))
+    assert sum(p.numel() for p in apart.values()) - sum(p.numel() for p in tied.values()) == 800
+
+
+def test_bytes_for_people() -> None:
+    assert [bytes_text(n) for n in (0, 999, 1500, 2_500_000, 31.4e9, 2e12)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "2.5 MB",
+        "31.4 GB",
+        "2.0 TB",
+    ]
+
+
+def test_pictures(tmp_path: Path) -> None:
+    import torch
+
+    made = plan(Shape(2, 16, 50).params(torch.float32), optim.adamw(1e-3), level=3, ranks=4)
+    path = tmp_path / "step.png"
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(ImportError, match=r"functorch-zero\[plot\]"):
+            made.draw(str(path))
+        return
+    made.draw(str(path))
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    everything = tmp_path / "levels.png"
+    command = ["plan", "--layers", "2", "--width", "64", "--vocab", "100", "--ranks", "4", "--picture", str(everything)]
+    assert main(command) == 0
+    assert everything.read_bytes()[:4] == b"\x89PNG"
