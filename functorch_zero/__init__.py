@@ -12,11 +12,12 @@ from .errors import (
     StructureError,
     TransformError,
 )
+from .evaluation import eval_step
 from .functional import functionalize
 from .groups import CheckedGroup, CountingGroup, Group, ProcessGroup, ThreadGroup, launch
 from .handle import gather
 from .shard import shard
-from .step import Aux, TrainState, eval_step, train_step
+from .step import Aux, TrainState, train_step
 from .tree import Params, named_leaves
 
 __all__ = [

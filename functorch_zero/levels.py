@@ -302,6 +302,25 @@ def _own(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
     return flat[first : first + bucket.piece]
 
 
+def evaluated(chosen: PyTree[Tensor], flats: Sequence[Tensor], layout: Layout, axes: Axes) -> list[Tensor]:
+    """The flats that would hold the params between steps if the trained ones were `chosen`, this rank's pieces.
+
+    Levels 1 and 2: one all-gather a bucket, all under way at once.
+    """
+    leaves, held, started = iter(optree.tree_leaves(chosen)), [], []
+    pieces = {n: next(leaves) for n in _trained_numbers(layout)}
+    for bucket, flat in zip(layout.buckets, flats, strict=True):
+        if bucket.trainable:
+            own = flat_of_pieces([pieces[n].reshape(-1) for n in bucket.leaves], bucket, axes.number)
+            flat = torch.empty_like(flat)
+            _own(flat, bucket, axes.number).copy_(own)
+            started.append(_Spreading(flat, bucket, axes))
+        held.append(flat)
+    while started:
+        started = [spreading for spreading in started if spreading.go_on()]
+    return held
+
+
 def _trained_numbers(layout: Layout) -> list[int]:
     return [i for i, leaf in enumerate(layout.leaves) if leaf.trainable]
 

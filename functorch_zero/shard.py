@@ -14,7 +14,12 @@ from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
 from .deferred import Deferred, Made
 from .errors import StructureError
+<<<<<<< HEAD
 from .groups import as_group, labelled
+=======
+from .evaluation import EvalStep, call_eval
+from .groups import as_group
+>>>>>>> 7373055 (Norms, learning rate, clipping and skipped steps as metrics; evaluation on a running mean)
 from .groups.axes import axes_of
 from .groups.protocol import Group
 from .handshake import agree, content_digests
@@ -24,6 +29,7 @@ from .levels import (
     LevelRule,
     Levels,
     check_accumulate_in,
+    evaluated,
     flats_of,
     grads_of,
     hold,
@@ -32,6 +38,7 @@ from .levels import (
     pieces_of,
     publish,
 )
+from .measures import Measures, check_reported
 from .optim.base import describe, split_fused
 from .optim.check import check_claims
 from .options import Options, check_batch, check_not_empty, sharding_of, told
@@ -41,18 +48,17 @@ from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
 from .state_plan import StatePlan, plan_state
 from .step import (
-    EvalStep,
     Metrics,
     Outcome,
     TrainState,
     TrainStep,
     as_metric,
-    call_eval,
     call_loss,
     joined,
     mark_trainable,
     micro_batches,
     replayed,
+    with_measured,
 )
 from .tree import PyTree, paths, same_structure, select
 from .unit import Pass
@@ -67,7 +73,8 @@ class _Prepared:
         self.layout = layout
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
-        self._optimizer, self._split = step.optimizer, split_fused(step.optimizer)
+        self._optimizer, self.metrics = step.optimizer, step.metrics
+        self._split = None if "update_norm" in step.metrics else split_fused(step.optimizer)
 
     def update(self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates and the optimizer's next state; no updates where a fused kernel has applied them already."""
@@ -135,6 +142,7 @@ class ShardedTrainStep:
                 agree(labelled(self.group, "init/agreement"), {"deferred values": made.digests})
             view = pieces_of(flats_of(held, layout, self._rank), layout, self._rank)
             opt_state = self.unsharded.optimizer.init(view, prepared.across)
+            check_reported(self.unsharded.metrics, opt_state)
             return TrainState(
                 torch.zeros((), dtype=torch.int64),
                 held,
@@ -177,7 +185,12 @@ class ShardedTrainStep:
                 if self.options.donate:
                     buffers = apart(buffers, flats)
                     sharding.donations.take(state.step)
+                measures = Measures(prepared.metrics, prepared.across)
+                measures.see("grad_norm", grads)
+                measures.see("param_norm", view)
                 updates, opt_state = prepared.update(grads, state.opt_state, view)
+                measures.see("update_norm", updates)
+                metrics = with_measured(metrics, measures.metrics(opt_state))
                 params = publish(state.params, flats, updates, layout, self.options.axes, donate=self.options.donate)
             new = state._replace(step=state.step + 1, params=params, buffers=buffers, opt_state=opt_state)
             return new, metrics
@@ -265,6 +278,7 @@ class ShardedTrainStep:
             "ranks": self.group.size,
             "level": o.levels.describe(),
             "accumulate": self.unsharded.accumulate,
+            "metrics": list(self.unsharded.metrics),
             "options": {
                 "donate": o.donate,
                 "buffers": o.buffers,
@@ -305,7 +319,14 @@ class ShardedEvalStep:
             layout, axes = sharding.layout, self.options.axes
             flats = flats_of(state.params, layout, axes.number)
             check_batch(batch, flats[0].device, self.group.rank)
+<<<<<<< HEAD
             log = [f"evaluation at step {int(state.step)}"]
+=======
+            log: list[str] = []
+            if self.unsharded.params is not None:
+                chosen = self.unsharded.chosen(state.opt_state, pieces_of(flats, layout, axes.number))
+                flats = evaluated(chosen, flats, layout, axes)
+>>>>>>> 7373055 (Norms, learning rate, clipping and skipped steps as metrics; evaluation on a running mean)
             sources = make_sources(flats, layout, axes, log)
             run = Pass(layout, sources, None, device=flats[0].device, ahead=self._trace)
             with replayed(state.seed, state.step, self.group.rank, flats[0].device):

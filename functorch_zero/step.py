@@ -19,6 +19,7 @@ from torch import Tensor
 from .across import Across, Local
 from .deferred import Deferred
 from .errors import StructureError, explain
+from .measures import Measures, check_names, check_reported
 from .optim.base import Transform
 from .sharding import Sharding
 from .tree import Params, PyTree, mask_of, merge, named_leaves, paths, same_structure, select
@@ -73,6 +74,7 @@ class TrainStep:
     optimizer: Transform
     trainable: Trainable = None
     accumulate: int = 1
+    metrics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -95,11 +97,13 @@ class TrainStep:
             params, buffers = values.fill(params), values.fill({} if buffers is None else buffers)
         params = mark_trainable(params, self.trainable)
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
+        opt_state = self.optimizer.init(*optimizer_view(params))
+        check_reported(self.metrics, opt_state)
         return TrainState(
             torch.zeros((), dtype=torch.int64),
             params,
             tree_map(torch.clone, {} if buffers is None else buffers),
-            self.optimizer.init(*_optimizer_view(params)),
+            opt_state,
             None if seed is None else torch.tensor(seed),
         )
 
@@ -109,7 +113,8 @@ class TrainStep:
             raise StructureError("an unsharded step was given a sharded state. Remedy: `sharded.gather(state)` first")
         grads, outcome = self.loss_and_grads(state, batch)
         metrics = {"loss": outcome.loss.detach(), **{k: as_metric(v) for k, v in outcome.metrics.items()}}
-        return self.update(state, grads, outcome.buffers), metrics
+        state, measured = self.update_measured(state, grads, outcome.buffers)
+        return state, with_measured(metrics, measured)
 
     def loss_and_grads(self, state: TrainState, batch: Any, rank: int = 0) -> tuple[PyTree[Tensor], Outcome]:
         """The loss on `batch` as rank `rank` would draw its random numbers, and its gradients (None where frozen)."""
@@ -137,19 +142,36 @@ class TrainStep:
         loss = if_weighty(outcome.loss.detach(), outcome.weight)
         return treedef.unflatten(whole), outcome._replace(loss=loss, metrics=metrics)
 
-    @torch.no_grad()
     def update(self, state: TrainState, grads: PyTree[Tensor], buffers: PyTree[Tensor]) -> TrainState:
         """The next state, from gradients."""
-        params, across = _optimizer_view(state.params)
+        return self.update_measured(state, grads, buffers)[0]
+
+    @torch.no_grad()
+    def update_measured(
+        self, state: TrainState, grads: PyTree[Tensor], buffers: PyTree[Tensor]
+    ) -> tuple[TrainState, Metrics]:
+        """The next state, from gradients, and the metrics of the update that were asked for."""
+        params, across = optimizer_view(state.params)
+        measures = Measures(self.metrics, across)
+        measures.see("grad_norm", grads)
+        measures.see("param_norm", params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
         same_structure(params, updates, what="the optimizer's updates")
+        measures.see("update_norm", updates)
         new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
-        return state._replace(
-            step=state.step + 1, params=merge(new, state.params), buffers=buffers, opt_state=opt_state
-        )
+        params = merge(new, state.params)
+        next_state = state._replace(step=state.step + 1, params=params, buffers=buffers, opt_state=opt_state)
+        return next_state, measures.metrics(opt_state)
 
 
-def train_step(loss_fn: LossFn, optimizer: Transform, *, trainable: Trainable = None, accumulate: int = 1) -> TrainStep:
+def train_step(
+    loss_fn: LossFn,
+    optimizer: Transform,
+    *,
+    trainable: Trainable = None,
+    accumulate: int = 1,
+    metrics: Sequence[str] = (),
+) -> TrainStep:
     """Make a training step for one process. `shard` turns it into the same step for N ranks.
 
     Args:
@@ -162,6 +184,9 @@ def train_step(loss_fn: LossFn, optimizer: Transform, *, trainable: Trainable = 
             metrics are averaged by their weights (without weights each counts the same), and buffers go from one to
             the next, so that activations are a micro-batch's. Sharded, each rank cuts its own part of the batch:
             levels 0 and 1 reduce once a step, 2 and 3 in every micro-batch.
+        metrics: more metrics of each step, by name: "grad_norm", "update_norm" and "param_norm", of the trained leaves
+            (sharded: one all-reduce of a number a leaf for all three together), and what the optimizer's state
+            reports: "learning_rate", "clip_factor", "clip_norm", "skipped"; see `optim.state_metrics`.
 
     >>> from functorch_zero import optim
     >>> step = train_step(lambda params, buffers, batch: ((params["w"] - batch) ** 2).mean(), optim.adamw(0.1))
@@ -176,30 +201,17 @@ def train_step(loss_fn: LossFn, optimizer: Transform, *, trainable: Trainable = 
             "Remedy: use functorch_zero.optim, or wrap your own with optim.pointwise, with_statistics, "
             "with_whole_leaves or with_whole_tree, which declare what it must see of a tensor"
         )
-    return TrainStep(loss_fn, optimizer, trainable, accumulate)
+    return TrainStep(loss_fn, optimizer, trainable, accumulate, check_names(metrics))
 
 
-@dataclass(frozen=True)
-class EvalStep:
-    """`step(state, batch) -> metrics` for one process, without gradients. Made by `eval_step`."""
-
-    fn: Callable[[Any, Any, Any], Any]
-
-    @torch.no_grad()
-    def __call__(self, state: TrainState, batch: Any) -> Metrics:
-        if state.sharding is not None:
-            raise StructureError("an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, ...)`")
-        with replayed(state.seed, state.step, 0, optree.tree_leaves(state.params)[0].device):
-            metrics, weight = call_eval(self.fn, state.params, state.buffers, batch)
-        return {k: if_weighty(as_metric(v), weight) for k, v in metrics.items()}
-
-
-def eval_step(fn: Callable[[Any, Any, Any], Any]) -> EvalStep:
-    """Make an evaluation step: `fn(params, buffers, batch)` returns metrics by name, or `Aux(metrics=…, weight=…)`.
-
-    Sharded, metrics are averaged over ranks as a train step's are.
-    """
-    return EvalStep(fn)
+def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
+    """A loss's metrics and those of the update; no name twice."""
+    twice = sorted(set(metrics) & set(measured))
+    if twice:
+        raise StructureError(
+            f"the loss and train_step(metrics=...) both give metrics named {twice}. Remedy: rename one"
+        )
+    return metrics | measured
 
 
 def call_loss(loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None) -> Outcome:
@@ -236,17 +248,6 @@ def check_unchanged(params: Sequence[Tensor], versions: Sequence[int]) -> None:
             "the loss changed a leaf of params in place, and a step is a pure function. "
             "Remedy: make a new tensor, `p = p * 0.5` instead of `p *= 0.5`"
         )
-
-
-def call_eval(fn: Any, params: Any, buffers: Any, batch: Any) -> tuple[Mapping[str, Any], Tensor | float | None]:
-    """Call a user's evaluation and check what it returns: metrics and weight."""
-    result = fn(params, buffers, batch)
-    if isinstance(result, Aux):
-        return result.metrics, result.weight
-    if not isinstance(result, Mapping):
-        got = type(result).__name__
-        raise TypeError(f"an eval function returns metrics by name, or fz.Aux(metrics=...); got {got}")
-    return result, None
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
@@ -339,7 +340,7 @@ def trained(params: PyTree[Tensor]) -> PyTree[bool]:
     return tree_map(lambda p: p.requires_grad, params)
 
 
-def _optimizer_view(params: PyTree[Tensor]) -> tuple[PyTree[Tensor], Across]:
+def optimizer_view(params: PyTree[Tensor]) -> tuple[PyTree[Tensor], Across]:
     """The trained leaves, detached, and the questions about them."""
     view = select(tree_map(torch.detach, params), trained(params))
     return view, Local(view)
@@ -367,4 +368,4 @@ def _mix(*numbers: int) -> int:
     return mixed >> 1
 
 
-__all__ = ["Aux", "EvalStep", "Params", "TrainState", "TrainStep", "eval_step", "train_step"]
+__all__ = ["Aux", "Params", "TrainState", "TrainStep", "train_step"]

@@ -40,6 +40,8 @@ LEVELS = {
     "sources": 3,
     "unit": 3,
     "step": 3,
+    "measures": 3,
+    "evaluation": 3,
     "levels": 4,
     "reports": 4,
     "state_layout": 4,

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from functorch_zero import optim
 from functorch_zero.errors import DonatedError, GroupError, StructureError, TransformError
+from functorch_zero.evaluation import EvalStep, eval_step
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.solo import Solo
 from functorch_zero.shard import ShardedTrainStep, shard
-from functorch_zero.step import Aux, EvalStep, eval_step, train_step
+from functorch_zero.step import Aux, train_step
 from tests.compare import Run, assert_close, assert_equal_updates, train, train_by_rank, train_sharded
 from tests.models import ZOO, Batch, even, split, uneven
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
+from functorch_zero.evaluation import eval_step
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.solo import Solo
 from functorch_zero.shard import shard
-from functorch_zero.step import Aux, TrainState, as_metric, eval_step, train_step
+from functorch_zero.step import Aux, TrainState, as_metric, train_step
 from functorch_zero.tree import named_leaves
 from tests.compare import train
 from tests.models import MLP, ZOO

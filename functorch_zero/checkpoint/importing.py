@@ -14,7 +14,7 @@ from ..errors import StructureError
 from ..levels import flats_of, pieces_of
 from ..shard import ShardedTrainStep
 from ..state_layout import lay_out_state
-from ..step import TrainState, TrainStep, _optimizer_view
+from ..step import TrainState, TrainStep, optimizer_view
 from .agreement import together
 from .blank import blank_state
 from .catalogue import header_of
@@ -130,7 +130,7 @@ class _Import:
 def first_optimizer_state(step: Step, state: TrainState) -> TrainState:
     """The state with the optimizer's state as `init` makes it of these params. The collectives that `init` needs."""
     if isinstance(step, TrainStep):
-        return state._replace(opt_state=step.optimizer.init(*_optimizer_view(state.params)))
+        return state._replace(opt_state=step.optimizer.init(*optimizer_view(state.params)))
     assert state.sharding is not None
     layout = state.sharding.layout
     prepared = step._prepare(layout)

@@ -75,7 +75,7 @@ from .schedules import (
 )
 from .selection import freeze, masked, partition, scale_by_label
 from .squares import scale_by_adadelta, scale_by_rms, scale_by_rprop, scale_by_rss, scale_by_stddev
-from .states import find_states, replace_states
+from .states import find_states, replace_states, state_metrics
 from .statistics import (
     adaptive_grad_clip,
     clip_by_block_rms,
@@ -202,6 +202,7 @@ __all__ = [
     "sign_sgd",
     "sm3",
     "soap",
+    "state_metrics",
     "trace",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from ..across import Fused
 from .base import Schedule, value_of
+from .elementwise import number
 from .moments import ScaleByAdamState
-from .pointwise import CountState
+from .states import CountState, ScaleByLearningRateState
+
+AdamWState = tuple[ScaleByAdamState, CountState, ScaleByLearningRateState]
 
 
 def _takes(param: Tensor) -> bool:
@@ -23,10 +26,9 @@ def fused_adamw(
 ) -> Fused:
     """`chain(scale_by_adam, add_decayed_weights, scale_by_learning_rate)` as torch's fused AdamW."""
 
-    def update(
-        params: Tensor, updates: Tensor, state: tuple[ScaleByAdamState, CountState, CountState]
-    ) -> tuple[ScaleByAdamState, CountState, CountState]:
+    def update(params: Tensor, updates: Tensor, state: AdamWState) -> AdamWState:
         moments, decayed, scaled = state
+        rate = float(value_of(learning_rate, scaled.count))
         torch._fused_adamw_(
             [params],
             [updates],
@@ -35,13 +37,14 @@ def fused_adamw(
             [],
             [(moments.count + 1).to(params.device, torch.float32)],
             amsgrad=False,
-            lr=float(value_of(learning_rate, scaled.count)),
+            lr=rate,
             beta1=b1,
             beta2=b2,
             weight_decay=float(value_of(weight_decay, decayed.count)),
             eps=eps,
             maximize=False,
         )
-        return moments._replace(count=moments.count + 1), CountState(decayed.count + 1), CountState(scaled.count + 1)
+        kept = ScaleByLearningRateState(scaled.count + 1, number(rate))
+        return moments._replace(count=moments.count + 1), CountState(decayed.count + 1), kept
 
     return Fused(update, _takes)

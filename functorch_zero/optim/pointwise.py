@@ -17,6 +17,7 @@ from .elementwise import Number, Tree, add_scaled, bias_correction, clamp, eleme
 from .elementwise import ema as mean_of
 from .selection import Mask, masked
 from .states import CountState as CountState
+from .states import ScaleByLearningRateState
 from .states import init_count as init_count
 
 
@@ -60,19 +61,25 @@ def scale_by_schedule(step_size_fn: Schedule) -> Transform:
 def scale_by_learning_rate(learning_rate: Number | Schedule, *, flip_sign: bool = True) -> Transform:
     """Multiply every update by minus the learning rate, a number or a schedule. As optax.scale_by_learning_rate.
 
-    The state is a step count.
+    The state is a step count and the last learning rate.
 
     Args:
         learning_rate: a number, or a schedule, which is given the number of steps before this one.
         flip_sign: False multiplies by plus the learning rate.
     """
+    fixed = None if callable(learning_rate) else number(learning_rate)
 
-    def update(updates: Tree, state: CountState, params: Tree) -> tuple[Tree, CountState]:
-        factor = value_of(learning_rate, state.count)
-        factor = -factor if flip_sign else factor
-        return elementwise(lambda u: u * factor, updates), CountState(state.count + 1)
+    def init(params: Tree) -> ScaleByLearningRateState:
+        count = step_count()
+        return ScaleByLearningRateState(count, number(value_of(learning_rate, count)))
 
-    return pointwise(init_count, update)
+    def update(updates: Tree, state: ScaleByLearningRateState, params: Tree) -> tuple[Tree, ScaleByLearningRateState]:
+        rate = value_of(learning_rate, state.count)
+        factor = -rate if flip_sign else rate
+        kept = number(rate) if fixed is None else fixed
+        return elementwise(lambda u: u * factor, updates), ScaleByLearningRateState(state.count + 1, kept)
+
+    return pointwise(init, update)
 
 
 def scale_by_sign() -> Transform:

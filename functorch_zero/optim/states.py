@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -24,6 +24,45 @@ class CountState(NamedTuple):
 def init_count(params: PyTree[Tensor]) -> CountState:
     """A step counter at 0."""
     return CountState(step_count())
+
+
+class ScaleByLearningRateState(NamedTuple):
+    """How many steps have been taken, and what the last one was multiplied by (before the first: what it will be)."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
+    learning_rate: Tensor  # 0-d float64, on the CPU
+
+    def report(self) -> dict[str, Tensor]:
+        return {"learning_rate": self.learning_rate}
+
+
+def state_metrics(state: Any) -> dict[str, Tensor]:
+    """What the parts of an optimizer's state report, by name: 0-d tensors, the same on every rank.
+
+    A part reports when its state has a method `report() -> {name: tensor}`. Where several report the same name, each
+    is followed by the part's dotted path in `state`.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, part in _reporting(state, ""):
+        for name, value in part.report().items():
+            found.setdefault(name, {})[path] = value
+    return {
+        name if len(values) == 1 or not path else f"{name}.{path}": value
+        for name, values in found.items()
+        for path, value in values.items()
+    }
+
+
+def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The states inside that report, with their paths."""
+    if hasattr(state, "report"):
+        yield path, state
+    if isinstance(state, Tensor) or optree.tree_is_leaf(state):
+        return
+    children, _, entries, _ = optree.tree_flatten_one_level(state)
+    for child, entry in zip(children, entries, strict=True):
+        name = state._fields[entry] if isinstance(state, tuple) and hasattr(state, "_fields") else entry
+        yield from _reporting(child, f"{path}.{name}".lstrip("."))
 
 
 def find_states(state: Any, kind: type[State]) -> list[State]:

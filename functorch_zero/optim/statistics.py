@@ -46,21 +46,39 @@ def block_rms(norms: Tree, across: Across) -> Tree:
     return tree_map(lambda norm, extent: norm / math.sqrt(max(extent.numel, 1)), norms, across.extents)
 
 
+class ClipByGlobalNormState(NamedTuple):
+    """What the last step's clipping found."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
+    norm: Tensor  # 0-d float64: of the updates it was given; 0 before the first step
+    factor: Tensor  # 0-d float64: what they were multiplied by
+
+    def report(self) -> dict[str, Tensor]:
+        return {"clip_norm": self.norm, "clip_factor": self.factor}
+
+
 def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
     """Scale all updates down together so that the norm of the whole tree is at most `max_norm`.
 
     Source: Pascanu et al., 2013 (1211.5063); optax.clip_by_global_norm. torch.nn.utils.clip_grad_norm_ divides by
     `norm + 1e-6` instead, so it clips to a little less.
 
-    State: a step count. Sharded: one all-reduce of a scalar per leaf.
+    State: three numbers. Sharded: one all-reduce of a scalar per leaf.
     """
 
-    def update(updates: Tree, state: CountState, params: Tree, across: Across) -> tuple[Tree, CountState]:
+    def init(params: Tree) -> ClipByGlobalNormState:
+        like = next(iter(tree_leaves(params)), torch.zeros(()))
+        return ClipByGlobalNormState(step_count(), *(like.new_full((), x, dtype=torch.float64) for x in (0, 1)))
+
+    def update(
+        updates: Tree, state: ClipByGlobalNormState, params: Tree, across: Across
+    ) -> tuple[Tree, ClipByGlobalNormState]:
         limit, norm = value_of(max_norm, state.count), global_norm(updates, across)
         factor = torch.where(norm < limit, torch.ones_like(norm), limit / norm)
-        return tree_map(lambda u: times(u, factor), updates), CountState(state.count + 1)
+        clipped = tree_map(lambda u: times(u, factor), updates)
+        return clipped, ClipByGlobalNormState(state.count + 1, norm.double(), factor.double())
 
-    return with_statistics(init_count, update)
+    return with_statistics(init, update)
 
 
 def clip_by_block_rms(threshold: float | Schedule) -> Transform:

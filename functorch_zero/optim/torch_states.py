@@ -20,11 +20,12 @@ from .bridges import FromTorchState
 from .moments import ScaleByAdamaxState, ScaleByAdamState, ScaleByAmsgradState, ScaleByNadamState
 from .pointwise import TraceState
 from .squares import ScaleByAdaDeltaState, ScaleByRmsState, ScaleByRpropState, ScaleByRssState, ScaleByStddevState
-from .states import CountState, find_states, replace_states
+from .states import CountState, ScaleByLearningRateState, find_states, replace_states
 
 # Our fields that are like params, and torch's names for them.
 _LIKE_PARAMS: dict[type[Any], dict[str, str]] = {
     CountState: {},
+    ScaleByLearningRateState: {},
     TraceState: {"trace": "momentum_buffer"},
     ScaleByAdamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
     ScaleByAmsgradState: {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq"},

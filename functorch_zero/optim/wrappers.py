@@ -83,6 +83,9 @@ class ApplyIfFiniteState(NamedTuple):
     total_notfinite: Tensor  # 0-d int64, on the CPU: steps in all
     inner_state: Any
 
+    def report(self) -> dict[str, Tensor]:
+        return {"skipped": self.total_notfinite.to(torch.get_default_dtype())}
+
 
 def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
     """Skip steps whose updates have a NaN or an infinity anywhere. As optax.apply_if_finite.
@@ -249,8 +252,11 @@ def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
     return wrapper(inner, init, update, ("params_ema", decay))
 
 
-def ema_params(state: Any) -> Any:
-    """The running mean that `params_ema` keeps, from an optimizer's state; of a sharded state, this rank's pieces."""
+def ema_params(state: Any, params: Any = None) -> Any:
+    """The running mean that `params_ema` keeps, from an optimizer's state; of a sharded state, this rank's pieces.
+
+    `params` is not needed: it is there so that this fits `eval_step(fn, params=optim.ema_params)`.
+    """
     found = find_states(state, ParamsEmaState)
     if len(found) != 1:
         raise ValueError(f"expected one params_ema in this state, got {len(found)}. Remedy: read its state's `ema`")

@@ -85,8 +85,8 @@ def run_in_parts(
         shares = _shares(outcomes)
         grads = tree_map(lambda *gs, s=shares: _mean(gs, s), *(grads for grads, _ in results))
         held = _combine_buffers(rule, [outcome.buffers for outcome in outcomes])
-        state = step.update(state, grads if g is None else _jittered(grads, g), held[0])
-        steps.append(Step(state, held, _average_metrics(outcomes, shares)))
+        state, measured = step.update_measured(state, grads if g is None else _jittered(grads, g), held[0])
+        steps.append(Step(state, held, _average_metrics(outcomes, shares) | measured))
     return Run(first, steps)
 
 
