@@ -21,6 +21,7 @@ from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.oracle import split
 
 LEVELS = (0, 1, 2, 3)
+MIXED = {"": 3, "layers.0": 0, "layers.1": 1}
 NORMS = ["grad_norm", "update_norm", "param_norm"]
 BY_CASE = {
     "clip + adamw": (lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(rate)), ["clip_factor"]),
@@ -47,7 +48,7 @@ def test_sharded_is_unsharded(name: str) -> None:
     make, metrics = BY_CASE[name]
     case, accumulate = (models.frozen_mlp(), 2) if name in ("lamb", "averaged") else (models.mlp(), 1)
     step, params, buffers = step_of(case, make(), metrics, accumulate)
-    assert_sharded_equals_unsharded(step, params, buffers, case.batches(2, 13), levels=LEVELS, ranks=(3,))
+    assert_sharded_equals_unsharded(step, params, buffers, case.batches(2, 13), levels=(*LEVELS, MIXED), ranks=(3,))
 
 
 def test_on_processes() -> None:
@@ -57,17 +58,17 @@ def test_on_processes() -> None:
     def run(group: Any) -> Any:
         step, params, buffers = make()
         found = {}
-        for level in LEVELS:
+        for level in (*LEVELS, MIXED):
             sharded = shard(step, level=level, group=group)
             state = sharded.init(params, buffers)
-            found[level] = sharded(state, split(case.batches(1, 12)[0], 3)[group.rank])[1]
+            found[str(level)] = sharded(state, split(case.batches(1, 12)[0], 3)[group.rank])[1]
         return found
 
     step, params, buffers = make()
     _, expected = step(step.init(params, buffers), case.batches(1, 12)[0])
     for found in launch(lambda: run(ProcessGroup()), 3, start_method="fork", timeout=100):
-        for level in LEVELS:
-            torch.testing.assert_close(found[level], expected, rtol=1e-12, atol=0)
+        for level in (*LEVELS, MIXED):
+            torch.testing.assert_close(found[str(level)], expected, rtol=1e-12, atol=0)
 
 
 def test_what_they_are() -> None:
@@ -172,10 +173,12 @@ MEANS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [*LEVELS, MIXED], ids=str)
 @pytest.mark.parametrize("name", MEANS)
 @pytest.mark.parametrize("case", [models.frozen_mlp(), models.mixed()], ids=lambda c: c.name)
-def test_evaluation_on_a_mean(case: models.Case, name: str, level: int) -> None:
+def test_evaluation_on_a_mean(case: models.Case, name: str, level: Any) -> None:
+    if level == MIXED and "mlp" not in case.name:
+        level = {"": 2, "first": 3}
     make, params_of = MEANS[name]
     step, params, buffers = case.step(make(), weighted=True)
     evaluate = eval_step(
