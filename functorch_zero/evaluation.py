@@ -51,8 +51,8 @@ def eval_step(
     Args:
         fn: what to evaluate.
         params: what to evaluate it on instead of the params: `(opt_state, params) -> params`, of the trained leaves
-            (None elsewhere), such as `optim.ema_params`. At levels 1 to 3 it sees and gives this rank's pieces; levels 1 and
-            2 gather them, one all-gather a bucket.
+            (None elsewhere), such as `optim.ema_params`. At levels 1 to 3 it sees and gives this rank's pieces; levels
+            1 and 2 gather them, one all-gather a bucket.
     """
     return EvalStep(fn, params)
 

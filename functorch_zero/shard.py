@@ -14,12 +14,8 @@ from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
 from .deferred import Deferred, Made
 from .errors import StructureError
-<<<<<<< HEAD
-from .groups import as_group, labelled
-=======
 from .evaluation import EvalStep, call_eval
-from .groups import as_group
->>>>>>> 7373055 (Norms, learning rate, clipping and skipped steps as metrics; evaluation on a running mean)
+from .groups import as_group, labelled
 from .groups.axes import axes_of
 from .groups.protocol import Group
 from .handshake import agree, content_digests
@@ -319,14 +315,10 @@ class ShardedEvalStep:
             layout, axes = sharding.layout, self.options.axes
             flats = flats_of(state.params, layout, axes.number)
             check_batch(batch, flats[0].device, self.group.rank)
-<<<<<<< HEAD
             log = [f"evaluation at step {int(state.step)}"]
-=======
-            log: list[str] = []
             if self.unsharded.params is not None:
                 chosen = self.unsharded.chosen(state.opt_state, pieces_of(flats, layout, axes.number))
                 flats = evaluated(chosen, flats, layout, axes)
->>>>>>> 7373055 (Norms, learning rate, clipping and skipped steps as metrics; evaluation on a running mean)
             sources = make_sources(flats, layout, axes, log)
             run = Pass(layout, sources, None, device=flats[0].device, ahead=self._trace)
             with replayed(state.seed, state.step, self.group.rank, flats[0].device):
