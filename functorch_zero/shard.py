@@ -14,7 +14,7 @@ from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
 from .deferred import Deferred, Made
 from .errors import StructureError
-from .evaluation import EvalStep, call_eval
+from .evaluation import EvalStep
 from .groups import as_group, labelled
 from .groups.axes import axes_of
 from .groups.protocol import Group
@@ -25,7 +25,6 @@ from .levels import (
     LevelRule,
     Levels,
     check_accumulate_in,
-    evaluated,
     flats_of,
     grads_of,
     hold,
@@ -39,6 +38,7 @@ from .optim.base import describe, split_fused
 from .optim.check import check_claims
 from .options import Options, check_batch, check_not_empty, sharding_of, told
 from .sharded import Sharded
+from .sharded_evaluation import ShardedEvalStep
 from .sharding import Sharding
 from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
@@ -69,7 +69,7 @@ class _Prepared:
         self.layout = layout
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
-        self._optimizer, self.metrics = step.optimizer, step.metrics
+        self._optimizer = step.optimizer
         self._split = None if "update_norm" in step.metrics else split_fused(step.optimizer)
 
     def update(self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[PyTree[Tensor] | None, Any]:
@@ -181,7 +181,7 @@ class ShardedTrainStep:
                 if self.options.donate:
                     buffers = apart(buffers, flats)
                     sharding.donations.take(state.step)
-                measures = Measures(prepared.metrics, prepared.across)
+                measures = Measures(self.unsharded.metrics, prepared.across)
                 measures.see("grad_norm", grads)
                 measures.see("param_norm", view)
                 updates, opt_state = prepared.update(grads, state.opt_state, view)
@@ -292,40 +292,6 @@ class ShardedTrainStep:
             "values of buffers": {} if o.buffers == "local" else content_digests(buffers),
             "seed": seed,
         }
-
-
-class ShardedEvalStep:
-    """`step(state, batch) -> metrics` on one rank of a group. Made by `shard`."""
-
-    def __init__(self, step: EvalStep, options: Options):
-        self.unsharded, self.options = step, options
-        self._trace: list[str] = []
-
-    @property
-    def group(self) -> Group:
-        """The ranks."""
-        return self.options.group
-
-    @torch.no_grad()
-    def __call__(self, state: TrainState, batch: Any) -> Metrics:
-        """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a unit, on use."""
-        with told(*self.options.axes.groups):
-            sharding = sharding_of(state, self.options)
-            sharding.donations.check(state.step)
-            layout, axes = sharding.layout, self.options.axes
-            flats = flats_of(state.params, layout, axes.number)
-            check_batch(batch, flats[0].device, self.group.rank)
-            log = [f"evaluation at step {int(state.step)}"]
-            if self.unsharded.params is not None:
-                chosen = self.unsharded.chosen(state.opt_state, pieces_of(flats, layout, axes.number))
-                flats = evaluated(chosen, flats, layout, axes)
-            sources = make_sources(flats, layout, axes, log)
-            run = Pass(layout, sources, None, device=flats[0].device, ahead=self._trace)
-            with replayed(state.seed, state.step, self.group.rank, flats[0].device):
-                metrics, weight = call_eval(self.unsharded.fn, run.handles(), state.buffers, batch)
-            run.finish()
-            self._trace = run.trace
-            return reports.average(metrics, weight, labelled(self.group, "evaluation/metrics"), log).metrics
 
 
 @overload

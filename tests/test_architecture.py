@@ -47,6 +47,7 @@ LEVELS = {
     "state_layout": 4,
     "options": 4,
     "broadcast": 5,
+    "sharded_evaluation": 5,
     "shard": 5,
     "checkpoint": 6,
     "plan": 6,

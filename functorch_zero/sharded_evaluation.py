@@ -1,0 +1,50 @@
+"""The evaluation step for N ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import reports
+from .evaluation import EvalStep, call_eval
+from .groups import labelled
+from .groups.protocol import Group
+from .levels import evaluated, flats_of, make_sources, pieces_of
+from .options import Options, check_batch, sharding_of, told
+from .step import Metrics, TrainState, replayed
+from .unit import Pass
+
+
+class ShardedEvalStep:
+    """`step(state, batch) -> metrics` on one rank of a group. Made by `shard`."""
+
+    def __init__(self, step: EvalStep, options: Options):
+        self.unsharded, self.options = step, options
+        self._trace: list[str] = []
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self.options.group
+
+    @torch.no_grad()
+    def __call__(self, state: TrainState, batch: Any) -> Metrics:
+        """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a unit, on use."""
+        with told(*self.options.axes.groups):
+            sharding = sharding_of(state, self.options)
+            sharding.donations.check(state.step)
+            layout, axes = sharding.layout, self.options.axes
+            flats = flats_of(state.params, layout, axes.number)
+            check_batch(batch, flats[0].device, self.group.rank)
+            log = [f"evaluation at step {int(state.step)}"]
+            if self.unsharded.params is not None:
+                chosen = self.unsharded.chosen(state.opt_state, pieces_of(flats, layout, axes.number))
+                flats = evaluated(chosen, flats, layout, axes)
+            sources = make_sources(flats, layout, axes, log)
+            run = Pass(layout, sources, None, device=flats[0].device, ahead=self._trace)
+            with replayed(state.seed, state.step, self.group.rank, flats[0].device):
+                metrics, weight = call_eval(self.unsharded.fn, run.handles(), state.buffers, batch)
+            run.finish()
+            self._trace = run.trace
+            return reports.average(metrics, weight, labelled(self.group, "evaluation/metrics"), log).metrics
