@@ -56,6 +56,12 @@ def average(
     return Report(averages, total, [count > 0 for count in counts])
 
 
+def divide(reduced: Mapping[int, Tensor], total: Tensor) -> None:
+    """Sums of weighted gradients -> weighted means. A total of 0 leaves them 0."""
+    for flat in reduced.values():
+        flat.div_(torch.where(total == 0, 1.0, total).to(flat.dtype))
+
+
 def _weighted(value: Tensor, weight: Tensor) -> Tensor:
     """What weighs nothing counts for nothing, also when it is the mean of nothing, NaN."""
     return torch.where(weight == 0, 0.0, value * weight)

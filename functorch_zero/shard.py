@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, overload
 
 import optree
@@ -59,6 +58,7 @@ from .step import (
 from .tree import PyTree, paths, same_structure, select
 from .unit import Pass
 from .version import __version__
+from .watches import Watches
 
 
 class _Prepared:
@@ -94,6 +94,7 @@ class ShardedTrainStep:
 
     def __init__(self, step: TrainStep, options: Options):
         self.unsharded, self.options = step, options
+        self.watches = Watches()
         self._prepared: _Prepared | None = None
         self._trace: list[str] = []  # the units the last pass fetched, in order: a hint for prefetch
 
@@ -131,19 +132,17 @@ class ShardedTrainStep:
             buffers = {} if buffers is None else buffers if values is None else values.fill(buffers)
             agree(labelled(self.group, "init/agreement"), self._facts(layout, params, buffers, seed))
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
-            prepared = self._prepare(layout)
             made = None if values is None else Made(values)
             held = hold(params, layout, self._rank, made)
             if made is not None:
                 agree(labelled(self.group, "init/agreement"), {"deferred values": made.digests})
-            view = pieces_of(flats_of(held, layout, self._rank), layout, self._rank)
-            opt_state = self.unsharded.optimizer.init(view, prepared.across)
+            opt_state = self.first_optimizer_state(held, layout)
             check_reported(self.unsharded.metrics, opt_state)
             return TrainState(
                 torch.zeros((), dtype=torch.int64),
                 held,
                 tree_map(lambda b: b.detach().clone(), buffers),
-                lay_out_state(opt_state, prepared.plan, layout, self._rank),
+                opt_state,
                 None if seed is None else torch.tensor(seed),
                 Sharding(layout, self.level, self.group.rank),
             )
@@ -158,6 +157,7 @@ class ShardedTrainStep:
             DonatedError: the state was used up before.
             StructureError: state, batch or loss are not what they must be.
             PeerError: another rank failed; GroupError: ranks did different things.
+            CheckpointError: an `async_save` with this step has failed; on every rank, and the state is still good.
         """
         with told(*self.options.axes.groups):
             sharding = sharding_of(state, self.options)
@@ -172,7 +172,7 @@ class ShardedTrainStep:
             self._trace = trace
             with torch.no_grad():
                 if outcome.weight is not None:
-                    _divide(reduced, total)
+                    reports.divide(reduced, total)
                 group = labelled(self.group, "step/buffers")
                 buffers = sync_buffers(state.buffers, outcome.buffers, changed, self.options.buffers, group)
                 grads = grads_of(reduced, flats, layout, self._rank)
@@ -206,6 +206,17 @@ class ShardedTrainStep:
             layout = self._make_layout(state.params)
             sharding = Sharding(layout, self.level, self.group.rank)
             return scatter_state(state, self._prepare(layout).plan, sharding, self._rank)
+
+    def state_plan(self, layout: Layout) -> StatePlan:
+        """Which leaves of the optimizer's state follow a param, and which have an owner."""
+        return self._prepare(layout).plan
+
+    def first_optimizer_state(self, params: PyTree[Tensor], layout: Layout) -> Any:
+        """The optimizer's state as `init` makes it, for params as a state holds them. What the optimizer asks for."""
+        prepared = self._prepare(layout)
+        view = pieces_of(flats_of(params, layout, self._rank), layout, self._rank)
+        made = self.unsharded.optimizer.init(view, prepared.across)
+        return lay_out_state(made, prepared.plan, layout, self._rank)
 
     def _backward(
         self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout
@@ -243,9 +254,11 @@ class ShardedTrainStep:
 
     def _report(self, state: TrainState, outcome: Outcome, log: list[str]) -> reports.Report:
         """What all ranks know after backward: metrics, the sum of weights, which buffers any of them changed."""
-        flags = replaced(state.buffers, outcome.buffers)
+        flags = [*replaced(state.buffers, outcome.buffers), self.watches.failed()]
         seen = {"loss": outcome.loss, **outcome.metrics}
-        return reports.average(seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags)
+        report = reports.average(seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags)
+        self.watches.raise_if(report.flags.pop())
+        return report
 
     @property
     def _rank(self) -> int:
@@ -360,9 +373,3 @@ def shard(
     if isinstance(step, EvalStep):
         return ShardedEvalStep(step, options)
     raise TypeError(f"shard takes what train_step or eval_step made, got {type(step).__name__}")
-
-
-def _divide(reduced: Mapping[int, Tensor], total: Tensor) -> None:
-    """Sums of weighted gradients -> weighted means. A total of 0 leaves them 0."""
-    for flat in reduced.values():
-        flat.div_(torch.where(total == 0, 1.0, total).to(flat.dtype))

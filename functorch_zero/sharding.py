@@ -19,6 +19,10 @@ class Donations:
     def __init__(self) -> None:
         self._taken_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+    def __reduce__(self) -> tuple[type[Donations], tuple[()]]:
+        """Copies of states, pickled ones too, have given nothing away."""
+        return Donations, ()
+
     def take(self, counter: Tensor) -> None:
         """This state's storage is being reused."""
         self._taken_by[counter] = int(counter)

@@ -17,6 +17,7 @@ MAX_IMPORT_SECONDS = 0.3
 LEVELS = {
     "errors": 0,
     "tree": 0,
+    "watches": 1,
     "version": 0,
     "handle": 1,
     "layout": 1,

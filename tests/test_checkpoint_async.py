@@ -118,6 +118,35 @@ def test_a_failure_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytes
     assert checkpoint.latest(tmp_path) == 1
 
 
+@pytest.mark.parametrize("guilty", [(0,), (1,), (0, 1)])
+def test_a_failure_is_raised_by_the_next_step(tmp_path: Path, guilty: tuple[int, ...]) -> None:
+    """C7. By every rank, before it touches the state, whichever rank's disk is full; then training goes on."""
+
+    def run() -> list[Any]:
+        group = ProcessGroup(timeout=20)
+        base, params, buffers = make_step()
+        step = shard(base, level=2, group=group)
+        state = trained(step, params, buffers, 1)
+        before = [x.detach().clone() for x in optree.tree_leaves(state)]
+        batch = split(ZOO["mlp"].batches(1, 12)[0], even(12, 2))[group.rank]
+        with pytest.MonkeyPatch.context() as context:
+            if group.rank in guilty:
+                failing(context)
+            saving = checkpoint.async_save(tmp_path, step, state)
+            saving._thread.join()
+        group.barrier()
+        with pytest.raises(CheckpointError, match="No space left") as caught:
+            step(state, batch)
+        same = all(torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state), strict=True))
+        state, _ = step(state, batch)
+        checkpoint.async_save(tmp_path, step, state).result(20)
+        return [str(caught.value), same, int(state.step)]
+
+    results = launch(run, 2, start_method="fork", timeout=40)
+    assert results[0] == results[1] and results[0][1:] == [True, 2]
+    assert checkpoint.latest(tmp_path) == 2
+
+
 def test_two_saves_are_in_order(tmp_path: Path) -> None:
     step, state = solo_step(donate=True)
     first = checkpoint.async_save(tmp_path, step, state)

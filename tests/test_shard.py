@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import optree
@@ -97,6 +100,31 @@ def test_a_copy_outlives_donation(level: int) -> None:
         for other in (again, kept):
             for a, b in zip(optree.tree_leaves(after), optree.tree_leaves(other), strict=True):
                 assert torch.allclose(a, b, rtol=1e-13, atol=1e-16)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
+def test_a_state_can_be_copied_in_any_way(how: str) -> None:
+    """A copy is a state like any other, whatever became of the one that it was made of."""
+
+    def run(group: Any) -> None:
+        step, params, buffers = build()
+        sharded = shard(step, level=3, group=group)
+        state = sharded.init(params, buffers)
+        if how == "deepcopy":
+            copy = deepcopy(state)
+        elif how == "pickle":
+            copy = pickle.loads(pickle.dumps(state))
+        else:
+            torch.save(state, file := io.BytesIO())
+            file.seek(0)
+            copy = torch.load(file, weights_only=False)
+        first, _ = sharded(state, batch_for(group))
+        second, _ = sharded(copy, batch_for(group))
+        assert all(
+            torch.equal(a, b) for a, b in zip(optree.tree_leaves(first), optree.tree_leaves(second), strict=True)
+        )
 
     run_ranks(run, 2)
 

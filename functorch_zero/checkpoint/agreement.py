@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import DonatedError, GroupError, MismatchError, StructureError
+from ..groups import labelled, rejoin
 from ..groups.protocol import Group
 from .errors import CheckpointError, CorruptError
 
@@ -25,6 +26,8 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
 
     Raises: when `work` raised on some ranks, one error on every rank, of the first one's kind, naming them all.
     """
+    rejoin(group)
+    group = labelled(group, what)
     failure: Exception | None = None
     try:
         report: dict[str, Any] = {"ok": work()}

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StructureError
-from ..levels import flats_of, pieces_of
 from ..shard import ShardedTrainStep
-from ..state_layout import lay_out_state
 from ..step import TrainState, TrainStep, optimizer_view
 from .agreement import together
 from .blank import blank_state
@@ -132,11 +130,7 @@ def first_optimizer_state(step: Step, state: TrainState) -> TrainState:
     if isinstance(step, TrainStep):
         return state._replace(opt_state=step.optimizer.init(*optimizer_view(state.params)))
     assert state.sharding is not None
-    layout = state.sharding.layout
-    prepared = step._prepare(layout)
-    view = pieces_of(flats_of(state.params, layout, step._rank), layout, step._rank)
-    made = step.unsharded.optimizer.init(view, prepared.across)
-    return state._replace(opt_state=lay_out_state(made, prepared.plan, layout, step._rank))
+    return state._replace(opt_state=step.first_optimizer_state(state.params, state.sharding.layout))
 
 
 def _by_name(held: Sequence[Held]) -> dict[str, Held]:

@@ -161,7 +161,7 @@ def _spots(step: Step, state: TrainState) -> Iterable[tuple[Any, _Spot]]:
 def _param_spots(step: ShardedTrainStep, state: TrainState) -> list[_Spot]:
     assert state.sharding is not None
     layout = state.sharding.layout
-    return [_held_params(layout, n, step._rank) for n in range(len(layout.leaves))]
+    return [_held_params(layout, n, step.options.axes.number) for n in range(len(layout.leaves))]
 
 
 def _held_params(layout: Layout, number: int, rank: int) -> _Spot:
@@ -176,10 +176,10 @@ def _held_params(layout: Layout, number: int, rank: int) -> _Spot:
 def _state_spots(step: ShardedTrainStep, state: TrainState, leaves: list[Any]) -> list[_Spot]:
     assert state.sharding is not None
     layout = state.sharding.layout
-    plan = step._prepare(layout).plan
+    plan = step.state_plan(layout)
     if len(plan.leaves) != len(leaves):
         raise StructureError("the optimizer's state does not have the structure that its init makes")
-    return [_state_spot(planned, layout, step._rank) for planned in plan.leaves]
+    return [_state_spot(planned, layout, step.options.axes.number) for planned in plan.leaves]
 
 
 def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..groups import ProcessGroup
+from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.solo import Solo
 from ..shard import ShardedTrainStep
@@ -56,9 +56,10 @@ def async_save(root: PathLike, step: Step, state: TrainState, *, user: Any = Non
     the state's tensors. The save runs in a thread, on a group of its own, one at a time: this call waits for the one
     before. On ranks that are threads (`run_ranks`) it runs at once, here.
 
-    Whatever goes wrong is raised by `Saving.result`, by the next `save` or `async_save` with this step, or by
-    `wait_for_saves`; what nobody asked for is printed when the program ends. Leaving the program waits for the save,
-    but torch's groups must live until then: call `wait_for_saves(step)` before `destroy_process_group`.
+    Whatever goes wrong is raised by `Saving.result`, by the next call of a sharded `step` (on every rank, before it
+    touches the state), by the next `save` or `async_save` with this step, or by `wait_for_saves`; what nobody asked
+    for is printed when the program ends. Leaving the program waits for the save, but torch's groups must live until
+    then: call `wait_for_saves(step)` before `destroy_process_group`.
 
     Raises: what the save before this one raised.
     """
@@ -103,9 +104,14 @@ class Saving:
         self._job: Callable[[], Path] | None = job
         self._folder: Path | None = None
         self._error: BaseException | None = None
-        self._told = False
+        self.told = False
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(target=self._run, name="functorch_zero save", daemon=False)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended badly."""
+        return self._error is not None
 
     @property
     def done(self) -> bool:
@@ -121,7 +127,7 @@ class Saving:
             self._thread.join(timeout)
         if not self.done:
             raise TimeoutError(f"the save still runs after {timeout:g} s")
-        self._told = True
+        self.told = True
         if self._error is not None:
             raise self._error
         assert self._folder is not None
@@ -147,7 +153,7 @@ class Saving:
 
     def _tell(self) -> None:
         """At the end of the program, when all threads have ended."""
-        if self._error is not None and not self._told:
+        if self._error is not None and not self.told:
             print(f"functorch_zero: an async_save failed: {self._error}", file=sys.stderr)
 
     def forget(self) -> None:
@@ -159,15 +165,16 @@ class _Savers:
     """The saves of one step, one at a time, and the group that they have for themselves."""
 
     def __init__(self, group: Group) -> None:
-        self._here = not isinstance(group, Solo | ProcessGroup)  # a thread of ours may not use such a group
-        self.group = _own_group(group)
+        own = group if isinstance(group, Solo) else sibling(group)  # collectives of two threads must not meet on one
+        self._here = own is None
+        self.group = group if own is None else own
         self._pending: Saving | None = None
 
     def wait(self) -> None:
         """Wait for the save under way, and raise what it raised, if nobody was told."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            told = pending._told
+            told = pending.told
             try:
                 pending.result()
             except BaseException:
@@ -175,6 +182,10 @@ class _Savers:
                     raise
             finally:
                 pending.forget()
+
+    def failed(self) -> bool:
+        """Whether the save has failed, and nobody was told."""
+        return self._pending is not None and self._pending.failed and not self._pending.told
 
     def start(self, job: SaveJob, progress: Progress) -> Saving:
         self._pending = saving = Saving(job.run, progress)
@@ -188,13 +199,8 @@ _SAVERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _savers_of(step: Step) -> _Savers:
     if step not in _SAVERS:
-        _SAVERS[step] = _Savers(group_of(step))
-    savers: _Savers = _SAVERS[step]
-    return savers
-
-
-def _own_group(group: Group) -> Group:
-    """Another group of the same ranks: collectives of two threads must not meet on one. All ranks call this."""
-    if isinstance(group, ProcessGroup) and group.size > 1:
-        return ProcessGroup(group._torch_group, timeout=group._timeout)
-    return group
+        _SAVERS[step] = savers = _Savers(group_of(step))
+        if isinstance(step, ShardedTrainStep):
+            step.watches.add(savers)
+    made: _Savers = _SAVERS[step]
+    return made

@@ -1,0 +1,41 @@
+"""What runs beside a step on every rank, an `async_save` say, and whose failure the next step raises."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .errors import PeerError
+
+
+class Watch(Protocol):
+    """Something that runs beside training."""
+
+    def failed(self) -> bool:
+        """Whether it has failed, and nobody was told."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for its end, and raise what it raised."""
+        ...
+
+
+class Watches:
+    """A step's watches. When one has failed on any rank, every rank's next step raises before it touches the state."""
+
+    def __init__(self) -> None:
+        self._watches: list[Watch] = []
+
+    def add(self, watch: Watch) -> None:
+        """From now on, look at this one, too."""
+        self._watches.append(watch)
+
+    def failed(self) -> bool:
+        """Whether any has, on this rank."""
+        return any(watch.failed() for watch in self._watches)
+
+    def raise_if(self, failed: bool) -> None:
+        """When one has `failed` on any rank: raise what it raised here."""
+        if failed:
+            for watch in self._watches:
+                watch.wait()
+            raise PeerError("what runs beside training has failed on another rank, and not on this one")
