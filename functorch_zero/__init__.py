@@ -1,6 +1,8 @@
 """functorch_zero: a JAX-style functional sharding library for PyTorch."""
 
-from . import optim, testing
+from typing import TYPE_CHECKING, Any
+
+from . import optim
 from .broadcast import broadcast
 from .deferred import deferred
 from .errors import (
@@ -20,6 +22,9 @@ from .shard import shard
 from .step import Aux, TrainState, train_step
 from .tree import Params, named_leaves
 
+if TYPE_CHECKING:
+    from . import checkpoint, testing
+
 __all__ = [
     "Aux",
     "CheckedGroup",
@@ -37,6 +42,7 @@ __all__ = [
     "TrainState",
     "TransformError",
     "broadcast",
+    "checkpoint",
     "deferred",
     "eval_step",
     "functionalize",
@@ -48,3 +54,12 @@ __all__ = [
     "testing",
     "train_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Packages that are imported when they are first asked for."""
+    if name in ("checkpoint", "testing"):
+        from importlib import import_module
+
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
