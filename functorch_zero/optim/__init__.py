@@ -22,6 +22,7 @@ from .aliases import (
 )
 from .base import Needs, Schedule, Transform, chain, pointwise, with_statistics, with_whole_leaves, with_whole_tree
 from .bridges import from_optax, from_torch, from_torchopt
+from .compilation import compiled
 from .distance import prodigy
 from .eigenbasis import scale_by_soap
 from .factored import scale_by_adafactor, scale_by_factored_rms, scale_by_sm3
@@ -110,6 +111,7 @@ __all__ = [
     "clip",
     "clip_by_block_rms",
     "clip_by_global_norm",
+    "compiled",
     "constant_schedule",
     "cosine_decay_schedule",
     "cosine_onecycle_schedule",

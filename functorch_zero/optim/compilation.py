@@ -1,0 +1,98 @@
+"""`compiled`: a user's own pointwise chain as one kernel, made by torch.compile, for donated storage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..across import Fused, Pointwise
+from ..errors import TransformError
+from .base import Transform
+
+
+def compiled(transform: Transform) -> Transform:
+    """The same transform; a sharded step that donates its state runs it as one kernel that torch.compile makes.
+
+    For pointwise transforms, and chains of them, that treat all leaves alike: AdamW written by hand, say, takes as long
+    as torch's fused one then. At the end of a chain, that end is one kernel. The numbers are those of the operators up
+    to rounding. It costs some seconds at the first step, once a dtype, and needs what torch.compile needs: a C++
+    compiler for CPUs, Triton for GPUs. Without one, and in a step that does not donate, the operators run one by one.
+
+    Raises:
+        TransformError: the transform is not pointwise, or tells leaves apart (`masked`, say: compile what is inside).
+
+    >>> from functorch_zero import optim
+    >>> lion = optim.chain(optim.scale_by_lion(), optim.scale_by_learning_rate(1e-4))
+    >>> optimizer = optim.chain(optim.clip_by_global_norm(1.0), compiled(lion))
+    """
+    if transform.plain is None:
+        raise TransformError(
+            "compiled takes pointwise transforms that treat all leaves alike, and chains of them; expected "
+            f"Needs.POINTWISE, got {transform.needs!r}. Remedy: compile the pointwise end of a chain, as in "
+            "chain(clip_by_global_norm(1.0), compiled(chain(...)))"
+        )
+    fused = Fused(_kernel(transform.plain), _takes)
+    return replace(transform, fused=fused, source=(*transform.source, "compiled"))
+
+
+def _kernel(part: Pointwise) -> Callable[[Tensor, Tensor, Any], Any]:
+    def apply(params: Tensor, updates: Tensor, state: Any) -> list[Tensor]:
+        made: Any
+        made, new = part.update({"": updates}, state, {"": params})
+        params.add_(made[""].to(params.dtype))
+        pairs = zip(optree.tree_leaves(state), optree.tree_leaves(new), strict=True)
+        return [now if old.dim() == 0 else old.copy_(now) for old, now in pairs]
+
+    @functools.cache
+    def kernel() -> Any:
+        return torch.compile(apply, backend=_backend)
+
+    def update(params: Tensor, updates: Tensor, state: Any) -> Any:
+        leaves, structure = optree.tree_flatten(state)
+        run = kernel()
+        for flat in (params, updates, *leaves):
+            if flat.dim():
+                torch._dynamo.mark_dynamic(flat, 0)  # one kernel for all sizes
+        return structure.unflatten(run(params, updates, state))
+
+    return update
+
+
+def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """Inductor, which would compute what concerns numbers alone (a bias correction's power) anew for each element."""
+    from torch._dynamo import lookup_backend
+    from torch.fx.passes.split_module import split_module
+
+    split: Any = split_module(graph, graph, lambda node: int(not _is_number(node)))
+    elements = split.submod_1
+    given = [node.meta["example_value"] for node in elements.graph.find_nodes(op="placeholder")]
+    elements.forward = lookup_backend("inductor")(elements, given)
+    return split
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and value.dim() == 0 and all(_is_number(n) for n in node.all_input_nodes)
+
+
+def _takes(param: Tensor) -> bool:
+    return param.dtype.is_floating_point and _can_compile(param.device.type)
+
+
+@functools.cache
+def _can_compile(device: str) -> bool:
+    """Whether torch.compile finds a compiler for this kind of device."""
+    if device != "cpu":
+        return bool(torch.utils._triton.has_triton())
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return bool(cpp_builder.get_cpp_compiler())
+    except exc.InvalidCxxCompiler:
+        return False

@@ -1,0 +1,82 @@
+"""`optim.compiled`: the numbers of the operators, on donated storage, at every level."""
+
+import pytest
+import torch
+
+from functorch_zero import optim
+from functorch_zero.errors import TransformError
+from functorch_zero.groups import launch
+from functorch_zero.groups.solo import Solo
+from functorch_zero.handle import gather
+from functorch_zero.optim import compilation
+from functorch_zero.shard import shard
+from functorch_zero.step import train_step
+from functorch_zero.testing import assert_sharded_equals_unsharded
+
+
+def loss_fn(params, buffers, batch):
+    parts = gather(params).values()
+    return sum(((p.reshape(-1, 1) - batch["x"]) ** 2 * (k + 1)).mean() for k, p in enumerate(parts))
+
+
+def own_chain(count_scale=0.5):
+    """What torch has no kernel for: decay by a schedule, momentum that is a signed square root, clipped."""
+
+    def init(params):
+        return {"speed": optim.base.tree_zeros_like(params), "count": optim.base.step_count()}
+
+    def update(updates, state, params):
+        speed = optim.base.tree_map(lambda m, u: 0.9 * m + 0.1 * u, state["speed"], updates)
+        scale = 1 / (1 - 0.9 ** (state["count"] + 1).double())
+        made = optim.base.tree_map(lambda m: m.sign() * (m * scale).abs().sqrt(), speed)
+        return made, {"speed": speed, "count": state["count"] + 1}
+
+    schedule = optim.exponential_decay(0.1, 1, count_scale)
+    return optim.chain(optim.pointwise(init, update), optim.clip(1.0), optim.scale_by_learning_rate(schedule))
+
+
+def params_of(dtype):
+    torch.manual_seed(0)
+    shapes = {"a": (7, 5), "b": (3,), "c": ()}
+    return {name: torch.randn(shape, dtype=dtype).requires_grad_() for name, shape in shapes.items()}
+
+
+def check_every_level():
+    """How often a kernel was made meanwhile."""
+    made, backend = [], compilation._backend
+    compilation._backend = lambda *args: made.append(1) or backend(*args)
+    optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.compiled(own_chain()))
+    batches = [{"x": torch.randn(6, dtype=torch.float64)} for _ in range(3)]
+    step = train_step(loss_fn, optimizer)
+    assert_sharded_equals_unsharded(step, params_of(torch.float64), {}, batches, levels=(0, 1, 3), ranks=(1, 2))
+    return len(made)
+
+
+@pytest.mark.skipif(not compilation._can_compile("cpu"), reason="needs a C++ compiler")
+def test_a_compiled_chain_is_the_chain_at_every_level():
+    once = [1]  # for all levels, ranks and sizes
+    assert launch(check_every_level, 1, start_method="fork", timeout=100) == once  # the compiler leaves threads behind
+
+
+def test_it_runs_only_on_donated_storage_and_with_a_compiler(monkeypatch):
+    def never(*args):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(compilation, "_backend", never)
+    step = train_step(loss_fn, optim.compiled(own_chain()))
+    batch, params = {"x": torch.ones(2)}, params_of(torch.float32)
+    keeping = shard(step, level=0, group=Solo(), donate=False)
+    expected, _ = keeping(keeping.init(params), batch)
+    monkeypatch.setattr(compilation, "_can_compile", lambda device: False)
+    without = shard(step, level=0, group=Solo(), donate=True)
+    got, _ = without(without.init(params), batch)
+    assert all(
+        (got.params[name] != leaf).all() and torch.equal(got.params[name], expected.params[name])
+        for name, leaf in params.items()
+    )
+
+
+def test_what_is_not_pointwise_is_refused():
+    for transform in (optim.lamb(0.1), optim.masked(optim.sgd(0.1), lambda path, leaf: True)):
+        with pytest.raises(TransformError, match="compiled takes pointwise"):
+            optim.compiled(transform)
