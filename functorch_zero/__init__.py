@@ -24,6 +24,7 @@ from .tree import Params, named_leaves
 
 if TYPE_CHECKING:
     from . import checkpoint, testing
+    from .planning.api import plan as plan
 
 __all__ = [
     "Aux",
@@ -50,6 +51,7 @@ __all__ = [
     "launch",
     "named_leaves",
     "optim",
+    "plan",
     "shard",
     "testing",
     "train_step",
@@ -57,9 +59,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Packages that are imported when they are first asked for."""
-    if name in ("checkpoint", "testing"):
-        from importlib import import_module
+    """What is imported when it is first asked for."""
+    from importlib import import_module
 
+    if name == "plan":
+        return import_module(".planning.api", __name__).plan
+    if name in ("checkpoint", "testing"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

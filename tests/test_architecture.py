@@ -51,7 +51,7 @@ LEVELS = {
     "sharded_evaluation": 5,
     "shard": 5,
     "checkpoint": 6,
-    "plan": 6,
+    "planning": 6,
     "testing": 6,
     "__init__": 7,
     "__main__": 7,

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SKIP = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
-PACKAGES = ["functorch_zero", "functorch_zero.checkpoint", "functorch_zero.optim", "functorch_zero.testing"]
+PACKAGES = ["functorch_zero"] + [f"functorch_zero.{name}" for name in ("checkpoint", "optim", "planning", "testing")]
 TIMEOUT = 100  # seconds a page
 
 

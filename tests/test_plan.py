@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functorch_zero as fz
-from functorch_zero import optim
+from functorch_zero import optim, plan
 from functorch_zero.errors import StructureError, TransformError
 from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.counting import Call, counted
 from functorch_zero.optim import Needs
-from functorch_zero.plan import Collective, Plan, plan, zero_bytes
+from functorch_zero.planning import Collective, Plan, zero_bytes
 from functorch_zero.testing import models, run_ranks
 from functorch_zero.tree import Params, UnitSpec
 from tests.conformance.gpt import gpt_tree
@@ -44,9 +44,9 @@ CASES: dict[str, Callable[[], models.Case]] = {
 }
 
 
-def calls_of(plan: Plan | list[Collective]) -> list[Call]:
+def calls_of(made: Plan | list[Collective]) -> list[Call]:
     """A plan's collectives as a group counts them."""
-    collectives = plan.collectives if isinstance(plan, Plan) else plan
+    collectives = made.collectives if isinstance(made, Plan) else made
     return [Call(c.kind, c.dtype, c.num_elements, c.sent_bytes) for c in collectives]
 
 

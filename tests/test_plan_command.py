@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from functorch_zero import optim
+from functorch_zero import optim, plan
 from functorch_zero.__main__ import main
-from functorch_zero.plan import plan
-from functorch_zero.plan.gpt import Shape, read_config
-from functorch_zero.plan.table import bytes_text
+from functorch_zero.planning.gpt import Shape, read_config
+from functorch_zero.planning.table import bytes_text
 
 LLAMA = ["plan", "--layers", "32", "--width", "4096", "--vocab", "32000", "--hidden", "11008", "--gated"]
 
@@ -46,6 +45,12 @@ def test_a_hundred_thousand_ranks_and_muon(capsys: pytest.CaptureFixture[str], t
     assert main([*command, "--ranks", "100000", "--json", str(out)]) == 0
     assert [p["level"] for p in json.loads(out.read_text())] == [0, 1, 2, 3]
     assert "100000 ranks" in capsys.readouterr().out
+
+
+def test_several_numbers_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LLAMA, "--ranks", "1", "8", "64", "--memory", "40"]) == 1
+    out = capsys.readouterr().out
+    assert "No level fits: the least is" in out and "The smallest level that fits: 2" not in out.split("64 ranks")[0]
 
 
 def test_a_hugging_face_config(tmp_path: Path) -> None:
@@ -106,6 +111,6 @@ def test_pictures(tmp_path: Path) -> None:
     made.draw(str(path))
     assert path.read_bytes()[:4] == b"\x89PNG"
     everything = tmp_path / "levels.png"
-    command = ["plan", "--layers", "2", "--width", "64", "--vocab", "100", "--ranks", "4", "--picture", str(everything)]
-    assert main(command) == 0
+    command = ["plan", "--layers", "2", "--width", "64", "--vocab", "100", "--ranks", "1", "4", "--picture"]
+    assert main([*command, str(everything)]) == 0
     assert everything.read_bytes()[:4] == b"\x89PNG"

@@ -11,8 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from functorch_zero import optim
-from functorch_zero.plan import plan
+from functorch_zero import optim, plan
 from functorch_zero.tree import Params, UnitSpec
 
 

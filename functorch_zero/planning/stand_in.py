@@ -44,6 +44,7 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
                 if path == unit.modules[-1]:
                     with entrance.watch():
                         x = _Use.apply(x, saved, *leaves)  # type: ignore[no-untyped-call]
+                del leaves  # as a module's places let go of them
                 entrance.leave(path)
         return x
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..groups.counting import Call, CountedGroup
+from ..groups.counting import CountedGroup
 from ..groups.labels import LabelledGroup
 from ..groups.protocol import Done, ReduceOp, Work
 from ..sources import Source
+from ..tree import has_values
 from .records import Collective
 
 Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
@@ -65,6 +66,8 @@ class Recorder(LabelledGroup):
         return _Holding(whole.new_empty(whole.numel()) if self.swaps and self.size > 2 else None)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        if has_values(tensor) and op == "sum":
+            tensor.mul_(self.size)  # as if every rank had the same
         if self._in_pass:
             self.journal.notice("gradients", tensor)
         return self._noted(self._counting.all_reduce(tensor, op))
@@ -75,19 +78,18 @@ class Recorder(LabelledGroup):
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return self._noted(self._counting.broadcast(tensor, source))
 
-    def note(self, call: Call) -> None:
-        """Record a call that was counted elsewhere."""
-        where = self.label.partition("/")[0].partition("[")[0]
-        unit = where if self._in_pass or self.journal.phase == "publish" else ""
-        self.journal.recorded.append(Collective(self.journal.phase, call.kind, unit, *call[1:], self.name))
-        self.journal.on_call(self.journal.recorded[-1])
-
     @property
     def _in_pass(self) -> bool:
         return self.journal.phase in ("forward", "backward")
 
     def _noted(self, work: Work) -> Work:
-        self.note(self._counting.calls[-1])
+        where = self.label.partition("/")[0].partition("[")[0]
+        phase = "optimizer" if where == "optimizer" else self.journal.phase
+        unit = "" if where in ("step", "optimizer") else where
+        call = self._counting.calls[-1]
+        made = Collective(phase, call.kind, unit, call.dtype, call.num_elements, call.sent_bytes, self.name)
+        self.journal.recorded.append(made)
+        self.journal.on_call(made)
         return work
 
 

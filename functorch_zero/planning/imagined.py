@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import optree
+import torch
 from optree import PyTree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import reports
-from ..groups.counting import CountingGroup
 from ..layout import Layout
 from ..levels import flats_of, level_of
 from ..options import Options
@@ -105,14 +105,12 @@ class ImaginedStep(ShardedTrainStep):
     def _report(self, state: TrainState, outcome: Outcome, log: list[str]) -> reports.Report:
         """The same all-reduce, of numbers that are there, and the buffers that were written to."""
         self._enter("metrics")
-        before, after = optree.tree_leaves(state.buffers), optree.tree_leaves(outcome.buffers)
-        changed = [not self.live.is_untouched_copy(new, old) for old, new in zip(before, after, strict=True)]
-        counting = CountingGroup(self.group.size)
+        before, (after, treedef) = optree.tree_leaves(state.buffers), optree.tree_flatten(outcome.buffers)
+        kept = [o if self.live.is_untouched_copy(n, o) else n for o, n in zip(before, after, strict=True)]
+        metrics, buffers = dict.fromkeys(outcome.metrics, 0.0), treedef.unflatten(kept)
         with self.live.paused():
-            zeros = dict.fromkeys(("loss", *outcome.metrics), 0.0)
-            report = reports.average(zeros, outcome.weight, counting, [], changed)
-        for call in counting.calls:
-            self.options.group.note(call)  # type: ignore[attr-defined]
+            known = outcome._replace(loss=torch.zeros(()), metrics=metrics, buffers=buffers)
+            report = super()._report(state, known, log)
         self._enter("buffers")
         return report
 
@@ -148,7 +146,8 @@ class _Announced:
     """A prepared update that says when it begins and ends."""
 
     def __init__(self, prepared: Any, enter: Callable[[str], None]) -> None:
-        self._prepared, self._enter, self.plan = prepared, enter, prepared.plan
+        self._prepared, self._enter = prepared, enter
+        self.plan, self.across = prepared.plan, prepared.across
 
     def update(self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> Any:
         self._enter("optimizer")

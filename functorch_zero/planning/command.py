@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     run_ = parser.add_argument_group("the run")
     run_.add_argument("--optimizer", default="adamw", help="a function of functorch_zero.optim (default: adamw)")
     run_.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"], help="of the params")
-    run_.add_argument("--ranks", type=int, required=True)
+    run_.add_argument("--ranks", type=int, nargs="+", required=True, help="one or several numbers of them")
     run_.add_argument("--memory", type=float, help="a device's, in GB (10**9 bytes)")
     run_.add_argument("--bandwidth", type=float, help="of a rank's link, in GB a second, one way")
     run_.add_argument("--activations", type=float, default=0.0, help="a rank's, in GB")
@@ -51,21 +51,34 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plans of all levels. Exit code 1 when none fits."""
+    """Print the plans of all levels, for each number of ranks. Exit code 1 when for one of these none fits."""
     params = _shape(args).params(getattr(torch, args.dtype))
     optimizer = _optimizer(args.optimizer)
-    plans = [plan(params, optimizer, level=level.number, ranks=args.ranks) for level in LEVELS]
-    peaks = [p.peak.total + args.activations * _GB for p in plans]
-    print(f"{plans[0].num_params:,} params in {args.dtype}, {args.optimizer}, {args.ranks} ranks; of rank 0:\n")
-    print(table(plans, peaks, args.memory, args.bandwidth))
-    paper = [zero_bytes(plans[0].num_params, args.ranks, level=level.number) for level in LEVELS]
-    print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes a parameter: " + ", ".join(map(bytes_text, paper)))
+    plans = {n: [plan(params, optimizer, level=level.number, ranks=n) for level in LEVELS] for n in args.ranks}
+    fits = [_show(n, made, args) for n, made in plans.items()]
     if args.json:
-        args.json.write_text("[" + ",\n".join(p.to_json() for p in plans) + "]\n")
+        args.json.write_text("[" + ",\n".join(p.to_json() for made in plans.values() for p in made) + "]\n")
     if args.picture:
-        tops = {f"level {p.level}": p.peak for p in plans}
-        draw_levels(tops, str(args.picture), title=f"{args.ranks} ranks, without activations")
-    return 0 if args.memory is None else _verdict(plans, peaks, args.memory)
+        tops = {f"level {p.level}, {p.num_ranks} ranks": p.peak for made in plans.values() for p in made}
+        draw_levels(tops, str(args.picture), title=f"{args.optimizer}, {args.dtype}, without activations")
+    return 0 if all(fits) else 1
+
+
+def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bool:
+    """Print the plans for one number of ranks. Whether one of them fits, or nobody asked."""
+    peaks = [p.peak.total + args.activations * _GB for p in plans]
+    print(f"{plans[0].num_params:,} params in {args.dtype}, {args.optimizer}, {num_ranks} ranks; of rank 0:\n")
+    print(table(plans, peaks, args.memory, args.bandwidth))
+    paper = [zero_bytes(plans[0].num_params, num_ranks, level=level.number) for level in LEVELS]
+    print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes a parameter: " + ", ".join(map(bytes_text, paper)))
+    if args.memory is None:
+        return True
+    fitting = [level.number for level, peak in zip(LEVELS, peaks, strict=True) if peak <= args.memory * _GB]
+    if fitting:
+        print(f"\nThe smallest level that fits: {fitting[0]}")
+    else:
+        print(f"\nNo level fits: the least is {bytes_text(min(peaks))}. Remedy: more ranks, or smaller units")
+    return bool(fitting)
 
 
 def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, bandwidth: float | None) -> str:
@@ -80,15 +93,6 @@ def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, b
         row += ["yes" if peak <= memory * _GB else "no"] if memory else []
         rows.append(row)
     return align(rows)
-
-
-def _verdict(plans: Sequence[Plan], peaks: Sequence[float], memory: float) -> int:
-    fitting = [made.level for made, peak in zip(plans, peaks, strict=True) if peak <= memory * _GB]
-    if fitting:
-        print(f"\nThe smallest level that fits: {fitting[0]}")
-        return 0
-    print(f"\nNo level fits: the least is {bytes_text(min(peaks))}. Remedy: more ranks, or smaller units")
-    return 1
 
 
 def _shape(args: argparse.Namespace) -> Shape:

@@ -43,5 +43,5 @@ def _figure() -> tuple[Any, Any]:
 
 def _finish(figure: Any, axes: Any, path: str, title: str) -> None:
     axes.set_title(title)
-    axes.legend(loc="upper left", fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path)
