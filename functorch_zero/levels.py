@@ -220,10 +220,12 @@ def pieces_of(flats: Sequence[Tensor], layout: Layout, rank: int) -> PyTree[Tens
 
 def grads_of(reduced: dict[int, Tensor], flats: Sequence[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
     """The reduced gradient flats as a tree of pieces; zeros for what no loss reached."""
-    parts = [
-        cut(reduced[b] if b in reduced else flat.new_zeros(bucket.piece), bucket, rank)
-        for b, (flat, bucket) in enumerate(zip(flats, layout.buckets, strict=True))
-    ]
+    parts: list[Sequence[Tensor]] = []
+    for b, (flat, bucket) in enumerate(zip(flats, layout.buckets, strict=True)):
+        if bucket.trainable:
+            parts.append(cut(reduced[b] if b in reduced else flat.new_zeros(bucket.piece), bucket, rank))
+        else:
+            parts.append([flat] * len(bucket.leaves))  # which nobody will see
     return select(to_tree(parts, layout), layout.trainable)
 
 

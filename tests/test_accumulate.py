@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optree import tree_map
 from torch import nn
 
@@ -11,6 +13,8 @@ from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.testing import assert_sharded_equals_unsharded
+from tests.models import Shared
+from tests.test_memory import LiveBytes
 
 
 def make(weighted, accumulate, dropout=0.0):
@@ -126,3 +130,138 @@ def test_a_share_of_a_third_is_not_rounded_to_the_precision_of_a_bfloat16_loss()
 
     for w in run_ranks(on_a_rank, 3):
         torch.testing.assert_close(w.detach(), torch.full((4,), -0.25), rtol=1e-6, atol=0)
+
+
+def test_in_pieces_or_whole():
+    """Volumes: whole gradients are reduced once a step; params are gathered in each micro-batch all the same."""
+    step, params, buffers = make(True, 4)
+    (batch,) = make_batches(16, 1)
+    size = sum(leaf.numel() for leaf in params.values()) * 8
+
+    def on_a_rank(group):
+        sent = {}
+        for level in (2, 3):
+            for kind in ("pieces", "whole"):
+                watched = counted(group)
+                sharded = fz.shard(step, level=level, group=watched, accumulate_in=kind, reshard_after_forward=False)
+                state = sharded.init(params, buffers)
+                watched.reset()
+                sharded(state, tree_map(lambda x: x.tensor_split(group.size)[group.rank], batch))
+                calls = {c: watched.num_calls(c) for c in ("reduce_scatter", "all_gather")}
+                sent[level, kind] = (watched.sent_bytes("reduce_scatter") * 2 / size, calls)
+        return sent
+
+    units = 3
+    for sent in run_ranks(on_a_rank, 2):
+        for level, gathers in ((2, units), (3, 4 * units)):
+            volume, calls = sent[level, "pieces"]
+            assert 4 <= volume < 16 and calls == {"reduce_scatter": 4 * units, "all_gather": gathers}, "padded leaves"
+            assert sent[level, "whole"] == (volume / 4, {"reduce_scatter": units, "all_gather": gathers})
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_unit_that_is_entered_twice_is_reduced_once_when_whole(level):
+    torch.manual_seed(0)
+    apply, params, buffers = fz.functionalize(Shared().double())
+    step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(1e-2), accumulate=2)
+    x = torch.randn(12, 5, dtype=torch.float64)
+    assert_sharded_equals_unsharded(step, params, buffers, [x], levels=(level,), ranks=(3,), accumulate_in="whole")
+
+    def on_a_rank(group):
+        watched = counted(group)
+        sharded = fz.shard(step, level=level, group=watched, accumulate_in="whole")
+        state = sharded.init(params, buffers)
+        watched.reset()
+        sharded(state, x[:6])
+        return watched.num_calls("reduce_scatter")
+
+    assert run_ranks(on_a_rank, 2) == [len(params.units)] * 2
+
+
+def test_whole_gradients_stay_and_pieces_do_not():
+    def peak(kind):
+        apply, params, _ = fz.functionalize(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).double())
+        step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1), accumulate=2)
+        sharded = fz.shard(step, level=2, group=fz.CountingGroup(16), accumulate_in=kind)
+        state = sharded.init(params)
+        with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
+            sharded(state, torch.ones(4, 64, dtype=torch.float64))
+        return live.peak / (64 * 64 * 8)
+
+    assert peak("pieces") < 5 and peak("whole") > 8
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_data_on_any_rank_at_any_level(data):
+    """Ranks that have run out pass an empty batch; some_rows of each rank and step are drawn, none included."""
+    ranks, level = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
+    accumulate = data.draw(st.sampled_from([1, 2, 3]))
+    kind = data.draw(st.sampled_from([None, "whole"] + ["pieces"] * (level > 1)))
+    counts = st.sampled_from([0, 0, accumulate, accumulate + 1, 5])
+    sizes = data.draw(st.lists(st.lists(counts, min_size=ranks, max_size=ranks).filter(any), min_size=2, max_size=3))
+    step, params, buffers = make(True, accumulate)
+    whole = [make_batches(sum(row), 1)[0] for row in sizes]
+    parts = [tree_map(lambda x, row=row: x.split(row), batch) for batch, row in zip(whole, sizes, strict=True)]
+
+    def on_a_rank(group):
+        sharded = fz.shard(step, level=level, group=group, accumulate_in=kind)
+        state = sharded.init(params, buffers)
+        for part in parts:
+            state, metrics = sharded(state, {name: x[group.rank] for name, x in part.items()})
+        return sharded.gather(state).params, metrics
+
+    oracle, _, _ = make(True, 1)
+    state = oracle.init(params, buffers)
+    for batch in whole:
+        state, metrics = oracle(state, batch)
+    for found, seen in run_ranks(on_a_rank, ranks):
+        for path, old in params.items():
+            torch.testing.assert_close(found[path] - old, state.params[path] - old, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(seen, metrics, rtol=1e-12, atol=1e-15)
+
+
+def test_an_empty_batch_on_real_processes():
+    step, params, buffers = make(True, 2)
+    batches = make_batches(9, 3)
+
+    def on_a_rank():
+        group, found = fz.ProcessGroup(), []
+        for level in range(4):
+            sharded = fz.shard(step, level=level, group=group)
+            state = sharded.init(params, buffers)
+            for i, batch in enumerate(batches):
+                rows = slice(0, 9) if i != group.rank else slice(0, 0)
+                state, _ = sharded(state, {name: x[rows] for name, x in batch.items()})
+            found.append(sharded.gather(state).params)
+        return found
+
+    state = step.init(params, buffers)
+    for batch in batches:
+        state, _ = step(state, batch)
+    for found in fz.launch(on_a_rank, 3, start_method="fork", timeout=100):
+        for params_there in found:
+            for path, old in params.items():
+                torch.testing.assert_close(params_there[path] - old, state.params[path] - old, rtol=1e-9, atol=1e-13)
+
+
+def test_an_empty_batch_without_a_weight_is_refused():
+    step, params, buffers = make(False, 1)
+    (batch,) = make_batches(4, 1)
+
+    def on_a_rank(group):
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(params, buffers)
+        sharded(state, tree_map(lambda x: x[: 4 * (group.rank == 0)], batch))
+
+    with pytest.raises(StructureError, match=r"batch is empty.*on rank 1.*Aux\(weight"):
+        run_ranks(on_a_rank, 2)
+
+
+def test_pieces_at_a_level_without_them_are_refused():
+    step, _, _ = make(True, 2)
+    for level in (0, 1):
+        with pytest.raises(ValueError, match="level 2"):
+            fz.shard(step, level=level, group=fz.CountingGroup(2), accumulate_in="pieces")
+    with pytest.raises(ValueError, match="accumulate_in must be"):
+        fz.shard(step, level=2, group=fz.CountingGroup(2), accumulate_in="both")

@@ -79,6 +79,17 @@ def test_pinn() -> None:
     run_example("pinn.py", "--steps", "20")
 
 
+def test_lora() -> None:
+    lines = run_example("lora.py", "--steps", "25", "--rank", "4").splitlines()
+    rows = {line[:25].strip(): [word.rstrip("%") for word in line[25:].split()] for line in lines if "->" in line}
+    assert [*rows][:2] == ["all trained, level 0", "all trained, level 3"] and len(rows) == 5
+    adapted = [[float(row[k]) for k in (0, 2, 3, 4)] for name, row in rows.items() if "adapters" in name]
+    assert all(after > before + 10 for before, after, _, _ in adapted)
+    assert len({after for _, after, _, _ in adapted}) == 1 and len({state for _, _, _, state in adapted}) == 1
+    assert adapted[0][2] > adapted[1][2] > adapted[2][2], "less and less of the base on each rank"
+    assert adapted[0][3] < 0.1 * float(rows["all trained, level 0"][4])
+
+
 def test_every_example_is_run() -> None:
     source = Path(__file__).read_text()
     missing = [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source]

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..buffers import BufferRule
 from ..groups import run_ranks
 from ..groups.protocol import Group
+from ..levels import LevelRule
 from ..shard import shard
 from ..step import TrainState, TrainStep
 from ..tree import PyTree, paths
@@ -41,7 +42,7 @@ def assert_sharded_equals_unsharded(
     buffers: PyTree[Tensor] | None,
     batches: Sequence[Any],
     *,
-    levels: Sequence[int | str] = (0, 1, 2, 3),
+    levels: Sequence[LevelRule] = (0, 1, 2, 3),
     ranks: Sequence[int] = (1, 2, 3),
     grade: Grade | Equality = "reordered",
     per_rank: bool = False,

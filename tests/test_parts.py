@@ -1,0 +1,260 @@
+"""Frozen leaves and a level for each part: equal to the unsharded step, and what is not trained costs nothing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optree import tree_leaves
+from torch import Tensor, nn
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+from functorch_zero.errors import MismatchError, StructureError
+from functorch_zero.groups import CountingGroup, counted, run_ranks
+from functorch_zero.levels import LevelRule
+from functorch_zero.testing import assert_sharded_equals_unsharded
+from functorch_zero.testing import strategies as fst
+from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.models import even
+from tests.test_memory import LiveBytes
+from tests.test_processes import on_processes
+
+WIDTH, DEPTH, SMALL = 32, 4, 2
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.down, self.up = nn.Parameter(torch.randn(SMALL, WIDTH)), nn.Parameter(torch.randn(WIDTH, SMALL))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + x @ self.down.T @ self.up.T)
+
+
+def is_adapter(path: str, leaf: Any) -> bool:
+    return path.endswith((".down", ".up"))
+
+
+BASE = DEPTH * (WIDTH * WIDTH + WIDTH) * 8  # bytes
+ADAPTERS = DEPTH * 2 * SMALL * WIDTH * 8
+
+
+def build(optimizer: optim.Transform | None = None, trainable: Any = is_adapter) -> tuple[Any, Any, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        apply, params, buffers = fz.functionalize(nn.Sequential(*(Adapted() for _ in range(DEPTH))).double())
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        return (apply(params, buffers, batch["x"])[0] - batch["y"]).square().mean()
+
+    return fz.train_step(loss_fn, optimizer or optim.adamw(0.01), trainable=trainable), params, buffers
+
+
+def make_batches(num: int = 2, rows: int = 12) -> list[dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    drawn = torch.randn(num, 2, rows, WIDTH, generator=g, dtype=torch.float64)
+    return [{"x": x, "y": y} for x, y in drawn]
+
+
+RULES: dict[str, LevelRule] = {
+    "base 3, adapters 1": {"": 3, "*.down": 1, "*.up": 1},
+    "base whole, adapters 3": {"": 0, "*.up": 3, "*.down": 2},
+    "each other": lambda path, leaf: len(path) % 4,
+}
+
+
+def some_levels(seed: int) -> LevelRule:
+    """A level for each leaf, drawn."""
+    return lambda path, leaf: random.Random(f"{seed} {path}").randrange(4)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_level_for_any_leaf_and_any_of_them_frozen(data: Any) -> None:
+    case = data.draw(fst.modules())
+    ranks = data.draw(st.sampled_from([1, 2, 3, 4]))
+    optimizer = data.draw(
+        fst.optimizers(["adamw", "sgd, momentum", "clip + lamb", "adafactor", "muon", "lion", "lbfgs"])
+    )
+    step, params, buffers = case.step(optimizer.make(), weighted=True)
+    seed = data.draw(st.integers(0, 99))
+    used = [p for p in params if not any(p.startswith(u.rstrip("*")) for u in case.unused)]
+    kept = {p for p in used if params[p].requires_grad and random.Random(f"{seed} {p}").random() < 0.7}
+    if any(params[p].numel() for p in kept):
+        step = fz.train_step(step.loss_fn, step.optimizer, trainable=lambda path, leaf: path in kept)
+    assert_sharded_equals_unsharded(
+        step, params, buffers, data.draw(fst.batches(case, ranks, weighted=True)),
+        levels=(some_levels(seed),), ranks=(ranks,), per_rank=case.per_rank, unused=case.unused,
+        donate=data.draw(st.booleans()), reshard_after_forward=data.draw(st.booleans()),
+        accumulate_in=data.draw(st.sampled_from([None, "pieces", "whole"])), allow_round_off=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_processes(ranks: int) -> None:
+    optimizers = {
+        "adamw": lambda: optim.adamw(0.01),
+        "clip+lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01)),
+        "muon": lambda: optim.muon(0.02),
+    }
+    cases = [(o, rule, t) for o in optimizers for rule in RULES for t in (is_adapter, lambda path, leaf: True)]
+
+    def run(group: Any) -> list[Run]:
+        return [
+            train_sharded(group, *build(optimizers[o](), t), make_batches(), even(12, ranks), level=RULES[rule])
+            for o, rule, t in cases
+        ]
+
+    runs = on_processes(run, ranks)
+    for i, (o, _, t) in enumerate(cases):
+        assert_same_on_all_ranks([r[i] for r in runs])
+        assert_equal_updates(train(*build(optimizers[o](), t), make_batches()), runs[0][i])
+
+
+def sent(level: LevelRule, **options: Any) -> dict[str, float]:
+    """Bytes a rank of 2 sends in a step, by kind, in units of (N-1)/N; without the metrics' all-reduce."""
+
+    def run(group: Any) -> dict[str, float]:
+        watched = counted(group)
+        step, params, buffers = build()
+        sharded = fz.shard(step, level=level, group=watched, **options)
+        state = sharded.init(params, buffers)
+        for batch in make_batches(3):
+            watched.reset()
+            state, _ = sharded(state, {name: x.chunk(2)[group.rank] for name, x in batch.items()})
+        return {kind: watched.sent_bytes(kind) * 2 for kind in ("all_gather", "reduce_scatter")}
+
+    first, second = run_ranks(run, 2)
+    assert first == second
+    return first
+
+
+def test_what_is_sent_for_a_frozen_base() -> None:
+    assert sent({"": 0, "*.up": 1, "*.down": 1}) == {"all_gather": ADAPTERS, "reduce_scatter": ADAPTERS}
+    apart = sent(RULES["base 3, adapters 1"])
+    assert apart["reduce_scatter"] == ADAPTERS and apart["all_gather"] <= 2 * BASE + ADAPTERS
+    kept = sent(RULES["base 3, adapters 1"], reshard_after_forward=False)
+    assert kept == {"all_gather": BASE + ADAPTERS, "reduce_scatter": ADAPTERS}
+    assert sent(3)["reduce_scatter"] == ADAPTERS
+
+
+def test_a_frozen_base_has_no_state_and_no_gradient_memory() -> None:
+    """Frozen, a step needs no more room than activations and the adapters' gradients take."""
+    peaks = {}
+    for trainable in (is_adapter, lambda path, leaf: True):
+        step, params, buffers = build(trainable=trainable)
+        sharded = fz.shard(step, level=0, group=CountingGroup(2))
+        state = sharded.init(params, buffers)
+        held = sum(leaf.nbytes for leaf in tree_leaves(state.opt_state))
+        assert held == pytest.approx(2 * (ADAPTERS + (0 if trainable is is_adapter else BASE)), abs=64)
+        state, _ = sharded(state, make_batches(1, 2)[0])
+        with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
+            state, _ = sharded(state, make_batches(1, 2)[0])
+        peaks[trainable is is_adapter] = live.peak
+    assert peaks[True] < peaks[False] - 0.9 * BASE and peaks[True] < BASE / 2
+
+
+def test_what_a_rank_holds() -> None:
+    def run(group: Any) -> tuple[int, int]:
+        step, params, buffers = build()
+        state = fz.shard(step, level=RULES["base 3, adapters 1"], group=group).init(params, buffers)
+        held = {path: leaf.numel() * 8 for path, leaf in state.params.items()}
+        return sum(held[p] for p in held if not is_adapter(p, None)), sum(
+            x.nbytes for x in tree_leaves(state.opt_state)
+        )
+
+    for base, moments in run_ranks(run, 4):
+        assert base == BASE / 4 and moments == pytest.approx(2 * ADAPTERS / 4, abs=64)
+
+
+def test_a_level_0_leaf_is_asked_about_without_communication() -> None:
+    def run(group: Any) -> tuple[int, int]:
+        watched, found = counted(group), []
+        for rule in (0, {"": 0, "0": 1}):
+            step, params, buffers = build(optim.lamb(0.01), lambda path, leaf: True)
+            sharded = fz.shard(step, level=rule, group=watched)
+            state = sharded.init(params, buffers)
+            watched.reset()
+            sharded(state, make_batches(1)[0])
+            found.append(watched.num_calls("all_reduce"))
+        return found[0], found[1]
+
+    alone, mixed = run_ranks(run, 2)[0]
+    assert alone == DEPTH + 1 and mixed == (DEPTH - 1) + 2, "gradients, metrics, and one question for all cut leaves"
+
+
+def test_a_checkpoint_moves_between_levels(tmp_path: Any) -> None:
+    def run(group: Any) -> tuple[Any, Any]:
+        step, params, buffers = build()
+        mixed, whole = (fz.shard(step, level=rule, group=group) for rule in (RULES["base 3, adapters 1"], 2))
+        state = mixed.init(params, buffers)
+        state, _ = mixed(state, make_batches(1)[0])
+        checkpoint.save(tmp_path, mixed, state)
+        there = checkpoint.load(tmp_path, whole, like=whole.init(params, buffers)).state
+        back = checkpoint.load(tmp_path, mixed, like=mixed.init(params, buffers)).state
+        return mixed.gather(state), (whole.gather(there), mixed.gather(back))
+
+    for expected, found in run_ranks(run, 3):
+        for other in found:
+            assert all(torch.equal(a, b) for a, b in zip(tree_leaves(expected), tree_leaves(other), strict=True))
+
+
+def test_eval_steps_take_the_same_levels() -> None:
+    step, params, buffers = build()
+    check = fz.eval_step(lambda p, b, batch: {"loss": step.loss_fn(p, b, batch)})
+    (batch,) = make_batches(1)
+    expected = check(step.init(params, buffers), batch)["loss"]
+
+    def run(group: Any) -> Tensor:
+        rule = RULES["each other"]
+        state = fz.shard(step, level=rule, group=group).init(params, buffers)
+        return fz.shard(check, level=rule, group=group)(state, {k: x.chunk(2)[group.rank] for k, x in batch.items()})[
+            "loss"
+        ]
+
+    for loss in run_ranks(run, 2):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_wrong_levels_are_refused() -> None:
+    step, params, buffers = build()
+    group = CountingGroup(2)
+    for rule in ({"0": 1}, {"": 3, "*.middle": 1}):
+        with pytest.raises(StructureError, match=r"pattern.*path.*Remedy"):
+            fz.shard(step, level=rule, group=group).init(params, buffers)
+    for bad in ({"": 4}, {}, "fdsp", 7):
+        with pytest.raises(ValueError, match="level"):
+            fz.shard(step, level=bad, group=group)
+    with pytest.raises(ValueError, match="level must be one of"):
+        fz.shard(step, level=lambda path, leaf: 9, group=group).init(params, buffers)
+    state = fz.shard(step, level={"": 3}, group=group).init(params, buffers)
+    with pytest.raises(StructureError, match="several levels"):
+        fz.shard(step, level=3, group=group)(state, make_batches(1)[0])
+
+
+def test_ranks_that_were_given_other_levels_hear_of_it() -> None:
+    def run(group: Any) -> str:
+        step, params, buffers = build()
+        rule = {"": 3, "0": group.rank}
+        with pytest.raises(MismatchError) as caught:
+            fz.shard(step, level=rule, group=group).init(params, buffers)
+        return str(caught.value)
+
+    assert all("level.0 is" in message for message in run_ranks(run, 2))
+
+
+def test_a_later_pattern_counts_and_an_inner_one_first() -> None:
+    step, params, buffers = build()
+    sharded = fz.shard(step, level={"0": 2, "*.up": 1, "": 3, "*": 0, "0.up": 2}, group=CountingGroup(2))
+    layout = sharded.init(params, buffers).sharding.layout  # type: ignore[union-attr]
+    found = {leaf.path: leaf.cut.level for leaf in layout.leaves}
+    assert found["0.up"] == 2 and found["1.up"] == 1, "a leaf's own"
+    assert found["0.down"] == found["1.down"] == 0, "of two that name the same tree the later"
