@@ -96,7 +96,7 @@ class Bunches:
             at = [self._position[n] for n in bunch.leaves]
             flats = [bunch.flat([old[i] for i in where]) if follows else old[where[0]] for follows, where in places]
             flat_p, flat_u = bunch.flat([p[i] for i in at]), bunch.flat([u[i] for i in at])
-            assert _share(p[at[0]], flat_p), "the params' pieces must lie in their flat"
+            assert _share(p[at[0]], flat_p) or not flat_p.numel(), "the params' pieces must lie in their flat"
             made = optree.tree_leaves(transform.fused.update(flat_p, flat_u, how.one.unflatten(flats)))
             for (follows, where), flat, result in zip(places, flats, made, strict=True):
                 if not follows:
