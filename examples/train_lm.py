@@ -175,18 +175,28 @@ def generate(apply, state: fz.TrainState, device: str, num: int = 300) -> str:
         logits, _ = predict(state.params, state.buffers, text[:, -CONTEXT:])
         drawn = torch.multinomial((logits[:, -1] / 0.7).softmax(-1), 1, generator=generator)
         text = torch.cat([text, drawn], 1)
-    return bytes(text[0].tolist()).decode(errors="replace")
+    written = bytes(text[0].tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in written)
+
+
+def at_least_one(text: str) -> int:
+    """A number for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", type=int, default=3, choices=range(4))
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start, when torchrun did not")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--ranks", type=at_least_one, default=2, help="processes to start, when torchrun did not")
+    parser.add_argument("--steps", type=at_least_one, default=300)
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
     fz.launch(train, args.ranks, args)
 
 

@@ -359,6 +359,8 @@ def shard(
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2; level 3: at most 3, 2
     when not resharding. After Rajbhandari et al., "ZeRO" (2020).
     """
+    if not isinstance(step, TrainStep | EvalStep):
+        raise TypeError(f"shard takes what train_step or eval_step made, got {type(step).__name__}")
     levels = Levels(level)
     options = Options(
         levels,
@@ -368,8 +370,4 @@ def shard(
         reshard_after_forward,
         check_accumulate_in(accumulate_in, levels),
     )
-    if isinstance(step, TrainStep):
-        return ShardedTrainStep(step, options)
-    if isinstance(step, EvalStep):
-        return ShardedEvalStep(step, options)
-    raise TypeError(f"shard takes what train_step or eval_step made, got {type(step).__name__}")
+    return ShardedTrainStep(step, options) if isinstance(step, TrainStep) else ShardedEvalStep(step, options)
