@@ -10,14 +10,17 @@ from .errors import (
     GroupError,
     LostPeerError,
     MismatchError,
+    NonFiniteError,
     PeerError,
     StructureError,
     TransformError,
 )
 from .evaluation import eval_step
+from .finite import LossScale
 from .functional import functionalize
 from .groups import CheckedGroup, CountingGroup, Group, ProcessGroup, ThreadGroup, launch
 from .handle import gather
+from .precision import Precision
 from .shard import shard
 from .step import Aux, TrainState, train_step
 from .tree import Params, named_leaves
@@ -33,10 +36,13 @@ __all__ = [
     "DonatedError",
     "Group",
     "GroupError",
+    "LossScale",
     "LostPeerError",
     "MismatchError",
+    "NonFiniteError",
     "Params",
     "PeerError",
+    "Precision",
     "ProcessGroup",
     "StructureError",
     "ThreadGroup",

@@ -20,9 +20,15 @@ from .tree import PyTree
 Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]  # leaves by path -> the same with their values
 
 
-def pack(leaves: Sequence[Tensor | None], bucket: Bucket, *, device: torch.device) -> Tensor:
-    """The whole flat (num_pieces * piece,) of these whole leaves; None is zeros, and so is all padding."""
-    flat = torch.empty(bucket.numel, dtype=_common_dtype(leaves, bucket.dtype), device=device)
+def pack(
+    leaves: Sequence[Tensor | None], bucket: Bucket, *, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The whole flat (num_pieces * piece,) of these whole leaves; None is zeros, and so is all padding.
+
+    In `dtype`, or in the one that the leaves share.
+    """
+    dtype = _common_dtype(leaves, bucket.dtype) if dtype is None else dtype
+    flat = torch.empty(bucket.numel, dtype=dtype, device=device)
     parts = _split(flat, bucket, 0)
     for part in [*parts[::2], *(part for part, leaf in zip(parts[1::2], leaves, strict=True) if leaf is None)]:
         if part.numel():

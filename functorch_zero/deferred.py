@@ -56,7 +56,7 @@ class Deferred:
         wanted = [name for name, leaf in zip(names, leaves, strict=True) if leaf.is_meta]
         made = self._make(wanted)
         return [
-            made[name].requires_grad_(leaf.requires_grad) if leaf.is_meta else leaf
+            made[name].to(leaf.dtype).requires_grad_(leaf.requires_grad) if leaf.is_meta else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
 

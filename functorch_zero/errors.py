@@ -42,6 +42,10 @@ class MismatchError(ValueError):
     """The ranks were given different things: models, dtypes, optimizers, options."""
 
 
+class NonFiniteError(ArithmeticError):
+    """A step's loss or gradients have a NaN or an infinity, and `nonfinite="raise"`. Raised on every rank."""
+
+
 class DonatedError(RuntimeError):
     """A state was used after a step had taken its storage."""
 

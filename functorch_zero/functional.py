@@ -20,6 +20,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 
 from .errors import StructureError, explain
 from .handle import Entrance, Handle
+from .lowering import lower
+from .policies import Policies, PrecisionRules, cast_floats, find_policies
 from .remat import recomputed
 from .tree import Params, UnitSpec
 from .units import Units, choose_modules, find_units
@@ -49,6 +52,7 @@ class Anatomy(NamedTuple):
     units: tuple[UnitSpec, ...]
     slots: list[Slot]  # of params
     buffer_slots: list[Slot]
+    policies: Policies
     remat: frozenset[str] = frozenset()  # paths of the modules that are computed again in backward
 
 
@@ -129,6 +133,8 @@ class _Skeleton:
     def __init__(self, root: nn.Module, anatomy: Anatomy):
         self.root = root
         at = root.get_submodule
+        self._policies = {leaf: policy for unit in anatomy.units for leaf, policy in unit.policies.items()}
+        anatomy.policies.cast_calls(root)
         self._slots: list[_Place] = [(at(s.module)._parameters, s.attribute, s.leaf) for s in anatomy.slots]
         self._buffer_slots: list[_Place] = [(at(s.module)._buffers, s.attribute, s.leaf) for s in anatomy.buffer_slots]
         self._empty = [(attributes, name, attributes[name]) for attributes, name, _ in self._slots + self._buffer_slots]
@@ -163,8 +169,13 @@ class _Skeleton:
         self._params = params
         self._lazy = any(type(leaf) is Handle for leaf in params.values())
         for attributes, name, leaf in self._slots:
-            attributes[name] = params[leaf]
+            attributes[name] = self._as_used(leaf, params[leaf])
         return {path: (copied, _version(copied)) for path, copied in self._put_copies(buffers).items()}
+
+    def _as_used(self, path: str, leaf: Any) -> Any:
+        """A leaf that was given whole, in the dtype it is used in; a handle gives it so when it is entered."""
+        policy = self._policies.get(path)
+        return leaf if policy is None or type(leaf) is Handle else lower(leaf, policy.dtypes(leaf.dtype))
 
     def release(self, buffers: Mapping[str, Tensor]) -> None:
         """Let go of the values, unless something still refers to a module and may yet run it.
@@ -247,7 +258,7 @@ def _transforms_active() -> bool:
 
 
 def functionalize(
-    model: nn.Module, units: Units = None, *, remat: Units | bool = False
+    model: nn.Module, units: Units = None, *, remat: Units | bool = False, precision: PrecisionRules = None
 ) -> tuple[Apply, Params, dict[str, Tensor]]:
     """Make a module into `(apply, params, buffers)`. The module is not changed, now or later.
 
@@ -258,6 +269,9 @@ def functionalize(
         remat: the units whose activations are computed again in backward instead of being kept, chosen as `units` are
             among the units' modules. True: all that have no other unit inside. The numbers stay the same, dropout's
             too; at level 3 the second run's gather takes the place of backward's.
+        precision: a `Precision` for the model, or a dict from module classes, predicates or patterns of module paths
+            ("" is the model) to one each, which counts for all that is in those modules; the innermost module named
+            counts, and of two rules for one module the later one. None: leaves are used as they are stored.
 
     Returns:
         apply: the pure function, see `Apply`.
@@ -280,11 +294,16 @@ def functionalize(
     for path, module in model.named_modules():
         slots += [Slot(path, a, names[id(p)]) for a, p in module._parameters.items() if p is not None]
         buffer_slots += [Slot(path, a, buffer_names[id(b)]) for a, b in module._buffers.items() if b is not None]
-    found = find_units(model, units, slots)
-    params = Params({n: p.detach().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}, found)
-    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+    found, policies = find_units(model, units, slots), find_policies(model, precision)
+    of_leaves = policies.of_leaves(slots)
+    if policies.given:
+        found = tuple(replace(unit, precisions=tuple(of_leaves[leaf] for leaf in unit.leaves)) for unit in found)
+    stored = {n: cast_floats(p.detach(), of_leaves[n].storage) for n, p in model.named_parameters()}
+    params = Params({n: stored[n].requires_grad_(p.requires_grad) for n, p in model.named_parameters()}, found)
+    kept = {slot.leaf: policies.of(slot.module).buffers for slot in buffer_slots}
+    buffers = {name: cast_floats(buffer.detach(), kept[name]) for name, buffer in model.named_buffers()}
     chosen = choose_modules(model, remat, found, what="remat")
-    return Apply(without_values(model), Anatomy(found, slots, buffer_slots, chosen)), params, buffers
+    return Apply(without_values(model), Anatomy(found, slots, buffer_slots, policies, chosen)), params, buffers
 
 
 def without_values(model: nn.Module) -> nn.Module:

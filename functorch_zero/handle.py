@@ -119,3 +119,17 @@ def gather(tree: PyTree[Any]) -> PyTree[Any]:
     {'w': tensor([1., 1.])}
     """
     return tree_map(_make_whole, tree)
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each has been written to."""
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def check_unchanged(params: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raise if a loss has written to params: it would change the state, or be lost, depending on the level."""
+    if params and versions_of(params) != list(versions):
+        raise StructureError(
+            "the loss changed a leaf of params in place, and a step is a pure function. "
+            "Remedy: make a new tensor, `p = p * 0.5` instead of `p *= 0.5`"
+        )

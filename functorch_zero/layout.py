@@ -1,13 +1,14 @@
 """How a tree is cut: units, buckets, extents. Integers only, the same on every rank, no communication.
 
-A unit's leaves of one dtype and one trainability lie in one bucket, a flat 1-D buffer: each leaf starts at a
-64-byte boundary, in path order, and the bucket is padded to equal pieces, as many as its `Cut` says. Rank r keeps the
-elements [r * piece, (r + 1) * piece) of each bucket, and so of each leaf in it a contiguous range, possibly empty.
+A unit's leaves of one dtype, one precision policy and one trainability lie in one bucket, a flat 1-D buffer: each leaf
+starts at a 64-byte boundary, in path order, and the bucket is padded to equal pieces, as many as its `Cut` says. Rank r
+keeps the elements [r * piece, (r + 1) * piece) of each bucket, and so of each leaf in it a contiguous range, possibly
+empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +18,7 @@ from typing import Any
 import optree
 import torch
 
+from .precision import Dtypes, Precision, short
 from .tree import Params, PyTree, UnitSpec, paths
 
 ALIGNMENT = 64  # bytes; a leaf, and a rank's piece, start at a multiple of it
@@ -70,6 +72,7 @@ class LeafSpec:
     dtype: torch.dtype
     trainable: bool
     cut: Cut
+    dtypes: Dtypes | None = None  # where it is used in another dtype than it is stored in
 
     @property
     def numel(self) -> int:
@@ -78,7 +81,7 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer of a unit: the leaves of one dtype, one trainability and one level, and where each starts."""
+    """One flat buffer of a unit: the leaves of one dtype, policy, trainability and level, and where each starts."""
 
     name: str
     dtype: torch.dtype
@@ -88,6 +91,22 @@ class Bucket:
     offsets: tuple[int, ...]  # in elements, multiples of the alignment
     piece: int  # elements that one rank keeps; the bucket holds cut.num_pieces of them
     cut: Cut
+    dtypes: Dtypes | None = None  # where leaves are gathered, used or reduced in another dtype than they are stored in
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What whole leaves are used in."""
+        return self.dtype if self.dtypes is None else self.dtypes.compute
+
+    @property
+    def gather(self) -> torch.dtype:
+        """What leaves are rounded to, and travel in, before they are used."""
+        return self.dtype if self.dtypes is None else self.dtypes.gather
+
+    @property
+    def reduce(self) -> torch.dtype:
+        """What gradients are rounded to, and summed over ranks in."""
+        return self.dtype if self.dtypes is None else self.dtypes.reduce
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -163,6 +182,11 @@ class Layout:
         return tuple(places)
 
     @cached_property
+    def rounds(self) -> bool:
+        """Whether some leaf is used in another dtype than it is stored in."""
+        return any(bucket.dtypes is not None for bucket in self.buckets)
+
+    @cached_property
     def trainable(self) -> PyTree[bool]:
         """A tree of bools: which leaves are trained."""
         return self.treedef.unflatten([leaf.trainable for leaf in self.leaves])
@@ -184,6 +208,7 @@ class Layout:
         """The layout as plain data, for comparing ranks and for files."""
         return {
             "num_ranks": self.num_ranks,
+            "precision": {leaf.path: str(leaf.dtypes) for leaf in self.leaves if leaf.dtypes is not None},
             "leaves": {
                 leaf.path: [list(leaf.shape), str(leaf.dtype), "trainable" if leaf.trainable else "frozen"]
                 for leaf in self.leaves
@@ -193,14 +218,18 @@ class Layout:
 
 
 def leaf_specs(
-    tree: PyTree[Any], trainable: Callable[[str, Any], bool], cut: Callable[[str, Any], Cut]
+    tree: PyTree[Any],
+    trainable: Callable[[str, Any], bool],
+    cut: Callable[[str, Any], Cut],
+    policies: Mapping[str, Precision],
 ) -> list[LeafSpec]:
-    """What `make_layout` needs, read off a tree of tensors (the meta device will do)."""
-    leaves = optree.tree_leaves(tree)
-    return [
-        LeafSpec(path, tuple(leaf.shape), leaf.dtype, bool(trainable(path, leaf)), cut(path, leaf))
-        for path, leaf in zip(paths(tree), leaves, strict=True)
-    ]
+    """What `make_layout` needs, read off a tree of tensors (the meta device will do), with the policies by path."""
+    specs, usual = [], Precision()
+    for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
+        dtypes = policies.get(path, usual).dtypes(leaf.dtype)
+        trained = bool(trainable(path, leaf))
+        specs.append(LeafSpec(path, tuple(leaf.shape), leaf.dtype, trained, cut(path, leaf), dtypes))
+    return specs
 
 
 def make_layout(
@@ -215,8 +244,9 @@ def make_layout(
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     everything = Cut(3, num_ranks, num_ranks)
-    specs = leaf_specs(tree, trainable, (lambda path, leaf: everything) if cut is None else cut)
     chosen = default_units(tree) if units is None else units
+    policies = {path: policy for unit in chosen for path, policy in unit.policies.items()}
+    specs = leaf_specs(tree, trainable, (lambda path, leaf: everything) if cut is None else cut, policies)
     number = {spec.path: i for i, spec in enumerate(specs)}
     made: list[Unit] = []
     buckets: list[Bucket] = []
@@ -255,25 +285,27 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
     if not path:
         return unit
     leaves = tuple(f"{path}.{leaf}" for leaf in unit.leaves)
-    return UnitSpec(f"{path}.{unit.name}".rstrip("."), unit.modules, leaves)
+    return replace(unit, name=f"{path}.{unit.name}".rstrip("."), leaves=leaves)
 
 
 def _same_kind(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
-    kinds: dict[tuple[torch.dtype, bool, Cut], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, Dtypes | None, bool, Cut], list[int]] = {}
     for i in numbers:
-        kinds.setdefault((specs[i].dtype, specs[i].trainable, specs[i].cut), []).append(i)
+        kinds.setdefault((specs[i].dtype, specs[i].dtypes, specs[i].trainable, specs[i].cut), []).append(i)
     return list(kinds.values())
 
 
 def _bucket(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], num_levels: int) -> Bucket:
-    dtype, trainable, cut = specs[numbers[0]].dtype, specs[numbers[0]].trainable, specs[numbers[0]].cut
-    align = max(1, ALIGNMENT // dtype.itemsize)
+    first = specs[numbers[0]]
+    align = max(1, ALIGNMENT // first.dtype.itemsize)
     offsets, end = [], 0
     for i in numbers:
         offsets.append(end)
         end += -(-specs[i].numel // align) * align
-    piece = -(-end // (cut.num_pieces * align)) * align
-    about = str(dtype).removeprefix("torch.") + ("" if trainable else ", frozen")
-    name = f"{unit or 'root'}[{about}{f', level {cut.level}' if num_levels > 1 else ''}]"
-    shapes = tuple(specs[i].shape for i in numbers)
-    return Bucket(name, dtype, trainable, tuple(numbers), shapes, tuple(offsets), piece, cut)
+    piece = -(-end // (first.cut.num_pieces * align)) * align
+    about = short(first.dtype) if first.dtypes is None else f"{short(first.dtype)}, used as {first.dtypes}"
+    about += ("" if first.trainable else ", frozen") + (f", level {first.cut.level}" if num_levels > 1 else "")
+    name, shapes = f"{unit or 'root'}[{about}]", tuple(specs[i].shape for i in numbers)
+    return Bucket(
+        name, first.dtype, first.trainable, tuple(numbers), shapes, tuple(offsets), piece, first.cut, first.dtypes
+    )

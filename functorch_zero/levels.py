@@ -205,10 +205,12 @@ def make_sources(flats: Sequence[Tensor], layout: Layout, axes: Axes, log: list[
     """Where a pass's whole leaves come from, unit by unit."""
     sources: list[Source] = []
     for unit in layout.units:
-        own = [flats[b] for b in unit.buckets]
-        sharded = [level_of(layout.buckets[b]).cuts_params for b in unit.buckets]
+        own, buckets = [flats[b] for b in unit.buckets], [layout.buckets[b] for b in unit.buckets]
+        sharded = [level_of(bucket).cuts_params for bucket in buckets]
+        made = any(sharded) or any(bucket.dtypes is not None for bucket in buckets)
         group = labelled(axes.shard, f"{unit.name or 'root'}/gather")
-        sources.append(Gathered(own, sharded, group, log, unit.name) if any(sharded) else Resident(own))
+        source: Source = Gathered(own, buckets, sharded, group, log, unit.name) if made else Resident(own)
+        sources.append(source)
     return sources
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .buffers import BufferRule
-from .errors import GroupError, StructureError, explain
+from .errors import GroupError, NonFiniteError, StructureError, explain
 from .groups import rejoin
 from .groups.axes import Axes
 from .groups.protocol import Group
@@ -103,7 +103,7 @@ def told(*groups: Group) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for group in groups:
+        for group in () if isinstance(error, NonFiniteError) else groups:  # which all ranks raise alike
             if len(groups) > 1 or not isinstance(error, GroupError):  # who shares another group has not heard of it
                 group.fail(error)
         raise

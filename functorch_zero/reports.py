@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from .collectives import cut
 from .errors import GroupError
+from .finite import not_finite, refusal
 from .groups.protocol import Group
+from .layout import Layout
 from .step import as_metric
 
 _WIDTH = 32  # the vector's length is a multiple of it, so that ranks whose metrics differ still send equal lengths
@@ -56,10 +60,21 @@ def average(
     return Report(averages, total, [count > 0 for count in counts])
 
 
-def divide(reduced: Mapping[int, Tensor], total: Tensor) -> None:
-    """Sums of weighted gradients -> weighted means. A total of 0 leaves them 0."""
-    for flat in reduced.values():
-        flat.div_(torch.where(total == 0, 1.0, total).to(flat.dtype))
+def refuse(step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layout, rank: int, group: Group) -> NoReturn:
+    """Raise, on every rank with the same words, of what each has found that is not finite. One exchange of JSON.
+
+    Args:
+        loss: this rank's.
+        reduced: the reduced gradients, by bucket; `rank` is this rank's number among their pieces.
+    """
+    pieces = {
+        layout.leaves[n].path: piece
+        for b, flat in reduced.items()
+        for n, piece in zip(layout.buckets[b].leaves, cut(flat, layout.buckets[b], rank), strict=True)
+    }
+    found = not_finite(pieces)
+    everyone = group.exchange(json.dumps([float(loss), found]).encode())
+    raise refusal(step, [json.loads(data) for data in everyone])
 
 
 def _weighted(value: Tensor, weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffer
 from .deferred import Deferred, Made
 from .errors import StructureError
 from .evaluation import EvalStep
+from .finite import all_finite
 from .groups import as_group, labelled
 from .groups.axes import axes_of
 from .groups.protocol import Group
@@ -33,15 +34,16 @@ from .levels import (
     publish,
 )
 from .measures import Measures, check_reported
-from .optim.base import describe, split_fused
+from .optim.base import describe
 from .optim.check import check_claims
 from .options import Options, check_batch, check_not_empty, sharding_of, told
-from .sharded import Sharded
+from .prepared import Prepared
 from .sharded_evaluation import ShardedEvalStep
 from .sharding import Sharding
+from .shares import shares_of, to_means
 from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
-from .state_plan import StatePlan, plan_state
+from .state_plan import StatePlan
 from .step import (
     Metrics,
     Outcome,
@@ -55,35 +57,10 @@ from .step import (
     replayed,
     with_measured,
 )
-from .tree import PyTree, paths, same_structure, select
+from .tree import PyTree, paths, select
 from .unit import Pass
 from .version import __version__
 from .watches import Watches
-
-
-class _Prepared:
-    """What a sharded step derives once from a layout."""
-
-    def __init__(self, step: TrainStep, layout: Layout, options: Options):
-        group = options.axes.optimizer
-        self.layout = layout
-        self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
-        self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
-        self._optimizer = step.optimizer
-        self._split = None if "update_norm" in step.metrics else split_fused(step.optimizer)
-
-    def update(self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[PyTree[Tensor] | None, Any]:
-        """The updates and the optimizer's next state; no updates where a fused kernel has applied them already."""
-        if self._split is not None and self.across.fuses(self._split[1], params):
-            head, tail = self._split
-            if head is None:
-                return None, self.across.fused(tail, grads, state, params)
-            grads, first = head.update(grads, state[:-1], params, self.across)
-            return None, (*first, self.across.fused(tail, grads, state[-1], params))
-        updates, state = self._optimizer.update(grads, state, params, self.across)
-        state = self.across.keep(state, params)
-        same_structure(params, updates, what="the optimizer's updates")
-        return updates, state
 
 
 class ShardedTrainStep:
@@ -95,7 +72,7 @@ class ShardedTrainStep:
     def __init__(self, step: TrainStep, options: Options):
         self.unsharded, self.options = step, options
         self.watches = Watches()
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
         self._trace: list[str] = []  # the units the last pass fetched, in order: a hint for prefetch
 
     @property
@@ -145,6 +122,7 @@ class ShardedTrainStep:
                 opt_state,
                 None if seed is None else torch.tensor(seed),
                 Sharding(layout, self.level, self.group.rank),
+                self.unsharded.finite.init(),
             )
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -168,13 +146,19 @@ class ShardedTrainStep:
             check_batch(batch, flats[0].device, self.group.rank)
             reduced, outcome, log = self._backward(state, batch, flats, layout)
             trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
-            metrics, total, changed = self._report(state, outcome, log)
+            policy = self.unsharded.finite
+            bad = [not all_finite(reduced.values())] if policy.looks else []
+            metrics, total, changed = self._report(state, outcome, log, bad)
             self._trace = trace
+            fine = not policy.looks or (not changed.pop() and all_finite([metrics["loss"]]))
+            finite = policy.next(state.finite, fine=fine)
+            if not fine and policy.nonfinite == "raise":
+                reports.refuse(int(state.step), outcome.loss, reduced, layout, self._rank, self.group)
             with torch.no_grad():
-                if outcome.weight is not None:
-                    reports.divide(reduced, total)
-                group = labelled(self.group, "step/buffers")
-                buffers = sync_buffers(state.buffers, outcome.buffers, changed, self.options.buffers, group)
+                to_means(reduced, None if outcome.weight is None else total, policy.scale(state.finite))
+                group, buffers = labelled(self.group, "step/buffers"), state.buffers
+                if fine:
+                    buffers = sync_buffers(buffers, outcome.buffers, changed, self.options.buffers, group)
                 grads = grads_of(reduced, flats, layout, self._rank)
                 del reduced
                 view = pieces_of(flats, layout, self._rank)
@@ -184,11 +168,16 @@ class ShardedTrainStep:
                 measures = Measures(self.unsharded.metrics, prepared.across)
                 measures.see("grad_norm", grads)
                 measures.see("param_norm", view)
-                updates, opt_state = prepared.update(grads, state.opt_state, view)
-                measures.see("update_norm", updates)
+                params, opt_state = state.params, state.opt_state
+                if fine:
+                    updates, opt_state = prepared.update(grads, opt_state, view)
+                    measures.see("update_norm", updates)
+                    params = publish(params, flats, updates, layout, self.options.axes, donate=self.options.donate)
+                else:
+                    measures.see("update_norm", tree_map(torch.zeros_like, grads))
                 metrics = with_measured(metrics, measures.metrics(opt_state))
-                params = publish(state.params, flats, updates, layout, self.options.axes, donate=self.options.donate)
-            new = state._replace(step=state.step + 1, params=params, buffers=buffers, opt_state=opt_state)
+            metrics = with_measured(metrics, policy.metrics(finite))
+            new = TrainState(state.step + 1, params, buffers, opt_state, state.seed, sharding, finite)
             return new, metrics
 
     def gather(self, state: TrainState) -> TrainState:
@@ -242,19 +231,18 @@ class ShardedTrainStep:
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
             outcome = call_loss(self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank)
             check_not_empty(batch, outcome.loss, outcome.weight, rank)
-            share = 1 / (self.group.size * count) if outcome.weight is None else outcome.weight
-            exact = outcome.loss.dtype in (torch.float32, torch.float64)  # else a share of 1/3, say, is rounded
-            run.loss_ended(outcome.weight, None if exact else share)
-            seed = torch.as_tensor(share if exact else 1, dtype=outcome.loss.dtype, device=outcome.loss.device)
-            torch.autograd.grad(outcome.loss, [run.anchor], seed.detach(), allow_unused=True)
+            scale = self.unsharded.finite.scale(state.finite)
+            shares = shares_of(outcome, layout, self.group.size, count, scale)
+            run.loss_ended(outcome.weight, shares.rest)
+            torch.autograd.grad(outcome.loss, [run.anchor], shares.seed, allow_unused=True)
         run.finish()
         self._trace = run.trace
         metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
         return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
 
-    def _report(self, state: TrainState, outcome: Outcome, log: list[str]) -> reports.Report:
-        """What all ranks know after backward: metrics, the sum of weights, which buffers any of them changed."""
-        flags = [*replaced(state.buffers, outcome.buffers), self.watches.failed()]
+    def _report(self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]) -> reports.Report:
+        """What all ranks know after backward: metrics, the sum of weights, which buffers any changed, and `more`."""
+        flags = [*replaced(state.buffers, outcome.buffers), *more, self.watches.failed()]
         seen = {"loss": outcome.loss, **outcome.metrics}
         report = reports.average(seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags)
         self.watches.raise_if(report.flags.pop())
@@ -270,10 +258,10 @@ class ShardedTrainStep:
         num_ranks = self.options.axes.optimizer.size
         return make_layout(params, num_ranks, trainable=lambda path, leaf: leaf.requires_grad, cut=self.options.cut_of)
 
-    def _prepare(self, layout: Layout) -> _Prepared:
+    def _prepare(self, layout: Layout) -> Prepared:
         known = self._prepared
         if known is None or (known.layout is not layout and known.layout != layout):
-            self._prepared = known = _Prepared(self.unsharded, layout, self.options)
+            self._prepared = known = Prepared(self.unsharded, layout, self.options)
         return known
 
     def _facts(
@@ -288,6 +276,7 @@ class ShardedTrainStep:
             "level": o.levels.describe(),
             "accumulate": self.unsharded.accumulate,
             "metrics": list(self.unsharded.metrics),
+            "finite": describe(self.unsharded.finite),
             "options": {
                 "donate": o.donate,
                 "buffers": o.buffers,

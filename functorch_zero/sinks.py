@@ -35,6 +35,10 @@ class Giver(Protocol):
         """Start the gathers of that entry's backward, those that it has not started itself."""
         ...
 
+    def let_go(self) -> None:
+        """What was made for one use of it can go."""
+        ...
+
     def done(self) -> None:
         """Its gradient has been taken."""
         ...
@@ -56,17 +60,23 @@ class Reducer:
         """Begin to reduce the gradients of bucket `b`; `flat` is given away."""
         self.settle()
         self._log.append("reduce " + self._layout.buckets[b].name)
+        flat = flat.to(self._layout.buckets[b].reduce)
         if self._is_cut(b):
             piece = flat.new_empty(flat.numel() // self._axes.shard.size)
             self._under_way = (b, piece, self._for(b, self._axes.shard).reduce_scatter(piece, flat))
         else:
             self._under_way = (b, flat, self._for(b, self._axes.world).all_reduce(flat))
 
+    def add(self, b: int, flat: Tensor, more: Tensor) -> Tensor:
+        """The sum of two flats of gradients not reduced yet, in the storage dtype."""
+        return flat.to(self._layout.buckets[b].dtype).add_(more)
+
     def settle(self) -> None:
         """Wait for what is under way, and let go of its flat."""
         if self._under_way is not None:
             (b, result, work), self._under_way = self._under_way, None
             work.wait()
+            result = result.to(self._layout.buckets[b].dtype)
             self._done[b] = self._done[b].add_(result) if b in self._done else result
 
     def finish(self) -> dict[int, Tensor]:
@@ -74,14 +84,12 @@ class Reducer:
         self.settle()
         done, self._done = self._done, {}  # given away: a pass and its units refer to each other until gc finds them
         if self._axes.replicate.size > 1:
-            started = [
-                (b, *self._over_replicas(piece, self._for(b, self._axes.replicate)))
-                for b, piece in done.items()
-                if self._is_cut(b)
-            ]
+            cut = {b: piece.to(self._layout.buckets[b].reduce) for b, piece in done.items() if self._is_cut(b)}
+            replicate = self._axes.replicate
+            started = [(b, *self._over_replicas(piece, self._for(b, replicate))) for b, piece in cut.items()]
             for b, result, work in started:
                 work.wait()
-                done[b] = result
+                done[b] = result.to(self._layout.buckets[b].dtype)
         return done
 
     def _over_replicas(self, piece: Tensor, replicate: Group) -> tuple[Tensor, Work]:
@@ -179,7 +187,7 @@ class Streaming:
             if b in self._streams:
                 self._reducer.start(b, flat)
             else:
-                self._flats[b] = self._flats[b].add_(flat) if b in self._flats else flat
+                self._flats[b] = self._reducer.add(b, self._flats[b], flat) if b in self._flats else flat
         if self._last and not self._pending[run]:
             self._send_whole(run.trained)
 
@@ -228,8 +236,9 @@ class Accumulating:
         pass
 
     def take(self, entry: int | None, run: Giver, grads: Grads) -> None:
+        run.let_go()
         for b, flat in run.pack(grads):
-            self._flats[b] = self._flats[b].add_(flat) if b in self._flats else flat
+            self._flats[b] = self._reducer.add(b, self._flats[b], flat) if b in self._flats else flat
         if entry is not None:
             self._pending[run] -= 1
         while self._last and self._waiting and not self._pending.get(self._waiting[-1], 0):

@@ -8,7 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from .groups.protocol import Done, Group, Work
-from .step import check_unchanged, versions_of
+from .handle import check_unchanged, versions_of
+from .layout import Bucket
 
 
 class Source(Protocol):
@@ -35,7 +36,7 @@ class Source(Protocol):
 
 
 class Resident:
-    """Levels 0 to 2: whole flats that are always here."""
+    """Levels 0 to 2: whole flats that are always here, in the dtype they are used in."""
 
     drops = False
 
@@ -57,27 +58,33 @@ class Resident:
 
 
 class Gathered:
-    """Level 3: this rank's pieces, all-gathered on use. One all-gather a bucket each time.
+    """Flats made on use. Level 3: this rank's pieces, all-gathered, one all-gather a bucket each time. Any level: flats
+    that are used in another dtype, rounded as for a gather, and cast.
 
     Args:
-        flats: pieces where `passing`; elsewhere whole flats of other levels' leaves, which stay.
+        flats: pieces where `cut`; elsewhere whole flats of other levels' leaves, which stay if they needn't be cast.
     """
 
     drops = True
 
-    def __init__(self, flats: list[Tensor], passing: Sequence[bool], group: Group, log: list[str], name: str):
-        self._flats, self.passing, self._group, self._log, self._name = flats, passing, group, log, name
-        self._started: list[tuple[Tensor, Work]] | None = None
+    def __init__(
+        self, flats: list[Tensor], buckets: list[Bucket], cut: Sequence[bool], group: Group, log: list[str], name: str
+    ):
+        self._flats, self._buckets, self._cut = flats, buckets, cut
+        self._group, self._log, self._name = group, log, name
+        self.passing: Sequence[bool] = [c or bucket.dtypes is not None for c, bucket in zip(cut, buckets, strict=True)]
+        self._started: list[tuple[Tensor, Tensor, Work]] | None = None  # whole, what it is made of, the gather
         self._whole: list[Tensor] | None = None
         self._versions: list[int] = []
 
     def start(self) -> None:
-        if self._whole is None and self._started is None:
+        if self._whole is None and self._started is None and any(self._cut):
             self._log.append("gather " + self._name)
             self._started = []
-            for flat, passes in zip(self._flats, self.passing, strict=True):
-                whole = flat.new_empty(self._group.size * flat.numel()) if passes else flat
-                self._started.append((whole, self._group.all_gather(whole, flat) if passes else Done()))
+            for flat, bucket, cut in zip(self._flats, self._buckets, self._cut, strict=True):
+                sent = flat.to(bucket.gather) if cut else flat
+                whole = sent.new_empty(self._group.size * sent.numel()) if cut else flat
+                self._started.append((whole, sent, self._group.all_gather(whole, sent) if cut else Done()))
 
     def here(self) -> bool:
         return self._whole is not None
@@ -85,10 +92,12 @@ class Gathered:
     def flats(self) -> list[Tensor]:
         self.start()
         if self._whole is None:
-            assert self._started is not None
-            for _, work in self._started:
+            for _, _, work in self._started or ():
                 work.wait()
-            self._whole, self._started = [whole for whole, _ in self._started], None
+            wholes = self._flats if self._started is None else [whole for whole, _, _ in self._started]
+            self._started = None
+            pairs = zip(wholes, self._buckets, strict=True)
+            self._whole = [whole.to(bucket.gather).to(bucket.compute) for whole, bucket in pairs]
             self._versions = versions_of(self._whole)
         return self._whole
 

@@ -62,6 +62,7 @@ def gather_state(state: TrainState, plan: StatePlan, axes: Axes) -> TrainState:
         tree_map(torch.clone, state.buffers),
         treedef.unflatten(whole),
         None if state.seed is None else state.seed.clone(),
+        finite=tree_map(torch.clone, state.finite),
     )
 
 
@@ -109,6 +110,7 @@ def scatter_state(whole: TrainState, plan: StatePlan, sharding: Sharding, rank: 
         lay_out_state(treedef.unflatten(part), plan, layout, rank),
         None if whole.seed is None else whole.seed.clone(),
         sharding,
+        tree_map(torch.clone, whole.finite),
     )
 
 

@@ -19,6 +19,9 @@ from torch import Tensor
 from .across import Across, Local
 from .deferred import Deferred
 from .errors import StructureError, explain
+from .finite import Finite, FinitePolicy, LossScale, NonFinite, all_finite, not_finite, refusal
+from .handle import check_unchanged, versions_of
+from .lowering import Seen
 from .measures import Measures, check_names, check_reported
 from .optim.base import Transform
 from .sharding import Sharding
@@ -55,6 +58,7 @@ class TrainState(NamedTuple):
     opt_state: Any  # at levels 1 to 3 in pieces where it follows a param
     seed: Tensor | None  # 0-d int64, on the CPU; None: the global random state is used as it is
     sharding: Sharding | None = None  # how it is cut; None: it isn't
+    finite: Finite | None = None  # steps skipped, and the loss scale; None: nothing is skipped
 
 
 class Outcome(NamedTuple):
@@ -75,6 +79,7 @@ class TrainStep:
     trainable: Trainable = None
     accumulate: int = 1
     metrics: tuple[str, ...] = ()
+    finite: FinitePolicy = field(default_factory=FinitePolicy)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -105,6 +110,7 @@ class TrainStep:
             tree_map(torch.clone, {} if buffers is None else buffers),
             opt_state,
             None if seed is None else torch.tensor(seed),
+            finite=self.finite.init(),
         )
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -113,7 +119,7 @@ class TrainStep:
             raise StructureError("an unsharded step was given a sharded state. Remedy: `sharded.gather(state)` first")
         grads, outcome = self.loss_and_grads(state, batch)
         metrics = {"loss": outcome.loss.detach(), **{k: as_metric(v) for k, v in outcome.metrics.items()}}
-        state, measured = self.update_measured(state, grads, outcome.buffers)
+        state, measured = self.update_measured(state, grads, outcome.buffers, outcome.loss)
         return state, with_measured(metrics, measured)
 
     def loss_and_grads(self, state: TrainState, batch: Any, rank: int = 0) -> tuple[PyTree[Tensor], Outcome]:
@@ -131,12 +137,15 @@ class TrainStep:
     def _on_micro_batch(self, state: TrainState, batch: Any, rank: int, i: int) -> tuple[PyTree[Tensor], Outcome]:
         params = tree_map(lambda p: p.detach().requires_grad_(p.requires_grad), state.params)
         with replayed(state.seed, state.step, rank, optree.tree_leaves(params)[0].device, i), torch.enable_grad():
-            versions = versions_of(optree.tree_leaves(params))
-            outcome = call_loss(self.loss_fn, params, state.buffers, batch)
+            versions, seen = versions_of(optree.tree_leaves(params)), Seen(params)
+            outcome = call_loss(self.loss_fn, seen.params, state.buffers, batch)
+            seen.finish()
             check_unchanged(optree.tree_leaves(params), versions)
             leaves, treedef = optree.tree_flatten(select(params, trained(params)))
-            grads = torch.autograd.grad(outcome.loss, leaves, allow_unused=True)
+            scale = self.finite.scale(state.finite)
+            grads = torch.autograd.grad(outcome.loss, leaves, outcome.loss.new_full((), scale), allow_unused=True)
         whole = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
+        whole = whole if scale == 1 else [g / scale for g in whole]
         whole = [if_weighty(g, outcome.weight) for g in whole]
         metrics = {name: if_weighty(as_metric(value), outcome.weight) for name, value in outcome.metrics.items()}
         loss = if_weighty(outcome.loss.detach(), outcome.weight)
@@ -148,20 +157,27 @@ class TrainStep:
 
     @torch.no_grad()
     def update_measured(
-        self, state: TrainState, grads: PyTree[Tensor], buffers: PyTree[Tensor]
+        self, state: TrainState, grads: PyTree[Tensor], buffers: PyTree[Tensor], loss: Tensor | None = None
     ) -> tuple[TrainState, Metrics]:
-        """The next state, from gradients, and the metrics of the update that were asked for."""
+        """The next state, from gradients, and the step's own metrics. A policy for what isn't finite sees the loss."""
+        seen = [] if loss is None else [loss]
+        fine = not self.finite.looks or all_finite([*optree.tree_leaves(grads), *seen])
+        if not fine and self.finite.nonfinite == "raise":
+            raise refusal(int(state.step), [(float(sum(seen)), not_finite(named_leaves(grads)))])
         params, across = optimizer_view(state.params)
         measures = Measures(self.metrics, across)
         measures.see("grad_norm", grads)
         measures.see("param_norm", params)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
-        same_structure(params, updates, what="the optimizer's updates")
+        next_state = state._replace(step=state.step + 1, finite=self.finite.next(state.finite, fine=fine))
+        if fine:
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
+            same_structure(params, updates, what="the optimizer's updates")
+            new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
+            next_state = next_state._replace(params=merge(new, state.params), buffers=buffers, opt_state=opt_state)
+        else:
+            updates = tree_map(torch.zeros_like, grads)
         measures.see("update_norm", updates)
-        new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
-        params = merge(new, state.params)
-        next_state = state._replace(step=state.step + 1, params=params, buffers=buffers, opt_state=opt_state)
-        return next_state, measures.metrics(opt_state)
+        return next_state, with_measured(measures.metrics(next_state.opt_state), self.finite.metrics(next_state.finite))
 
 
 def train_step(
@@ -171,6 +187,8 @@ def train_step(
     trainable: Trainable = None,
     accumulate: int = 1,
     metrics: Sequence[str] = (),
+    nonfinite: NonFinite | None = None,
+    loss_scale: LossScale | None = None,
 ) -> TrainStep:
     """Make a training step for one process. `shard` turns it into the same step for N ranks.
 
@@ -187,6 +205,10 @@ def train_step(
         metrics: more metrics of each step, by name: "grad_norm", "update_norm" and "param_norm", of the trained leaves
             (sharded: one all-reduce of a number a leaf for all three together), and what the optimizer's state
             reports: "learning_rate", "clip_factor", "clip_norm", "skipped"; see `optim.state_metrics`.
+        nonfinite: what to do when the loss or a gradient has a NaN or an infinity, the same on all ranks: "raise"
+            `NonFiniteError`, "skip" the step (params, buffers and optimizer state stay; the metric `skipped` counts),
+            or "pass", which doesn't look. None: "skip" with a loss scale, else "pass".
+        loss_scale: multiply the loss before backward, for float16; the scale is part of the state, and a metric.
 
     >>> from functorch_zero import optim
     >>> step = train_step(lambda params, buffers, batch: ((params["w"] - batch) ** 2).mean(), optim.adamw(0.1))
@@ -201,7 +223,9 @@ def train_step(
             "Remedy: use functorch_zero.optim, or wrap your own with optim.pointwise, with_statistics, "
             "with_whole_leaves or with_whole_tree, which declare what it must see of a tensor"
         )
-    return TrainStep(loss_fn, optimizer, trainable, accumulate, check_names(metrics))
+    nonfinite = nonfinite or ("pass" if loss_scale is None else "skip")
+    names, policy = check_names(metrics), FinitePolicy(nonfinite, loss_scale)
+    return TrainStep(loss_fn, optimizer, trainable, accumulate, names, policy)
 
 
 def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
@@ -209,7 +233,7 @@ def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
     twice = sorted(set(metrics) & set(measured))
     if twice:
         raise StructureError(
-            f"the loss and train_step(metrics=...) both give metrics named {twice}. Remedy: rename one"
+            f"two of the loss, train_step(metrics=...) and the step give metrics named {twice}. Remedy: rename one"
         )
     return metrics | measured
 
@@ -234,20 +258,6 @@ def call_loss(loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int 
     )
     same_structure(buffers, new, what="Aux.buffers", rank=rank)
     return Outcome(loss, new, aux.metrics, aux.weight)
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each has been written to."""
-    return [0 if x.is_inference() else x._version for x in tensors]
-
-
-def check_unchanged(params: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Raise if a loss has written to params: it would change the state, or be lost, depending on the level."""
-    if params and versions_of(params) != list(versions):
-        raise StructureError(
-            "the loss changed a leaf of params in place, and a step is a pure function. "
-            "Remedy: make a new tensor, `p = p * 0.5` instead of `p *= 0.5`"
-        )
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:

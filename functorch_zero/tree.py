@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import StructureError, explain
+from .precision import Precision
 
 T = TypeVar("T")
 PyTree: TypeAlias = T | Any  # any tree whose leaves are T; optree's own type knows the built-in containers only
@@ -26,6 +27,12 @@ class UnitSpec:
     name: str
     modules: tuple[str, ...]  # paths of the modules that use the leaves, in the order they are called
     leaves: tuple[str, ...]  # dotted paths of the leaves
+    precisions: tuple[Precision, ...] = ()  # of each leaf; empty: none has a policy
+
+    @property
+    def policies(self) -> dict[str, Precision]:
+        """By leaf, the policies given."""
+        return dict(zip(self.leaves, self.precisions, strict=True)) if self.precisions else {}
 
 
 class Params(dict[str, Any]):

@@ -126,10 +126,16 @@ class UnitRun:
             own = [None] * len(bucket.leaves) if grads is None else grads[first : first + len(bucket.leaves)]
             first += len(bucket.leaves)
             if bucket.trainable:
-                flat = pack(own, bucket, device=self._around.device)
+                dtype = None if bucket.dtypes is None else bucket.reduce
+                flat = pack(own, bucket, device=self._around.device, dtype=dtype)
                 if self._around.share is not None:
                     flat.mul_(self._around.share)
                 yield b, if_weighty(flat, self._around.weight)
+
+    def let_go(self) -> None:
+        """What was made for one use, a gather or a cast, can go; leaves that are always here stay."""
+        if self.source.drops:
+            self.done()
 
     def done(self) -> None:
         """The unit's gradient has been taken, or the pass is over: what was kept of it can go."""
@@ -201,9 +207,9 @@ class Pass:
         for run, unit in zip(self.runs, layout.units, strict=True):
             numbers = [leaf for b in unit.buckets for leaf in layout.buckets[b].leaves]
             for index, leaf in enumerate(numbers):
-                spec = layout.leaves[leaf]
+                spec, bucket = layout.leaves[leaf], layout.buckets[layout.places[leaf][0]]
                 trainable = spec.trainable and self.anchor is not None
-                leaves[leaf] = Handle(run, index, spec.shape, spec.dtype, self.device, trainable)
+                leaves[leaf] = Handle(run, index, spec.shape, bucket.compute, self.device, trainable)
         return layout.treedef.unflatten(leaves)
 
     def fetch(self, run: UnitRun) -> list[Tensor]:

@@ -37,7 +37,7 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[tuple[str, str, s
     A leaf belongs to the innermost unit around all its places. What is in none of the chosen units forms units of
     its own, one for each largest module that holds no chosen one; small ones join a neighbour.
     """
-    chosen = {path for path, module in model.named_modules() if path and _matches(units, model, path, module)}
+    chosen = {path for path, module in model.named_modules() if path and matches(units, model, path, module)}
     if units is not None and not chosen:
         raise ValueError(f"units={units!r} matches no module of {type(model).__name__}")
     homes: dict[str, str] = {}
@@ -62,7 +62,7 @@ def choose_modules(model: nn.Module, rule: Units | bool, units: Sequence[UnitSpe
     if rule is True:
         around = {parent for path in entered for parent in ancestors(path)[1:]}
         return frozenset(entered - around)
-    chosen = {path for path in entered if _matches(rule, model, path, model.get_submodule(path))}
+    chosen = {path for path in entered if matches(rule, model, path, model.get_submodule(path))}
     if not chosen:
         raise ValueError(
             f"{what}={rule!r} matches no module that is a unit. Remedy: choose among {', '.join(sorted(entered))}"
@@ -70,7 +70,8 @@ def choose_modules(model: nn.Module, rule: Units | bool, units: Sequence[UnitSpe
     return frozenset(chosen)
 
 
-def _matches(units: Units, model: nn.Module, path: str, module: nn.Module) -> bool:
+def matches(units: Units, model: nn.Module, path: str, module: nn.Module) -> bool:
+    """Whether a rule, or any of several, names the module of this path."""
     if units is None:
         return _is_opened_child(model, path)
     if isinstance(units, type):
@@ -79,7 +80,7 @@ def _matches(units: Units, model: nn.Module, path: str, module: nn.Module) -> bo
         return path_matches(path, units)
     if callable(units):
         return bool(units(path, module))
-    return any(_matches(rule, model, path, module) for rule in units)
+    return any(matches(rule, model, path, module) for rule in units)
 
 
 def path_matches(path: str, pattern: str) -> bool:

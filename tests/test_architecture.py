@@ -16,6 +16,7 @@ MAX_IMPORT_SECONDS = 0.3
 # A module may import its own level and lower ones. A folder counts as one module here.
 LEVELS = {
     "errors": 0,
+    "precision": 0,
     "tree": 0,
     "watches": 1,
     "version": 0,
@@ -23,6 +24,9 @@ LEVELS = {
     "layout": 1,
     "remat": 1,
     "units": 1,
+    "policies": 1,
+    "finite": 1,
+    "lowering": 1,
     "groups": 1,
     "collectives": 2,
     "across": 2,
@@ -45,8 +49,10 @@ LEVELS = {
     "evaluation": 3,
     "levels": 4,
     "reports": 4,
+    "shares": 4,
     "state_layout": 4,
     "options": 4,
+    "prepared": 4,
     "broadcast": 5,
     "sharded_evaluation": 5,
     "shard": 5,

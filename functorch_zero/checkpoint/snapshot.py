@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from ..handle import versions_of
 from ..optim.base import describe
 from ..shard import ShardedTrainStep
-from ..step import TrainState, TrainStep, versions_of
+from ..step import TrainState, TrainStep
 from .errors import CheckpointError
 from .places import Contents, Part, Step, contents_of, group_of, parts_to_save
 

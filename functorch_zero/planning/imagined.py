@@ -102,7 +102,7 @@ class ImaginedStep(ShardedTrainStep):
         self.reduced = sum(flat.nbytes for flat in made[0].values())
         return made
 
-    def _report(self, state: TrainState, outcome: Outcome, log: list[str]) -> reports.Report:
+    def _report(self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]) -> reports.Report:
         """The same all-reduce, of numbers that are there, and the buffers that were written to."""
         self._enter("metrics")
         before, (after, treedef) = optree.tree_leaves(state.buffers), optree.tree_flatten(outcome.buffers)
@@ -110,7 +110,7 @@ class ImaginedStep(ShardedTrainStep):
         metrics, buffers = dict.fromkeys(outcome.metrics, 0.0), treedef.unflatten(kept)
         with self.live.paused():
             known = outcome._replace(loss=torch.zeros(()), metrics=metrics, buffers=buffers)
-            report = super()._report(state, known, log)
+            report = super()._report(state, known, log, more)
         self._enter("buffers")
         return report
 

@@ -84,10 +84,17 @@ def run_in_parts(
         outcomes = [outcome for _, outcome in results]
         shares = _shares(outcomes)
         grads = tree_map(lambda *gs, s=shares: _mean(gs, s), *(grads for grads, _ in results))
-        held = _combine_buffers(rule, [outcome.buffers for outcome in outcomes])
-        state, measured = step.update_measured(state, grads if g is None else _jittered(grads, g), held[0])
-        steps.append(Step(state, held, _average_metrics(outcomes, shares) | measured))
+        held, before = _combine_buffers(rule, [outcome.buffers for outcome in outcomes]), held
+        metrics, old = _average_metrics(outcomes, shares), state
+        grads = grads if g is None else _jittered(grads, g)
+        state, measured = step.update_measured(old, grads, held[0], metrics["loss"])
+        held = before if _skipped(old, state) else held
+        steps.append(Step(state, held, metrics | measured))
     return Run(first, steps)
+
+
+def _skipped(old: TrainState, new: TrainState) -> bool:
+    return old.finite is not None and new.finite is not None and bool(new.finite.skipped > old.finite.skipped)
 
 
 def _shares(outcomes: Sequence[Outcome]) -> list[float]:

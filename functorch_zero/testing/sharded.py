@@ -232,7 +232,7 @@ def _part(step: Step, what: str) -> Any:
         "opt_state": step.state.opt_state,
         "buffers": step.buffers[0],
         "metrics": step.metrics,
-        "counters": (step.state.step, step.state.seed),
+        "counters": (step.state.step, step.state.seed, step.state.finite),
     }
     return parts[what]
 

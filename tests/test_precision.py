@@ -1,0 +1,419 @@
+"""Mixed precision: what each dtype of a policy does, sharded = unsharded for each, bytes counted, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optree import tree_map
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vmap
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import MismatchError, StructureError
+from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
+from functorch_zero.lowering import Seen
+from functorch_zero.precision import Dtypes, Precision
+from functorch_zero.shard import shard
+from functorch_zero.step import TrainStep, train_step
+from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
+from functorch_zero.testing.models import GPT, Block
+from tests.test_memory import LiveBytes
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+LEVELS = (0, 1, 2, 3)
+ROWS = 12
+
+POLICIES: dict[str, Any] = {
+    "compute": Precision(compute=BF16),
+    "gather": Precision(gather=BF16),
+    "gather narrower than compute": Precision(compute=F32, gather=BF16, storage=F64),
+    "storage": Precision(storage=F64, compute=F32),
+    "reduce wider": Precision(compute=BF16, reduce=F64),
+    "norms": {"": Precision(compute=BF16), nn.LayerNorm: Precision(compute=F32)},
+    "a block of its own": {"blocks.1": Precision(compute=BF16, output=F32), "head": Precision(gather=BF16)},
+    "several dtypes in a unit": {"": Precision(compute=BF16), "blocks.*.up": Precision(storage=F64, compute=BF16)},
+}
+
+
+def gpt_step(
+    precision: Any, optimizer: Any = None, *, tied: bool = False, weighted: bool = False, **options: Any
+) -> Any:
+    """(step, params, buffers, batches) of a small GPT in float32."""
+    remat = options.pop("remat", False)
+    case = models.gpt(tied=tied)
+    model = case.module().float()
+    apply, params, buffers = fz.functionalize(model, units=Block, precision=precision, remat=remat)
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, fz.Aux]:
+        output, buffers = apply(params, buffers, batch["x"])
+        loss = F.cross_entropy(output.float().flatten(0, 1), batch["y"].flatten())
+        return loss, fz.Aux(buffers=buffers, weight=len(batch["x"]) if weighted else None)
+
+    step = train_step(loss_fn, optimizer or optim.sgd(0.1, momentum=0.9), **options)
+    return step, params, buffers, case.batches(2, ROWS)
+
+
+def check(step: TrainStep, params: Any, buffers: Any, batches: Any, **options: Any) -> None:
+    assert_sharded_equals_unsharded(step, params, buffers, batches, **{"per_rank": True, **options})
+
+
+# What a policy says
+
+
+@pytest.mark.parametrize(
+    ("policy", "storage", "expected"),
+    [
+        (Precision(), F32, None),
+        (Precision(compute=BF16), F32, Dtypes(BF16, BF16, F32)),
+        (Precision(compute=F32), BF16, Dtypes(F32, BF16, BF16)),
+        (Precision(compute=F16), BF16, Dtypes(F16, F16, BF16)),
+        (Precision(gather=BF16), F32, Dtypes(F32, BF16, F32)),
+        (Precision(compute=BF16, gather=F32, reduce=BF16), F32, Dtypes(BF16, F32, BF16)),
+        (Precision(compute=F32), F32, None),
+        (Precision(compute=BF16), torch.int64, None),
+        (Precision(compute=BF16), torch.complex64, None),
+    ],
+)
+def test_what_none_means(policy: Precision, storage: torch.dtype, expected: Dtypes | None) -> None:
+    assert policy.dtypes(storage) == expected
+
+
+@pytest.mark.parametrize("field", ["storage", "compute", "gather", "reduce", "buffers", "output"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused(field: str, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"Precision\.{field}.*expected float64, float32.*got {dtype}.*Remedy"):
+        Precision(**{field: dtype})
+
+
+def test_rules_that_can_not_be_are_refused() -> None:
+    model = GPT(5, 4, 2, 1, 3, tied=True)
+    with pytest.raises(ValueError, match=r"'blcks\.\*'.*matches no module of GPT"):
+        fz.functionalize(model, precision={"blcks.*": Precision()})
+    with pytest.raises(StructureError, match=r"two policies: path embed\.weight.*at head.*same policy"):
+        fz.functionalize(model, precision={"head": Precision(compute=BF16)})
+    with pytest.raises(TypeError, match="takes Precision"):
+        fz.functionalize(model, precision={"": BF16})  # type: ignore[dict-item]
+
+
+def test_the_innermost_module_named_counts() -> None:
+    class Seeing(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name, self.weight = name, nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen[self.name] = (self.weight.dtype, x.dtype)
+            return self.weight * x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Seeing("a"), nn.Sequential(Seeing("b.0"), Seeing("b.1"), nn.Dropout(0.0))
+            self.listed = nn.ParameterList([nn.Parameter(torch.ones(2))])
+            self.register_buffer("mean", torch.ones(2))
+            self.register_buffer("count", torch.ones(2, dtype=torch.int64))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            seen[""] = (self.listed[0].dtype, x.dtype, mask.dtype)
+            return {"x": self.b(self.a(x)), "mask": mask}
+
+    seen: dict[str, Any] = {}
+    rules = {
+        "": Precision(storage=F64, compute=BF16, buffers=F16, output=F32),
+        Seeing: Precision(compute=F16),
+        "b.*": Precision(compute=F32, output=BF16),
+        "b.1": Precision(),
+    }
+    apply, params, buffers = fz.functionalize(Model(), precision=rules)
+    output, _ = apply(params, buffers, torch.ones(2), torch.ones(2, dtype=torch.bool))
+    assert seen == {"": (BF16, BF16, torch.bool), "a": (F16, F16), "b.0": (F32, F32), "b.1": (F32, BF16)}
+    assert (output["x"].dtype, output["mask"].dtype) == (F32, torch.bool)
+    assert {path: leaf.dtype for path, leaf in params.items()} == {
+        "listed.0": F64, "a.weight": F32, "b.0.weight": F32, "b.1.weight": F32,
+    }  # fmt: skip
+    assert (buffers["mean"].dtype, buffers["count"].dtype) == (F16, torch.int64)
+
+
+def test_parametrized_leaves_and_their_module() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    apply, params, buffers = fz.functionalize(model, precision=Precision(compute=BF16))
+    assert apply(params, buffers, torch.ones(1, 3))[0].dtype == BF16
+
+
+# The oracle
+
+
+def by_hand(precision: Precision, params: Any, batch: Any, model: nn.Module) -> Any:
+    """Loss and gradients as plain torch gives them, in bfloat16."""
+    lowered = {n: p.detach().to(precision.gather or BF16).to(BF16).requires_grad_() for n, p in params.items()}
+    output = functional_call(model, lowered, (batch["x"].to(BF16),))
+    loss = (output.float() - batch["y"]).square().mean()
+    grads = torch.autograd.grad(loss, list(lowered.values()))
+    return loss, [g.to(precision.reduce or F32).float() for g in grads]
+
+
+@pytest.mark.parametrize("reduce", [None, BF16, F16])
+def test_the_unsharded_step_is_plain_torch_in_low_precision(reduce: torch.dtype | None) -> None:
+    model, precision = (
+        nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)),
+        Precision(compute=BF16, reduce=reduce),
+    )
+    apply, params, buffers = fz.functionalize(model, precision=precision)
+    step = train_step(lambda p, b, x: (apply(p, b, x["x"])[0].float() - x["y"]).square().mean(), optim.sgd(0.5))
+    batch = {"x": torch.randn(6, 5), "y": torch.randn(6, 3)}
+    state = step.init(params, buffers)
+    new, metrics = step(state, batch)
+    loss, grads = by_hand(precision, params, batch, model)
+    assert torch.equal(metrics["loss"], loss)
+    for (path, old), g in zip(params.items(), grads, strict=True):
+        assert torch.equal(new.params[path], old - 0.5 * g) and g.any() and new.params[path].dtype == F32
+
+
+def test_apply_outside_a_step_rounds_the_same() -> None:
+    model = models.gpt().module().float()
+    apply, params, buffers = fz.functionalize(model, units=Block, precision=POLICIES["norms"])
+    x = models.gpt().batches(1, 2)[0]["x"]
+    outside, _ = apply(params, buffers, x)
+    inside, _ = apply(Seen(params).params, buffers, x)
+    assert torch.equal(outside, inside) and outside.dtype == BF16
+    loss = apply(params, buffers, x)[0].float().square().mean()
+    assert all(g.dtype == F32 and g.any() for g in torch.autograd.grad(loss, [params["blocks.0.up.weight"]]))
+
+
+def test_writing_to_what_the_loss_sees_is_refused() -> None:
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            fz.gather(params)["weight"].mul_(2)
+        return apply(params, buffers, x)[0].float().mean()
+
+    apply, params, _ = fz.functionalize(nn.Linear(3, 2), precision=Precision(compute=BF16))
+    step = train_step(loss_fn, optim.sgd(0.1))
+    with pytest.raises(StructureError, match="in place"):
+        step(step.init(params), torch.ones(2, 3))
+    for level in LEVELS:
+        with pytest.raises(StructureError, match="in place"):
+            sharded = shard(step, level=level, group=CountingGroup(2))
+            sharded(sharded.init(params), torch.ones(2, 3))
+
+
+# Sharded = unsharded
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_policy(name: str) -> None:
+    check(*gpt_step(POLICIES[name]), ranks=(1, 3))
+
+
+@pytest.mark.parametrize("make", [models.shared, models.frozen_mlp, models.convnet, models.mixed, models.unused])
+def test_each_kind_of_model(make: Callable[[], models.Case]) -> None:
+    """Modules called twice, frozen and unused leaves, BatchNorm, leaves of several dtypes."""
+    case = make()
+    units = nn.Linear if make is models.frozen_mlp else case.units
+    rules = {"": Precision(compute=BF16)} | ({nn.BatchNorm2d: Precision(compute=F32)} if make is models.convnet else {})
+    apply, params, buffers = fz.functionalize(case.module().float(), units=units, precision=rules)
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, fz.Aux]:
+        output, new = apply(params, buffers, tree_map(lambda x: x.float() if x.is_floating_point() else x, batch["x"]))
+        return case.criterion(output.float(), batch), fz.Aux(buffers=new)
+
+    step = train_step(loss_fn, optim.sgd(0.05, momentum=0.9))
+    options = {"unused": ("single.*", *case.unused)} if make is models.mixed else {"unused": case.unused}
+    check(step, params, buffers, case.batches(2, ROWS), ranks=(2, 3), **options)
+
+
+def test_params_kept_in_a_half_precision() -> None:
+    case = models.mlp()
+    apply, params, buffers = fz.functionalize(case.module(), precision=Precision(storage=BF16, compute=F32))
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        return case.criterion(apply(params, buffers, batch["x"])[0], batch)
+
+    bound = Equality("approximate", 2.0**-7, "a sum of two roundings may be rounded to the next number instead")
+    step = train_step(loss_fn, optim.sgd(0.5))
+    check(step, params, buffers, case.batches(2, ROWS), ranks=(2, 3), grade=bound)
+
+
+def test_against_the_whole_batch() -> None:
+    bound = Equality("approximate", 0.06, "gradients of each part are rounded to bfloat16, of parts above their mean")
+    check(*gpt_step(POLICIES["norms"]), ranks=(2, 3), per_rank=False, grade=bound)
+
+
+@pytest.mark.parametrize("reduce", [BF16, F16])
+def test_sums_in_a_half_precision(reduce: torch.dtype) -> None:
+    bound = Equality("approximate", 0.05, "4 roundings of 2^-9, of parts that may be several times their mean")
+    check(*gpt_step(Precision(compute=BF16, reduce=reduce)), ranks=(2, 3), grade=bound)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(sorted(POLICIES)), st.sampled_from(LEVELS), st.integers(1, 3), st.booleans(),
+    st.sampled_from([{}, {"accumulate": 2}, {"nonfinite": "skip"}, {"loss_scale": fz.LossScale(initial=2.0**8)}]),
+    st.sampled_from([{}, {"donate": False}, {"reshard_after_forward": False}]),
+    st.sampled_from(["sgd", "clip+lamb", "muon"]), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_pairs_of_options(
+    policy: str, level: int, ranks: int, weighted: bool, how: Any, options: Any, name: str, remat: bool, tied: bool
+) -> None:
+    makers = {
+        "sgd": lambda: optim.sgd(0.1, momentum=0.9),
+        "clip+lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01, weight_decay=0.01, eps=1e-2)),
+        "muon": lambda: optim.muon(0.02),
+    }
+    made = gpt_step(POLICIES[policy], makers[name](), tied=tied and "head" not in str(POLICIES[policy]),
+                    weighted=weighted, remat=Block if remat else False, **how)  # fmt: skip
+    check(*made, levels=(level,), ranks=(ranks,), allow_round_off=True, **options)
+
+
+def test_on_processes() -> None:
+    """Over gloo, in bfloat16 and float16 on the wire, at each level."""
+
+    def run(group: Any) -> dict[Any, Any]:
+        found = {}
+        for policy, level in itertools.product(("norms", "reduce"), LEVELS):
+            precision = POLICIES.get(policy) or Precision(compute=BF16, reduce=BF16)
+            step, params, buffers, batches = gpt_step(precision)
+            sharded = shard(step, level=level, group=group)
+            state = sharded.init(params, buffers)
+            for batch in batches:
+                state, _ = sharded(state, {k: x.chunk(group.size)[group.rank] for k, x in batch.items()})
+            found[policy, level] = sharded.gather(state).params
+        return found
+
+    for ranks in (2, 3):
+        on_threads = run_ranks(run, ranks)
+        results = launch(lambda: run(ProcessGroup()), ranks, start_method="fork", timeout=100)
+        start = gpt_step(None)[1]
+        for key, expected in on_threads[0].items():
+            for path, old in start.items():
+                update = expected[path] - old
+                assert update.any()
+                for got in results:
+                    apart = (got[key][path] - expected[path]).abs().max()
+                    assert apart <= (1e-5 if key[0] == "norms" else 0.05) * update.abs().max(), (key, path)
+
+
+def test_params_inside_the_loss_have_their_compute_dtype() -> None:
+    case = models.mlp()
+    apply, params, buffers = fz.functionalize(case.module().float(), precision=Precision(compute=BF16))
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        whole = fz.gather(params)
+        assert {leaf.dtype for leaf in (*params.values(), *whole.values())} == {BF16}
+        penalty = sum(leaf.float().square().sum() for leaf in whole.values())
+        direct = params["layers.0.weight"].float().sum()
+        return case.criterion(apply(params, buffers, batch["x"])[0].float(), batch) + 0.01 * penalty + 0.01 * direct
+
+    step = train_step(loss_fn, optim.sgd(0.05))
+    check(step, params, buffers, case.batches(2, ROWS), ranks=(2,))
+    evaluate = fz.eval_step(lambda p, b, x: {"norm": sum(leaf.float().norm() for leaf in fz.gather(p).values())})
+    state = step.init(params)
+    alone = evaluate(state, None)["norm"]
+
+    def run(group: Any) -> list[Tensor]:
+        steps = [(shard(step, level=k, group=group), shard(evaluate, level=k, group=group)) for k in LEVELS]
+        return [e(s.init(params), None)["norm"] for s, e in steps]
+
+    for got in run_ranks(run, 2)[0]:
+        assert torch.allclose(got, alone, rtol=1e-6)
+
+
+def test_derivatives_inside_the_loss() -> None:
+    case = models.mlp()
+    apply, params, buffers = fz.functionalize(case.module(), precision=Precision(compute=F32, gather=BF16))
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        f, x = (lambda v: apply(params, {}, v)[0].sum()), batch["x"].float()
+        slopes, curvature = vmap(grad(f))(x), vmap(jacrev(grad(f)))(x)
+        return slopes.square().mean() + curvature.square().mean() + apply(params, {}, x)[0].square().mean()
+
+    step = train_step(loss_fn, optim.sgd(0.01))
+    grade = Equality("approximate", 1e-5, "computed in float32")
+    check(step, params, buffers, case.batches(2, ROWS), ranks=(2,), per_rank=False, grade=grade)
+
+
+def test_ranks_with_other_policies_hear_of_it() -> None:
+    def run(group: Any) -> str:
+        step, params, buffers, _ = gpt_step(Precision(compute=BF16) if group.rank else None)
+        try:
+            shard(step, level=3, group=group).init(params, buffers)
+        except MismatchError as error:
+            return str(error)
+        return "nothing"
+
+    for told in run_ranks(run, 2):
+        assert 'layout.precision.embed.weight is absent on rank 0 and "bfloat16, gathered' in told
+
+
+# Bytes
+
+
+class Deep(nn.Module):
+    """Equal layers without biases, whose elements divide by everything."""
+
+    def __init__(self, depth: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def sent(precision: Any, level: int, **options: Any) -> dict[str, float]:
+    """Bytes that a rank of four sends in a step that knows the order of units, by kind."""
+    apply, params, _ = fz.functionalize(Deep(), precision=precision)
+    group = CountingGroup(4)
+    step = shard(train_step(lambda p, b, x: apply(p, b, x)[0].float().square().mean(), optim.sgd(0.1)),
+                 level=level, group=group, **options)  # fmt: skip
+    state = step.init(params)
+    for _ in range(2):
+        group.reset()
+        state, _ = step(state, torch.ones(2, 64))
+    return {kind: group.sent_bytes(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+@pytest.mark.parametrize("policy", [Precision(compute=BF16), Precision(gather=BF16), Precision(compute=F16)])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_gather_in_halves_moves_half_the_bytes(policy: Precision, keeps: bool) -> None:
+    whole, half = (sent(p, 3, reshard_after_forward=not keeps) for p in (None, policy))
+    assert whole["all_gather"] > 0 and half == {**whole, "all_gather": whole["all_gather"] / 2}
+
+
+@pytest.mark.parametrize(
+    ("level", "kind"), [(0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter"), (3, "reduce_scatter")]
+)
+def test_a_reduction_in_halves_moves_half_the_bytes(level: int, kind: str) -> None:
+    whole, half = (sent(p, level) for p in (None, Precision(reduce=BF16)))
+    metrics = 2 * 32 * 8 * 3 / 4 if kind == "all_reduce" else 0
+    assert whole[kind] - metrics > 0 and half == {**whole, kind: (whole[kind] - metrics) / 2 + metrics}
+
+
+def peak(precision: Any, level: int) -> int:
+    """The most bytes that a step makes beside the state it is given."""
+    apply, params, _ = fz.functionalize(Deep(), precision=precision)
+    step = shard(train_step(lambda p, b, x: apply(p, b, x)[0].float().square().mean(), optim.sgd(0.1)),
+                 level=level, group=CountingGroup(64))  # fmt: skip
+    state, found = step.init(params), 0
+    for _ in range(3):
+        with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
+            state, _ = step(state, torch.ones(2, 64))
+        found = live.peak
+    return found
+
+
+def test_units_in_use_are_held_in_their_compute_dtype() -> None:
+    """In units of a layer in float32: whole ones at work and on their way, gradients of one."""
+    layer = 64 * 64 * 4
+    whole, half = (peak(policy, 3) / layer for policy in (None, Precision(compute=BF16, reduce=BF16)))
+    assert 2 < whole < 4.5 and half < 0.6 * whole, (whole, half)
+    at_level_2 = peak(Precision(compute=BF16, reduce=BF16), 2) / layer
+    assert at_level_2 < 3, "copies of a unit or two in bfloat16, not of the model, which is 3 layers' worth"
