@@ -8,6 +8,7 @@ Leaves of a tree made here are views of their flat, and `flat_of_pieces` finds t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import optree
 import torch
@@ -37,6 +38,16 @@ def pack(
         if leaf is not None:
             part.view(shape).copy_(leaf)
     return flat
+
+
+def is_flat(leaf: Tensor | None, bucket: Bucket, dtype: torch.dtype | None = None) -> TypeGuard[Tensor]:
+    """Whether this whole leaf, the bucket's first, is all of its flat as it lies."""
+    return (
+        leaf is not None
+        and leaf.numel() == bucket.numel
+        and leaf.is_contiguous()
+        and leaf.dtype == (bucket.dtype if dtype is None else dtype)
+    )
 
 
 def unpack(flat: Tensor, bucket: Bucket) -> list[Tensor]:

@@ -21,6 +21,7 @@ import torch
 from .precision import Dtypes, Precision, short
 from .tree import Params, PyTree, UnitSpec, paths
 
+LARGE = 2**23  # bytes of a leaf from which on a bucket of its own pays, at levels 2 and 3
 ALIGNMENT = 64  # bytes; a leaf, and a rank's piece, start at a multiple of it
 
 
@@ -289,10 +290,19 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
 
 
 def _same_kind(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
-    kinds: dict[tuple[torch.dtype, Dtypes | None, bool, Cut], list[int]] = {}
-    for i in numbers:
-        kinds.setdefault((specs[i].dtype, specs[i].dtypes, specs[i].trainable, specs[i].cut), []).append(i)
+    """A unit's leaves bucket by bucket; those that are alone in theirs last."""
+    kinds: dict[tuple[torch.dtype, Dtypes | None, bool, Cut, int], list[int]] = {}
+    for i in sorted(numbers, key=lambda i: _stands_alone(specs[i])):
+        alone = i if _stands_alone(specs[i]) else -1
+        kinds.setdefault((specs[i].dtype, specs[i].dtypes, specs[i].trainable, specs[i].cut, alone), []).append(i)
     return list(kinds.values())
+
+
+def _stands_alone(spec: LeafSpec) -> bool:
+    """Whether a leaf is a bucket by itself: its gradient, if reduced at once, then needs no copy to be one flat."""
+    align = max(1, ALIGNMENT // spec.dtype.itemsize) * spec.cut.num_pieces
+    large = spec.numel * spec.dtype.itemsize >= LARGE and spec.numel % align == 0
+    return large and spec.trainable and spec.cut.level > 1 and spec.cut.num_pieces > 1
 
 
 def _bucket(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], num_levels: int) -> Bucket:
@@ -304,6 +314,7 @@ def _bucket(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], num_le
         end += -(-specs[i].numel // align) * align
     piece = -(-end // (first.cut.num_pieces * align)) * align
     about = short(first.dtype) if first.dtypes is None else f"{short(first.dtype)}, used as {first.dtypes}"
+    about += f", {first.path}" if _stands_alone(first) else ""
     about += ("" if first.trainable else ", frozen") + (f", level {first.cut.level}" if num_levels > 1 else "")
     name, shapes = f"{unit or 'root'}[{about}]", tuple(specs[i].shape for i in numbers)
     return Bucket(

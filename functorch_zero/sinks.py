@@ -9,7 +9,7 @@ the layout's order, each unit once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -27,8 +27,8 @@ class Giver(Protocol):
 
     trained: list[int]  # the numbers of its trained buckets
 
-    def pack(self, grads: Grads | None) -> Iterator[tuple[int, Tensor]]:
-        """Its trained buckets' gradients as whole flats; None is zeros."""
+    def pack(self, grads: Grads | None, lent: Container[int] = ()) -> Iterator[tuple[int, Tensor]]:
+        """Its trained buckets' gradients as whole flats, those in `lent` not to be written to; None is zeros."""
         ...
 
     def replay(self, entry: int) -> None:
@@ -45,7 +45,7 @@ class Giver(Protocol):
 
 
 class Reducer:
-    """Starts reductions of whole gradient flats, at most one under way at a time, and adds up what they give.
+    """Starts reductions of whole gradient flats, at most one unit's at a time, and adds up what they give.
 
     A bucket in pieces is reduce-scattered along the shard axis. What that gives adds up; along the replicate axis it is
     summed once, at the end.
@@ -53,28 +53,30 @@ class Reducer:
 
     def __init__(self, layout: Layout, axes: Axes, log: list[str]):
         self._layout, self._axes, self._log = layout, axes, log
-        self._under_way: tuple[int, Tensor, Work] | None = None
+        self._under_way: list[tuple[int, Tensor, Work]] = []
         self._done: dict[int, Tensor] = {}
 
     def start(self, b: int, flat: Tensor) -> None:
-        """Begin to reduce the gradients of bucket `b`; `flat` is given away."""
-        self.settle()
+        """Begin to reduce the gradients of bucket `b`; `flat` is given away. `settle` before the first of a unit.
+
+        A flat of level 2 or 3 is only read.
+        """
         self._log.append("reduce " + self._layout.buckets[b].name)
         flat = flat.to(self._layout.buckets[b].reduce)
         if self._is_cut(b):
             piece = flat.new_empty(flat.numel() // self._axes.shard.size)
-            self._under_way = (b, piece, self._for(b, self._axes.shard).reduce_scatter(piece, flat))
+            self._under_way.append((b, piece, self._for(b, self._axes.shard).reduce_scatter(piece, flat)))
         else:
-            self._under_way = (b, flat, self._for(b, self._axes.world).all_reduce(flat))
+            self._under_way.append((b, flat, self._for(b, self._axes.world).all_reduce(flat)))
 
     def add(self, b: int, flat: Tensor, more: Tensor) -> Tensor:
         """The sum of two flats of gradients not reduced yet, in the storage dtype."""
         return flat.to(self._layout.buckets[b].dtype).add_(more)
 
     def settle(self) -> None:
-        """Wait for what is under way, and let go of its flat."""
-        if self._under_way is not None:
-            (b, result, work), self._under_way = self._under_way, None
+        """Wait for what is under way, and let go of its flats."""
+        while self._under_way:
+            b, result, work = self._under_way.pop(0)
             work.wait()
             result = result.to(self._layout.buckets[b].dtype)
             self._done[b] = self._done[b].add_(result) if b in self._done else result
@@ -183,7 +185,8 @@ class Streaming:
 
     def _send(self, run: Giver, grads: Grads | None) -> None:
         run.done()  # before its gradients are packed, so that params and gradients are not here together
-        for b, flat in run.pack(grads):
+        self.settle()
+        for b, flat in run.pack(grads, self._streams):
             if b in self._streams:
                 self._reducer.start(b, flat)
             else:
@@ -194,6 +197,7 @@ class Streaming:
     def _send_whole(self, buckets: Iterable[int]) -> None:
         for b in buckets:
             if b in self._flats:
+                self.settle()
                 self._reducer.start(b, self._flats.pop(b))
 
     def begin(self, runs: Sequence[Giver], *, last: bool) -> None:
@@ -245,6 +249,7 @@ class Accumulating:
             self._send(self._waiting.pop())
 
     def _send(self, run: Giver) -> None:
+        self.settle()
         ready = {b: self._flats.pop(b) for b in run.trained if b in self._flats}
         for b, flat in ready.items() if ready else run.pack(None):
             self._reducer.start(b, flat)

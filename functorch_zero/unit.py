@@ -10,7 +10,7 @@ reduction under way and the next gather wait until it asks for its second saved 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from .collectives import pack, unpack
+from .collectives import is_flat, pack, unpack
 from .handle import Handle
 from .layout import Layout, Unit
 from .sinks import Grads, Sink
@@ -119,15 +119,22 @@ class UnitRun:
         self._around.sink.take(entry, self, grads)
         self._around.prefetch()
 
-    def pack(self, grads: Grads | None) -> Iterator[tuple[int, Tensor]]:
-        """The trained buckets' gradients as whole flats; `grads` None is zeros."""
+    def pack(self, grads: Grads | None, lent: Container[int] = ()) -> Iterator[tuple[int, Tensor]]:
+        """The trained buckets' gradients as whole flats; `grads` None is zeros.
+
+        Those of the buckets in `lent` may be autograd's own, not to be written to.
+        """
         first = 0
         for b, bucket in zip(self._numbers, self._buckets, strict=True):
             own = [None] * len(bucket.leaves) if grads is None else grads[first : first + len(bucket.leaves)]
             first += len(bucket.leaves)
             if bucket.trainable:
                 dtype = None if bucket.dtypes is None else bucket.reduce
-                flat = pack(own, bucket, device=self._around.device, dtype=dtype)
+                alone = own[0]
+                if b in lent and self._around.share is None and is_flat(alone, bucket, dtype):
+                    flat = alone.detach().view(-1)
+                else:
+                    flat = pack(own, bucket, device=self._around.device, dtype=dtype)
                 if self._around.share is not None:
                     flat.mul_(self._around.share)
                 yield b, if_weighty(flat, self._around.weight)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from functorch_zero.functional import functionalize
-from functorch_zero.layout import ALIGNMENT, Extent, Layout, default_units, make_layout
+from functorch_zero.layout import ALIGNMENT, Cut, Extent, Layout, default_units, make_layout
 from functorch_zero.tree import Params, UnitSpec, paths
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool)
@@ -167,3 +167,21 @@ def test_a_layout_is_hashable_plain_data() -> None:
     _, params, _ = functionalize(nn.Linear(2, 2))
     assert isinstance(params, Params)
     assert hash(make_layout(params, 2, trainable=lambda path, leaf: True)) is not None
+
+
+def test_a_large_leaf_whose_gradient_is_reduced_at_once_is_a_bucket_of_its_own() -> None:
+    with torch.device("meta"):
+        params = {"a": torch.empty(1024), "head": torch.empty(2048, 1024), "odd": torch.empty(2049, 1025)}
+        params |= {"frozen": torch.empty(2048, 1024), "z": torch.empty(7)}
+    unit = [UnitSpec("", (), tuple(params))]
+
+    def names(level: int) -> list[list[str]]:
+        cut = Cut(level, 2 if level else 1, 2 if level == 3 else 1)
+        layout = make_layout(
+            params, 2, trainable=lambda path, _: path != "frozen", units=unit, cut=lambda path, leaf: cut
+        )
+        return [[layout.leaves[i].path for i in bucket.leaves] for bucket in layout.buckets]
+
+    together = [["a", "head", "odd", "z"], ["frozen"]]
+    assert names(0) == names(1) == together
+    assert names(2) == names(3) == [["a", "odd", "z"], ["frozen"], ["head"]]

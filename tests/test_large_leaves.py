@@ -1,0 +1,67 @@
+"""Leaves that are buckets of their own, whose gradients are reduced as autograd gives them, without a copy."""
+
+import pytest
+import torch
+from torch import nn
+
+from functorch_zero import functionalize, layout, optim, train_step
+from functorch_zero.handle import gather
+from functorch_zero.step import Aux
+from functorch_zero.testing import assert_sharded_equals_unsharded
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr(layout, "LARGE", 1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Net(nn.Module):
+    """A tied embedding, and a block that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.last = nn.Embedding(48, 24), Block(), Block()
+        self.head = nn.Linear(24, 48, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.last(self.block(self.block(self.embed(x)))))
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"accumulate_in": "whole"}])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equal_to_the_unsharded_step(options, accumulate, weighted):
+    torch.manual_seed(0)
+    apply, params, buffers = functionalize(Net().double(), units=Block)
+
+    def loss_fn(params, buffers, batch):
+        logits, _ = apply(params, buffers, batch["x"])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+        return (loss, Aux(weight=batch["y"].numel())) if weighted else loss
+
+    batches = [{k: torch.randint(48, (12, 5)) for k in "xy"} for _ in range(2)]
+    step = train_step(loss_fn, optim.adamw(1e-2), accumulate=accumulate)
+    assert_sharded_equals_unsharded(step, params, buffers, batches, levels=(2, 3), ranks=(2, 3), **options)
+
+
+def test_two_leaves_may_be_given_one_gradient():
+    params = {name: torch.randn(6, 16, dtype=torch.float64, requires_grad=True) for name in "ab"}
+
+    def loss_fn(params, buffers, batch):
+        p = gather(params)
+        return ((p["a"] + p["b"]) * batch["x"].mean(0)).sum() + (p["a"] * p["a"]).sum()
+
+    batches = [{"x": torch.randn(6, 6, 16, dtype=torch.float64)} for _ in range(2)]
+    step = train_step(loss_fn, optim.sgd(1e-1))
+    assert_sharded_equals_unsharded(step, params, {}, batches, levels=(2, 3), ranks=(2, 3))
+    assert_sharded_equals_unsharded(step, params, {}, batches, levels=({"a": 3, "b": 0},), ranks=(2,))
