@@ -91,6 +91,8 @@ class Bunches:
         how = self._regrouping(transform.plain)
         assert how is not None
         u, p, old = (optree.tree_leaves(tree) for tree in (updates, params, state))
+        if not all(map(has_values, p)):
+            return state  # a plan's: a kernel works in place and takes no room
         new = list(old)
         for bunch, places in zip(self._bunches, how.places, strict=True):
             at = [self._position[n] for n in bunch.leaves]

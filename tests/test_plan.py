@@ -301,6 +301,28 @@ def test_the_zero_papers_example() -> None:
     assert [round(zero_bytes(7.5e9, 64, level=level) / 1e9, 1) for level in range(4)] == [120, 31.4, 16.6, 1.9]
 
 
+def test_a_compiled_chain_is_not_compiled_for_a_plan() -> None:
+    plain, compiled = (
+        plan(decoder(), made(optim.adamw(1e-3)), level=2, ranks=2, units="blocks.*", batch=tokens())
+        for made in (lambda optimizer: optimizer, optim.compiled)
+    )
+    assert compiled == plain
+
+
+def test_measured_metrics_are_among_the_collectives() -> None:
+    apply, params, buffers = fz.functionalize(decoder(), "blocks.*")
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        return apply(params, buffers, *batch)[0], fz.Aux(weight=(batch[1] > 3).sum(), metrics={"a": torch.ones(())})
+
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+    step = fz.train_step(loss_fn, optimizer, metrics=["grad_norm", "update_norm"])
+    made = plan(params, step, level=3, ranks=2, batch=tokens())
+    for _, _, calls in run(step, params, buffers, [tokens()] * 2, 2, level=3):
+        assert calls_of(made) == calls
+    assert [c.kind for c in made.collectives if c.phase == "optimizer"] == ["all_reduce"] * 2
+
+
 def test_owners_balance() -> None:
     params = {f"w{i}": torch.empty(8 * (i + 1), 8, device="meta", requires_grad=True) for i in range(6)}
     made = plan(params, optim.muon(1e-3), level=1, ranks=3)
