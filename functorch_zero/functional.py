@@ -140,8 +140,11 @@ class _Skeleton:
         self._empty = [(attributes, name, attributes[name]) for attributes, name, _ in self._slots + self._buffer_slots]
         self._params: Mapping[str, Any] = {}
         self._lazy = False
+        by_leaf: dict[str, list[_Place]] = {}
+        for place in self._slots:
+            by_leaf.setdefault(place[2], []).append(place)
         for unit in anatomy.units:
-            inside = [(d, a, leaf) for d, a, leaf in self._slots if leaf in set(unit.leaves)]
+            inside = [place for leaf in unit.leaves for place in by_leaf.get(leaf, ())]
             for path in unit.modules:
                 module = root.get_submodule(path)
                 module.forward = self._entering(unit, path, inside, module.forward)

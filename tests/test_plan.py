@@ -166,17 +166,18 @@ def tokens(rows: int = 4, length: int = 8, vocab: int = 24) -> tuple[Tensor, Ten
 
 
 OPTIMIZERS = {"adamw": optim.adamw, "lamb": optim.lamb, "muon": optim.muon}
-SIZES = {"wide": ((128, 4, 512), (1, 16, 512)), "deep": ((64, 8, 128), (8, 64, 128))}  # (model, batch)
+PRECISIONS = {"float32": None, "bfloat16": fz.Precision(compute=torch.bfloat16)}
+SIZES = {"wide": ((128, 4, 512), (1, 16, 512)), "deep": ((64, 5, 128), (8, 64, 128))}  # (model, batch)
 
 
-def measured_peaks(rows: list[tuple[str, int, str]]) -> list[int]:
+def measured_peaks(rows: list[tuple[str, int, str, str]]) -> list[int]:
     """On a real rank over gloo: the most bytes of tensors in a step, by torch's own allocator."""
     torch.set_num_threads(1)
     return [measured_peak(*row) for row in rows]
 
 
-def measured_peak(size: str, level: int, optimizer: str) -> int:
-    apply, params, buffers = fz.functionalize(decoder(*SIZES[size][0]), "blocks.*")
+def measured_peak(size: str, level: int, optimizer: str, precision: str) -> int:
+    apply, params, buffers = fz.functionalize(decoder(*SIZES[size][0]), "blocks.*", precision=PRECISIONS[precision])
     batch = tokens(*SIZES[size][1])
     step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], OPTIMIZERS[optimizer](1e-3))
     sharded = fz.shard(step, level=level)
@@ -185,7 +186,7 @@ def measured_peak(size: str, level: int, optimizer: str) -> int:
     for _ in range(2):
         state, _ = sharded(state, batch)
     before, peaks = held((state.params, state.opt_state)), []
-    for _ in range(3):  # gloo's threads may hold tensors a little longer than the step does: the least counts
+    for _ in range(2):  # gloo's threads may hold tensors a little longer than the step does: the least counts
         gc.collect()
         events: list[int] = []
         with allocations(events):
@@ -211,14 +212,15 @@ class allocations:
 
 
 def test_the_peak_is_that_of_a_run_on_real_ranks() -> None:
-    rows = [("wide", level, "adamw") for level in range(4)] + [("deep", 3, "adamw"), ("wide", 2, "muon")]
-    rows += [*(("deep", level, "adamw") for level in range(3)), ("wide", 3, "lamb")] if FULL else []
-    for row, most in zip(rows, fz.launch(measured_peaks, 2, rows, timeout=100)[0], strict=True):
-        size, level, optimizer = row
-        batch = tokens(*SIZES[size][1])
-        made = plan(
-            decoder(*SIZES[size][0]), OPTIMIZERS[optimizer](1e-3), level=level, ranks=2, units="blocks.*", batch=batch
-        )
+    rows = [("wide", level, "adamw", "float32") for level in range(4)]
+    rows += [("deep", 3, "adamw", "float32"), ("wide", 2, "muon", "float32"), ("wide", 3, "adamw", "bfloat16")]
+    if FULL:
+        rows += [("deep", level, "adamw", "float32") for level in range(3)] + [("wide", 3, "lamb", "float32")]
+    for row, most in zip(rows, fz.launch(measured_peaks, 2, rows, timeout=100, start_method="fork")[0], strict=True):
+        size, level, optimizer, precision = row
+        options: dict[str, Any] = {"units": "blocks.*", "precision": PRECISIONS[precision]}
+        options |= {"level": level, "ranks": 2, "batch": tokens(*SIZES[size][1])}
+        made = plan(decoder(*SIZES[size][0]), OPTIMIZERS[optimizer](1e-3), **options)
         assert made.peak.total == pytest.approx(most, rel=0.1), row
 
 
@@ -323,6 +325,21 @@ def test_measured_metrics_are_among_the_collectives() -> None:
     assert [c.kind for c in made.collectives if c.phase == "optimizer"] == ["all_reduce"] * 2
 
 
+@pytest.mark.parametrize("level", range(4))
+def test_precision(level: int) -> None:
+    precision = fz.Precision(compute=torch.bfloat16, reduce=torch.bfloat16 if level == 2 else None)
+    apply, params, buffers = fz.functionalize(decoder(), "blocks.*", precision=precision)
+    step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0].float(), optim.lamb(1e-3), nonfinite="skip")
+    made = plan(params, step, level=level, ranks=2, batch=tokens())
+    for state, first, calls in run(step, params, buffers, [tokens()] * 2, 2, level=level)[:1]:
+        assert calls_of(made) == calls
+        assert (made.params, made.state) == (held(state.params), first)
+    assert made.assumed == 1
+    unknown = plan(decoder(), optim.lamb(1e-3), level=level, ranks=2, units="blocks.*", precision=precision)
+    sizes = [[(c.kind, c.unit, c.dtype, c.nbytes) for c in p.collectives if c.unit] for p in (made, unknown)]
+    assert sizes[0] == sizes[1]
+
+
 def test_owners_balance() -> None:
     params = {f"w{i}": torch.empty(8 * (i + 1), 8, device="meta", requires_grad=True) for i in range(6)}
     made = plan(params, optim.muon(1e-3), level=1, ranks=3)
@@ -361,7 +378,7 @@ def test_errors_say_what_to_do() -> None:
     _, params, _ = fz.functionalize(decoder(), "blocks.*")
     with pytest.raises(StructureError, match="pass train_step"):
         plan(params, optim.sgd(0.1), level=3, ranks=2, batch=tokens())
-    with pytest.raises(StructureError, match="units are found in a module"):
+    with pytest.raises(StructureError, match="units and precision are of a module"):
         plan(params, optim.sgd(0.1), level=3, ranks=2, units="blocks.*")
     with pytest.raises(ValueError, match="rank must be"):
         plan(params, optim.sgd(0.1), level=3, ranks=2, rank=2)

@@ -21,6 +21,7 @@ from ..layout import Layout, Unit, make_layout
 from ..levels import AccumulateIn, LevelRule, Levels, check_accumulate_in
 from ..optim.base import Transform
 from ..options import Options
+from ..policies import PrecisionRules
 from ..step import Aux, LossFn, TrainStep, mark_trainable
 from ..tree import storage_id
 from ..units import Units
@@ -40,6 +41,7 @@ def plan(
     ranks: int,
     rank: int = 0,
     units: Units = None,
+    precision: PrecisionRules = None,
     batch: Any = None,
     buffers: PyTree[Tensor] | None = None,
     buffer_rule: str = "mean",
@@ -57,7 +59,7 @@ def plan(
         level: as for `shard`: 0 to 3, a name, or levels by leaf.
         ranks: how many.
         rank: whose plan.
-        units: as for `functionalize`, when a module is given.
+        units, precision: as for `functionalize`, when a module is given; params have theirs.
         batch: a sample of one rank's batch; tensors on the meta device will do. With it the loss is run on fake
             tensors: activations are measured, and the collectives are those of this loss. A module given without a
             `train_step` is its own loss, called with `*batch`. Without a batch, units are taken to be entered once
@@ -84,7 +86,7 @@ def plan(
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
-    params, given, step = _inputs(model_or_params, units, optimizer)
+    params, given, step = _inputs(model_or_params, optimizer, units, precision)
     params = mark_trainable(params, step.trainable)
     device = next((x.device for x in optree.tree_leaves(params) if not x.is_meta), torch.device("cpu"))
     journal, levels = Journal(), Levels(level)
@@ -145,16 +147,18 @@ def _no_loss(params: Any, buffers: Any, batch: Any) -> Any:
     raise AssertionError
 
 
-def _inputs(given: Any, units: Units, optimizer: Transform | TrainStep) -> tuple[Any, Any, TrainStep]:
+def _inputs(
+    given: Any, optimizer: Transform | TrainStep, units: Units, precision: PrecisionRules
+) -> tuple[Any, Any, TrainStep]:
     """Params and buffers of a module or of params, and the step."""
     step = optimizer if isinstance(optimizer, TrainStep) else TrainStep(_no_loss, optimizer)
     if not isinstance(given, nn.Module):
-        if units is not None:
+        if units is not None or precision is not None:
             raise StructureError(
-                "units are found in a module, and params were given, which have theirs from functionalize"
+                "units and precision are of a module, and params were given, which have theirs from functionalize"
             )
         return given, {}, step
-    apply, params, buffers = functionalize(given, units)
+    apply, params, buffers = functionalize(given, units, precision=precision)
     return params, buffers, replace(step, loss_fn=_called(apply)) if step.loss_fn is _no_loss else step
 
 

@@ -10,6 +10,7 @@ import torch
 
 from .. import optim
 from ..levels import LEVELS
+from ..precision import Precision
 from .api import plan
 from .gpt import Shape, read_config
 from .paper import zero_bytes
@@ -42,6 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     run_ = parser.add_argument_group("the run")
     run_.add_argument("--optimizer", default="adamw", help="a function of functorch_zero.optim (default: adamw)")
     run_.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"], help="of the params")
+    run_.add_argument("--compute", choices=["bfloat16", "float16"], help="of the params in use; by default as kept")
     run_.add_argument("--ranks", type=int, nargs="+", required=True, help="one or several numbers of them")
     run_.add_argument("--memory", type=float, help="a device's, in GB (10**9 bytes)")
     run_.add_argument("--bandwidth", type=float, help="of a rank's link, in GB a second, one way")
@@ -52,7 +54,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans of all levels, for each number of ranks. Exit code 1 when for one of these none fits."""
-    params = _shape(args).params(getattr(torch, args.dtype))
+    precision = Precision(compute=getattr(torch, args.compute)) if args.compute else None
+    params = _shape(args).params(getattr(torch, args.dtype), precision)
     optimizer = _optimizer(args.optimizer)
     plans = {n: [plan(params, optimizer, level=level.number, ranks=n) for level in LEVELS] for n in args.ranks}
     fits = [_show(n, made, args) for n, made in plans.items()]
@@ -60,14 +63,14 @@ def run(args: argparse.Namespace) -> int:
         args.json.write_text("[" + ",\n".join(p.to_json() for made in plans.values() for p in made) + "]\n")
     if args.picture:
         tops = {f"level {p.level}, {p.num_ranks} ranks": p.peak for made in plans.values() for p in made}
-        draw_levels(tops, str(args.picture), title=f"{args.optimizer}, {args.dtype}, without activations")
+        draw_levels(tops, str(args.picture), title=f"{args.optimizer}, {_dtypes(args)}, without activations")
     return 0 if all(fits) else 1
 
 
 def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bool:
     """Print the plans for one number of ranks. Whether one of them fits, or nobody asked."""
     peaks = [p.peak.total + args.activations * _GB for p in plans]
-    print(f"{plans[0].num_params:,} params in {args.dtype}, {args.optimizer}, {num_ranks} ranks; of rank 0:\n")
+    print(f"{plans[0].num_params:,} params in {_dtypes(args)}, {args.optimizer}, {num_ranks} ranks; of rank 0:\n")
     print(table(plans, peaks, args.memory, args.bandwidth))
     paper = [zero_bytes(plans[0].num_params, num_ranks, level=level.number) for level in LEVELS]
     print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes a parameter: " + ", ".join(map(bytes_text, paper)))
@@ -93,6 +96,10 @@ def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, b
         row += ["yes" if peak <= memory * _GB else "no"] if memory else []
         rows.append(row)
     return align(rows)
+
+
+def _dtypes(args: argparse.Namespace) -> str:
+    return f"{args.dtype}, used as {args.compute}" if args.compute else str(args.dtype)
 
 
 def _shape(args: argparse.Namespace) -> Shape:

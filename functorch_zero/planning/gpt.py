@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from ..precision import Precision
 from ..tree import Params, UnitSpec
 
 
@@ -30,7 +31,7 @@ class Shape:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    def params(self, dtype: torch.dtype) -> Params:
+    def params(self, dtype: torch.dtype, precision: Precision | None = None) -> Params:
         """The leaves on the meta device; a unit a block, one the embedding, one the head with the last norm."""
         leaves: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, self.width)}
         units = [UnitSpec("embed", ("embed",), ("embed.weight",))]
@@ -44,6 +45,8 @@ class Shape:
             name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             for name, shape in (leaves | last).items()
         }
+        if precision is not None:
+            units = [replace(unit, precisions=(precision,) * len(unit.leaves)) for unit in units]
         return Params(made, tuple(units))
 
     def _block(self) -> dict[str, tuple[int, ...]]:

@@ -30,7 +30,7 @@ class Plan:
         balance: of the owners, where the optimizer has whole-leaf parts.
         traced: whether a sample batch was run; if not, there are no activations in it and the order of units is the
             layout's.
-        assumed: how many yes-no questions about values the optimizer asked on the host; answered with yes.
+        assumed: how many yes-no questions about values the step asked on the host; answered with yes.
     """
 
     level: int | None

@@ -24,7 +24,7 @@ def one_leaf_a_bucket(layout: Layout) -> Layout:
     buckets = [
         replace(bucket, leaves=(b,), shapes=((bucket.numel,),), offsets=(0,)) for b, bucket in enumerate(layout.buckets)
     ]
-    leaves = [LeafSpec(b.name, b.shapes[0], b.dtype, b.trainable, b.cut) for b in buckets]
+    leaves = [LeafSpec(b.name, b.shapes[0], b.dtype, b.trainable, b.cut, b.dtypes) for b in buckets]
     return replace(
         layout, leaves=tuple(leaves), buckets=tuple(buckets), treedef=optree.tree_structure([0] * len(buckets))
     )
