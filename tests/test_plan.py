@@ -225,11 +225,11 @@ def test_the_peak_is_that_of_a_run_on_real_ranks() -> None:
 
 
 def test_a_large_layout_for_many_ranks_is_planned_without_allocating() -> None:
-    """10,000 leaves, 40 GB. How long it takes is tests/benchmarks/plan_speed.py's business."""
-    params, events = many_leaves(1000, 10, 1000), []  # type: tuple[Params, list[int]]
+    """1,000 leaves, 4 GB. How long ten times as many take is tests/benchmarks/plan_speed.py's business."""
+    params, events = many_leaves(100, 10, 1000), []  # type: tuple[Params, list[int]]
     with allocations(events):
         made = plan(params, optim.adamw(1e-3), level=3, ranks=4096)
-    assert made.num_params == 10_000 * 1000 * 1000
+    assert made.num_params == 1000 * 1000 * 1000
     assert sum(n for n in events if n > 0) < 1e5  # counters
 
 
