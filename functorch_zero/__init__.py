@@ -18,7 +18,7 @@ from .errors import (
 from .evaluation import eval_step
 from .finite import LossScale
 from .functional import functionalize
-from .groups import CheckedGroup, CountingGroup, Group, ProcessGroup, ThreadGroup, launch
+from .groups import CheckedGroup, CountingGroup, Group, ProcessGroup, Solo, ThreadGroup, launch
 from .handle import gather
 from .precision import Precision
 from .shard import shard
@@ -44,6 +44,7 @@ __all__ = [
     "PeerError",
     "Precision",
     "ProcessGroup",
+    "Solo",
     "StructureError",
     "ThreadGroup",
     "TrainState",

@@ -5,6 +5,7 @@ from .labels import CheckedGroup, LabelledGroup, labelled, rejoin, sibling
 from .launch import launch
 from .process import ProcessGroup, as_group
 from .protocol import Done, Group, ReduceOp, Work
+from .solo import Solo
 from .threads import ThreadGroup, run_ranks
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LabelledGroup",
     "ProcessGroup",
     "ReduceOp",
+    "Solo",
     "ThreadGroup",
     "Work",
     "as_group",

@@ -64,6 +64,12 @@ class Level0(Adapter):
     level = 0
 
 
+class Alone(Level0):
+    """Each process by itself, for comparing with a step that does not communicate: do not look at its params."""
+
+    options: ClassVar[dict[str, Any]] = {"group": fz.Solo()}
+
+
 class Level1(Adapter):
     level = 1
 
@@ -82,6 +88,7 @@ class Level3Keep(Adapter):
 
 
 ADAPTERS = {
+    "fz_alone": Alone,
     "fz_level0": Level0,
     "fz_level1": Level1,
     "fz_level2": Level2,
