@@ -7,6 +7,7 @@ go on.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -91,9 +92,9 @@ class FinitePolicy:
             None if scaling is None else torch.zeros((), dtype=torch.int64),
         )
 
-    def scale(self, finite: Finite | None) -> float:
+    def scale(self, finite: Finite | None) -> float | None:
         """What the loss is to be multiplied by."""
-        return 1.0 if finite is None or finite.scale is None else float(finite.scale)
+        return None if finite is None or finite.scale is None else float(finite.scale)
 
     def next(self, finite: Finite | None, *, fine: bool) -> Finite | None:
         """For the next state, after a step that was finite or wasn't."""
@@ -117,10 +118,17 @@ class FinitePolicy:
         return counted if finite.scale is None else {**counted, "loss_scale": finite.scale.clone()}
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element is a NaN or an infinity. The host waits for it; nothing of the tensors' size is made."""
-    largest = [torch.linalg.vector_norm(x.detach(), math.inf) for x in tensors if x.numel()]
-    return not largest or bool(torch.stack([x.double().cpu() for x in largest]).isfinite().all())
+def all_finite(tensors: Iterable[Tensor], limits: Iterable[float] | None = None) -> bool:
+    """Whether no element is a NaN, an infinity, or as large as its tensor's limit.
+
+    The host waits for it; nothing of the tensors' size is made.
+    """
+    ends = itertools.repeat(math.inf) if limits is None else limits
+    pairs = [(torch.linalg.vector_norm(x.detach(), math.inf), end) for x, end in zip(tensors, ends) if x.numel()]  # noqa: B905
+    if not pairs:
+        return True
+    largest = torch.stack([size.double() for size, _ in pairs])
+    return bool((largest < largest.new_tensor([end for _, end in pairs])).all())
 
 
 def not_finite(named: dict[str, Tensor]) -> list[str]:

@@ -40,7 +40,7 @@ from .options import Options, check_batch, check_not_empty, sharding_of, told
 from .prepared import Prepared
 from .sharded_evaluation import ShardedEvalStep
 from .sharding import Sharding
-from .shares import shares_of, to_means
+from .shares import in_range, shares_of, to_means
 from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
 from .state_plan import StatePlan
@@ -147,7 +147,7 @@ class ShardedTrainStep:
             reduced, outcome, log = self._backward(state, batch, flats, layout)
             trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
             policy = self.unsharded.finite
-            bad = [not all_finite(reduced.values())] if policy.looks else []
+            bad = [not in_range(reduced, layout, outcome.weight, self.group.size)] if policy.looks else []
             metrics, total, changed = self._report(state, outcome, log, bad)
             self._trace = trace
             fine = not policy.looks or (not changed.pop() and all_finite([metrics["loss"]]))

@@ -3,6 +3,10 @@
 Note [seeds]: the loss is differentiated with this rank's share of the whole (its weight, or 1/N) as the seed, so that
 gradients need only be summed. Lower precisions would round what such a seed makes of them, and float16 overflow where
 the unsharded step doesn't. There the seed is a power of two not above 1/N, and packed gradients get the rest.
+
+Note [overflow]: with a loss scale the seed is 1/N, so that what flows back through float16 has the size that it has in
+the unsharded step, and overflows when it does. A leaf's gradient is a sum, whose parts fit where the sum wouldn't; so
+reduced gradients count as overflown where float16 couldn't hold them.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .finite import all_finite
 from .layout import Layout
 from .step import Outcome
+
+F16_END = 65520.0  # what is not below it is infinite in float16
 
 
 class Shares(NamedTuple):
@@ -25,22 +32,34 @@ class Shares(NamedTuple):
     rest: Tensor | float | None  # packed gradients; None: not at all
 
 
-def shares_of(outcome: Outcome, layout: Layout, num_ranks: int, count: int, scale: float) -> Shares:
-    """The shares of one of `count` micro-batches on one of `num_ranks` ranks, with a loss scale; see Note [seeds]."""
+def shares_of(outcome: Outcome, layout: Layout, num_ranks: int, count: int, scale: float | None) -> Shares:
+    """The shares of one of `count` micro-batches on one of `num_ranks` ranks; see Note [seeds] and Note [overflow].
+
+    `scale`: of the loss; None: it isn't scaled.
+    """
     share = 1 / (num_ranks * count) if outcome.weight is None else outcome.weight
     if not layout.rounds and outcome.loss.dtype in (torch.float32, torch.float64):
         first, rest = share, None
     else:
-        first = 0.5 ** math.ceil(math.log2(num_ranks))
+        first = 0.5 ** math.ceil(math.log2(num_ranks)) if scale is None else 1 / num_ranks
         rest = share / first
-    seed = torch.as_tensor(first * scale, dtype=outcome.loss.dtype, device=outcome.loss.device)
+    seed = torch.as_tensor(
+        first if scale is None else first * scale, dtype=outcome.loss.dtype, device=outcome.loss.device
+    )
     return Shares(seed.detach(), rest)
 
 
-def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float) -> None:
+def in_range(reduced: Mapping[int, Tensor], layout: Layout, weight: Tensor | float | None, num_ranks: int) -> bool:
+    """Whether reduced, scaled gradients are finite, and would be in the unsharded step; see Note [overflow]."""
+    expected = 1.0 if weight is None else num_ranks * float(weight)  # the sum of all weights, if they are equal
+    limits = [F16_END * expected if layout.buckets[b].compute == torch.float16 else math.inf for b in reduced]
+    return all_finite(reduced.values(), limits)
+
+
+def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float | None) -> None:
     """Sums of weighted, scaled gradients -> weighted means, in place. A total of 0 leaves them 0."""
     for flat in reduced.values():
         if total is not None:
             flat.div_(torch.where(total == 0, 1.0, total).to(flat.dtype))
-        if scale != 1:
+        if scale is not None:
             flat.div_(scale)

@@ -143,9 +143,10 @@ class TrainStep:
             check_unchanged(optree.tree_leaves(params), versions)
             leaves, treedef = optree.tree_flatten(select(params, trained(params)))
             scale = self.finite.scale(state.finite)
-            grads = torch.autograd.grad(outcome.loss, leaves, outcome.loss.new_full((), scale), allow_unused=True)
+            seed = None if scale is None else outcome.loss.new_full((), scale)
+            grads = torch.autograd.grad(outcome.loss, leaves, seed, allow_unused=True)
         whole = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
-        whole = whole if scale == 1 else [g / scale for g in whole]
+        whole = whole if scale is None else [g / scale for g in whole]
         whole = [if_weighty(g, outcome.weight) for g in whole]
         metrics = {name: if_weighty(as_metric(value), outcome.weight) for name, value in outcome.metrics.items()}
         loss = if_weighty(outcome.loss.detach(), outcome.weight)
