@@ -18,7 +18,7 @@ from .errors import (
 from .evaluation import eval_step
 from .finite import LossScale
 from .functional import functionalize
-from .groups import CheckedGroup, CountingGroup, Group, ProcessGroup, Solo, ThreadGroup, launch
+from .groups import CheckedGroup, CountingGroup, Group, HybridGroup, ProcessGroup, Solo, ThreadGroup, launch
 from .handle import gather
 from .precision import Precision
 from .shard import shard
@@ -36,6 +36,7 @@ __all__ = [
     "DonatedError",
     "Group",
     "GroupError",
+    "HybridGroup",
     "LossScale",
     "LostPeerError",
     "MismatchError",

@@ -43,6 +43,7 @@ from .tree import PyTree, paths, select, storage_id
 from .units import ancestors, path_matches
 
 AccumulateIn = Literal["pieces", "whole"]
+CutStateOver = Literal["shard", "both"]
 LevelRule = int | str | Mapping[str, int | str] | Callable[[str, Any], int | str]
 
 
@@ -145,6 +146,13 @@ def check_accumulate_in(value: Any, levels: Levels) -> AccumulateIn | None:
             f"level {levels.number} keeps whole gradients until the update, so they can't add up in pieces. "
             "Remedy: level 2, which is level 1 with gradients in pieces"
         )
+    return value  # type: ignore[no-any-return]
+
+
+def check_cut_state_over(value: Any) -> CutStateOver:
+    """The choice, if it is one."""
+    if value not in get_args(CutStateOver):
+        raise ValueError(f"cut_state_over must be one of {get_args(CutStateOver)}, got {value!r}")
     return value  # type: ignore[no-any-return]
 
 

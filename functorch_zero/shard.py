@@ -22,9 +22,11 @@ from .handshake import agree, content_digests
 from .layout import Layout, make_layout
 from .levels import (
     AccumulateIn,
+    CutStateOver,
     LevelRule,
     Levels,
     check_accumulate_in,
+    check_cut_state_over,
     flats_of,
     grads_of,
     hold,
@@ -282,6 +284,8 @@ class ShardedTrainStep:
                 "buffers": o.buffers,
                 "reshard_after_forward": o.reshard_after_forward,
                 "accumulate_in": o.accumulate_in,
+                "ranks of the shard axis": o.axes.shard.size,
+                "cut_state_over": "both" if o.axes.both else "shard",
             },
             "optimizer": describe(self.unsharded.optimizer),
             "layout": layout.describe(),
@@ -306,6 +310,7 @@ def shard(
     buffers: BufferRule = ...,
     reshard_after_forward: bool = ...,
     accumulate_in: AccumulateIn | None = ...,
+    cut_state_over: CutStateOver = ...,
 ) -> ShardedTrainStep: ...
 @overload
 def shard(
@@ -317,6 +322,7 @@ def shard(
     buffers: BufferRule = ...,
     reshard_after_forward: bool = ...,
     accumulate_in: AccumulateIn | None = ...,
+    cut_state_over: CutStateOver = ...,
 ) -> ShardedEvalStep: ...
 def shard(
     step: TrainStep | EvalStep,
@@ -327,6 +333,7 @@ def shard(
     buffers: BufferRule = "mean",
     reshard_after_forward: bool = True,
     accumulate_in: AccumulateIn | None = None,
+    cut_state_over: CutStateOver = "shard",
 ) -> ShardedTrainStep | ShardedEvalStep:
     """The same step for the ranks of a group: it returns what the unsharded step returns, or says why it can't.
 
@@ -335,7 +342,8 @@ def shard(
         level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too; 3 or "fsdp",
             params too. Or levels by leaf: a mapping from patterns of paths, `{"": 3, "*.adapter": 1}`, of which the
             innermost that names a leaf or a tree around it counts; or a function `(path, leaf) -> level`.
-        group: a `Group`, a torch process group, a 1-D DeviceMesh, or None for torch's default group.
+        group: a `Group`, a torch process group, a DeviceMesh, or None for torch's default group. A `HybridGroup`, or a
+            mesh of two dims (replicate, shard), keeps pieces inside the shard axis and copies along the other.
         donate: the step may reuse the storage of the state it is given, which can't be used again then.
         buffers: what becomes of buffers that ranks have changed differently: their mean (integers: rank 0's), rank
             0's, or each rank keeps its own.
@@ -344,6 +352,8 @@ def shard(
         accumulate_in: with `train_step(accumulate=k)`, what gradients add up in over the micro-batches: "pieces", each
             reduced at once (least memory: S/N), or "whole", reduced once a step (least traffic). None: the level's
             own, pieces at levels 2 and 3, whole at 0 and 1, which have no pieces to offer.
+        cut_state_over: with a group of two axes, "shard": each replica has all of the optimizer's state, or "both": it
+            is cut over the replicas, too, which then also share the optimizer's work.
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2; level 3: at most 3, 2
     when not resharding. After Rajbhandari et al., "ZeRO" (2020).
@@ -353,7 +363,7 @@ def shard(
     levels = Levels(level)
     options = Options(
         levels,
-        axes_of(as_group(group)),
+        axes_of(as_group(group), both=check_cut_state_over(cut_state_over) == "both"),
         donate,
         check_buffer_rule(buffers),
         reshard_after_forward,

@@ -40,6 +40,7 @@ class Held(NamedTuple):
     start: int
     stop: int
     everywhere: bool  # every rank has all of it
+    saved: bool = True  # by this rank, unless everywhere: one of those that have the same elements saves them
 
     @property
     def whole(self) -> bool:
@@ -129,6 +130,7 @@ class _Spot(NamedTuple):
     start: int = 0
     stop: int = 0
     everywhere: bool = False
+    saved: bool = True
 
 
 _EVERYWHERE = _Spot(None, everywhere=True)
@@ -142,7 +144,7 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
     if leaf.numel() != stop - start:
         expected, got = f"{stop - start} elements", leaf.numel()
         raise StructureError(explain("a leaf is not cut as its layout says", path=path, expected=expected, got=got))
-    return Held(path, leaf, shape, start, stop, spot.everywhere)
+    return Held(path, leaf, shape, start, stop, spot.everywhere, spot.saved)
 
 
 def _spots(step: Step, state: TrainState) -> Iterable[tuple[Any, _Spot]]:
@@ -161,7 +163,9 @@ def _spots(step: Step, state: TrainState) -> Iterable[tuple[Any, _Spot]]:
 def _param_spots(step: ShardedTrainStep, state: TrainState) -> list[_Spot]:
     assert state.sharding is not None
     layout = state.sharding.layout
-    return [_held_params(layout, n, step.options.axes.number) for n in range(len(layout.leaves))]
+    axes = step.options.axes
+    spots = [_held_params(layout, n, axes.number) for n in range(len(layout.leaves))]
+    return [spot._replace(saved=axes.replicate.rank == 0) for spot in spots]
 
 
 def _held_params(layout: Layout, number: int, rank: int) -> _Spot:
@@ -179,7 +183,9 @@ def _state_spots(step: ShardedTrainStep, state: TrainState, leaves: list[Any]) -
     plan = step.state_plan(layout)
     if len(plan.leaves) != len(leaves):
         raise StructureError("the optimizer's state does not have the structure that its init makes")
-    return [_state_spot(planned, layout, step.options.axes.number) for planned in plan.leaves]
+    axes = step.options.axes
+    saved = axes.both or axes.replicate.rank == 0
+    return [_state_spot(planned, layout, axes.number)._replace(saved=saved) for planned in plan.leaves]
 
 
 def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
@@ -211,7 +217,7 @@ def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
             width, n = h.tensor.element_size(), h.tensor.numel()
             start, stop = (min(max(-(-(edge - position) // width), 0), n) for edge in (low, high))
             position += h.tensor.nbytes
-        if start < stop:
+        if start < stop and (h.saved or h.everywhere):
             parts.append(Part(i, start, stop - start, h.tensor, start - h.start))
     return parts
 

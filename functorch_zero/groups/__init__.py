@@ -1,6 +1,7 @@
 """Groups of ranks and their collectives: processes, threads, or one process that counts."""
 
 from .counting import Call, CountedGroup, CountingGroup, counted
+from .hybrid import HybridGroup
 from .labels import CheckedGroup, LabelledGroup, labelled, rejoin, sibling
 from .launch import launch
 from .process import ProcessGroup, as_group
@@ -15,6 +16,7 @@ __all__ = [
     "CountingGroup",
     "Done",
     "Group",
+    "HybridGroup",
     "LabelledGroup",
     "ProcessGroup",
     "ReduceOp",

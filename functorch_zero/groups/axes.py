@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .hybrid import HybridGroup
 from .protocol import Group
 from .solo import Solo
 
@@ -41,6 +42,17 @@ class Axes:
         return self.optimizer.size > self.shard.size
 
 
-def axes_of(group: Group) -> Axes:
-    """Those of a group of one axis: everything happens in it."""
+def axes_of(group: Group, *, both: bool = False) -> Axes:
+    """Those of a group; `both` cuts the state over the replicate axis, too.
+
+    Raises:
+        ValueError: the group has one axis, and can't.
+    """
+    if isinstance(group, HybridGroup):
+        return Axes(group, group.shard, group.replicate, group.by_piece() if both else group.shard)
+    if both:
+        raise ValueError(
+            'cut_state_over="both" needs a group with a replicate and a shard axis, and this one has one axis, over '
+            "which state is cut at levels 1 to 3. Remedy: HybridGroup(group, shard=...), or a DeviceMesh of two dims"
+        )
     return Axes(group, group, Solo(), group)

@@ -8,6 +8,7 @@ the same things in the same order, and a wait that nobody can end is seen at onc
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,10 +36,11 @@ class Signature(NamedTuple):
 
 
 class Meeting:
-    """One collective, on its way to being called by every rank."""
+    """One collective, on its way to being called by every rank of a circle."""
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, ranks: tuple[int, ...]) -> None:
         self.position = position
+        self.ranks = ranks
         self.calls: dict[int, Signature] = {}
         self.deposits: dict[int, Any] = {}
         self.results: Sequence[Any] | None = None  # None until every rank has called
@@ -48,12 +50,32 @@ class Meeting:
 
     def combine(self, combine: Combine) -> None:
         with torch.no_grad():
-            self.results = combine([self.deposits[rank] for rank in sorted(self.deposits)])
+            self.results = combine([self.deposits[rank] for rank in self.ranks])
         self.deposits.clear()
 
     def __str__(self) -> str:
         called = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(self.calls.items()))
         return f"{called} (collective number {self.position} of each)"
+
+
+class Circle:
+    """Some ranks, in increasing order, that meet among themselves: all ranks, or those of one axis of a mesh."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.open: dict[int, Meeting] = {}  # by position: collectives that some rank has yet to call
+        self._num_calls = dict.fromkeys(ranks, 0)
+
+    def next_meeting(self, rank: int) -> Meeting:
+        """The one that this rank has not called yet."""
+        self._num_calls[rank] += 1
+        position = self._num_calls[rank]
+        return self.open.setdefault(position, Meeting(position, self.ranks))
+
+    def begin_anew(self) -> None:
+        """Forget the meetings under way."""
+        self.open.clear()
+        self._num_calls = dict.fromkeys(self.ranks, 0)
 
 
 class Break(NamedTuple):
@@ -74,26 +96,35 @@ class World:
         self._batons = [threading.Semaphore(0) for _ in range(size)]
         self._ended: set[int] = set()
         self._waiting: dict[int, Meeting] = {}
-        self._open: dict[int, Meeting] = {}  # by position: collectives that some rank has yet to call
-        self._num_calls = [0] * size
+        self.everyone = Circle(tuple(range(size)))
+        self._circles = [self.everyone]
+        self._num_circles: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self._told: set[int] = set()  # of a broken world: who knows
         self._back: set[int] = set()  # and who waits for the others to begin anew
         self._times_rejoined = 0
         self._stopped = False
 
-    def join(self, rank: int, call: Signature, deposit: Any, combine: Combine) -> Meeting:
+    def circle(self, rank: int, ranks: tuple[int, ...]) -> Circle:
+        """The next circle of these ranks that this rank hasn't asked for: each of them gets the same ones in turn."""
+        same = [circle for circle in self._circles[1:] if circle.ranks == ranks]
+        number = self._num_circles[rank, ranks]
+        self._num_circles[rank, ranks] += 1
+        if number == len(same):
+            same.append(Circle(ranks))
+            self._circles.append(same[-1])
+        return same[number]
+
+    def join(self, rank: int, call: Signature, deposit: Any, combine: Combine, circle: Circle) -> Meeting:
         """Bring `deposit` to this rank's next collective; the last rank to come combines them all."""
         self._raise_if_broken(rank)
-        self._num_calls[rank] += 1
-        position = self._num_calls[rank]
-        meeting = self._open.setdefault(position, Meeting(position))
+        meeting = circle.next_meeting(rank)
         meeting.calls[rank] = call
         meeting.deposits[rank] = deposit
         if not meeting.agreed():
             self.break_with(GroupError, f"the ranks called different collectives: {meeting}")
             self._raise_if_broken(rank)
-        if len(meeting.calls) == self.size:
-            del self._open[position]
+        if len(meeting.calls) == len(circle.ranks):
+            del circle.open[meeting.position]
             self._combine(meeting, combine)
         return meeting
 
@@ -106,7 +137,7 @@ class World:
                 self._let_others_run(rank)
             finally:
                 del self._waiting[rank]
-        return meeting.results[rank]
+        return meeting.results[meeting.ranks.index(rank)]
 
     def fail(self, rank: int, text: str) -> None:
         """This rank has failed, and knows it."""
@@ -128,8 +159,9 @@ class World:
             raise self._error()
         self._back.add(rank)
         if len(self._back) == self.size:
-            self.broken, self._num_calls = None, [0] * self.size
-            self._open.clear()
+            self.broken = None
+            for circle in self._circles:
+                circle.begin_anew()
             self._told.clear()
             self._back.clear()
             self._times_rejoined += 1
@@ -172,9 +204,11 @@ class World:
 
     def check_all_called(self) -> None:
         """Refuse ranks that all returned, some without collectives that others called and never waited for."""
-        if self.broken is None and self._open:
-            meeting = self._open[min(self._open)]
-            missing = [rank for rank in range(self.size) if rank not in meeting.calls]
+        for circle in self._circles if self.broken is None else ():
+            if not circle.open:
+                continue
+            meeting = circle.open[min(circle.open)]
+            missing = [rank for rank in circle.ranks if rank not in meeting.calls]
             raise GroupError(
                 f"all ranks returned, but {ranks_text(missing)} never called what others called: {meeting}"
             )

@@ -45,6 +45,14 @@ def check_source(size: int, source: int) -> None:
         raise ValueError(f"source must be a rank of the group, from 0 to {size - 1}, got {source}")
 
 
+def check_subgroup(rank: int, size: int, ranks: Sequence[int]) -> None:
+    if list(ranks) != sorted(set(ranks)) or rank not in ranks or not set(ranks) <= set(range(size)):
+        raise ValueError(
+            f"ranks must be some of 0 to {size - 1} in increasing order, and {rank}, this one, among them; "
+            f"got {list(ranks)}"
+        )
+
+
 def failure_text(rank: int, error: BaseException) -> str:
     """What the other ranks are told when `rank` fails, as 'rank 2 failed: ValueError: bad batch'."""
     text = f"rank {rank} failed: {type(error).__name__}"

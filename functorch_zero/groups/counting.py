@@ -92,6 +92,12 @@ class CountedGroup:
     def fail(self, error: BaseException) -> None:
         self.inner.fail(error)
 
+    def subgroup(self, ranks: Sequence[int]) -> CountedGroup:
+        """The inner group's, whose calls are recorded here, too."""
+        made = CountedGroup(self.inner.subgroup(ranks))  # type: ignore[attr-defined]
+        made.calls = self.calls
+        return made
+
     @property
     def _others(self) -> int:
         return self.size - 1
@@ -135,6 +141,9 @@ class _MirrorGroup:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+
+    def subgroup(self, ranks: Sequence[int]) -> _MirrorGroup:
+        return _MirrorGroup(list(ranks).index(self.rank), len(ranks))
 
     @torch.no_grad()
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:

@@ -24,9 +24,11 @@ from .checks import (
     check_flat,
     check_reduce_scatter,
     check_source,
+    check_subgroup,
     failure_text,
 )
 from .guard import refuse_collectives_in_transforms
+from .hybrid import HybridGroup
 from .protocol import Done, Group, ReduceOp, Work, check_reducible
 from .torch_group import (
     backends_of,
@@ -35,8 +37,10 @@ from .torch_group import (
     named_group,
     own_group,
     parent_group,
+    part_of,
     publish_failure,
     read_failure,
+    rows_of_mesh,
     world_failure,
 )
 from .works import Then, TorchWork, as_bytes, copied, fold_into, through_host
@@ -56,8 +60,17 @@ _SMALL = (
 
 
 def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
-    """`group` itself if it is a `Group`, else a `ProcessGroup` over torch's group or mesh (None: all ranks)."""
-    return group if isinstance(group, Group) else ProcessGroup(group)
+    """`group` itself if it is a `Group`, else a `ProcessGroup` over torch's group or mesh (None: all ranks).
+
+    A mesh of two dims, (replicate, shard), becomes a `HybridGroup`.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is not None and (rows := rows_of_mesh(group)) is not None:
+        everyone = sorted(rank for row in rows for rank in row)
+        parent = part_of(parent_group(None), everyone)
+        return HybridGroup.of_rows(ProcessGroup(parent), [[everyone.index(rank) for rank in row] for row in rows])
+    return ProcessGroup(group)
 
 
 class ProcessGroup:
@@ -97,6 +110,7 @@ class ProcessGroup:
         self._rank, self._size = dist.get_rank(parent), dist.get_world_size(parent)
         self._torch_group: dist.ProcessGroup | None = None
         self._token, self._times_rejoined = "", 0
+        self._known_as = self._rank  # in what others are told
         if self._size > 1:
             try:
                 self._torch_group = own_group(parent, self._timeout)
@@ -204,7 +218,7 @@ class ProcessGroup:
         """
         if self._torch_group is None:
             return
-        text = failure_text(self.rank, error)
+        text = failure_text(self._known_as, error)
         self._error = GroupError(f"{text}, and so left this group. Remedy: call rejoin() on all ranks")
         publish_failure(self._failure_key, text)
         self._leave()
@@ -235,6 +249,14 @@ class ProcessGroup:
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not all did: {error}"
             )
             raise self.why_left() from error.with_traceback(None)
+
+    def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
+        """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
+        check_subgroup(self.rank, self.size, ranks)
+        everyone = dist.get_process_group_ranks(self._parent)
+        made = ProcessGroup(part_of(self._parent, [everyone[rank] for rank in ranks]), timeout=self._timeout)
+        made._known_as = self._known_as
+        return made
 
     def sibling(self) -> ProcessGroup:
         """Another group of the same ranks, with connections and a time limit of its own. Every rank calls this."""

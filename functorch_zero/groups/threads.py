@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from ..errors import GroupError, PeerError
-from .baton import Combine, Meeting, Signature, World
+from .baton import Circle, Combine, Meeting, Signature, World
 from .checks import (
     check_all_gather,
     check_all_to_all,
     check_flat,
     check_reduce_scatter,
     check_source,
+    check_subgroup,
     failure_text,
     fold,
     ranks_text,
@@ -79,20 +80,27 @@ class ThreadGroup:
     for late, in any order, or never.
     """
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: World, rank: int, circle: Circle | None = None) -> None:
         self._world = world
-        self._rank = rank
+        self._rank = rank  # among all ranks of the world
+        self._circle = world.everyone if circle is None else circle
         self._thread = threading.get_ident()
 
     @property
     def rank(self) -> int:
         """This rank's number, from 0 to size - 1."""
-        return self._rank
+        return self._circle.ranks.index(self._rank)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self._world.size
+        return len(self._circle.ranks)
+
+    def subgroup(self, ranks: Sequence[int]) -> ThreadGroup:
+        """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
+        check_subgroup(self.rank, self.size, ranks)
+        members = tuple(self._circle.ranks[rank] for rank in ranks)
+        return ThreadGroup(self._world, self._rank, self._world.circle(self._rank, members))
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order."""
@@ -158,7 +166,7 @@ class ThreadGroup:
                 f"the ThreadGroup of rank {self._rank} was used for {call} outside its rank's thread. "
                 "Remedy: use each group only in the function that run_ranks gave it to, and in no thread of your own"
             )
-        return self._world.join(self._rank, call, deposit, combine)
+        return self._world.join(self._rank, call, deposit, combine, self._circle)
 
 
 class _Runs(NamedTuple):

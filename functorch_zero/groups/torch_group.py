@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,33 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
         )
     if mesh.ndim != 1:
         raise NotImplementedError(
-            f"a DeviceMesh of {mesh.ndim} dims ({mesh.mesh_dim_names}) is not supported yet: replicating over one axis "
-            "and sharding over another (HSDP) is planned. Remedy: pass one axis, as in mesh['shard']"
+            f"a DeviceMesh of {mesh.ndim} dims ({mesh.mesh_dim_names}) is not one group of ranks. Remedy: pass one "
+            "axis, as in mesh['shard'], or, to `shard`, two: mesh['replicate', 'shard']"
         )
     return mesh.get_group()
+
+
+def rows_of_mesh(group: Any) -> list[list[int]] | None:
+    """The ranks of each replica of a mesh (replicate, shard); None for what is no DeviceMesh of two dims."""
+    if getattr(group, "ndim", None) != 2:
+        return None
+    rows: list[list[int]] = group.mesh.tolist()
+    return rows
+
+
+def part_of(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The torch group of these ranks (numbers of the world), of the parent's backend; each of them calls it.
+
+    The parent itself, when it has just these ranks.
+    """
+    if list(ranks) == dist.get_process_group_ranks(parent):
+        return parent
+    options: dict[str, Any] = {"use_local_synchronization": len(ranks) < dist.get_world_size()}
+    if backends_of(parent) != backends_of(_world_group()):
+        options["backend"] = str(dist.get_backend_config(parent))
+    made = dist.new_group(list(ranks), **options)
+    assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
+    return made
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:

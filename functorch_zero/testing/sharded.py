@@ -14,7 +14,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..buffers import BufferRule
-from ..groups import run_ranks
+from ..groups import HybridGroup, run_ranks
 from ..groups.protocol import Group
 from ..levels import LevelRule
 from ..shard import shard
@@ -50,6 +50,7 @@ def assert_sharded_equals_unsharded(
     allow_round_off: bool = False,
     seed: int | None = 0,
     buffer_rule: BufferRule = "mean",
+    shard_axis: int | None = None,
     **options: Any,
 ) -> None:
     """Prove a step: run it unsharded, and at each level on each number of ranks, and compare after every batch.
@@ -74,6 +75,7 @@ def assert_sharded_equals_unsharded(
             eigenvectors are defined up to sign only; a leaf that round-off changes altogether is hardly compared then.
         seed: for `init`.
         buffer_rule: what `shard` calls `buffers`.
+        shard_axis: of a mesh of two axes, how many ranks lie along the shard axis (HSDP). It divides all `ranks`.
         **options: for `shard`: `donate` and so on.
 
     Raises:
@@ -95,7 +97,8 @@ def assert_sharded_equals_unsharded(
             _check_fair(whole, batches, num_ranks)
         expected = whole or run_in_parts(step, start, parts, rule=rule)
         for level in levels:
-            got = _run_sharded(step, start, parts, num_ranks, {"level": level, "buffers": rule, **options})
+            settings = {"level": level, "buffers": rule, **options}
+            got = _run_sharded(step, start, parts, num_ranks, settings, shard_axis)
             at = {"level": level, "ranks": num_ranks}
             comparison = _Comparison(expected, got, equality, tuple(unused), rule == "local", at)
             try:
@@ -114,12 +117,18 @@ def assert_sharded_equals_unsharded(
 
 
 def _run_sharded(
-    step: TrainStep, start: Start, batches: Sequence[list[Any]], num_ranks: int, settings: Mapping[str, Any]
+    step: TrainStep,
+    start: Start,
+    batches: Sequence[list[Any]],
+    num_ranks: int,
+    settings: Mapping[str, Any],
+    shard_axis: int | None = None,
 ) -> list[Run]:
     """Each rank's run, with the whole states gathered."""
 
     def run(group: Group) -> Run:
-        sharded = shard(step, group=group, **settings)
+        mesh = group if shard_axis is None else HybridGroup(group, shard=shard_axis)
+        sharded = shard(step, group=mesh, **settings)
         state = sharded.init(start.params, start.buffers, seed=start.seed)
         first, steps = sharded.gather(state), []
         for parts in batches:

@@ -1,0 +1,171 @@
+"""A mesh of ranks with two axes, replicate and shard: pieces lie along one, their copies along the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .labels import rejoin, sibling
+from .protocol import Group, ReduceOp, Work
+from .works import Then
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A group that can be divided."""
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
+        ...
+
+
+class _Forwarding:
+    """All of a group's collectives, done by another group."""
+
+    def __init__(self, inner: Group):
+        self.inner = inner
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0 to size - 1."""
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.inner.size
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        return self.inner.all_gather(out, piece)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        return self.inner.reduce_scatter(out, whole)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return self.inner.all_reduce(tensor, op)
+
+    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+        return self.inner.all_to_all(out, out_sizes, source, in_sizes)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self.inner.broadcast(tensor, source)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return self.inner.exchange(payload)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def fail(self, error: BaseException) -> None:
+        self.inner.fail(error)
+
+    def rejoin(self) -> None:
+        """After a failure that all ranks have caught: as the inner group does, if it can."""
+        rejoin(self.inner)
+
+    def sibling(self) -> Group | None:
+        """Another group of the same ranks, for another thread: as the inner group makes it, if it can."""
+        return sibling(self.inner)
+
+
+class HybridGroup(_Forwarding):
+    """All ranks of a group, as a mesh of two axes (HSDP): rank r * shard + s is the s-th of replica r.
+
+    Given to `shard`, pieces lie along the shard axis, and gradients are summed over the replicate axis besides. Itself
+    it is the group of all its ranks. A torch DeviceMesh of two dims, (replicate, shard), is made into one.
+
+    Args:
+        group: that of all ranks; every one of them makes this.
+        shard: the ranks along the shard axis, a divisor of the group's size.
+
+    Attributes:
+        shard: the group of this rank's replica.
+        replicate: the group of the ranks that have the same place in other replicas.
+
+    >>> from functorch_zero.groups import run_ranks
+    >>> def axes(group):
+    ...     mesh = HybridGroup(group, shard=2)
+    ...     return mesh.replicate.rank, mesh.shard.rank
+    >>> run_ranks(axes, 4)
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+
+    def __init__(self, group: Group, *, shard: int):
+        if shard < 1 or group.size % shard:
+            raise ValueError(
+                f"shard must divide the number of ranks, {group.size}, so that all replicas are alike; got {shard}"
+            )
+        super().__init__(group)
+        first = group.rank - group.rank % shard
+        self._divide(range(first, first + shard), range(group.rank % shard, group.size, shard))
+
+    @classmethod
+    def of_rows(cls, group: Group, rows: Sequence[Sequence[int]]) -> HybridGroup:
+        """The same of a mesh given as its rows, each the ranks of one replica."""
+        made = cls.__new__(cls)
+        _Forwarding.__init__(made, group)
+        row = next(row for row in rows if group.rank in row)
+        place = row.index(group.rank)
+        made._divide(sorted(row), sorted(other[place] for other in rows))
+        return made
+
+    def _divide(self, shard: Sequence[int], replicate: Sequence[int]) -> None:
+        if not isinstance(self.inner, Divisible):
+            raise TypeError(
+                f"a {type(self.inner).__name__} can't be divided into axes. Remedy: give it a method "
+                "`subgroup(ranks) -> Group`"
+            )
+        self.shard, self.replicate = self.inner.subgroup(tuple(shard)), self.inner.subgroup(tuple(replicate))
+
+    def by_piece(self) -> Group:
+        """All ranks in the order of their pieces when each replica's pieces are cut over the replicas: one exchange."""
+        number = self.shard.rank * self.replicate.size + self.replicate.rank
+        return Reordered(self.inner, [int(n) for n in self.inner.exchange(str(number).encode())])
+
+
+class Reordered(_Forwarding):
+    """A group whose ranks have other numbers.
+
+    Args:
+        numbers: of each rank of `inner`, its number here.
+    """
+
+    def __init__(self, inner: Group, numbers: Sequence[int]):
+        super().__init__(inner)
+        self._numbers = list(numbers)
+        self._inner_of = sorted(range(inner.size), key=self._numbers.__getitem__)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0 to size - 1."""
+        return self._numbers[self.inner.rank]
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        gathered = torch.empty_like(out)
+        work = self.inner.all_gather(gathered, piece)
+        return Then(work, lambda: out.view(self.size, -1).copy_(gathered.view(self.size, -1)[self._inner_of]))
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        return self.inner.reduce_scatter(out, whole.view(self.size, -1)[self._numbers].view(-1))
+
+    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+        sent, received = ([sizes[n] for n in self._numbers] for sizes in (in_sizes, out_sizes))
+        runs = source.split(list(in_sizes))
+        arrived = torch.empty_like(out)
+        work = self.inner.all_to_all(arrived, received, torch.cat([runs[n] for n in self._numbers]), sent)
+
+        def put() -> None:
+            by_rank = arrived.split(received)
+            torch.cat([by_rank[rank] for rank in self._inner_of], out=out)
+
+        return Then(work, put)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self.inner.broadcast(tensor, self._inner_of[source])
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        payloads = self.inner.exchange(payload)
+        return [payloads[rank] for rank in self._inner_of]

@@ -1,0 +1,233 @@
+"""HSDP: a mesh of two axes, pieces inside the shard axis, copies along the other. Equal to the unsharded step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optree import tree_leaves
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+from functorch_zero.errors import GroupError, MismatchError
+from functorch_zero.groups import CountingGroup, HybridGroup, ProcessGroup, counted, run_ranks
+from functorch_zero.groups.hybrid import Reordered
+from functorch_zero.testing import assert_sharded_equals_unsharded
+from functorch_zero.testing import strategies as fst
+from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.models import ZOO, uneven
+from tests.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
+from tests.test_processes import OPTIMIZERS, on_processes
+
+LEVELS = (0, 1, 2, 3)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_mesh_any_level_any_optimizer(data: Any) -> None:
+    case = data.draw(fst.modules())
+    shard_axis, replicas = data.draw(st.sampled_from([(2, 2), (1, 2), (2, 1), (3, 2), (2, 3)]))
+    ranks = shard_axis * replicas
+    optimizer = data.draw(fst.optimizers(["adamw", "clip + lamb", "adafactor", "muon", "lbfgs", "sm3"]))
+    step, params, buffers = case.step(optimizer.make(), weighted=True)
+    accumulate = data.draw(st.sampled_from([1, 1, 2])) if not case.per_rank else 1
+    step = fz.train_step(step.loss_fn, step.optimizer, accumulate=accumulate)
+    level = data.draw(st.sampled_from([*LEVELS, "several"]))
+    batches = [b for b in case.batches(2, 2 * accumulate * ranks * case.min_rows, data.draw(st.integers(0, 99)))]
+    assert_sharded_equals_unsharded(
+        step, params, buffers, batches, levels=(some_levels(7) if level == "several" else level,), ranks=(ranks,),
+        per_rank=case.per_rank, unused=case.unused, shard_axis=shard_axis, donate=data.draw(st.booleans()),
+        cut_state_over=data.draw(st.sampled_from(["shard", "both"])),
+        accumulate_in=data.draw(st.sampled_from([None, "whole"])), allow_round_off=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("as_mesh", [False, True])
+def test_on_processes(as_mesh: bool) -> None:
+    chosen = [("gpt", "clip+lamb"), ("gpt", "muon"), ("scalars", "adamw")]
+    cases = [(n, o, level, over) for n, o in chosen for level in (1, 3) for over in ("shard", "both")]
+
+    def run(group: Any) -> list[Run]:
+        mesh: Any = HybridGroup(group, shard=2)
+        if as_mesh:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            mesh = fz.shard(fz.eval_step(dict), level=0, group=init_device_mesh("cpu", (2, 2))).group
+            assert isinstance(mesh, HybridGroup) and (mesh.rank, mesh.shard.rank) == (group.rank, group.rank % 2)
+        found = []
+        for name, optimizer, level, over in cases[as_mesh * 8 :]:
+            loss_fn, params, buffers = ZOO[name].build(weighted=True)
+            step, batches = fz.train_step(loss_fn, OPTIMIZERS[optimizer]()), ZOO[name].batches(2, 12)
+            found.append(
+                train_sharded(
+                    mesh, step, params, buffers, batches, uneven(12, 4), level=level, cut_state_over=over
+                )
+            )  # fmt: skip
+        return found
+
+    runs = on_processes(run, 4)
+    for i, (name, optimizer, _, _) in enumerate(cases[as_mesh * 8 :]):
+        loss_fn, params, buffers = ZOO[name].build(weighted=True)
+        step, batches = fz.train_step(loss_fn, OPTIMIZERS[optimizer]()), ZOO[name].batches(2, 12)
+        assert_same_on_all_ranks([r[i] for r in runs])
+        assert_equal_updates(train(step, params, buffers, batches), runs[0][i])
+
+
+def test_what_a_rank_holds_and_sends() -> None:
+    """Level 3 on 2 replicas of 3 ranks, AdamW, all trained; in units of the padded params' bytes."""
+
+    def run(group: Any) -> dict[str, Any]:
+        found = {}
+        for over in ("shard", "both"):
+            watched = counted(group)
+            step, params, buffers = build(trainable=lambda path, leaf: True)
+            mesh = HybridGroup(watched, shard=3)
+            sharded = fz.shard(step, level=3, group=mesh, cut_state_over=over, reshard_after_forward=False)
+            state = sharded.init(params, buffers)
+            size = sum(b.numel * 8 for b in state.sharding.layout.buckets)
+            held = [
+                sum(leaf.numel() for leaf in tree_leaves(t) if leaf.dim()) * 8 for t in (state.params, state.opt_state)
+            ]
+            watched.reset()
+            sharded(state, {k: x.tensor_split(6)[group.rank] for k, x in make_batches(1)[0].items()})
+            calls = [c for c in watched.calls if c.sent_bytes > 1000]
+            sent = {kind: sum(c.sent_bytes for c in calls if c.kind == kind) / size for kind in {c.kind for c in calls}}
+            found[over] = held, sent
+        return found
+
+    by_rank = run_ranks(run, 6)
+    whole = BASE + ADAPTERS
+    for over, replicas in (("shard", 2), ("both", 1)):
+        params, moments = zip(*(found[over][0] for found in by_rank), strict=True)
+        assert sum(params) == 2 * whole and sum(moments) == 2 * replicas * whole
+        for found in by_rank:
+            sent = found[over][1]
+            along = {"all_gather": 2 / 3, "reduce_scatter": 2 / 3}  # the shard axis: one gather, one reduction
+            if over == "shard":  # an all-reduce of a third over 2 replicas
+                assert sent == pytest.approx(along | {"all_reduce": 2 * (1 / 3) / 2})
+            else:  # a reduce-scatter and an all-gather of a third
+                assert sent == pytest.approx({kind: volume + (1 / 3) / 2 for kind, volume in along.items()})
+
+
+def test_replicas_are_summed_once_a_step_when_accumulating() -> None:
+    def run(group: Any) -> int:
+        watched = counted(group)
+        step, params, buffers = build(trainable=lambda path, leaf: True)
+        step = fz.train_step(step.loss_fn, step.optimizer, trainable=step.trainable, accumulate=3)
+        sharded = fz.shard(step, level=3, group=HybridGroup(watched, shard=2))
+        state = sharded.init(params, buffers)
+        watched.reset()
+        sharded(state, make_batches(1)[0])
+        return watched.num_calls("all_reduce")
+
+    units, metrics = 4, 1
+    assert run_ranks(run, 4) == [units + metrics] * 4
+
+
+def test_a_checkpoint_holds_each_element_once(tmp_path: Any) -> None:
+    def run(group: Any) -> Any:
+        step, params, buffers = build(optim.muon(0.02), trainable=lambda path, leaf: True)
+        mesh = HybridGroup(group, shard=2)
+        state, states = None, []
+        for over in ("shard", "both"):
+            sharded = fz.shard(step, level=3, group=mesh, cut_state_over=over)
+            if state is None:
+                state = sharded.init(params, buffers)
+                state, _ = sharded(state, make_batches(1)[0])
+                states.append(sharded.gather(state))
+                checkpoint.save(tmp_path, sharded, state)
+            state = checkpoint.load(tmp_path, sharded, like=sharded.init(params, buffers)).state
+            states.append(sharded.gather(state))
+            checkpoint.save(tmp_path / over, sharded, state)
+        flat = fz.shard(step, level=2, group=group)
+        states.append(flat.gather(checkpoint.load(tmp_path / "both", flat, like=flat.init(params, buffers)).state))
+        return states
+
+    for expected, *others in run_ranks(run, 4):
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(tree_leaves(expected), tree_leaves(other), strict=True))
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_failing_rank_ends_all_also_those_that_share_no_axis_with_it(processes: bool) -> None:
+    def run(group: Any) -> str:
+        step, params, buffers = build(trainable=lambda path, leaf: True)
+
+        def failing(p: Any, b: Any, batch: Any) -> Any:
+            if group.rank == 3:
+                raise ArithmeticError("bad batch")
+            return step.loss_fn(p, b, batch)
+
+        sharded = fz.shard(fz.train_step(failing, step.optimizer), level=3, group=HybridGroup(group, shard=2))
+        state = sharded.init(params, buffers)
+        try:
+            sharded(state, make_batches(1)[0])
+        except (ArithmeticError, GroupError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    told = on_processes(run, 4) if processes else run_ranks(run, 4)
+    assert told[3] == "ArithmeticError: bad batch"
+    assert all("rank 3 failed" in text and "bad batch" in text for text in told[:3])
+
+
+def test_the_ranks_of_a_reordered_group() -> None:
+    numbers = [2, 0, 3, 1]
+
+    def run(group: Any) -> None:
+        there = Reordered(group, numbers)
+        n = numbers[group.rank]
+        assert (there.rank, there.size) == (n, 4)
+        out, piece = torch.empty(8), torch.full((2,), float(n))
+        there.all_gather(out, piece).wait()
+        assert out.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        part = torch.empty(1)
+        there.reduce_scatter(part, torch.arange(4.0)).wait()
+        assert part.item() == 4 * n
+        source = torch.tensor([10.0 * n + to for to in range(4) for _ in range(to)])
+        taken = torch.empty(4 * n)
+        there.all_to_all(taken, [n] * 4, source, [0, 1, 2, 3]).wait()
+        assert taken.tolist() == [10.0 * sender + n for sender in range(4) for _ in range(n)]
+        word = torch.tensor([float(n)])
+        there.broadcast(word, 3).wait()
+        assert word.item() == 3
+        assert there.exchange(bytes([n])) == [bytes([k]) for k in range(4)]
+
+    run_ranks(run, 4)
+
+
+def test_wrong_meshes_are_refused() -> None:
+    step, _, _ = build()
+    with pytest.raises(ValueError, match="must divide the number of ranks, 6"):
+        HybridGroup(CountingGroup(6), shard=4)
+    with pytest.raises(ValueError, match="two dims"):
+        fz.shard(step, level=3, group=CountingGroup(4), cut_state_over="both")
+    with pytest.raises(ValueError, match="cut_state_over must be one of"):
+        fz.shard(step, level=3, group=CountingGroup(4), cut_state_over="replicate")
+    with pytest.raises(TypeError, match="subgroup"):
+        HybridGroup(Reordered(CountingGroup(4), [0, 1, 2, 3]), shard=2)
+    with pytest.raises(ValueError, match="in increasing order"):
+        run_ranks(lambda group: group.subgroup([1, 0]), 2)
+
+
+def test_ranks_with_other_meshes_hear_of_it() -> None:
+    def run(group: Any) -> str:
+        step, params, buffers = build()
+        with pytest.raises(MismatchError) as caught:
+            fz.shard(step, level=3, group=group, donate=group.rank == 0).init(params, buffers)
+        return str(caught.value)
+
+    assert all("donate" in text for text in run_ranks(lambda group: run(HybridGroup(group, shard=2)), 4))
+
+
+def test_a_process_group_is_divided() -> None:
+    def run(group: ProcessGroup) -> list[int]:
+        half = group.subgroup((0, 2) if group.rank % 2 == 0 else (1, 3))
+        sums = torch.tensor([group.rank, half.rank])
+        half.all_reduce(sums).wait()
+        return sums.tolist()
+
+    assert on_processes(run, 4) == [[2, 1], [4, 1], [2, 1], [4, 1]]
