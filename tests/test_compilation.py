@@ -58,6 +58,48 @@ def test_a_compiled_chain_is_the_chain_at_every_level():
     assert launch(check_every_level, 1, start_method="fork", timeout=100) == once  # the compiler leaves threads behind
 
 
+def handing_on(new):
+    """A chain whose state becomes what `new` makes of updates, state and params, all of them handed on as they are."""
+    tree_map = optim.base.tree_map
+
+    def init(params):
+        return {"a": optim.base.tree_zeros_like(params), "b": tree_map(torch.ones_like, params)}
+
+    def update(updates, state, params):
+        made = tree_map(lambda u, a, b, p: u + 0.1 * a - 0.2 * (b - p), updates, state["a"], state["b"], params)
+        return made, new(updates, state, params)
+
+    return optim.chain(optim.pointwise(init, update), optim.scale(-0.1))
+
+
+HANDED_ON = {
+    "two updates": lambda updates, state, params: {"a": updates, "b": state["a"]},
+    "swapped": lambda updates, state, params: {"a": state["b"], "b": state["a"]},
+    "params": lambda updates, state, params: {"a": params, "b": optim.base.tree_map(torch.clone, params)},
+    "params later": lambda updates, state, params: {"a": state["b"], "b": params},
+}
+
+
+def run_handing_on():
+    batches, params = [{"x": torch.linspace(-1, k, 6)} for k in (1, 2, 3, 4)], params_of(torch.float64)
+    apart = {}
+    for name, new in HANDED_ON.items():
+        chain = handing_on(new)
+        steps = [shard(train_step(loss_fn, t), level=0, group=Solo()) for t in (chain, optim.compiled(chain))]
+        states = [step.init(params) for step in steps]
+        for batch in batches:
+            states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
+        pairs = zip(*(torch.utils._pytree.tree_leaves([s.params, s.opt_state]) for s in states), strict=True)
+        apart[name] = max(float((one - other).detach().abs().max()) for one, other in pairs)
+    return apart
+
+
+@pytest.mark.skipif(not compilation._can_compile("cpu"), reason="needs a C++ compiler")
+def test_a_state_may_be_what_the_update_was_given():
+    (apart,) = launch(run_handing_on, 1, start_method="fork", timeout=100)
+    assert apart.keys() == HANDED_ON.keys() and max(apart.values()) < 1e-12, apart
+
+
 def test_it_runs_only_on_donated_storage_and_with_a_compiler(monkeypatch):
     def never(*args):
         raise AssertionError("compiled")

@@ -1,4 +1,9 @@
-"""`compiled`: a user's own pointwise chain as one kernel, made by torch.compile, for donated storage."""
+"""`compiled`: a user's own pointwise chain as one kernel, made by torch.compile, for donated storage.
+
+Note [handed on]: a new state may be what the kernel was given: the last updates, the params, another leaf of the old
+state. All of these are written to at the kernel's end, one after another, and torch 2.13 then copies what has been
+written to already. It does so for clones, too, which it removes; a maximum with itself is a copy that it keeps.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +50,9 @@ def _kernel(part: Pointwise) -> Callable[[Tensor, Tensor, Any], Any]:
     def apply(params: Tensor, updates: Tensor, state: Any) -> list[Tensor]:
         made: Any
         made, new = part.update({"": updates}, state, {"": params})
+        kept = [torch.maximum(x, x) if x.dim() else x for x in optree.tree_leaves(new)]  # see Note [handed on]
         params.add_(made[""].to(params.dtype))
-        pairs = zip(optree.tree_leaves(state), optree.tree_leaves(new), strict=True)
+        pairs = zip(optree.tree_leaves(state), kept, strict=True)
         return [now if old.dim() == 0 else old.copy_(now) for old, now in pairs]
 
     @functools.cache
