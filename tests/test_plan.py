@@ -270,6 +270,15 @@ def test_pieces_at_each_level_are_within_padding_of_the_zero_formula() -> None:
         assert made.params + made.gradients + made.state == pytest.approx(kept, rel=0.01)
 
 
+@pytest.mark.parametrize(("num_leaves", "side", "copies"), [(4, 100, 2), (1, 2048, 1)])
+def test_gradients_are_packed_where_a_step_packs_them(num_leaves: int, side: int, copies: int) -> None:
+    """A unit's gradients leaf by leaf, and the flat they are copied to; a large leaf's gradient is its flat."""
+    made = plan(many_leaves(3, num_leaves, side), optim.adamw(1e-3), level=2, ranks=2)
+    unit = 4 * num_leaves * side**2
+    first = next(sample for sample in made.samples if sample.moment.startswith("backward of"))
+    assert first.activations + first.gradients == pytest.approx(copies * unit + unit / 2, rel=0.02)
+
+
 # Rajbhandari et al., "ZeRO" (2020), table 1: GB a device, of stages 1, 2 and 3
 PAPER = {
     (7.5e9, 1): (120, 120, 120),

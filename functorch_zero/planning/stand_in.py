@@ -20,10 +20,11 @@ from ..step import LossFn
 
 
 def one_leaf_a_bucket(layout: Layout) -> Layout:
-    """The same units and buckets, each bucket with one leaf that fills it."""
-    buckets = [
-        replace(bucket, leaves=(b,), shapes=((bucket.numel,),), offsets=(0,)) for b, bucket in enumerate(layout.buckets)
-    ]
+    """The same units and buckets, each bucket with one leaf that fills it, or nearly, where several leaves do."""
+    buckets = []
+    for b, bucket in enumerate(layout.buckets):
+        fills = bucket.numels == (bucket.numel,)  # then its gradient needs no copy
+        buckets.append(replace(bucket, leaves=(b,), shapes=((bucket.numel - (not fills),),), offsets=(0,)))
     leaves = [LeafSpec(b.name, b.shapes[0], b.dtype, b.trainable, b.cut, b.dtypes) for b in buckets]
     return replace(
         layout, leaves=tuple(leaves), buckets=tuple(buckets), treedef=optree.tree_structure([0] * len(buckets))
