@@ -12,6 +12,7 @@ from torch import Tensor
 from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
 from .deferred import Deferred, Made
+from .description import Description, describe_state
 from .errors import StructureError
 from .evaluation import EvalStep
 from .finite import all_finite
@@ -197,6 +198,17 @@ class ShardedTrainStep:
             layout = self._make_layout(state.params)
             sharding = Sharding(layout, self.level, self.group.rank)
             return scatter_state(state, self._prepare(layout).plan, sharding, self._rank)
+
+    def describe(self, state: TrainState) -> Description:
+        """What this rank holds of a state, unit by unit: dtypes, what travels, where it lives, bytes. Print it.
+
+        No communication.
+        """
+        sharding = sharding_of(state, self.options)
+        sharding.donations.check(state.step)
+        plan, rest = self._prepare(sharding.layout).plan, state._replace(params=None, opt_state=None)
+        layout, rank, num_ranks = sharding.layout, self.group.rank, self.group.size
+        return describe_state(state.params, state.opt_state, rest, layout, plan, rank=rank, num_ranks=num_ranks)
 
     def state_plan(self, layout: Layout) -> StatePlan:
         """Which leaves of the optimizer's state follow a param, and which have an owner."""

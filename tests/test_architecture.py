@@ -37,6 +37,7 @@ LEVELS = {
     "pieces": 2,
     "sharding": 2,
     "state_plan": 2,
+    "description": 2,
     "sharded": 2,
     "optim": 2,
     "functional": 2,

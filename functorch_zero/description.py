@@ -1,0 +1,152 @@
+"""What a rank holds of a state, unit by unit: dtypes, what travels, where it lives, bytes. Made by `step.describe`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .layout import Bucket, Layout
+from .precision import short
+from .state_plan import StateLeaf, StatePlan
+from .tree import PyTree, storage_id
+
+
+class Row(NamedTuple):
+    """The leaves of one unit that are treated alike, or what belongs to no leaf."""
+
+    unit: str
+    leaves: tuple[str, ...]  # their paths
+    elements: int  # of whole leaves
+    storage: tuple[torch.dtype, ...]  # of params, or of what else it is
+    compute: torch.dtype | None  # what whole leaves are used in
+    wire: tuple[tuple[str, torch.dtype], ...]  # what travels in a step, and in which dtype
+    where: str  # params, between steps: "whole", or "1/4" for a piece of four
+    nbytes: int  # of params here, padding included
+    state: tuple[torch.dtype, ...]  # of the optimizer's state of these leaves
+    state_where: str  # "whole", "1/4", "at owners", or ""
+    state_nbytes: int  # of it here
+
+
+class Description(NamedTuple):
+    """What one rank holds. `str` gives a table."""
+
+    rows: tuple[Row, ...]
+    rank: int
+    num_ranks: int
+
+    @property
+    def nbytes(self) -> int:
+        """All that this rank holds, in bytes."""
+        return sum(row.nbytes + row.state_nbytes for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("unit", "leaves", "storage", "compute", "wire", "where", "bytes", "state", "where", "bytes")
+        table = [head, *map(_cells, self.rows)]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
+        numbers = [name in ("leaves", "bytes") for name in head]
+
+        def line(cells: tuple[str, ...]) -> str:
+            columns = zip(cells, widths, numbers, strict=True)
+            return "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in columns).rstrip()
+
+        of = f"rank {self.rank} of {self.num_ranks}" if self.num_ranks > 1 else "this process"
+        return "\n".join([*map(line, table), f"{of} holds {self.nbytes:,} bytes"])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    wire = ", ".join(f"{what} {short(dtype)}" for what, dtype in row.wire)
+    return (
+        row.unit,
+        str(len(row.leaves) or ""),
+        _dtypes(row.storage),
+        "" if row.compute is None else short(row.compute),
+        wire or "-",
+        row.where,
+        f"{row.nbytes:,}",
+        _dtypes(row.state) or "-",
+        row.state_where or "-",
+        f"{row.state_nbytes:,}",
+    )
+
+
+def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(map(short, dtypes))
+
+
+def describe_state(
+    params: PyTree[Tensor], opt_state: Any, rest: Any, layout: Layout, plan: StatePlan, *, rank: int, num_ranks: int
+) -> Description:
+    """Describe a state of this layout, whose optimizer state has this plan; `rest` is what else it holds."""
+    leaves, states = optree.tree_leaves(params), optree.tree_leaves(opt_state)
+    of_leaf: dict[int, list[tuple[StateLeaf, Tensor]]] = {}
+    for planned, x in zip(plan.leaves, states, strict=True):
+        if planned.kind != "replicated":
+            of_leaf.setdefault(planned.leaf, []).append((planned, x))
+    rows = []
+    for unit in layout.units:
+        for bucket in (layout.buckets[b] for b in unit.buckets):
+            state = [pair for n in bucket.leaves for pair in of_leaf.get(n, ())]
+            held, name = [leaves[n] for n in bucket.leaves], unit.name or "root"
+            rows.append(_row(name, bucket, [layout.leaves[n].path for n in bucket.leaves], held, state, num_ranks))
+    shared = [x for planned, x in zip(plan.leaves, states, strict=True) if planned.kind == "replicated"]
+    for name, tree in (("(optimizer)", shared), ("(buffers and counts)", rest)):
+        tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+        if tensors:
+            rows.append(_plain(name, tensors))
+    return Description(tuple(rows), rank, num_ranks)
+
+
+def _row(
+    unit: str,
+    bucket: Bucket,
+    paths: Sequence[str],
+    held: Sequence[Tensor],
+    state: Sequence[tuple[StateLeaf, Tensor]],
+    num_ranks: int,
+) -> Row:
+    kinds = {planned.kind for planned, _ in state}
+    dtypes = [x.dtype for _, x in state]
+    where = [_share(bucket.cut.num_pieces)] if "follows" in kinds else []
+    return Row(
+        unit,
+        tuple(paths),
+        sum(bucket.numels),
+        _distinct(x.dtype for x in held),
+        bucket.compute,
+        _wire(bucket) if num_ranks > 1 else (),
+        _share(bucket.cut.num_held),
+        _nbytes(held),
+        _distinct(dtypes),
+        ", ".join([*where, *(["at owners"] if "owned" in kinds else [])]),
+        _nbytes(x for _, x in state),
+    )
+
+
+def _wire(bucket: Bucket) -> tuple[tuple[str, torch.dtype], ...]:
+    """What travels of a bucket in a step: gathers on use, reductions, and the all-gather after the update."""
+    gathers = [("gather", bucket.gather)] if bucket.cut.level == 3 else []
+    reduces = [("reduce", bucket.reduce)] if bucket.trainable else []
+    publishes = [("publish", bucket.dtype)] if bucket.trainable and bucket.cut.level in (1, 2) else []
+    return (*gathers, *reduces, *publishes)
+
+
+def _plain(name: str, tensors: Sequence[Tensor]) -> Row:
+    storage = _distinct(x.dtype for x in tensors)
+    return Row(name, (), sum(x.numel() for x in tensors), storage, None, (), "whole", _nbytes(tensors), (), "", 0)
+
+
+def _share(num_pieces: int) -> str:
+    return "whole" if num_pieces == 1 else f"1/{num_pieces}"
+
+
+def _distinct(dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
+    return tuple(dict.fromkeys(dtypes))
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Of the storages that the tensors lie in, each once."""
+    return sum({storage_id(x): x.untyped_storage().nbytes() for x in tensors}.values())

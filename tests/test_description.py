@@ -1,0 +1,95 @@
+"""`step.describe`: the dtypes, places and bytes it says are those of the state, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import DonatedError
+from functorch_zero.groups import counted, run_ranks
+from functorch_zero.precision import Precision
+from functorch_zero.shard import shard
+from functorch_zero.step import train_step
+from functorch_zero.testing import models
+
+BF16, F32 = torch.bfloat16, torch.float32
+OPTIMIZERS = {"adamw": lambda: optim.adamw(0.01), "shampoo": lambda: optim.shampoo(0.01), "sgd": lambda: optim.sgd(0.1)}
+
+
+def build(optimizer: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    model = models.gpt(vocab=30, width=8, tied=False).module().float()
+    model.place.requires_grad_(False)
+    rules = {"": Precision(compute=BF16), nn.LayerNorm: Precision(compute=F32)}
+    apply, params, buffers = fz.functionalize(model, units=models.Block, precision=rules)
+    loss_fn = lambda p, b, x: apply(p, b, x)[0].float().square().mean()  # noqa: E731
+    return train_step(loss_fn, optimizer or optim.adamw(0.01), **options), params, buffers
+
+
+def bytes_of(state: Any) -> int:
+    """Of all storages in a state."""
+    tensors = [x for x in optree.tree_leaves(state) if isinstance(x, Tensor)]
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", [None, 0, 1, 2, 3, {"": 3, "blocks": 1}])
+def test_bytes_are_those_of_the_state(name: str, level: Any) -> None:
+    def run(group: Any) -> Any:
+        step, params, buffers = build(OPTIMIZERS[name](), loss_scale=fz.LossScale())
+        watched = counted(group)
+        step = step if level is None else shard(step, level=level, group=watched)
+        state = step.init(params, buffers)
+        watched.reset()
+        described = step.describe(state)
+        assert not watched.calls and described.nbytes == bytes_of(state)
+        assert sorted(path for row in described.rows for path in row.leaves) == sorted(params)
+        return described
+
+    found = run_ranks(run, 1 if level is None else 3)
+    assert [d.rank for d in found] == list(range(len(found)))
+    if name == "shampoo" and level not in (None, 0):
+        assert any("at owners" in row.state_where for row in found[0].rows)
+
+
+def test_what_each_level_says() -> None:
+    def rows(level: int) -> dict[tuple[str, Any, bool], Any]:
+        step, params, buffers = build()
+        sharded = shard(step, level=level, group=fz.CountingGroup(4))
+        found = sharded.describe(sharded.init(params, buffers)).rows
+        return {(row.unit, row.compute, bool(row.state)): row for row in found if row.leaves}
+
+    travels = {
+        0: (("reduce", F32),),
+        1: (("reduce", F32), ("publish", F32)),
+        2: (("reduce", F32), ("publish", F32)),
+        3: (("gather", BF16), ("reduce", F32)),
+    }
+    for level, wire in travels.items():
+        found = rows(level)
+        block, norms = found["blocks.0", BF16, True], found["blocks.0", F32, True]
+        assert block.wire == wire and block.storage == block.state == (F32,)
+        assert block.where == ("1/4" if level == 3 else "whole") and block.state_where == ("1/4" if level else "whole")
+        assert set(norms.leaves) == {f"blocks.0.norm{i}.{what}" for i in (1, 2) for what in ("weight", "bias")}
+        frozen = found["place", BF16, False]
+        assert frozen.wire == ((("gather", BF16),) if level == 3 else ()) and frozen.state_nbytes == 0
+
+
+def test_the_table() -> None:
+    step, params, buffers = build()
+    alone = str(step.describe(step.init(params, buffers))).splitlines()
+    assert " ".join(alone[0].split()) == "unit leaves storage compute wire where bytes state where bytes"
+    rows = step.describe(step.init(params, buffers)).rows
+    assert alone[-1].startswith("this process holds") and len(alone) == len(rows) + 2
+    sharded = shard(step, level=3, group=fz.CountingGroup(4, rank=2))
+    state = sharded.init(params, buffers)
+    table = str(sharded.describe(state))
+    assert "gather bfloat16, reduce float32  1/4" in table and "rank 2 of 4 holds" in table
+    sharded(state, torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(DonatedError):
+        sharded.describe(state)
