@@ -16,7 +16,7 @@ from .errors import GroupError, NonFiniteError, StructureError, explain
 from .groups import rejoin
 from .groups.axes import Axes
 from .groups.protocol import Group
-from .layout import Cut
+from .layout import Cut, Layout
 from .levels import AccumulateIn, Levels
 from .sharding import Sharding
 from .step import TrainState
@@ -38,6 +38,12 @@ class Options:
     def group(self) -> Group:
         """All ranks."""
         return self.axes.world
+
+    def sharding(self, layout: Layout) -> Sharding:
+        """What a state that is cut so says of itself."""
+        axes = self.axes
+        mesh = axes.replicate.size, axes.shard.size, axes.number
+        return Sharding(layout, self.levels.number, self.group.rank, mesh)
 
     def cut_of(self, path: str, leaf: Any) -> Cut:
         """How a leaf is cut."""
@@ -76,8 +82,7 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
     sharding, rank = state.sharding, options.group.rank
     if sharding is None:
         raise StructureError("a sharded step was given a whole state. Remedy: `step.scatter(state)` first")
-    expected = _place(options.levels.number, options.axes.optimizer.size, rank)
-    got = _place(sharding.level, sharding.layout.num_ranks, sharding.rank)
+    expected, got = _place(options.sharding(sharding.layout), options.axes.optimizer.size), _place(sharding)
     if got != expected:
         raise StructureError(
             explain(
@@ -91,8 +96,13 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
     return sharding
 
 
-def _place(level: int | None, num_ranks: int, rank: int) -> str:
-    return f"{'several levels' if level is None else f'level {level}'}, {num_ranks} ranks, rank {rank}"
+def _place(sharding: Sharding, num_pieces: int | None = None) -> str:
+    """Where a rank's part of a state lies; `num_pieces` are the layout's where not given."""
+    level = "several levels" if sharding.level is None else f"level {sharding.level}"
+    num_pieces = sharding.layout.num_ranks if num_pieces is None else num_pieces
+    replicas, ranks, number = sharding.mesh
+    mesh = f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}" if replicas > 1 else ""
+    return f"{level}, {num_pieces} ranks, rank {sharding.rank}{mesh}"
 
 
 @contextmanager

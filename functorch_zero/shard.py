@@ -42,7 +42,6 @@ from .optim.check import check_claims
 from .options import Options, check_batch, check_not_empty, sharding_of, told
 from .prepared import Prepared
 from .sharded_evaluation import ShardedEvalStep
-from .sharding import Sharding
 from .shares import in_range, shares_of, to_means
 from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
@@ -124,7 +123,7 @@ class ShardedTrainStep:
                 tree_map(lambda b: b.detach().clone(), buffers),
                 opt_state,
                 None if seed is None else torch.tensor(seed),
-                Sharding(layout, self.level, self.group.rank),
+                self.options.sharding(layout),
                 self.unsharded.finite.init(),
             )
 
@@ -196,8 +195,8 @@ class ShardedTrainStep:
             raise StructureError("scatter takes a whole state, and this one is sharded already")
         with torch.no_grad():
             layout = self._make_layout(state.params)
-            sharding = Sharding(layout, self.level, self.group.rank)
-            return scatter_state(state, self._prepare(layout).plan, sharding, self._rank)
+            plan = self._prepare(layout).plan
+            return scatter_state(state, plan, self.options.sharding(layout), self._rank)
 
     def describe(self, state: TrainState) -> Description:
         """What this rank holds of a state, unit by unit: dtypes, what travels, where it lives, bytes. Print it.

@@ -45,6 +45,7 @@ class Sharding:
     layout: Layout
     level: int | None  # None: leaves differ in it, and the layout says
     rank: int
+    mesh: tuple[int, int, int]  # replicas, ranks of one, and the number of this rank's pieces
     donations: Donations = field(default_factory=Donations, compare=False, repr=False)
 
 

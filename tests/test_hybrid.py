@@ -12,7 +12,7 @@ from optree import tree_leaves
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import GroupError, MismatchError
+from functorch_zero.errors import GroupError, MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, HybridGroup, ProcessGroup, counted, run_ranks
 from functorch_zero.groups.hybrid import Reordered
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -221,6 +221,20 @@ def test_ranks_with_other_meshes_hear_of_it() -> None:
         return str(caught.value)
 
     assert all("donate" in text for text in run_ranks(lambda group: run(HybridGroup(group, shard=2)), 4))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_state_of_another_mesh_is_refused(level: int) -> None:
+    """Also where it has as many pieces, and this rank another of them."""
+    step, params, buffers = build()
+    (batch,) = make_batches(1)
+
+    def run(group: Any) -> None:
+        state = fz.shard(step, level=level, group=group).init(params, buffers)
+        fz.shard(step, level=level, group=HybridGroup(group, shard=2), cut_state_over="both")(state, batch)
+
+    with pytest.raises(StructureError, match=r"sharded for another.*mesh of 2 replicas of 2 ranks.*gather it"):
+        run_ranks(run, 4)
 
 
 def test_a_process_group_is_divided() -> None:
