@@ -90,6 +90,13 @@ def test_lora() -> None:
     assert adapted[0][3] < 0.1 * float(rows["all trained, level 0"][4])
 
 
+def test_resume(tmp_path: Path) -> None:
+    """What happens to it is in test_restarts.py."""
+    first = run_example("resume.py", "--steps", "4", "--every", "2", "--root", str(tmp_path))
+    again = run_example("resume.py", "--steps", "4", "--every", "2", "--root", str(tmp_path))
+    assert "from step 0" in first and "from step 4" in again and first.split()[-1] == again.split()[-1]
+
+
 def test_every_example_is_run() -> None:
     source = Path(__file__).read_text()
     missing = [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source]

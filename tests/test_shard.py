@@ -572,3 +572,33 @@ def test_one_apply_for_all_thread_ranks() -> None:
             lambda group, k=level: train_sharded(group, step, params, buffers, batches, even(12, 4), level=k), 4
         )
         assert_equal_updates(expected, runs[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("name", "ranks"), [("scalars", 7), ("mlp", 4)])
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_padding_stays_zero(name: str, ranks: int, level: int, optimizer: str) -> None:
+    """Z1. Also where a rank has nothing but padding."""
+
+    def run(group: Any) -> list[int]:
+        loss_fn, params, buffers = ZOO[name].build(weighted=True)
+        sharded = shard(train_step(loss_fn, getattr(optim, optimizer)(0.01)), level=level, group=group)
+        state = sharded.init(params, buffers)
+        for batch in ZOO[name].batches(3, 28):
+            state, _ = sharded(state, split(batch, even(28, ranks))[group.rank])
+        leaves = [x for x in optree.tree_leaves((state.params, state.opt_state)) if isinstance(x, Tensor)]
+        flats = {id(x._base): x._base for x in leaves if x._base is not None and x._base.dim() == 1}
+        padding = 0
+        for key, flat in flats.items():
+            used = torch.zeros(flat.numel(), dtype=torch.bool)
+            for x in leaves:
+                if id(x._base) == key and x.numel():
+                    used.as_strided(x.shape, x.stride(), x.storage_offset() - flat.storage_offset()).fill_(True)
+            assert not flat.detach()[~used].any()
+            padding += int((~used).sum())
+        return [padding, sum(x.numel() for x in optree.tree_leaves(state.params))]
+
+    results = run_ranks(run, ranks)
+    assert sum(padding for padding, _ in results)
+    if name == "scalars" and level == 3:
+        assert not all(held for _, held in results)  # some rank has padding only

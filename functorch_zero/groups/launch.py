@@ -82,6 +82,8 @@ def launch(
 def _call_under_torchrun(fn: Callable[..., T], args: tuple[Any, ...], backend: str | None) -> T:
     if dist.is_initialized():
         return fn(*args)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _die_with_parent(os.getppid())  # an agent that is killed would leave this rank training, and hold up the others
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     _take_device(backend or _default_backend(local_ranks), int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
     dist.init_process_group(backend or _default_backend(local_ranks), **_store_of_this_attempt())

@@ -1,0 +1,91 @@
+"""A few seconds of the soak test, training whose memory stays flat, and launches that leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from functorch_zero import optim
+from functorch_zero.groups import ProcessGroup, launch
+from functorch_zero.handle import gather
+from functorch_zero.shard import shard
+from functorch_zero.step import train_step
+from tests import soak
+
+
+def test_a_few_seconds_of_it() -> None:
+    happened = soak.soak(3.0, ranks=2, level=3, seed=1)
+    assert happened["commits"] and happened["to the end"] == 1
+
+
+def resident() -> float:
+    """MiB of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_flat_over_2000_steps() -> None:
+    """No tensor, object, thread or descriptor more, and no memory beyond the allocator's noise."""
+
+    def run() -> list[list[float]]:
+        group = ProcessGroup(timeout=20)
+        optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.001))
+        step = shard(train_step(lambda p, b, x: (x @ gather(p)["w"]).square().mean(), optimizer), level=3, group=group)
+        state, batch = step.init({"w": torch.ones(5, 3, requires_grad=True)}), torch.ones(4, 5)
+        seen = []
+        for i in range(1, 2001):
+            state, _ = step(state, batch)
+            if i in (200, 2000):
+                gc.collect()
+                tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+                seen.append([resident(), tensors, len(gc.get_objects()), threading.active_count(),
+                             len(os.listdir("/proc/self/fd"))])  # fmt: skip
+        return seen
+
+    for early, late in launch(run, 2, start_method="fork", timeout=100):
+        assert late[0] - early[0] < 4.0, (early, late)
+        assert late[1] <= early[1] and late[3:] == early[3:], (early, late)
+        assert late[2] < early[2] + 500, (early, late)
+
+
+SCRIPT = """
+import os, signal, sys, time
+import functorch_zero as fz
+
+def rank(path):
+    open(f"{path}/{os.getpid()}", "w").close()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    fz.launch(rank, 2, sys.argv[1], start_method="fork")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the ranks meet in a temporary folder")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launch_whose_parent_is_killed_leaves_nothing(tmp_path: Path, number: Any) -> None:
+    pids, temporary = tmp_path / "pids", tmp_path / "temporary"
+    pids.mkdir()
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[1])}
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT, str(pids)], env=environment)
+    give_up = time.monotonic() + 60
+    while len(list(pids.iterdir())) < 2 and time.monotonic() < give_up:
+        time.sleep(0.02)
+    parent.send_signal(number)
+    parent.wait(20)
+    ranks = [int(path.name) for path in pids.iterdir()]
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert not list(temporary.iterdir())
