@@ -54,7 +54,7 @@ def test_memory_is_flat_over_2000_steps() -> None:
 
     for early, late in launch(run, 2, start_method="fork", timeout=100):
         assert late[0] - early[0] < 4.0, (early, late)
-        assert late[1] <= early[1] and late[3:] == early[3:], (early, late)
+        assert late[1] <= early[1] and late[3] <= early[3] and late[4] <= early[4], (early, late)
         assert late[2] < early[2] + 500, (early, late)
 
 
