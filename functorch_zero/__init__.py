@@ -20,6 +20,7 @@ from .finite import LossScale
 from .functional import functionalize
 from .groups import CheckedGroup, CountingGroup, Group, HybridGroup, ProcessGroup, Solo, ThreadGroup, launch
 from .handle import gather
+from .options import failing_together
 from .precision import Precision
 from .shard import shard
 from .step import Aux, TrainState, train_step
@@ -54,6 +55,7 @@ __all__ = [
     "checkpoint",
     "deferred",
     "eval_step",
+    "failing_together",
     "functionalize",
     "gather",
     "launch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,3 +117,19 @@ def told(*groups: Group) -> Iterator[None]:
             if len(groups) > 1 or not isinstance(error, GroupError):  # who shares another group has not heard of it
                 group.fail(error)
         raise
+
+
+def failing_together(step: Any) -> AbstractContextManager[None]:
+    """Around a training loop: when it raises on this rank, outside of a step too, the other ranks raise `PeerError`.
+
+    Steps, saves and loads tell the other ranks by themselves. What fails between them (a file that one rank can't read,
+    say) would keep the others waiting, until this rank's process ends or the group's time limit is over.
+
+        with fz.failing_together(step):
+            for batch in batches:
+                state, metrics = step(state, batch)
+
+    Args:
+        step: a sharded train or eval step.
+    """
+    return told(*step.options.axes.groups)

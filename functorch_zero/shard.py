@@ -187,7 +187,7 @@ class ShardedTrainStep:
         with told(*self.options.axes.groups), torch.no_grad():
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
-            return gather_state(state, self._prepare(sharding.layout).plan, self.options.axes)
+            return gather_state(state, self._prepare(sharding.layout).plan, self.options.axes.at("state/gather"))
 
     def scatter(self, state: TrainState) -> TrainState:
         """The inverse of `gather`: this rank's part of a whole state that every rank holds. No communication."""

@@ -21,7 +21,9 @@ from torch import Tensor
 from functorch_zero import optim
 from functorch_zero.errors import GroupError, PeerError, StructureError
 from functorch_zero.groups import CheckedGroup, LabelledGroup, ProcessGroup, labelled, launch, run_ranks
+from functorch_zero.groups.hybrid import HybridGroup
 from functorch_zero.groups.solo import Solo
+from functorch_zero.options import failing_together
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 from tests.compare import train
@@ -98,6 +100,7 @@ def fail_and_retry(group: Any, level: int, where: str, guilty: tuple[int, ...], 
     """Three steps, of which the second fails once; what was raised, and whether all is as if nothing had been."""
     rank = Rank(group, level, donate=donate)
     rank.take(0)
+    group.barrier()  # on threads a failure breaks what ranks of other axes still have to do, too
     before = rank.values()
     NOW.fails = where if group.rank in guilty else ""
     ended = outcome(lambda: rank.take(1))
@@ -140,6 +143,42 @@ def test_a_failed_step_is_tried_again_on_processes() -> None:
 @pytest.mark.parametrize("case", CASES[:: len(CASES) // 6], ids=str)
 def test_a_failed_step_is_tried_again_on_threads(case: Any) -> None:
     check_retried(run_ranks(lambda group: fail_and_retry(group, *case), 3), case[2])
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_failed_step_over_two_axes(threads: bool) -> None:
+    """S1. A rank shares each axis with some of the others only; those without one with it hear of it all the same."""
+
+    def run(group: Any) -> list[Any]:
+        mesh = HybridGroup(group, shard=2)
+        return [(mesh.barrier(), fail_and_retry(mesh, level, "loss", (3,), False))[1] for level in (1, 3)]
+
+    if threads:
+        results = run_ranks(run, 4)
+    else:
+        results = launch(lambda: run(ProcessGroup(timeout=20)), 4, start_method="fork", timeout=60)
+    for i in range(2):
+        for rank, (error, text, soon, intact, equal) in enumerate(result[i] for result in results):
+            assert error == ("ArithmeticError" if rank == 3 else "PeerError") and "bad batch" in text
+            assert soon and intact and equal, (rank, soon, intact, equal)
+
+
+def test_data_that_one_rank_cannot_read() -> None:
+    """S1. Outside of any step; and that rank lives on."""
+
+    def run(group: ProcessGroup) -> None:
+        rank = Rank(group, 3)
+        with failing_together(rank.step):
+            rank.take(0)
+            if group.rank == 1:
+                raise ArithmeticError("bad file")
+            rank.take(1)
+
+    ended = survivors(run, 3)
+    assert ended[1].error == "ArithmeticError"
+    for r in (0, 2):
+        assert ended[r].error == "PeerError" and "rank 1 failed: ArithmeticError: bad file" in ended[r].text
+        assert ended[r].seconds < 2 * SOON  # two steps and the start included
 
 
 def test_a_retry_that_only_some_ranks_make() -> None:

@@ -109,7 +109,7 @@ def test_what_it_may_be_made_of() -> None:
     results = on_ranks(fn, 4)
     refused = results[0][-1]
     assert refused[0] == "NotImplementedError"
-    assert "HSDP" in refused[1]
+    assert "to `shard`, two" in refused[1]
     assert "replicate" in refused[1]
     for rank, result in enumerate(results):
         assert result == [(rank, 4), (rank % 2, 2), (rank // 2, 2), (rank, 4), refused]

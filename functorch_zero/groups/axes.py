@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .hybrid import HybridGroup
+from .labels import labelled
 from .protocol import Group
 from .solo import Solo
 
@@ -30,6 +31,11 @@ class Axes:
         """The groups that are not the same, or of one rank."""
         distinct = {id(group): group for group in (self.world, self.shard, self.replicate, self.optimizer)}
         return [group for group in distinct.values() if group.size > 1]
+
+    def at(self, label: str) -> Axes:
+        """The same, for collectives that belong to `label`."""
+        groups = (self.world, self.shard, self.replicate, self.optimizer)
+        return Axes(*(labelled(group, label) for group in groups))
 
     @property
     def number(self) -> int:

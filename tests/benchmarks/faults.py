@@ -119,8 +119,9 @@ def train_ours(case: str) -> str:
     step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optimizer)
     sharded = fz.shard(step, level=3, group=fz.ProcessGroup(timeout=LIMIT))
     state = sharded.init(params, buffers)
-    for i in range(STEPS - (odd_one and case == "short")):
-        state, metrics = sharded(state, batch_of(case, odd_one, i))
+    with fz.failing_together(sharded):
+        for i in range(STEPS - (odd_one and case == "short")):
+            state, metrics = sharded(state, batch_of(case, odd_one, i))
     whole = sharded.gather(state).params.values()
     return f"loss {metrics['loss'].item():.4f}, params {sum(p.double().abs().sum() for p in whole).item():.6f}"
 
