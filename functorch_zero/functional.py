@@ -31,6 +31,7 @@ from .errors import StructureError, explain
 from .handle import Entrance, Handle
 from .lowering import lower
 from .policies import Policies, PrecisionRules, cast_floats, find_policies
+from .regions import Region, check_options
 from .remat import recomputed
 from .tree import Params, UnitSpec
 from .units import Units, choose_modules, find_units
@@ -54,6 +55,8 @@ class Anatomy(NamedTuple):
     buffer_slots: list[Slot]
     policies: Policies
     remat: frozenset[str] = frozenset()  # paths of the modules that are computed again in backward
+    compiled: frozenset[str] = frozenset()  # and of those whose forward is a compiled region
+    compile_options: Mapping[str, Any] = {}
 
 
 _Place = tuple[dict[str, Any], str, str]  # a module's own dict of tensors, the name there, the leaf's path
@@ -147,6 +150,8 @@ class _Skeleton:
             inside = [place for leaf in unit.leaves for place in by_leaf.get(leaf, ())]
             for path in unit.modules:
                 module = root.get_submodule(path)
+                if path in anatomy.compiled:
+                    module.forward = Region(module.forward, anatomy.compile_options)
                 module.forward = self._entering(unit, path, inside, module.forward)
                 if path in anatomy.remat:
                     within = {id(m._buffers) for m in module.modules()}
@@ -261,7 +266,13 @@ def _transforms_active() -> bool:
 
 
 def functionalize(
-    model: nn.Module, units: Units = None, *, remat: Units | bool = False, precision: PrecisionRules = None
+    model: nn.Module,
+    units: Units = None,
+    *,
+    remat: Units | bool = False,
+    compile: Units | bool = False,
+    compile_options: Mapping[str, Any] | None = None,
+    precision: PrecisionRules = None,
 ) -> tuple[Apply, Params, dict[str, Tensor]]:
     """Make a module into `(apply, params, buffers)`. The module is not changed, now or later.
 
@@ -272,6 +283,9 @@ def functionalize(
         remat: the units whose activations are computed again in backward instead of being kept, chosen as `units` are
             among the units' modules. True: all that have no other unit inside. The numbers stay the same, dropout's
             too; at level 3 the second run's gather takes the place of backward's.
+        compile: the units whose forward torch.compile makes a region of, chosen in the same way among those that have
+            no other unit inside: collectives stay outside. Blocks of one class and shape are compiled once.
+        compile_options: for torch.compile: backend, mode, options, dynamic, fullgraph.
         precision: a `Precision` for the model, or a dict from module classes, predicates or patterns of module paths
             ("" is the model) to one each, which counts for all that is in those modules; the innermost module named
             counts, and of two rules for one module the later one. None: leaves are used as they are stored.
@@ -305,8 +319,11 @@ def functionalize(
     params = Params({n: stored[n].requires_grad_(p.requires_grad) for n, p in model.named_parameters()}, found)
     kept = {slot.leaf: policies.of(slot.module).buffers for slot in buffer_slots}
     buffers = {name: cast_floats(buffer.detach(), kept[name]) for name, buffer in model.named_buffers()}
-    chosen = choose_modules(model, remat, found, what="remat")
-    return Apply(without_values(model), Anatomy(found, slots, buffer_slots, policies, chosen)), params, buffers
+    again = choose_modules(model, remat, found, what="remat")
+    compiled = choose_modules(model, compile, found, what="compile", innermost=True)
+    options = check_options(compile_options, bool(compiled))
+    anatomy = Anatomy(found, slots, buffer_slots, policies, again, compiled, options)
+    return Apply(without_values(model), anatomy), params, buffers
 
 
 def without_values(model: nn.Module) -> nn.Module:

@@ -54,18 +54,28 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[tuple[str, str, s
     return tuple(UnitSpec("+".join(d.modules), tuple(d.modules), tuple(d.leaves)) for d in _join(list(drafts.values())))
 
 
-def choose_modules(model: nn.Module, rule: Units | bool, units: Sequence[UnitSpec], *, what: str) -> frozenset[str]:
-    """The modules of units that an option is for: those the rule matches; with True all without another unit inside."""
+def choose_modules(
+    model: nn.Module, rule: Units | bool, units: Sequence[UnitSpec], *, what: str, innermost: bool = False
+) -> frozenset[str]:
+    """The modules of units that an option is for: those the rule matches; with True all without another unit inside.
+
+    An option for the `innermost` ones refuses others.
+    """
     if rule is False or rule is None:
         return frozenset()
     entered = {path for unit in units for path in unit.modules}
+    around = {parent for path in entered for parent in ancestors(path)[1:]}
     if rule is True:
-        around = {parent for path in entered for parent in ancestors(path)[1:]}
         return frozenset(entered - around)
     chosen = {path for path in entered if matches(rule, model, path, model.get_submodule(path))}
     if not chosen:
         raise ValueError(
             f"{what}={rule!r} matches no module that is a unit. Remedy: choose among {', '.join(sorted(entered))}"
+        )
+    if innermost and chosen & around:
+        raise ValueError(
+            f"{what}={rule!r} matches {min(chosen & around) or 'the model'!r}, which has other units inside: their "
+            f"collectives would be inside too. Remedy: choose among {', '.join(sorted(entered - around))}"
         )
     return frozenset(chosen)
 

@@ -23,6 +23,7 @@ LEVELS = {
     "handle": 1,
     "layout": 1,
     "remat": 1,
+    "regions": 1,
     "units": 1,
     "policies": 1,
     "finite": 1,

@@ -1,0 +1,43 @@
+"""A unit's forward as a compiled region.
+
+Entering and leaving a unit, its collectives and the hooks that remember gathered storage stay outside of the region;
+inside are whole leaves and torch operators. Blocks of one class and shape share their code: it is compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph")
+
+
+class Region:
+    """The same function, compiled at its first call. Inside torch.func transforms it runs as it is.
+
+    It is no function and has no dict, so that what torch keeps of it is not taken for a use of its module; see
+    Note [captured skeletons] in `functional`.
+    """
+
+    __slots__ = ("__wrapped__", "_compiled")
+
+    def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any]):
+        self.__wrapped__ = forward
+        self._compiled: Callable[..., Any] = torch.compile(forward, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():  # which torch doesn't compile under
+            return self.__wrapped__(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
+
+
+def check_options(options: Mapping[str, Any] | None, compiles: bool) -> dict[str, Any]:
+    """The options for torch.compile."""
+    if options and not compiles:
+        raise ValueError("compile_options are for compile=..., which was not given. Remedy: compile=True")
+    unknown = sorted(set(options or {}) - set(OPTIONS))
+    if unknown:
+        raise ValueError(f"no such compile_options: {unknown}. Remedy: choose among {', '.join(OPTIONS)}")
+    return dict(options or {})
