@@ -13,6 +13,7 @@ from optree import PyTree, tree_map
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from ..across import Fused
 from ..buffers import check_buffer_rule
 from ..errors import StructureError, TransformError
 from ..functional import Apply, functionalize
@@ -176,7 +177,8 @@ def _without_loss(work: _Work, num_saved: Callable[[Unit], int]) -> _Work:
     step = replace(work.step, loss_fn=loss_through(layout, num_saved))
     if optimizer.plain is None:
         return work._replace(step=step, pass_layout=layout)
-    idle = replace(optimizer, update=lambda u, s, p, across: (u, s), fused=None, plain=None, parts=(), chained=False)
+    in_place = Fused(lambda params, updates, state: state, lambda param: True)
+    idle = replace(optimizer, update=lambda u, s, p, across: (u, s), fused=in_place, parts=(), chained=False)
     leaves = [
         torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.trainable) for leaf in layout.leaves
     ]

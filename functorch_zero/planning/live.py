@@ -72,7 +72,10 @@ class LiveBytes(TorchDispatchMode):
         if self._fake is None:
             args = _on_meta(args) if num_known else args
             kwargs = _moved({k: _on_meta(v) for k, v in kwargs.items()}, "meta")
-        out = func(*args, **kwargs)
+        if func is _aten.new_empty.default and self._fake is None:  # which torch does in Python, and slowly
+            out = torch.empty(args[1], dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
+        else:
+            out = func(*args, **kwargs)
         for i, name in kind.writes:
             for x in _tensors([args[i] if i < len(args) else kwargs.get(name)]):
                 self._written.add(storage_id(x))
