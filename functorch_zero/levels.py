@@ -125,8 +125,10 @@ class Levels:
 
     def check(self, params: PyTree[Any]) -> None:
         """Raise if a pattern names nothing in this tree."""
+        if not isinstance(self.rule, Mapping):
+            return
         names = {around for path in paths(params) for around in ancestors(path)}
-        for pattern in self.rule if isinstance(self.rule, Mapping) else ():
+        for pattern in self.rule:
             if not any(path_matches(name, pattern) for name in names):
                 remedy = "see `fz.named_leaves(params)` for the paths"
                 raise StructureError(explain("a pattern of `level` names no leaf", path=pattern, remedy=remedy))

@@ -69,6 +69,8 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
     >>> paths({"head": {"weight": 1}, "blocks": [2, 3]})
     ['blocks.0', 'blocks.1', 'head.weight']
     """
+    if is_leaf is None and type(tree) is Params and all(isinstance(leaf, Tensor) for leaf in tree.values()):
+        return list(tree)
     return [".".join(_entry(e) for e in accessor) for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)]
 
 
