@@ -20,12 +20,14 @@ import torch
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.collectives import all_gather_tree
+from functorch_zero.groups import launch
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
+from functorch_zero.optim import compilation
 from functorch_zero.optim.base import split_fused
 from functorch_zero.optim.check import check_claims, name_of
 from functorch_zero.testing import Equality, assert_equal_updates, assert_equal_values, check_transform
 from functorch_zero.testing.strategies import known_optimizers
-from tests.conformance.table import TABLE, Row
+from tests.conformance.table import TABLE, Row, decay, rate
 from tests.conformance.tree import batches, hostile, part_of
 
 LEVELS, RANKS, DTYPES = (0, 1, 2, 3), (1, 2, 3, 5), (torch.float32, torch.float64)
@@ -168,6 +170,23 @@ def test_sharded_is_unsharded(name: str, levels: tuple[int, ...]) -> None:
         assert_conforms(row, case, expected[case.dtype])
 
 
+@pytest.mark.skipif(not compilation._can_compile("cpu"), reason="needs a C++ compiler")
+def test_a_compiled_chain_is_a_row_too() -> None:
+    """In a process of its own, since torch's compiler leaves threads behind."""
+    ours = [optim.scale_by_adam(), optim.add_decayed_weights(decay), optim.scale_by_learning_rate(rate)]
+    optimizer = optim.compiled(optim.chain(*ours))
+    row = Row(lambda: optimizer)  # which is compiled once
+
+    def conforms() -> int:
+        whole = {dtype: run_whole(row, dtype) for dtype in DTYPES}
+        cases = [case for case in cases_of(0) if case.donate]
+        for case in cases:
+            assert_conforms(row, case, whole[case.dtype])
+        return len(cases)
+
+    assert launch(conforms, 1, start_method="fork", timeout=110)[0] > 0
+
+
 @pytest.mark.parametrize("name", sorted(TABLE) if FULL else sorted(TABLE.keys() - known_optimizers())[::4])
 def test_claims_hold(name: str) -> None:
     """Whole, cut at random and joined, pointwise parts give the same bits. FZ_FULL=1: all rows.
@@ -186,5 +205,5 @@ def public_transforms() -> set[str]:
 
 def test_every_public_optimizer_has_a_row() -> None:
     assert len(public_transforms()) > 90
-    missing = public_transforms() - {name.split(",")[0] for name in TABLE}
+    missing = public_transforms() - {name.split(",")[0] for name in TABLE} - {"compiled"}  # which has a test above
     assert not missing, f"rows are missing for {sorted(missing)}"
