@@ -272,6 +272,64 @@ def test_pairs_of_options(
     check(*made, levels=(level,), ranks=(ranks,), allow_round_off=True, **options)
 
 
+MIXES: dict[str, dict[str, Any]] = {
+    "several levels": {"levels": [{"": 3, "blocks": 1, "embed": 0}], "ranks": [3]},
+    "a mesh": {"levels": [1, 3], "ranks": [4], "shard_axis": 2},
+    "a mesh, state over both axes": {"levels": [3], "ranks": [4], "shard_axis": 2, "cut_state_over": "both"},
+    "whole gradients add up": {"levels": [3], "ranks": [3], "accumulate_in": "whole"},
+}
+
+
+@pytest.mark.parametrize("policy", ["norms", "several dtypes in a unit"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_beside_other_options(mix: str, policy: str) -> None:
+    accumulate = 2 if mix == "whole gradients add up" else 1
+    check(*gpt_step(POLICIES[policy], accumulate=accumulate, nonfinite="skip"), **MIXES[mix])
+
+
+def test_deferred_values_are_stored_as_the_policy_says() -> None:
+    rules = {"": Precision(storage=BF16), nn.LayerNorm: Precision(storage=F64)}
+    with torch.device("meta"):
+        model = GPT(11, 6, 2, 2, 5, tied=True)
+    step = train_step(lambda p, b, x: torch.zeros(()), optim.sgd(0.1))
+    _, params, buffers = fz.functionalize(model, units=Block, precision=rules)
+    values = fz.deferred(model, seed=3)
+    plain = values.fill(fz.functionalize(model, units=Block)[1])
+    expected = {path: leaf.to(params[path].dtype) for path, leaf in plain.items()}
+    assert {leaf.dtype for leaf in expected.values()} == {BF16, F64}
+
+    def run(group: Any) -> Any:
+        sharded = shard(step, level=3, group=group)
+        return sharded.gather(sharded.init(params, buffers, values=values)).params
+
+    for found in (*run_ranks(run, 2), step.init(params, buffers, values=values).params):
+        for path, leaf in expected.items():
+            assert torch.equal(found[path], leaf) and found[path].dtype == leaf.dtype
+
+
+def test_evaluation_on_a_running_mean_rounds_as_training() -> None:
+    step, params, buffers, batches = gpt_step(
+        Precision(compute=BF16), optim.params_ema(optim.sgd(0.1), decay=0.5)
+    )  # fmt: skip
+    read = lambda state, p: optim.ema_params(state)  # noqa: E731
+    loss = lambda p, b, batch: {"loss": step.loss_fn(p, b, batch)[0]}  # noqa: E731
+    evaluate = fz.eval_step(loss, params=read)
+
+    def run(group: Any) -> list[Tensor]:
+        found = []
+        for level in LEVELS:
+            sharded = shard(step, level=level, group=group)
+            first, second = ({k: x.chunk(2)[group.rank] for k, x in batch.items()} for batch in batches)
+            state, _ = sharded(sharded.init(params, buffers), first)
+            found.append(shard(evaluate, level=level, group=group)(state, second)["loss"])
+        return found
+
+    state, _ = step(step.init(params, buffers), batches[0])
+    expected = evaluate(state, batches[1])["loss"]
+    for got in run_ranks(run, 2)[0]:
+        assert torch.allclose(got, expected, rtol=1e-3)
+
+
 def test_on_processes() -> None:
     """Over gloo, in bfloat16 and float16 on the wire, at each level."""
 
