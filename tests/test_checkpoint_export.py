@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,11 @@ from functorch_zero.errors import StructureError
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
+from functorch_zero.groups.solo import Solo
 from functorch_zero.shard import shard
 from functorch_zero.step import TrainState, train_step
 from functorch_zero.tree import Params
-from tests.checkpoints import assert_same, leftovers, make_step, save_on
+from tests.checkpoints import assert_same, leftovers, make_step, save_on, trained
 from tests.models import GPT, ZOO, Block, ConvNet, cross_entropy
 
 
@@ -231,3 +233,45 @@ def test_the_zoo_exports_what_its_modules_take(tmp_path: Path) -> None:
         save_on(tmp_path / name, 2, 3, name=name)
         out = checkpoint.export(tmp_path / name, tmp_path / f"{name}-out")
         ZOO[name].model().double().load_state_dict(read_all(out))
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_dcp_out_and_in_again(tmp_path: Path, level: int) -> None:
+    """What torch wrote in one process loads into pieces; what we wrote, `dcp.load` reads."""
+    import torch.distributed.checkpoint as dcp
+
+    base, params, buffers = make_step()
+
+    def run(group: Group) -> Any:
+        step = shard(base, level=level, group=group)
+        state = trained(step, params, buffers, 1)
+        checkpoint.save(tmp_path / "root", step, state)
+        if group.rank == 0:
+            checkpoint.export_dcp(tmp_path / "root", tmp_path / "dcp", prefix="model.")
+        group.barrier()
+        like = step.init({k: torch.zeros_like(v).requires_grad_(v.requires_grad) for k, v in params.items()}, buffers)
+        back = checkpoint.import_dcp(tmp_path / "dcp", step, like=like, prefix="model.")
+        with pytest.raises(StructureError, match="lacks"):
+            checkpoint.import_dcp(tmp_path / "dcp", step, like=back, prefix="other.")
+        return step.gather(state).params, step.gather(back).params
+
+    want, got = run_ranks(run, 3)[0]
+    assert all(torch.equal(want[k], got[k]) and want[k].any() for k in want)
+    read = {f"model.{k}": torch.zeros_like(v) for k, v in want.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(read[f"model.{k}"], v) for k, v in want.items())
+
+
+def test_a_dcp_folder_that_cannot_be_read(tmp_path: Path) -> None:
+    base, params, buffers = make_step()
+    step = shard(base, level=3, group=Solo())
+    state = trained(step, params, buffers, 1)
+    checkpoint.save(tmp_path / "root", step, state)
+    with pytest.raises(CheckpointError, match=r"import .*nowhere"):
+        checkpoint.import_dcp(tmp_path / "nowhere", step, like=state)
+    out = checkpoint.export_dcp(tmp_path / "root", tmp_path / "dcp")
+    next(out.glob("*.distcp")).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="could not import"):
+        checkpoint.import_dcp(out, step, like=state)

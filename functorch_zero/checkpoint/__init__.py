@@ -1,6 +1,7 @@
 """Checkpoints that load at any level, world size and choice of units, and say so when they are damaged."""
 
 from .catalogue import keep, latest, verify
+from .dcp import export_dcp, import_dcp
 from .errors import CheckpointError, CheckpointWarning, CorruptError
 from .exporting import export
 from .importing import import_
@@ -17,7 +18,9 @@ __all__ = [
     "Saving",
     "async_save",
     "export",
+    "export_dcp",
     "import_",
+    "import_dcp",
     "keep",
     "latest",
     "load",

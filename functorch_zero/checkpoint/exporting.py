@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-class _Named(NamedTuple):
+class Named(NamedTuple):
     """A tensor to write."""
 
     name: str
@@ -72,7 +72,7 @@ def export(
     if chosen is None:
         raise CheckpointError(f"{root} has no complete checkpoint")
     manifest = check_sizes(path, chosen)
-    files = _split(list(_named(manifest, trees, aliases_of(aliases))), max_file_bytes)
+    files = _split(list(named_leaves_in(manifest, trees, aliases_of(aliases))), max_file_bytes)
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         names = _file_names(len(files))
@@ -104,14 +104,15 @@ def name_in(path: str, trees: Sequence[str]) -> str | None:
     return None
 
 
-def _named(manifest: Manifest, trees: Sequence[str], aliases: Mapping[str, str]) -> Iterator[_Named]:
-    found: dict[str, _Named] = {}
+def named_leaves_in(manifest: Manifest, trees: Sequence[str], aliases: Mapping[str, str]) -> Iterator[Named]:
+    """The leaves under `trees` by the names that a model has for them, aliases included."""
+    found: dict[str, Named] = {}
     for number, leaf in enumerate(manifest.leaves):
         name = name_in(leaf.path, trees)
         if name is not None:
             if name in found:
                 raise CheckpointError(f"two leaves would have the name {name}: {found[name].leaf.path} and {leaf.path}")
-            found[name] = _Named(name, number, leaf)
+            found[name] = Named(name, number, leaf)
     if not found:
         raise CheckpointError(f"the checkpoint has no leaf under {', '.join(trees)}")
     for name, target in aliases.items():
@@ -122,9 +123,9 @@ def _named(manifest: Manifest, trees: Sequence[str], aliases: Mapping[str, str])
     yield from (found[target]._replace(name=name) for name, target in aliases.items())
 
 
-def _split(tensors: Sequence[_Named], limit: int) -> list[list[_Named]]:
+def _split(tensors: Sequence[Named], limit: int) -> list[list[Named]]:
     """Tensors in files of at most `limit` bytes, in order."""
-    files: list[list[_Named]] = [[]]
+    files: list[list[Named]] = [[]]
     size = 0
     for tensor in tensors:
         if files[-1] and size + tensor.nbytes > limit:
@@ -141,13 +142,13 @@ def _file_names(num_files: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
 
 
-def _index(names: Sequence[str], files: Sequence[Sequence[_Named]]) -> bytes:
+def _index(names: Sequence[str], files: Sequence[Sequence[Named]]) -> bytes:
     total = sum(tensor.nbytes for tensors in files for tensor in tensors)
     where = {tensor.name: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
 
 
-def _write(path: Path, tensors: Sequence[_Named], manifest: Manifest, folder: Path) -> None:
+def _write(path: Path, tensors: Sequence[Named], manifest: Manifest, folder: Path) -> None:
     ordered = sorted(tensors, key=lambda tensor: -tensor.leaf.width)  # so that each is aligned
     header, _ = make_header([(t.name, t.leaf.dtype, t.leaf.shape) for t in ordered], {"format": "pt"})
     descriptor = create(path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +28,14 @@ _CHUNK = 2**22  # bytes read at once
 TREES = ("params", "buffers")
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
     """A tensor to read from."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tensor: Tensor | None  # of a state_dict
-    file: Path | None
-    entry: Entry | None
+    whole: Callable[[], Tensor] | None  # gives all of it
+    file: Path | None = None
+    entry: Entry | None = None
 
 
 def import_(
@@ -67,28 +68,41 @@ def import_(
         StructureError: on every rank: names, shapes or dtypes are not `like`'s; they are named.
         CorruptError: a file is not what it should be; it is named.
     """
-    return _Import(source, step, like, aliases_of(aliases)).run(allow_missing, allow_extra, cast)
+    what = "import a state_dict" if isinstance(source, Mapping) else f"import {os.fspath(source)}"
+    return Import(what, lambda: dict(_sources(source)), step, like, aliases_of(aliases)).run(
+        allow_missing, allow_extra, cast
+    )
 
 
-class _Import:
-    """One import, on one rank."""
+class Import:
+    """One import, on one rank.
 
-    def __init__(self, source: Any, step: Step, like: TrainState, aliases: dict[str, str]):
-        self._source, self._step, self._like, self._aliases = source, step, like, aliases
-        self._sources: dict[str, _Source] = {}
+    Args:
+        what: for errors, "import weights.safetensors".
+        find: finds the tensors by name.
+        step: the step function that the state is for.
+        like: a state of it.
+        aliases: names that stand for a leaf of another name.
+    """
+
+    def __init__(
+        self, what: str, find: Callable[[], dict[str, Source]], step: Step, like: TrainState, aliases: dict[str, str]
+    ):
+        self._what, self._find, self._step, self._like, self._aliases = what, find, step, like, aliases
+        self._sources: dict[str, Source] = {}
         self._state: TrainState | None = None
 
     @torch.no_grad()
     def run(self, missing: bool, extra: bool, cast: bool) -> TrainState:
+        """Find, compare and read: each on all ranks or on none."""
         group = group_of(self._step)
-        what = "import a state_dict" if isinstance(self._source, Mapping) else f"import {os.fspath(self._source)}"
-        together(group, what, lambda: self._prepare(missing, extra, cast))
-        together(group, what, self._read)
+        together(group, self._what, lambda: self._prepare(missing, extra, cast))
+        together(group, self._what, self._read)
         assert self._state is not None
         return first_optimizer_state(self._step, self._state._replace(opt_state=None))
 
     def _prepare(self, missing: bool, extra: bool, cast: bool) -> None:
-        found = dict(_sources(self._source))
+        found = self._find()
         named = _by_name(contents_of(self._step, self._like).held)
         problems = []
         lacking = sorted(set(named) - set(found))
@@ -144,12 +158,12 @@ def _by_name(held: Sequence[Held]) -> dict[str, Held]:
     return named
 
 
-def _sources(source: Any) -> Iterator[tuple[str, _Source]]:
+def _sources(source: Any) -> Iterator[tuple[str, Source]]:
     if isinstance(source, Mapping):
         for name, tensor in source.items():
             if not isinstance(tensor, Tensor):
                 raise StructureError(f"a state_dict holds tensors by name, got {type(tensor).__name__} for {name}")
-            yield name, _Source(tuple(tensor.shape), tensor.dtype, tensor, None, None)
+            yield name, Source(tuple(tensor.shape), tensor.dtype, partial(_itself, tensor))
         return
     for file, names in _files(Path(source)):
         entries = header_of(file)
@@ -157,7 +171,11 @@ def _sources(source: Any) -> Iterator[tuple[str, _Source]]:
             if name not in entries:
                 raise CorruptError(f"{file}: lacks {name}, which the index says is in it")
             entry = entries[name]
-            yield name, _Source(entry.shape, DTYPES[entry.dtype], None, file, entry)
+            yield name, Source(entry.shape, DTYPES[entry.dtype], None, file, entry)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
@@ -178,13 +196,13 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
     return [(path / file, names) for file, names in files.items()]
 
 
-def _fill(held: Held, source: _Source) -> None:
+def _fill(held: Held, source: Source) -> None:
     """Put elements [start, stop) of a source into a leaf."""
     if held.start == held.stop:
         return
     target = held.tensor.detach().view(-1)
-    if source.tensor is not None:
-        target.copy_(source.tensor.detach().reshape(-1)[held.start : held.stop])
+    if source.whole is not None:
+        target.copy_(source.whole().detach().reshape(-1)[held.start : held.stop])
         return
     assert source.file is not None and source.entry is not None
     width = source.dtype.itemsize
