@@ -8,8 +8,10 @@ written to already. It does so for clones, too, which it removes; a maximum with
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import optree
@@ -19,6 +21,8 @@ from torch import Tensor
 from ..across import Fused, Pointwise
 from ..errors import TransformError
 from .base import Transform
+
+_numbers = itertools.count()
 
 
 def compiled(transform: Transform) -> Transform:
@@ -57,7 +61,10 @@ def _kernel(part: Pointwise) -> Callable[[Tensor, Tensor, Any], Any]:
 
     @functools.cache
     def kernel() -> Any:
-        return torch.compile(apply, backend=_backend)
+        # code of its own, by a name of its own: what torch learns of numbers, and counts kernels by, goes by the name
+        code = apply.__code__.replace(co_name=f"apply_{next(_numbers)}")
+        own = FunctionType(code, apply.__globals__, apply.__name__, apply.__defaults__, apply.__closure__)
+        return torch.compile(own, backend=_backend)
 
     def update(params: Tensor, updates: Tensor, state: Any) -> Any:
         leaves, structure = optree.tree_flatten(state)
