@@ -25,6 +25,7 @@ from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.counting import Call, counted
 from functorch_zero.optim import Needs
 from functorch_zero.planning import Collective, Plan, zero_bytes
+from functorch_zero.planning.recording import Journal, imagined_axes
 from functorch_zero.testing import models, run_ranks
 from functorch_zero.tree import Params, UnitSpec
 from tests.conformance.gpt import gpt_tree
@@ -318,6 +319,35 @@ def test_a_compiled_chain_is_not_compiled_for_a_plan() -> None:
         for made in (lambda optimizer: optimizer, optim.compiled)
     )
     assert compiled == plain
+
+
+def test_compiled_units_are_planned_as_they_are() -> None:
+    plans = []
+    for chosen in (False, "blocks.*"):
+        apply, params, _ = fz.functionalize(decoder(), "blocks.*", compile=chosen)
+        step = fz.train_step(lambda p, b, batch, apply=apply: apply(p, b, *batch)[0], optim.adamw(1e-3))
+        plans.append(plan(params, step, level=3, ranks=2, batch=tokens()))
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(("level", "over"), [(0, "shard"), (2, "shard"), (3, "both")])
+def test_a_mesh_of_two_axes(level: int, over: Any) -> None:
+    apply, params, buffers = fz.functionalize(decoder(), "blocks.*")
+    step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], optim.muon(1e-3))
+
+    def on_rank(group: Any) -> tuple[Any, ...]:
+        sharded = fz.shard(step, level=level, group=fz.HybridGroup(group, shard=2), cut_state_over=over)
+        state = sharded.init(params, buffers)
+        first = held(state.opt_state)
+        return held(state.params), first, sharded.options.axes
+
+    for rank, (bytes_of_params, first, axes) in enumerate(run_ranks(on_rank, 4)):
+        options: dict[str, Any] = {"level": level, "ranks": 4, "rank": rank, "shard": 2, "cut_state_over": over}
+        made = plan(params, step, batch=tokens(), **options)
+        assert (made.params, made.state) == (bytes_of_params, first), rank
+        assert axes.optimizer.rank == imagined_axes(rank, 4, Journal(), 2, over, swaps=True).optimizer.rank
+        groups = {c.group for c in made.collectives}
+        assert groups == ({"all 4"} if level == 0 else {"all 4", "shard 2", "replicate 2"})
 
 
 def test_measured_metrics_are_among_the_collectives() -> None:

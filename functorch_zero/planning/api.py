@@ -18,9 +18,8 @@ from ..across import Fused
 from ..buffers import check_buffer_rule
 from ..errors import StructureError, TransformError
 from ..functional import Apply, functionalize
-from ..groups.axes import axes_of
 from ..layout import Layout, Unit, make_layout
-from ..levels import AccumulateIn, LevelRule, Levels, check_accumulate_in
+from ..levels import AccumulateIn, CutStateOver, LevelRule, Levels, check_accumulate_in
 from ..optim.base import Transform
 from ..options import Options
 from ..policies import PrecisionRules
@@ -30,7 +29,7 @@ from ..units import Units
 from .balance import balance_of
 from .imagined import ImaginedStep
 from .live import ValueNeeded
-from .recording import Journal, Recorder
+from .recording import Journal, imagined_axes
 from .report import Plan
 from .stand_in import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
 
@@ -49,6 +48,8 @@ def plan(
     buffer_rule: str = "mean",
     reshard_after_forward: bool = True,
     accumulate_in: AccumulateIn | None = None,
+    shard: int | None = None,
+    cut_state_over: CutStateOver = "shard",
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks` ranks.
 
@@ -68,6 +69,8 @@ def plan(
             each in the layout's order, and their backward to need their weights.
         buffers: for the loss, when params are given.
         buffer_rule, reshard_after_forward, accumulate_in: as for `shard`, where the first is called `buffers`.
+        shard: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None: there is one axis.
+        cut_state_over: as for `shard`.
 
     The step planned is the first one of the optimizer, with the order of units known, as from the second one on. Its
     peak counts tensors: params, state, gradients, gathered params, activations and, over gloo, the room of a
@@ -92,17 +95,18 @@ def plan(
     params = mark_trainable(params, step.trainable)
     device = next((x.device for x in optree.tree_leaves(params) if not x.is_meta), torch.device("cpu"))
     journal, levels = Journal(), Levels(level)
-    group = Recorder(rank, ranks, journal, name=f"all {ranks}" if ranks > 1 else "itself", swaps=device.type == "cpu")
+    axes = imagined_axes(rank, ranks, journal, shard, cut_state_over, swaps=device.type == "cpu")
     options = Options(
         levels,
-        axes_of(group),
+        axes,
         True,
         check_buffer_rule(buffer_rule),
         reshard_after_forward,
         check_accumulate_in(accumulate_in, levels),
     )
     levels.check(params)
-    layout = make_layout(params, ranks, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of)
+    num_pieces = axes.optimizer.size
+    layout = make_layout(params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of)
     fake, order = None, None
     work = _Work(params, given if buffers is None else buffers, batch, replace(step, trainable=None), layout, layout)
     if batch is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +62,7 @@ class ImaginedStep(ShardedTrainStep):
         only_buckets = order is not None and self._layout is self._pass_layout  # and no values
         with nullcontext() if only_buckets else self.live:
             state = self.scatter(self.unsharded.init(params, buffers, seed=None))
-        with self.live:
+        with self.live, _uncompiled():
             if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
                 if order is None:
                     self._backward(state, batch, flats_of(state.params, self._layout, self._rank), self._layout)
@@ -140,6 +141,11 @@ class ImaginedStep(ShardedTrainStep):
         if new or self.live.total >= self._highest:
             self._highest = self.live.total
             self.samples[len(self.samples) - (not new) :] = [Sample(moment, **self.live.now)]
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled regions run operator by operator: there is nothing to compile for without values."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Announced:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ..groups.axes import Axes, axes_of
 from ..groups.counting import CountedGroup
 from ..groups.labels import LabelledGroup
 from ..groups.protocol import Done, ReduceOp, Work
+from ..levels import check_cut_state_over
 from ..sources import Source
 from ..tree import has_values
 from .records import Collective
@@ -91,6 +93,25 @@ class Recorder(LabelledGroup):
         self.journal.recorded.append(made)
         self.journal.on_call(made)
         return work
+
+
+def imagined_axes(
+    rank: int, size: int, journal: Journal, shard: int | None, cut_state_over: str, *, swaps: bool
+) -> Axes:
+    """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard` ranks along its shard axis."""
+
+    def group(rank: int, size: int, name: str) -> Recorder:
+        return Recorder(rank, size, journal, name=f"{name} {size}" if size > 1 else "itself", swaps=swaps)
+
+    world, both = group(rank, size, "all"), check_cut_state_over(cut_state_over) == "both"
+    if shard is None:
+        return axes_of(world, both=both)
+    if shard < 1 or size % shard:
+        raise ValueError(f"shard must divide the number of ranks, {size}, so that all replicas are alike; got {shard}")
+    (replica, place), num_replicas = divmod(rank, shard), size // shard
+    pieces = group(place, shard, "shard")
+    by_piece = group(place * num_replicas + replica, size, "all") if both else pieces  # as `HybridGroup.by_piece`
+    return Axes(world, pieces, group(replica, num_replicas, "replicate"), by_piece)
 
 
 class Noted:
