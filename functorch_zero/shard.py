@@ -227,11 +227,15 @@ class ShardedTrainStep:
         log = [f"step {int(state.step)}"]
         sink = make_sink(layout, self.options.axes, log, self.options.accumulate_in)
         outcomes: list[Outcome] = []
-        for part in micro_batches(batch, self.unsharded.accumulate):
-            outcome = self._on_micro_batch(state, part, flats, layout, sink, log, len(outcomes))
-            outcomes.append(outcome)
-            state = state._replace(buffers=outcome.buffers)
-        return sink.finish(), joined(outcomes), log
+        try:
+            for part in micro_batches(batch, self.unsharded.accumulate):
+                outcome = self._on_micro_batch(state, part, flats, layout, sink, log, len(outcomes))
+                outcomes.append(outcome)
+                state = state._replace(buffers=outcome.buffers)
+            return sink.finish(), joined(outcomes), log
+        except BaseException:
+            self._trace = []  # some ranks may be a pass ahead of others
+            raise
 
     def _on_micro_batch(
         self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout, sink: Sink, log: list[str], i: int

@@ -42,9 +42,11 @@ class ShardedEvalStep:
                 chosen = self.unsharded.chosen(state.opt_state, pieces_of(flats, layout, axes.number))
                 flats = evaluated(chosen, flats, layout, axes)
             sources = make_sources(flats, layout, axes, log)
-            run = Pass(layout, sources, None, device=flats[0].device, ahead=self._trace)
+            ahead, self._trace = self._trace, []  # ranks of which one fails forget it
+            run = Pass(layout, sources, None, device=flats[0].device, ahead=ahead)
             with replayed(state.seed, state.step, self.group.rank, flats[0].device):
                 metrics, weight = call_eval(self.unsharded.fn, run.handles(), state.buffers, batch)
             run.finish()
+            report = reports.average(metrics, weight, labelled(self.group, "evaluation/metrics"), log)
             self._trace = run.trace
-            return reports.average(metrics, weight, labelled(self.group, "evaluation/metrics"), log).metrics
+            return report.metrics

@@ -18,9 +18,11 @@ from functorch_zero.groups.hybrid import Reordered
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
-from tests.models import ZOO, uneven
+from tests.models import ZOO, Shared, even, uneven
 from tests.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
 from tests.test_processes import OPTIMIZERS, on_processes
+from tests.test_unit import batches_of, some_rows_reach, with_negative_half
+from tests.test_unit import build as build_module
 
 LEVELS = (0, 1, 2, 3)
 
@@ -245,3 +247,59 @@ def test_a_process_group_is_divided() -> None:
         return sums.tolist()
 
     assert on_processes(run, 4) == [[2, 1], [4, 1], [2, 1], [4, 1]]
+
+
+PLACES: list[tuple[Any, bool, dict[str, Any]]] = [  # level, on a mesh, options
+    ({"": 3, "head": 1, "between": 2}, False, {}),
+    ({"": 3, "head": 0}, False, {"accumulate_in": "whole"}),
+    (3, False, {"accumulate_in": "whole"}),
+    (3, True, {}),
+    ({"": 3, "head": 1}, True, {"cut_state_over": "both", "accumulate_in": "whole"}),
+]
+
+
+def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
+    """They start the others' collectives in the others' order all the same, wherever things lie."""
+    batches = batches_of(with_negative_half)
+
+    def step() -> Any:
+        apply, params, buffers = build_module(Shared)
+        return fz.train_step(some_rows_reach(apply), optim.sgd(0.05, momentum=0.9), accumulate=2), params, buffers
+
+    def run(group: Any) -> list[Run]:
+        mesh = HybridGroup(group, shard=2)
+        return [
+            train_sharded(mesh if axes else group, *step(), batches, even(12, 4), level=level, **options)
+            for level, axes, options in PLACES
+        ]
+
+    runs = on_processes(run, 4)
+    expected = train(*step(), batches)
+    for i in range(len(PLACES)):
+        assert_same_on_all_ranks([r[i] for r in runs])
+        assert_equal_updates(expected, runs[0][i])
+
+
+def test_a_step_that_failed_on_a_mesh_can_be_tried_again() -> None:
+    def run(group: Any) -> Any:
+        step, params, buffers = build(trainable=lambda path, leaf: True)
+        failures = [True]
+
+        def flaky(p: Any, b: Any, batch: Any) -> Any:
+            if group.rank == 3 and failures:
+                failures.clear()
+                raise ArithmeticError("once")
+            return step.loss_fn(p, b, batch)
+
+        sharded = fz.shard(fz.train_step(flaky, step.optimizer), level=3, group=HybridGroup(group, shard=2))
+        state = sharded.init(params, buffers)
+        with pytest.raises((ArithmeticError, GroupError)):
+            sharded(state, make_batches(1)[0])
+        state, _ = sharded(state, make_batches(1)[0])
+        return sharded.gather(state).params
+
+    step, params, buffers = build(trainable=lambda path, leaf: True)
+    expected, _ = step(step.init(params, buffers), make_batches(1)[0])
+    for found in (*on_processes(run, 4), *run_ranks(run, 4)):
+        for path, leaf in expected.params.items():
+            torch.testing.assert_close(found[path], leaf, rtol=0, atol=1e-12)
