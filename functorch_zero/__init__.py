@@ -22,6 +22,7 @@ from .groups import CheckedGroup, CountingGroup, Group, HybridGroup, ProcessGrou
 from .handle import gather
 from .options import failing_together
 from .precision import Precision
+from .rounds import any_rank, rounds
 from .shard import shard
 from .step import Aux, TrainState, train_step
 from .tree import Params, named_leaves
@@ -51,6 +52,7 @@ __all__ = [
     "ThreadGroup",
     "TrainState",
     "TransformError",
+    "any_rank",
     "broadcast",
     "checkpoint",
     "deferred",
@@ -62,6 +64,7 @@ __all__ = [
     "named_leaves",
     "optim",
     "plan",
+    "rounds",
     "shard",
     "testing",
     "train_step",

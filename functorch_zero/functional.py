@@ -19,7 +19,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from .errors import StructureError, explain
 from .handle import Entrance, Handle
 from .lowering import lower
 from .policies import Policies, PrecisionRules, cast_floats, find_policies
+from .ranges import ranged
 from .regions import Region, check_options
 from .remat import recomputed
 from .tree import Params, UnitSpec
@@ -217,9 +218,7 @@ class _Skeleton:
     def _entering(self, unit: UnitSpec, path: str, inside: list[Any], forward: Callable[..., Any]) -> Any:
         @functools.wraps(forward)
         def enter_and_run(*args: Any, **kwargs: Any) -> Any:
-            if not self._lazy:
-                return forward(*args, **kwargs)
-            with self._entered(unit, path, inside):
+            with ranged("forward", path or "root"), self._entered(unit, path, inside) if self._lazy else nullcontext():
                 return forward(*args, **kwargs)
 
         return enter_and_run

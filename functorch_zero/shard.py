@@ -41,6 +41,7 @@ from .optim.base import describe
 from .optim.check import check_claims
 from .options import Options, check_batch, check_not_empty, sharding_of, told
 from .prepared import Prepared
+from .ranges import ranged
 from .sharded_evaluation import ShardedEvalStep
 from .shares import in_range, shares_of, to_means
 from .sinks import Sink
@@ -172,9 +173,11 @@ class ShardedTrainStep:
                 measures.see("param_norm", view)
                 params, opt_state = state.params, state.opt_state
                 if fine:
-                    updates, opt_state = prepared.update(grads, opt_state, view)
+                    with ranged("update"):
+                        updates, opt_state = prepared.update(grads, opt_state, view)
                     measures.see("update_norm", updates)
-                    params = publish(params, flats, updates, layout, self.options.axes, donate=self.options.donate)
+                    with ranged("publish"):
+                        params = publish(params, flats, updates, layout, self.options.axes, donate=self.options.donate)
                 else:
                     measures.see("update_norm", tree_map(torch.zeros_like, grads))
                 metrics = with_measured(metrics, measures.metrics(opt_state))
@@ -246,12 +249,14 @@ class ShardedTrainStep:
         keeps, last = not self.options.reshard_after_forward, i == count - 1
         run = Pass(layout, sources, sink, device=device, keeps=keeps, ahead=self._trace, last=last)
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
-            outcome = call_loss(self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank)
+            with ranged("loss"):
+                outcome = call_loss(self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank)
             check_not_empty(batch, outcome.loss, outcome.weight, rank)
             scale = self.unsharded.finite.scale(state.finite)
             shares = shares_of(outcome, layout, self.group.size, count, scale)
             run.loss_ended(outcome.weight, shares.rest)
-            torch.autograd.grad(outcome.loss, [run.anchor], shares.seed, allow_unused=True)
+            with ranged("backward"):
+                torch.autograd.grad(outcome.loss, [run.anchor], shares.seed, allow_unused=True)
         run.finish()
         self._trace = run.trace
         metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}

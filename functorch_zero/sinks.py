@@ -18,6 +18,7 @@ from .groups import labelled
 from .groups.axes import Axes
 from .groups.protocol import Group, Work
 from .layout import Layout
+from .ranges import ranged
 
 Grads = Sequence[Tensor | None]
 
@@ -62,12 +63,13 @@ class Reducer:
         A flat of level 2 or 3 is only read.
         """
         self._log.append("reduce " + self._layout.buckets[b].name)
-        flat = flat.to(self._layout.buckets[b].reduce)
-        if self._is_cut(b):
-            piece = flat.new_empty(flat.numel() // self._axes.shard.size)
-            self._under_way.append((b, piece, self._for(b, self._axes.shard).reduce_scatter(piece, flat)))
-        else:
-            self._under_way.append((b, flat, self._for(b, self._axes.world).all_reduce(flat)))
+        with ranged("reduce", self._layout.buckets[b].name):
+            flat = flat.to(self._layout.buckets[b].reduce)
+            if self._is_cut(b):
+                piece = flat.new_empty(flat.numel() // self._axes.shard.size)
+                self._under_way.append((b, piece, self._for(b, self._axes.shard).reduce_scatter(piece, flat)))
+            else:
+                self._under_way.append((b, flat, self._for(b, self._axes.world).all_reduce(flat)))
 
     def add(self, b: int, flat: Tensor, more: Tensor) -> Tensor:
         """The sum of two flats of gradients not reduced yet, in the storage dtype."""
@@ -77,7 +79,8 @@ class Reducer:
         """Wait for what is under way, and let go of its flats."""
         while self._under_way:
             b, result, work = self._under_way.pop(0)
-            work.wait()
+            with ranged("wait for reduce", self._layout.buckets[b].name):
+                work.wait()
             result = result.to(self._layout.buckets[b].dtype)
             self._done[b] = self._done[b].add_(result) if b in self._done else result
 

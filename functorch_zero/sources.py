@@ -10,6 +10,7 @@ from torch import Tensor
 from .groups.protocol import Done, Group, Work
 from .handle import check_unchanged, versions_of
 from .layout import Bucket
+from .ranges import ranged
 
 
 class Source(Protocol):
@@ -81,10 +82,11 @@ class Gathered:
         if self._whole is None and self._started is None and any(self._cut):
             self._log.append("gather " + self._name)
             self._started = []
-            for flat, bucket, cut in zip(self._flats, self._buckets, self._cut, strict=True):
-                sent = flat.to(bucket.gather) if cut else flat
-                whole = sent.new_empty(self._group.size * sent.numel()) if cut else flat
-                self._started.append((whole, sent, self._group.all_gather(whole, sent) if cut else Done()))
+            with ranged("gather", self._name):
+                for flat, bucket, cut in zip(self._flats, self._buckets, self._cut, strict=True):
+                    sent = flat.to(bucket.gather) if cut else flat
+                    whole = sent.new_empty(self._group.size * sent.numel()) if cut else flat
+                    self._started.append((whole, sent, self._group.all_gather(whole, sent) if cut else Done()))
 
     def here(self) -> bool:
         return self._whole is not None
@@ -92,8 +94,9 @@ class Gathered:
     def flats(self) -> list[Tensor]:
         self.start()
         if self._whole is None:
-            for _, _, work in self._started or ():
-                work.wait()
+            with ranged("wait for gather", self._name):
+                for _, _, work in self._started or ():
+                    work.wait()
             wholes = self._flats if self._started is None else [whole for whole, _, _ in self._started]
             self._started = None
             pairs = zip(wholes, self._buckets, strict=True)

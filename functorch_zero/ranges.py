@@ -1,0 +1,17 @@
+"""Ranges that torch's profiler shows, named after units. While nobody profiles they cost a look at a flag."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def ranged(what: str, name: str = "") -> AbstractContextManager[Any]:
+    """Around some work: the range "fz.<what> <name>" in a profile."""
+    if not torch._C._autograd._profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(f"fz.{what} {name}".rstrip())
