@@ -150,7 +150,7 @@ class ShardedTrainStep:
             reduced, outcome, log = self._backward(state, batch, flats, layout)
             trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
             policy = self.unsharded.finite
-            bad = [not in_range(reduced, layout, outcome.weight, self.group.size)] if policy.looks else []
+            bad = [not in_range(reduced, layout, weighted=outcome.weight is not None)] if policy.looks else []
             metrics, total, changed = self._report(state, outcome, log, bad)
             self._trace = trace
             fine = not policy.looks or (not changed.pop() and all_finite([metrics["loss"]]))

@@ -49,11 +49,13 @@ def shares_of(outcome: Outcome, layout: Layout, num_ranks: int, count: int, scal
     return Shares(seed.detach(), rest)
 
 
-def in_range(reduced: Mapping[int, Tensor], layout: Layout, weight: Tensor | float | None, num_ranks: int) -> bool:
-    """Whether reduced, scaled gradients are finite, and would be in the unsharded step; see Note [overflow]."""
-    expected = 1.0 if weight is None else num_ranks * float(weight)  # the sum of all weights, if they are equal
-    limits = [F16_END * expected if layout.buckets[b].compute == torch.float16 else math.inf for b in reduced]
-    return all_finite(reduced.values(), limits)
+def in_range(reduced: Mapping[int, Tensor], layout: Layout, *, weighted: bool) -> bool:
+    """Whether reduced, scaled gradients are finite, and would be in the unsharded step; see Note [overflow].
+
+    Weighted sums are not held to float16's range: by what they will be divided is not known yet.
+    """
+    halves = {b for b in reduced if layout.buckets[b].compute == torch.float16 and not weighted}
+    return all_finite(reduced.values(), [F16_END if b in halves else math.inf for b in reduced])
 
 
 def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float | None) -> None:
