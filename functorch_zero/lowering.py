@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from .handle import Handle, check_unchanged
+from .handle import Handle, check_unchanged, versions_of
 from .precision import Dtypes
 from .tree import Params, PyTree, UnitSpec
 
@@ -71,7 +71,7 @@ class LoweredUnit:
             with temporarily_clear_interpreter_stack():
                 pairs = zip(self._stored, self._dtypes, strict=True)
                 self._leaves = [self._lowered(leaf, dtypes) for leaf, dtypes in pairs]
-            self._versions = [leaf._version for leaf in self._leaves]
+            self._versions = versions_of(self._leaves)
             self._tracked, self._left = tracked, set()
         return self._leaves
 
@@ -104,7 +104,7 @@ class Seen:
         seen = dict(params)
         for unit in params.units:
             stored = [params[path] for path in unit.leaves]
-            dtypes = [unit.policies[path].dtypes(params[path].dtype) for path in unit.policies]
+            dtypes = [policy.dtypes(params[path].dtype) for path, policy in unit.policies.items()]
             if any(found is not None for found in dtypes):
                 entrance = LoweredUnit(unit, stored, dtypes)
                 self._units.append(entrance)

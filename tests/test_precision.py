@@ -475,3 +475,16 @@ def test_units_in_use_are_held_in_their_compute_dtype() -> None:
     assert 2 < whole < 4.5 and half < 0.6 * whole, (whole, half)
     at_level_2 = peak(Precision(compute=BF16, reduce=BF16), 2) / layer
     assert at_level_2 < 3, "copies of a unit or two in bfloat16, not of the model, which is 3 layers' worth"
+
+
+def test_inference_mode() -> None:
+    apply, params, buffers = fz.functionalize(Deep(2, 8), precision=Precision(compute=BF16))
+    state = train_step(lambda p, b, x: apply(p, b, x)[0].sum(), optim.sgd(0.1)).init(params)
+    evaluate = fz.eval_step(lambda p, b, x: {"sum": apply(p, b, x)[0].float().sum()})
+    expected = evaluate(state, torch.ones(2, 8))["sum"]
+    with torch.inference_mode():
+        assert torch.equal(evaluate(state, torch.ones(2, 8))["sum"], expected)
+        for level in LEVELS:
+            sharded = shard(train_step(lambda p, b, x: x, optim.sgd(0.1)), level=level, group=CountingGroup(1))
+            found = shard(evaluate, level=level, group=CountingGroup(1))(sharded.scatter(state), torch.ones(2, 8))
+            assert torch.equal(found["sum"], expected)
