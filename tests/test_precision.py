@@ -478,7 +478,7 @@ def test_units_in_use_are_held_in_their_compute_dtype() -> None:
 
 
 def test_inference_mode() -> None:
-    apply, params, buffers = fz.functionalize(Deep(2, 8), precision=Precision(compute=BF16))
+    apply, params, _ = fz.functionalize(Deep(2, 8), precision=Precision(compute=BF16))
     state = train_step(lambda p, b, x: apply(p, b, x)[0].sum(), optim.sgd(0.1)).init(params)
     evaluate = fz.eval_step(lambda p, b, x: {"sum": apply(p, b, x)[0].float().sum()})
     expected = evaluate(state, torch.ones(2, 8))["sum"]
