@@ -14,7 +14,6 @@ from optree import PyTree, tree_map
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from ..across import Fused
 from ..buffers import check_buffer_rule
 from ..errors import StructureError, TransformError
 from ..functional import Apply, functionalize
@@ -178,16 +177,14 @@ def _called(apply: Apply) -> LossFn:
 
 def _without_loss(work: _Work, num_saved: Callable[[Unit], int]) -> _Work:
     """A loss that goes through all units stands in. An optimizer that treats all elements alike sees buckets only."""
-    layout, optimizer = one_leaf_a_bucket(work.layout), work.step.optimizer
+    layout = one_leaf_a_bucket(work.layout)
     step = replace(work.step, loss_fn=loss_through(layout, num_saved))
-    if optimizer.plain is None:
+    if step.optimizer.plain is None or step.metrics:
         return work._replace(step=step, pass_layout=layout)
-    in_place = Fused(lambda params, updates, state: state, lambda param: True)
-    idle = replace(optimizer, update=lambda u, s, p, across: (u, s), fused=in_place, parts=(), chained=False)
     leaves = [
         torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.trainable) for leaf in layout.leaves
     ]
-    return work._replace(params=leaves, step=replace(step, optimizer=idle), layout=layout, pass_layout=layout)
+    return work._replace(params=leaves, step=step, layout=layout, pass_layout=layout)
 
 
 def _without_value(x: Any, device: torch.device, fake: FakeTensorMode | None) -> Any:

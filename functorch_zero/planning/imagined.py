@@ -48,6 +48,7 @@ class ImaginedStep(ShardedTrainStep):
         self._journal, self._layout, self._pass_layout = options.group.journal, layout, pass_layout
         self.live = LiveBytes(fake, self._sample)
         self._journal.notice, self._journal.on_call = self._adopt, self._name
+        self._only_buckets = fake is None and layout is pass_layout  # of an optimizer that treats all elements alike
         self.samples: list[Sample] = []
         self._highest = 0  # bytes of the last sample
         self.reduced = 0
@@ -59,8 +60,7 @@ class ImaginedStep(ShardedTrainStep):
 
         `order`: the units as the pass fetches them, where that is known; else one more pass finds it out.
         """
-        only_buckets = order is not None and self._layout is self._pass_layout  # and no values
-        with nullcontext() if only_buckets else self.live:
+        with nullcontext() if self._only_buckets else self.live:
             state = self.scatter(self.unsharded.init(params, buffers, seed=None))
         with self.live, _uncompiled():
             if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
@@ -96,7 +96,7 @@ class ImaginedStep(ShardedTrainStep):
         return self._layout
 
     def _prepare(self, layout: Layout) -> Any:
-        return _Announced(super()._prepare(layout), self._enter)
+        return _Announced(super()._prepare(layout), self._enter, idle=self._only_buckets)
 
     def _backward(self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout) -> Any:
         made = super()._backward(state, batch, flats, self._pass_layout)
@@ -149,14 +149,14 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 class _Announced:
-    """A prepared update that says when it begins and ends."""
+    """A prepared update that says when it begins and ends; an idle one works in place, and takes no room."""
 
-    def __init__(self, prepared: Any, enter: Callable[[str], None]) -> None:
-        self._prepared, self._enter = prepared, enter
+    def __init__(self, prepared: Any, enter: Callable[[str], None], *, idle: bool) -> None:
+        self._prepared, self._enter, self._idle = prepared, enter, idle
         self.plan, self.across = prepared.plan, prepared.across
 
     def update(self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> Any:
         self._enter("optimizer")
-        made = self._prepared.update(grads, state, params)
+        made = (None, state) if self._idle else self._prepared.update(grads, state, params)
         self._enter("publish")
         return made
