@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 
 COMMON = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("quick", max_examples=25, derandomize=True, **COMMON)
+settings.register_profile("quick", max_examples=12, derandomize=True, **COMMON)
 settings.register_profile("thorough", max_examples=500, print_blob=True, **COMMON)  # pytest --hypothesis-profile ...
 settings.load_profile("quick")
 

@@ -27,7 +27,7 @@ from tests.test_unit import build as build_module
 LEVELS = (0, 1, 2, 3)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_mesh_any_level_any_optimizer(data: Any) -> None:
     case = data.draw(fst.modules())

@@ -76,7 +76,7 @@ def some_levels(seed: int) -> LevelRule:
     return lambda path, leaf: random.Random(f"{seed} {path}").randrange(4)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_level_for_any_leaf_and_any_of_them_frozen(data: Any) -> None:
     case = data.draw(fst.modules())
