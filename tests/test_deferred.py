@@ -269,9 +269,6 @@ def test_the_peak_is_one_unit(level: int, held: float) -> None:
     del state
 
 
-transformers = pytest.importorskip("transformers")
-
-
 def hugging_face(name: str) -> nn.Module:
     from tests.test_hugging_face import bert, gpt2, llama
 

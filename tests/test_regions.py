@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
+from importlib import util
 from typing import Any
 
 import pytest
@@ -36,8 +37,8 @@ def counting(graph: Any, inputs: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
-    tqdm = sys.modules.get("tqdm") or pytest.importorskip("tqdm", reason="torch's compiler shows progress with it")
-    tqdm.tqdm.monitor_interval = 0  # a thread that stays
+    if util.find_spec("tqdm"):
+        importlib.import_module("tqdm").tqdm.monitor_interval = 0  # torch's compiler would start a thread that stays
     torch._dynamo.reset()
     compiles.clear()
     yield

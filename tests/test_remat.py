@@ -275,9 +275,6 @@ def test_with_units_of_several_blocks_it_grows_with_the_square_root() -> None:
     assert sixteen < peak(16, False, 3) / 2
 
 
-transformers = pytest.importorskip("transformers")
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_hugging_faces_own_and_ours_together(level: int) -> None:
     from tests.test_hugging_face import batches, checkpointed, llama
