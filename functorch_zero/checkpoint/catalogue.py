@@ -22,6 +22,14 @@ from .reader import check_size, read_through
 PathLike = str | os.PathLike[str]
 
 
+def chosen(root: PathLike, count: int | None) -> tuple[Manifest, Path]:
+    """The manifest and the folder of one step, None being the newest complete one, its files' sizes checked."""
+    found = latest(root) if count is None else count
+    if found is None:
+        raise CheckpointError(f"{root} has no complete checkpoint")
+    return check_sizes(Path(root), found), step_folder(Path(root), found)
+
+
 def latest(root: PathLike) -> int | None:
     """The newest step whose checkpoint is complete: its manifest is sound and every file is there in its full size.
 

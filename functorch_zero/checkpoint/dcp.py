@@ -8,10 +8,9 @@ from pathlib import Path
 
 from ..groups.dcp import list_tensors, read_tensor, write_tensors
 from ..step import TrainState
-from .catalogue import check_sizes, latest
-from .errors import CheckpointError
+from .catalogue import chosen
 from .exporting import Aliases, PathLike, aliases_of, named_leaves_in, read_leaf
-from .folders import Temporary, step_folder
+from .folders import Temporary
 from .importing import Import, Source
 from .places import Step
 
@@ -42,11 +41,7 @@ def export_dcp(
         CheckpointError: there is no such checkpoint, `out` exists, or no leaf lies under `trees`.
         CorruptError: the checkpoint is damaged; the file is named.
     """
-    path = Path(root)
-    chosen = latest(path) if count is None else count
-    if chosen is None:
-        raise CheckpointError(f"{root} has no complete checkpoint")
-    manifest, folder = check_sizes(path, chosen), step_folder(path, chosen)
+    manifest, folder = chosen(root, count)
     named = list(named_leaves_in(manifest, trees, aliases_of(aliases)))
     tensors = {prefix + t.name: read_leaf(manifest, t.number, folder).view(t.leaf.shape) for t in named}
     temporary = Temporary(Path(out).absolute(), lock=False)

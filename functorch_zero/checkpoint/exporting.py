@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..functional import Apply
-from .catalogue import check_sizes, latest
+from .catalogue import chosen
 from .container import DTYPES, bytes_of, make_header
 from .errors import CheckpointError
-from .folders import Temporary, create, step_folder, write_all, write_file
+from .folders import Temporary, create, write_all, write_file
 from .manifest import Leaf, Manifest
 from .reader import Wanted, read_wanted
 
@@ -67,17 +67,13 @@ def export(
         CheckpointError: there is no such checkpoint, `out` exists, or no leaf lies under `trees`.
         CorruptError: the checkpoint is damaged; the file is named.
     """
-    path = Path(root)
-    chosen = latest(path) if count is None else count
-    if chosen is None:
-        raise CheckpointError(f"{root} has no complete checkpoint")
-    manifest = check_sizes(path, chosen)
+    manifest, folder = chosen(root, count)
     files = _split(list(named_leaves_in(manifest, trees, aliases_of(aliases))), max_file_bytes)
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         names = _file_names(len(files))
         for name, tensors in zip(names, files, strict=True):
-            _write(temporary.path / name, tensors, manifest, step_folder(path, chosen))
+            _write(temporary.path / name, tensors, manifest, folder)
         if len(files) > 1:
             write_file(temporary.path / INDEX, _index(names, files))
         temporary.commit()
