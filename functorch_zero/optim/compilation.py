@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
@@ -23,6 +24,7 @@ from ..errors import TransformError
 from .base import Transform
 
 _numbers = itertools.count()
+_one_at_a_time = threading.Lock()  # ranks that are threads would each make the kernel that none has made yet
 
 
 def compiled(transform: Transform) -> Transform:
@@ -68,11 +70,12 @@ def _kernel(part: Pointwise) -> Callable[[Tensor, Tensor, Any], Any]:
 
     def update(params: Tensor, updates: Tensor, state: Any) -> Any:
         leaves, structure = optree.tree_flatten(state)
-        run = kernel()
         for flat in (params, updates, *leaves):
             if flat.dim():
                 torch._dynamo.mark_dynamic(flat, 0)  # one kernel for all sizes
-        return structure.unflatten(run(params, updates, state))
+        with _one_at_a_time:
+            new = kernel()(params, updates, state)
+        return structure.unflatten(new)
 
     return update
 
