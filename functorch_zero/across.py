@@ -167,9 +167,9 @@ class Across(Protocol):
         ...
 
     def whole_tree(
-        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree, limit: int
+        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
-        """Run a whole-tree update."""
+        """Run a whole-tree update; params are None where it wants none."""
         ...
 
 
@@ -274,7 +274,7 @@ class Local:
         return init(params)
 
     def whole_tree(
-        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree, limit: int
+        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
         check_limit(optree.tree_leaves(self.extents), optree.tree_leaves(updates), limit)
         new_updates, new_state = update(updates, state, params)

@@ -1,4 +1,4 @@
-"""Whole leaves at their owners: one packed all-to-all in, one out."""
+"""Whole leaves at their owners, or everywhere: one packed all-to-all in, one out."""
 
 from __future__ import annotations
 
@@ -33,23 +33,25 @@ class Exchange:
     def to_owners(self, trees: list[list[Tensor]], owners: list[int]) -> list[dict[int, Tensor]]:
         """Pieces of each tree -> whole leaves at their owners, by position. One all-to-all a dtype.
 
-        What is everyone's is whole already.
+        A leaf that is not cut is whole already.
         """
-        here, shapes = self._group.rank, self._shapes
+        everyone, shapes = range(self._group.size), self._shapes
         if self._group.size == 1:
             return [{i: x.reshape(shape) for i, (x, shape) in enumerate(zip(t, shapes, strict=True))} for t in trees]
-        whole = [{i: x.reshape(shapes[i]) for i, x in enumerate(t) if owners[i] == EVERYONE} for t in trees]
-        items = [(t, i, x) for t, leaves in enumerate(trees) for i, x in enumerate(leaves) if owners[i] != EVERYONE]
+        whole = [{i: x.reshape(shapes[i]) for i, x in enumerate(t) if not self._is_cut(i)} for t in trees]
+        items = [(t, i, x) for t, leaves in enumerate(trees) for i, x in enumerate(leaves) if self._is_cut(i)]
         for dtype in dict.fromkeys(x.dtype for _, _, x in items):
             some = [(t, i, x) for t, i, x in items if x.dtype == dtype]
-            runs = [(owners[i], x) for _, i, x in some]
-            mine = [(t, i) for t, i, _ in some if owners[i] == here]
+            like = some[0][2]
+            runs = [(rank, x) for _, i, x in some for rank in (everyone if owners[i] == EVERYONE else (owners[i],))]
+            mine = [(t, i) for t, i, _ in some if owners[i] in (self._group.rank, EVERYONE)]
             sizes = [(rank, m, part.num_here) for m, (_, i) in enumerate(mine) for rank, part in self._parts(i)]
             parts: list[list[Tensor]] = [[] for _ in mine]
-            for (_, m, _), part in self._swap(runs, sizes, some[0][2]):
+            for (_, m, _), part in self._swap(runs, sizes, like):
                 parts[m].append(part)
             for (t, i), found in zip(mine, parts, strict=True):
-                whole[t][i] = torch.cat([some[0][2].new_empty(0), *found]).view(shapes[i])
+                joined = found[0] if len(found) == 1 else torch.cat([like.new_empty(0), *found])
+                whole[t][i] = joined.reshape(shapes[i])
         return whole
 
     def from_owners(self, results: dict[int, Tensor], leaves: list[Tensor], owners: list[int]) -> list[Tensor]:
@@ -67,6 +69,9 @@ class Exchange:
                 pieces[i] = part.clone()  # a view of what was received could be taken for a view of a bucket
         return [pieces[i] for i in range(len(leaves))]
 
+    def _is_cut(self, i: int) -> bool:
+        return self._places[i][0].cut.num_pieces > 1
+
     def _part(self, i: int, rank: int) -> Extent:
         bucket, k = self._places[i]
         return bucket.extent(k, rank)
@@ -81,18 +86,27 @@ class Exchange:
     def _swap(
         self, runs: list[tuple[int, Tensor]], sizes: list[tuple[int, int, int]], like: Tensor
     ) -> list[tuple[tuple[int, int, int], Tensor]]:
-        """One all-to-all of packed `(rank, run)`s. What comes is `sizes`: (from which rank, what, elements)."""
-        sent, received = [0] * self._group.size, [0] * self._group.size
+        """One all-to-all of packed `(rank, run)`s. What comes is `sizes`: (from which rank, what, elements).
+
+        What this rank has for itself comes as it is, without a copy.
+        """
+        here, num_ranks = self._group.rank, self._group.size
+        outgoing: list[list[Tensor]] = [[] for _ in range(num_ranks)]
         for rank, run in runs:
-            sent[rank] += run.numel()
-        for rank, _, size in sizes:
-            received[rank] += size
-        ordered = sorted(runs, key=lambda run: run[0])  # stable: runs for one rank stay in their order
-        source = torch.cat([like.new_empty(0), *(run.reshape(-1) for _, run in ordered)])
+            outgoing[rank].append(run)
+        own = iter([run for run in outgoing[here] if run.numel()])
+        outgoing[here] = []
+        expected = sorted(sizes, key=lambda size: size[0])  # stable: what comes from one rank stays in its order
+        lengths = [0 if rank == here else size for rank, _, size in expected]
+        received = [0] * num_ranks
+        for (rank, _, _), length in zip(expected, lengths, strict=True):
+            received[rank] += length
+        source = torch.cat([like.new_empty(0), *(run for some in outgoing for run in some)])
         target = like.new_empty(sum(received))
+        sent = [sum(run.numel() for run in some) for some in outgoing]
         self._group.all_to_all(target, received, source, sent).wait()
-        expected = sorted(sizes, key=lambda size: size[0])
-        return list(zip(expected, target.split([size for _, _, size in expected]), strict=True))
+        came = zip(expected, target.split(lengths), strict=True)
+        return [(what, next(own) if what[0] == here and what[2] else part) for what, part in came]
 
 
 def batches(part: WholeLeaf, whole: dict[int, Tensor]) -> list[list[int]]:

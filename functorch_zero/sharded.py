@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import optree
@@ -231,26 +230,23 @@ class Sharded:
     # the whole tree: gathered on every rank
 
     def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
-        return init(self._gather(params, limit))
+        return init(*self._gather([params], limit))
 
     def whole_tree(
-        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree, limit: int
+        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
-        made, new_state = update(self._gather(updates, limit), state, self._gather(params, limit))
+        whole = self._gather([updates] if params is None else [updates, params], limit)
+        made, new_state = update(whole[0], state, None if params is None else whole[1])
         pieces = tree_map(lambda x, e: x.reshape(-1)[e.start : e.stop].clone(), made, self._extents)
         return pieces, new_state
 
-    def _gather(self, tree: Tree, limit: int) -> Tree:
-        """Whole leaves on every rank: one all-reduce of the pieces in their places, 2S bytes."""
-        leaves, treedef = optree.tree_flatten(tree)
-        extents = optree.tree_leaves(self._extents)
-        check_limit(extents, leaves, limit)
-        whole = []
-        for x, extent in zip(leaves, extents, strict=True):
-            full = x.new_zeros(prod(extent.shape))
-            full[extent.start : extent.stop] = x
-            whole.append(full.view(extent.shape))
-        return treedef.unflatten(self._reduce(whole, "sum", self._cut_leaves(tree)))
+    def _gather(self, trees: list[Tree], limit: int) -> list[Tree]:
+        """Whole leaves on every rank, where everyone is an owner: S (N-1)/N bytes for each of the trees."""
+        extents, treedef = optree.tree_flatten(self._extents)
+        leaves = [optree.tree_leaves(tree) for tree in trees]
+        check_limit(extents, leaves[0], limit)
+        whole = self._exchange.to_owners(leaves, [EVERYONE] * len(extents))
+        return [treedef.unflatten([tree[i] for i in range(len(extents))]) for tree in whole]
 
 
 def _products(a: Tree, b: Tree) -> list[Tensor]:

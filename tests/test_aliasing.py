@@ -63,7 +63,12 @@ def loss_fn(params, buffers, batch):
     return sum(((p - batch) ** 2).mean() * (k + 1) for k, p in enumerate(params.values()))
 
 
-TRANSFORMS = [author(make) for author in AUTHORS for make in (optim.pointwise, optim.with_statistics)]
+def whole_tree(init, update):
+    return optim.with_whole_tree(init, lambda updates, state, params: update(updates, state, params, None))
+
+
+CONSTRUCTORS = (optim.pointwise, optim.with_statistics, whole_tree)
+TRANSFORMS = [author(make) for author in AUTHORS for make in CONSTRUCTORS]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

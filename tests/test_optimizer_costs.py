@@ -124,7 +124,7 @@ def check_traffic(optimizer: Transform, own: list[Call]) -> None:
     if optimizer.needs == Needs.POINTWISE:
         assert not own, f"a pointwise optimizer sent {own}"
     elif optimizer.needs == Needs.WHOLE_TREE:
-        assert len(own) <= 2 and {call.kind for call in own} <= {"all_reduce"}
+        check_gathering(own, leaves, optimizer)
     else:
         check_statistics([call for call in own if call.kind == "all_reduce"], leaves)
         check_exchange([call for call in own if call.kind == "all_to_all"], leaves, optimizer)
@@ -159,14 +159,22 @@ def check_exchange(calls: list[Call], leaves: list[Tensor], optimizer: Transform
     assert sum(call.sent_bytes for call in calls) <= wanted * (size / RANKS + padding) + largest
 
 
+def check_gathering(calls: list[Call], leaves: list[Tensor], optimizer: Transform) -> None:
+    """One all-to-all, in which this rank sends what it has to each of the others: S (N-1)/N, as an all-gather would."""
+    trees = 2 if any(takes_params(part) for part in parts_of(optimizer)) else 1
+    assert [call.kind for call in calls] == ["all_to_all"], calls
+    size, padding = sum(nbytes(x) for x in leaves), 64 * (RANKS + len(leaves))
+    assert 0 < sum(call.sent_bytes for call in calls) <= trees * (size / RANKS + padding) * (RANKS - 1)
+
+
 def parts_of(transform: Transform) -> list[Transform]:
     return [transform, *(inner for part in transform.parts for inner in parts_of(part))]
 
 
 def takes_params(transform: Transform) -> bool:
-    """Whether a whole-leaf update asks for the param as well."""
+    """Whether a whole-leaf or whole-tree update asks for the params as well."""
     source = transform.source
-    if transform.needs != Needs.WHOLE_LEAF or transform.parts or len(source) < 2:
+    if transform.needs < Needs.WHOLE_LEAF or transform.parts or len(source) < 2:
         return False
     return source[1].__code__.co_argcount > 2
 

@@ -168,6 +168,40 @@ def test_the_whole_tree(spec: Any, ranks: int) -> None:
         close(got, expected)
 
 
+@pytest.mark.parametrize("wants_params", [False, True])
+def test_a_whole_tree_is_gathered_bit_by_bit(wants_params: bool) -> None:
+    """Each rank sends its piece to the others, once for each dtype and tree; zeros keep their sign."""
+    tree = {"a": -torch.zeros(7, 3), "b": torch.randn(11, dtype=torch.float64), "c": torch.tensor([2.0, torch.nan])}
+    seen: list[Any] = []
+
+    def with_params(u: Any, s: Any, p: Any) -> Any:
+        seen.append((u, p))
+        return u, s
+
+    def without(u: Any, s: Any) -> Any:
+        seen.append((u,))
+        return u, s
+
+    transform = optim.with_whole_tree(lambda p: (), with_params if wants_params else without)
+
+    def run(group: Any) -> tuple[int, float, int]:
+        layout, own = make_layout(tree, 3, trainable=lambda path, leaf: True), counted(group)
+        pieces = slice_tree(tree, layout, group.rank)
+        transform.update(pieces, (), pieces, Sharded(layout, own))
+        return own.num_calls("all_to_all"), own.sent_bytes(), sum(x.nbytes for x in pieces.values())
+
+    results = run_ranks(run, 3)
+    trees = 1 + wants_params
+    assert [(calls, sent) for calls, sent, _ in results] == [(2, 2 * trees * held) for _, _, held in results]
+    assert sum(held for _, _, held in results) == sum(x.nbytes for x in tree.values())
+    for whole in (one for trees in seen for one in trees):
+        for name, x in whole.items():
+            assert x.dtype == tree[name].dtype and x.shape == tree[name].shape
+            assert torch.equal(x.signbit(), tree[name].signbit()) and torch.equal(
+                x.nan_to_num(), tree[name].nan_to_num()
+            )
+
+
 def test_a_whole_tree_above_its_limit_is_refused() -> None:
     transform = optim.with_whole_tree(lambda p: (), lambda u, s, p: (u, s), limit=100)
     tree, layout = make([(4, 4)], 1)

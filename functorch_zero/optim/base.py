@@ -164,17 +164,20 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
 
     Args:
         init: `(params) -> state`, of whole params.
-        update: `(updates, state, params) -> (updates, state)`, of whole trees; every rank runs it and holds its state.
+        update: `(updates, state) -> (updates, state)`, of whole trees, or `(updates, state, params)`; the third
+            argument costs gathering the params too. Every rank runs it and holds its state.
         limit: bytes of updates above which it refuses, naming the size.
 
-    Sharded, updates and params are made whole by an all-reduce each: 4S bytes per rank.
+    Sharded, one all-to-all a dtype brings every rank what it lacks: S (N-1)/N bytes (twice that with params).
     """
+    wants_params = _num_positional(update) > 2
+    run = update if wants_params else lambda u, s, p: update(u, s)
 
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
         return across.whole_tree_init(init, params, limit)
 
     def update_tree(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
-        return across.whole_tree(update, updates, state, params, limit)
+        return across.whole_tree(run, updates, state, params if wants_params else None, limit)
 
     return Transform(init_tree, update_tree, Needs.WHOLE_TREE, source=(init, update))
 

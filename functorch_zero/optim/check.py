@@ -228,7 +228,7 @@ class PretendedRank:
             return init(treedef.unflatten([p.new_empty(e.shape, device="meta") for p, e in self._with_extents(leaves)]))
 
     def whole_tree(
-        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree, limit: int
+        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
         return tree_map(torch.clone, updates), state
 

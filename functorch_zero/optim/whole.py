@@ -73,8 +73,8 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
 
     Source: Duchi et al., 2011 (JMLR 12), Figure 1; see `scale_by_full_matrix_adagrad`, which takes each leaf alone.
 
-    State: for n elements in the tree an n x n matrix, on every rank. Sharded: updates and params are gathered, 2S bytes
-    per rank, and every rank does all the work.
+    State: for n elements in the tree an n x n matrix, on every rank. Sharded: updates are gathered, S (N-1)/N bytes per
+    rank, and every rank does all the work.
 
     Args:
         limit: bytes of the matrix above which `init` refuses, naming the size it would need.
@@ -85,7 +85,7 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
         device = leaves[0].device if leaves else torch.device("cpu")
         return _init_matrix(sum(leaf.numel() for leaf in leaves), _widest(leaves), device)
 
-    def update(updates: Tree, state: FullMatrixState, params: Tree) -> tuple[Tree, FullMatrixState]:
+    def update(updates: Tree, state: FullMatrixState) -> tuple[Tree, FullMatrixState]:
         leaves, treedef = optree.tree_flatten(updates)
         flat = torch.cat([state.outer.new_empty(0), *(g.reshape(-1).to(state.outer.dtype) for g in leaves)])
         direction, state = _step(flat, state, eps)
