@@ -225,9 +225,9 @@ def leaf_specs(
     policies: Mapping[str, Precision],
 ) -> list[LeafSpec]:
     """What `make_layout` needs, read off a tree of tensors (the meta device will do), with the policies by path."""
-    specs, usual = [], Precision()
+    specs = []
     for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
-        dtypes = policies.get(path, usual).dtypes(leaf.dtype)
+        dtypes = policies[path].dtypes(leaf.dtype) if path in policies else None
         trained = bool(trainable(path, leaf))
         specs.append(LeafSpec(path, tuple(leaf.shape), leaf.dtype, trained, cut(path, leaf), dtypes))
     return specs
@@ -292,9 +292,9 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
 def _same_kind(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
     """A unit's leaves bucket by bucket; those that are alone in theirs last."""
     kinds: dict[tuple[torch.dtype, Dtypes | None, bool, Cut, int], list[int]] = {}
-    for i in sorted(numbers, key=lambda i: _stands_alone(specs[i])):
-        alone = i if _stands_alone(specs[i]) else -1
-        kinds.setdefault((specs[i].dtype, specs[i].dtypes, specs[i].trainable, specs[i].cut, alone), []).append(i)
+    alone = {i: i if _stands_alone(specs[i]) else -1 for i in numbers}
+    for i in sorted(numbers, key=lambda i: alone[i] >= 0):
+        kinds.setdefault((specs[i].dtype, specs[i].dtypes, specs[i].trainable, specs[i].cut, alone[i]), []).append(i)
     return list(kinds.values())
 
 

@@ -104,21 +104,23 @@ def plan(
         check_accumulate_in(accumulate_in, levels),
     )
     levels.check(params)
-    num_pieces = axes.optimizer.size
-    layout = make_layout(params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of)
-    fake, order = None, None
-    work = _Work(params, given if buffers is None else buffers, batch, replace(step, trainable=None), layout, layout)
-    if batch is None:
-        num_saved = saved_by_names(layout, model_or_params)
-        order = order_of_units(layout, num_saved, keeps=not reshard_after_forward)
-        work = _without_loss(work, num_saved)
-    elif step.loss_fn is _no_loss:
-        raise StructureError("a plan with a batch needs the step's loss: pass train_step(loss, optimizer)")
-    else:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-    imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, fake)
-    with _values_refused(journal), nullcontext() if batch is not None else _no_collections():
-        state = imagined.run(*tree_map(lambda x: _without_value(x, device, fake), work[:3]), order=order)
+    with nullcontext() if batch is not None else _no_collections():
+        num_pieces = axes.optimizer.size
+        layout = make_layout(params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of)
+        fake, order = None, None
+        buffers = given if buffers is None else buffers
+        work = _Work(params, buffers, batch, replace(step, trainable=None), layout, layout)
+        if batch is None:
+            num_saved = saved_by_names(layout, model_or_params)
+            order = order_of_units(layout, num_saved, keeps=not reshard_after_forward)
+            work = _without_loss(work, num_saved)
+        elif step.loss_fn is _no_loss:
+            raise StructureError("a plan with a batch needs the step's loss: pass train_step(loss, optimizer)")
+        else:
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+        imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, fake)
+        with _values_refused(journal):
+            state = imagined.run(*tree_map(lambda x: _without_value(x, device, fake), work[:3]), order=order)
     return Plan(
         level=levels.number,
         num_ranks=ranks,

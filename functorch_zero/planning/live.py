@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ class LiveBytes(TorchDispatchMode):
         self._fake, self._on_growth = fake, on_growth
         self._paused = False
         self._kinds: dict[int, tuple[str | None, int]] = {}  # by storage: its kind and bytes
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # which tell when a storage goes
         self._copies: dict[int, int] = {}  # storages that are copies, and of what
         self._written: set[int] = set()
 
@@ -94,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
                 self._count(before, -size)
             else:
                 size = tensor.untyped_storage().nbytes()
-                weakref.finalize(tensor.untyped_storage(), self._gone, key).atexit = False
+                self._refs[key] = weakref.ref(tensor.untyped_storage(), partial(self._gone, key))
             self._kinds[key] = (kind, size)
             self._count(kind, size)
 
@@ -137,9 +138,10 @@ class LiveBytes(TorchDispatchMode):
                 self.adopt([tensor], "activations")
                 self._on_growth()
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key: int, _: Any) -> None:
         kind, size = self._kinds.pop(key, (None, 0))
         self._count(kind, -size)
+        del self._refs[key]
         self._copies.pop(key, None)
         self._written.discard(key)
 

@@ -65,7 +65,7 @@ class _Use(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, num_saved: int, *leaves: Tensor) -> Tensor:
         ctx.save_for_backward(*(leaves[0] for _ in range(num_saved)))
         ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
-        return x.clone()
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
