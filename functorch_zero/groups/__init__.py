@@ -1,8 +1,9 @@
 """Groups of ranks and their collectives: processes, threads, or one process that counts."""
 
 from .counting import Call, CountedGroup, CountingGroup, counted
+from .forwarding import rejoin, sibling
 from .hybrid import HybridGroup
-from .labels import CheckedGroup, LabelledGroup, labelled, rejoin, sibling
+from .labels import CheckedGroup, LabelledGroup, labelled
 from .launch import launch
 from .process import ProcessGroup, as_group
 from .protocol import Done, Group, ReduceOp, Work

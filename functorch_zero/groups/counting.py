@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_all_gather, check_all_to_all, check_flat, check_reduce_scatter, check_source
+from .forwarding import Forwarding
 from .protocol import Done, Group, ReduceOp, Work, check_reducible
 
 
@@ -21,7 +22,7 @@ class Call(NamedTuple):
     sent_bytes: float  # what one rank sends at least, on a ring
 
 
-class CountedGroup:
+class CountedGroup(Forwarding):
     """Forwards to `inner` and records every collective in `calls`; `counted` makes it.
 
     Recorded as sent by this rank, for N ranks and B bytes in the longest tensor: all_gather and reduce_scatter
@@ -30,18 +31,8 @@ class CountedGroup:
     """
 
     def __init__(self, inner: Group) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.calls: list[Call] = []
-
-    @property
-    def rank(self) -> int:
-        """This rank's number, from 0 to size - 1."""
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.inner.size
 
     def num_calls(self, kind: str | None = None) -> int:
         """How many collectives were called, of one kind or of all."""
@@ -88,9 +79,6 @@ class CountedGroup:
     def barrier(self) -> None:
         self.inner.barrier()
         self.calls.append(Call("barrier", torch.uint8, 0, 0))
-
-    def fail(self, error: BaseException) -> None:
-        self.inner.fail(error)
 
     def subgroup(self, ranks: Sequence[int]) -> CountedGroup:
         """The inner group's, whose calls are recorded here, too."""

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .labels import rejoin, sibling
-from .protocol import Group, ReduceOp, Work
+from .forwarding import Forwarding
+from .protocol import Group, Work
 from .works import Then
 
 
@@ -22,56 +22,7 @@ class Divisible(Protocol):
         ...
 
 
-class _Forwarding:
-    """All of a group's collectives, done by another group."""
-
-    def __init__(self, inner: Group):
-        self.inner = inner
-
-    @property
-    def rank(self) -> int:
-        """This rank's number, from 0 to size - 1."""
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.inner.size
-
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return self.inner.all_gather(out, piece)
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return self.inner.reduce_scatter(out, whole)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self.inner.all_reduce(tensor, op)
-
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
-        return self.inner.all_to_all(out, out_sizes, source, in_sizes)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self.inner.broadcast(tensor, source)
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        return self.inner.exchange(payload)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-    def fail(self, error: BaseException) -> None:
-        self.inner.fail(error)
-
-    def rejoin(self) -> None:
-        """After a failure that all ranks have caught: as the inner group does, if it can."""
-        rejoin(self.inner)
-
-    def sibling(self) -> Group | None:
-        """Another group of the same ranks, for another thread: as the inner group makes it, if it can."""
-        return sibling(self.inner)
-
-
-class HybridGroup(_Forwarding):
+class HybridGroup(Forwarding):
     """All ranks of a group, as a mesh of two axes (HSDP): rank r * shard + s is the s-th of replica r.
 
     Given to `shard`, pieces lie along the shard axis, and gradients are summed over the replicate axis besides. Itself
@@ -106,7 +57,7 @@ class HybridGroup(_Forwarding):
     def of_rows(cls, group: Group, rows: Sequence[Sequence[int]]) -> HybridGroup:
         """The same of a mesh given as its rows, each the ranks of one replica."""
         made = cls.__new__(cls)
-        _Forwarding.__init__(made, group)
+        Forwarding.__init__(made, group)
         row = next(row for row in rows if group.rank in row)
         place = row.index(group.rank)
         made._divide(sorted(row), sorted(other[place] for other in rows))
@@ -126,7 +77,7 @@ class HybridGroup(_Forwarding):
         return Reordered(self.inner, [int(n) for n in self.inner.exchange(str(number).encode())])
 
 
-class Reordered(_Forwarding):
+class Reordered(Forwarding):
     """A group whose ranks have other numbers.
 
     Args:

@@ -10,24 +10,16 @@ from torch import Tensor
 from ..errors import GroupError, LostPeerError, PeerError
 from .baton import Signature
 from .checks import ranks_text
+from .forwarding import Forwarding
 from .protocol import Group, ReduceOp, Work
 
 
-class LabelledGroup:
+class LabelledGroup(Forwarding):
     """Forwards to `inner`; the errors of its collectives begin with `label`, "blocks.1/gather"; `labelled` makes it."""
 
     def __init__(self, inner: Group, label: str = "") -> None:
-        self.inner, self.label = inner, label
-
-    @property
-    def rank(self) -> int:
-        """This rank's number, from 0 to size - 1."""
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.inner.size
+        super().__init__(inner)
+        self.label = label
 
     def at(self, label: str) -> LabelledGroup:
         """The same group, for collectives of another label."""
@@ -60,17 +52,6 @@ class LabelledGroup:
     def barrier(self) -> None:
         with self._calling(Signature("barrier")):
             self.inner.barrier()
-
-    def fail(self, error: BaseException) -> None:
-        self.inner.fail(error)
-
-    def rejoin(self) -> None:
-        """After a failure that all ranks have caught: as the inner group does, if it can."""
-        rejoin(self.inner)
-
-    def sibling(self) -> Group | None:
-        """Another group of the same ranks, for another thread: as the inner group makes it, if it can."""
-        return sibling(self.inner)
 
     @contextmanager
     def _calling(self, call: Signature) -> Iterator[None]:
@@ -118,20 +99,6 @@ def labelled(group: Group, label: str) -> Group:
     if group.size == 1:
         return group
     return group.at(label) if isinstance(group, LabelledGroup) else LabelledGroup(group, label)
-
-
-def rejoin(group: Group) -> None:
-    """Make a group that has failed usable again, where its kind can be; every rank calls this."""
-    own = getattr(group, "rejoin", None)
-    if own is not None:
-        own()
-
-
-def sibling(group: Group) -> Group | None:
-    """Another group of the same ranks that another thread may use at the same time; None where there is none."""
-    own = getattr(group, "sibling", None)
-    made: Group | None = None if own is None else own()
-    return made
 
 
 class _LabelledWork:

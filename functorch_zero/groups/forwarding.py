@@ -1,0 +1,72 @@
+"""Groups around another group, and what only some kinds of groups can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .protocol import Group, ReduceOp, Work
+
+
+class Forwarding:
+    """All of a group's collectives, done by another group."""
+
+    def __init__(self, inner: Group):
+        self.inner = inner
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0 to size - 1."""
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.inner.size
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        return self.inner.all_gather(out, piece)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        return self.inner.reduce_scatter(out, whole)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return self.inner.all_reduce(tensor, op)
+
+    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+        return self.inner.all_to_all(out, out_sizes, source, in_sizes)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self.inner.broadcast(tensor, source)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return self.inner.exchange(payload)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def fail(self, error: BaseException) -> None:
+        self.inner.fail(error)
+
+    def rejoin(self) -> None:
+        """After a failure that all ranks have caught: as the inner group does, if it can."""
+        rejoin(self.inner)
+
+    def sibling(self) -> Group | None:
+        """Another group of the same ranks, for another thread: as the inner group makes it, if it can."""
+        return sibling(self.inner)
+
+
+def rejoin(group: Group) -> None:
+    """Make a group that has failed usable again, where its kind can be; every rank calls this."""
+    own = getattr(group, "rejoin", None)
+    if own is not None:
+        own()
+
+
+def sibling(group: Group) -> Group | None:
+    """Another group of the same ranks that another thread may use at the same time; None where there is none."""
+    own = getattr(group, "sibling", None)
+    made: Group | None = None if own is None else own()
+    return made
