@@ -8,7 +8,7 @@ from typing import Any
 
 from .picture import draw
 from .records import Balance, Collective, Sample, highest
-from .table import format_plan, title_of
+from .table import bytes_text, format_collectives
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,27 @@ class Plan:
 
     def draw(self, path: str) -> None:
         """Draw one step's memory over its moments, stacked by kind, into a file. Needs matplotlib (extra `plot`)."""
-        draw(self.samples, path, title=title_of(self))
+        draw(self.samples, path, title=self._title)
 
     def __str__(self) -> str:
-        return format_plan(self)
+        peak = self.peak
+        kinds = ["params", "gradients", "state", "buffers", "gathered"]
+        rows = [[kind, bytes_text(getattr(self, kind))] for kind in kinds]
+        if self.traced:
+            rows.append(["activations", bytes_text(self.activations)])
+        rows.append(["peak", f"{bytes_text(peak.total)} at {peak.moment}"])
+        head = f"{self._title}, {self.num_params:,} params; of rank {self.rank}:"
+        parts = [head, "\n".join(f"  {name:12s} {value}" for name, value in rows)]
+        if (balance := self.balance) is not None:
+            parts.append(
+                f"  owners of {len(balance.leaves)} leaves: the busiest has {balance.imbalance:.2f} of the mean"
+            )
+        return "\n".join([*parts, "a step's collectives:", format_collectives(self.collectives)])
+
+    @property
+    def _title(self) -> str:
+        level = "several levels" if self.level is None else f"level {self.level}"
+        return f"{level}, {self.num_ranks} ranks"
 
     def _as_dict(self) -> dict[str, Any]:
         names = ("level", "num_ranks", "rank", "num_params", "params", "gradients", "state", "buffers", "gathered")
