@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, Required, TypedDict, Unpack, overload
 
 import optree
 import torch
@@ -320,30 +320,22 @@ class ShardedTrainStep:
         }
 
 
+class _Options(TypedDict, total=False):
+    """The arguments of `shard`."""
+
+    level: Required[LevelRule]
+    group: Any
+    donate: bool
+    buffers: BufferRule
+    reshard_after_forward: bool
+    accumulate_in: AccumulateIn | None
+    cut_state_over: CutStateOver
+
+
 @overload
-def shard(
-    step: TrainStep,
-    *,
-    level: LevelRule,
-    group: Any = ...,
-    donate: bool = ...,
-    buffers: BufferRule = ...,
-    reshard_after_forward: bool = ...,
-    accumulate_in: AccumulateIn | None = ...,
-    cut_state_over: CutStateOver = ...,
-) -> ShardedTrainStep: ...
+def shard(step: TrainStep, **options: Unpack[_Options]) -> ShardedTrainStep: ...
 @overload
-def shard(
-    step: EvalStep,
-    *,
-    level: LevelRule,
-    group: Any = ...,
-    donate: bool = ...,
-    buffers: BufferRule = ...,
-    reshard_after_forward: bool = ...,
-    accumulate_in: AccumulateIn | None = ...,
-    cut_state_over: CutStateOver = ...,
-) -> ShardedEvalStep: ...
+def shard(step: EvalStep, **options: Unpack[_Options]) -> ShardedEvalStep: ...
 def shard(
     step: TrainStep | EvalStep,
     *,
