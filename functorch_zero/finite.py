@@ -124,10 +124,10 @@ def all_finite(tensors: Iterable[Tensor], limits: Iterable[float] | None = None)
     The host waits for it; nothing of the tensors' size is made.
     """
     ends = itertools.repeat(math.inf) if limits is None else limits
-    pairs = [(torch.linalg.vector_norm(x.detach(), math.inf), end) for x, end in zip(tensors, ends) if x.numel()]  # noqa: B905
+    pairs = [(x.detach(), end) for x, end in zip(tensors, ends, strict=False) if x.numel()]
     if not pairs:
         return True
-    largest = torch.stack([size.double() for size, _ in pairs])
+    largest = torch.stack([torch.linalg.vector_norm(x, math.inf).double() for x, _ in pairs])
     return bool((largest < largest.new_tensor([end for _, end in pairs])).all())
 
 

@@ -27,7 +27,7 @@ def build(optimizer: Any = None, **options: Any) -> tuple[Any, Any, Any]:
     model.place.requires_grad_(False)
     rules = {"": Precision(compute=BF16), nn.LayerNorm: Precision(compute=F32)}
     apply, params, buffers = fz.functionalize(model, units=models.Block, precision=rules)
-    loss_fn = lambda p, b, x: apply(p, b, x)[0].float().square().mean()  # noqa: E731
+    loss_fn = lambda p, b, x: apply(p, b, x)[0].float().square().mean()
     return train_step(loss_fn, optimizer or optim.adamw(0.01), **options), params, buffers
 
 

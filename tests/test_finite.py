@@ -216,7 +216,7 @@ def test_the_scales_history_is_one_processs(level: int, ranks: int, power: int, 
 def test_a_scale_with_weights(level: int) -> None:
     """Of which one is 0, as of a rank that has run out of data, and one a thousand times another."""
     plain, params, buffers = half_step(None)
-    weigh = lambda p, b, x: (plain.loss_fn(p, b, x), fz.Aux(weight=x["weight"]))  # noqa: E731
+    weigh = lambda p, b, x: (plain.loss_fn(p, b, x), fz.Aux(weight=x["weight"]))
     step = train_step(weigh, optim.sgd(0.01), loss_scale=LossScale(initial=2.0**8))
 
     def run(group: Any) -> Any:
@@ -331,10 +331,10 @@ def test_the_scale_is_in_checkpoints(tmp_path: Path, before: Any, after: Any) ->
 
 
 def test_wrong_options_are_refused() -> None:
-    loss_fn = lambda p, b, x: p["w"].sum()  # noqa: E731
+    loss_fn = lambda p, b, x: p["w"].sum()
     for how in ("raise", "pass"):
         with pytest.raises(ValueError, match=rf"loss_scale and nonfinite='{how}' exclude each other.*Remedy"):
-            train_step(loss_fn, optim.sgd(0.1), nonfinite=how, loss_scale=LossScale())  # type: ignore[arg-type]
+            train_step(loss_fn, optim.sgd(0.1), nonfinite=how, loss_scale=LossScale())
     with pytest.raises(ValueError, match="nonfinite must be one of"):
         train_step(loss_fn, optim.sgd(0.1), nonfinite="ignore")  # type: ignore[arg-type]
     for wrong in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}, {"initial": torch.inf},

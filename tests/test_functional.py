@@ -477,7 +477,7 @@ def test_functions_that_a_module_holds_are_about_the_skeleton() -> None:
         return lambda x: forward(x) + module.bias
 
     model.layers[0].forward = wrapped(model.layers[0], model.layers[0].forward)
-    shift = lambda module, args, output: seen.append(output) or output + model.norm.bias[:3]  # noqa: E731
+    shift = lambda module, args, output: seen.append(output) or output + model.norm.bias[:3]
     model.layers[1].register_forward_hook(shift)
     x = torch.randn(4, 7)
     apply, params, buffers = functionalize(model)

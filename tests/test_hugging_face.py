@@ -102,5 +102,5 @@ def test_sharded_is_unsharded(name: str, level: int) -> None:
     assert_same_on_all_ranks(runs)
     zero = tuple(path for path in params if path.endswith(ZERO))
     grade = 1e-5 if "llama" in name else 1e-12  # Llama's norms are taken in float32, whatever the model is in
-    tolerance = lambda path: float("inf") if path.endswith(ZERO) else grade  # noqa: E731
+    tolerance = lambda path: float("inf") if path.endswith(ZERO) else grade
     assert_equal_updates(expected, runs[0], unused=zero, tolerance=tolerance)

@@ -72,7 +72,7 @@ def build(**options: Any) -> Any:
         accumulate=o.accumulate,
         metrics=o.metrics,
     )
-    of_batch = lambda p, b, batch: Aux(metrics={"loss": loss_fn(p, b, batch)[0]}, weight=len(batch["x"]))  # noqa: E731
+    of_batch = lambda p, b, batch: Aux(metrics={"loss": loss_fn(p, b, batch)[0]}, weight=len(batch["x"]))
     return (
         step,
         eval_step(of_batch, params=optim.ema_params if o.ema else None),

@@ -53,7 +53,7 @@ def test_sharded_is_unsharded(name: str) -> None:
 
 def test_on_processes() -> None:
     case = models.mlp()
-    make = lambda: step_of(case, optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(rate)), NORMS)  # noqa: E731
+    make = lambda: step_of(case, optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(rate)), NORMS)
 
     def run(group: Any) -> Any:
         step, params, buffers = make()
@@ -72,7 +72,7 @@ def test_on_processes() -> None:
 
 
 def test_what_they_are() -> None:
-    loss_fn = lambda p, b, x: (p["w"] * x).sum() + p["frozen"].sum()  # noqa: E731
+    loss_fn = lambda p, b, x: (p["w"] * x).sum() + p["frozen"].sum()
     params = {"w": torch.tensor([6.0, 8.0], requires_grad=True), "frozen": torch.ones(5)}
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(lambda count: 0.5 / (1 + count)))
     step = train_step(loss_fn, optimizer, metrics=[*NORMS, "learning_rate", "clip_norm", "clip_factor"])
@@ -153,7 +153,7 @@ def test_wrong_names() -> None:
         step_of(case, optim.sgd(0.1), ["grad_norm", "grad_norm"])
     with pytest.raises(TypeError, match="list of names"):
         step_of(case, optim.sgd(0.1), "grad_norm")
-    loss_fn = lambda p, b, x: (p["w"].sum(), Aux(metrics={"grad_norm": 1.0}))  # noqa: E731
+    loss_fn = lambda p, b, x: (p["w"].sum(), Aux(metrics={"grad_norm": 1.0}))
     step = train_step(loss_fn, optim.sgd(0.1), metrics=["grad_norm"])
     with pytest.raises(StructureError, match="give metrics named"):
         step(step.init({"w": torch.ones(2, requires_grad=True)}), None)

@@ -254,7 +254,7 @@ def test_ranks_that_were_given_other_levels_hear_of_it() -> None:
 def test_a_later_pattern_counts_and_an_inner_one_first() -> None:
     step, params, buffers = build()
     sharded = fz.shard(step, level={"0": 2, "*.up": 1, "": 3, "*": 0, "0.up": 2}, group=CountingGroup(2))
-    layout = sharded.init(params, buffers).sharding.layout  # type: ignore[union-attr]
+    layout = sharded.init(params, buffers).sharding.layout
     found = {leaf.path: leaf.cut.level for leaf in layout.leaves}
     assert found["0.up"] == 2 and found["1.up"] == 1, "a leaf's own"
     assert found["0.down"] == found["1.down"] == 0, "of two that name the same tree the later"

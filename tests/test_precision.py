@@ -312,8 +312,8 @@ def test_evaluation_on_a_running_mean_rounds_as_training() -> None:
     step, params, buffers, batches = gpt_step(
         Precision(compute=BF16), optim.params_ema(optim.sgd(0.1), decay=0.5)
     )  # fmt: skip
-    read = lambda state, p: optim.ema_params(state)  # noqa: E731
-    loss = lambda p, b, batch: {"loss": step.loss_fn(p, b, batch)[0]}  # noqa: E731
+    read = lambda state, p: optim.ema_params(state)
+    loss = lambda p, b, batch: {"loss": step.loss_fn(p, b, batch)[0]}
     evaluate = fz.eval_step(loss, params=read)
 
     def run(group: Any) -> list[Tensor]:

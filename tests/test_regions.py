@@ -145,7 +145,7 @@ def regression(**options: Any) -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
         halves = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2)]
         apply, params, buffers = functionalize(nn.Sequential(*halves, nn.Linear(5, 3)).double(), **options)
-    loss_fn = lambda p, b, batch: (apply(p, b, batch["x"])[0] - batch["y"]).square().mean()  # noqa: E731
+    loss_fn = lambda p, b, batch: (apply(p, b, batch["x"])[0] - batch["y"]).square().mean()
     return train_step(loss_fn, optim.sgd(0.1)), params, buffers
 
 
@@ -153,9 +153,7 @@ def with_inductor() -> float:
     """The largest difference of an update, relative to the largest update, from the one without compilation."""
     torch._inductor.config.compile_threads = 1
     batches = batches_of()
-    make = lambda: regression(  # noqa: E731
-        units=nn.Sequential, compile=nn.Sequential, compile_options={"dynamic": True}
-    )
+    make = lambda: regression(units=nn.Sequential, compile=nn.Sequential, compile_options={"dynamic": True})
     plain, made = train(*regression(), batches), train(*make(), batches)
     runs = run_ranks(lambda group: train_sharded(group, *make(), batches, [6, 6], level=3), 2)
     assert_equal_updates(made, runs[0])
@@ -171,7 +169,7 @@ def test_inductor() -> None:
 
 
 def test_wrong_options() -> None:
-    make = lambda **options: functionalize(models.gpt().module(), units=Block, **options)  # noqa: E731
+    make = lambda **options: functionalize(models.gpt().module(), units=Block, **options)
     with pytest.raises(ValueError, match=r"compile=.*matches no module that is a unit.*blocks\.0"):
         make(compile=nn.Conv2d)
     with pytest.raises(ValueError, match="'the model', which has other units inside"):

@@ -72,7 +72,7 @@ def step_of(make: Callable[[], nn.Module] = Net, accumulate: int = 1, **options:
 
 def batches_of(rows: int = 12, num: int = 2) -> list[Any]:
     g = torch.Generator().manual_seed(1)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
     return [{"x": draw(rows, 5), "y": draw(rows, 3)} for _ in range(num)]
 
 
@@ -115,7 +115,7 @@ def test_params_may_stay_gathered(reshard: bool) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_on_processes(level: int) -> None:
-    make = lambda: step_of(lambda: without_chance(Net()), units=Stateful, remat=True)  # noqa: E731
+    make = lambda: step_of(lambda: without_chance(Net()), units=Stateful, remat=True)
 
     def run(group: Any) -> Any:
         return train_sharded(group, *make(), batches_of(), [6, 6], level=level)
@@ -244,7 +244,7 @@ INPUT = WIDTH * ROWS * 8  # bytes of a block's input; its activations are eight 
 
 def peak(depth: int, remat: Any, level: int, group: int = 1) -> float:
     """The most bytes that a step of `depth` blocks holds beside its state, in inputs of a block."""
-    make = lambda: nn.Sequential(*(nn.Sequential(*(Wide() for _ in range(group))) for _ in range(depth // group)))  # noqa: E731
+    make = lambda: nn.Sequential(*(nn.Sequential(*(Wide() for _ in range(group))) for _ in range(depth // group)))
     apply, params, _ = build(make, units=lambda path, module: path.count(".") == 0, remat=remat)
     step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1))
     sharded = shard(step, level=level, group=CountingGroup(4))
@@ -280,7 +280,7 @@ def test_hugging_faces_own_and_ours_together(level: int) -> None:
     from tests.test_hugging_face import batches, checkpointed, llama
 
     def make(remat: Any, own: bool) -> tuple[Any, Any, Any]:
-        model = lambda: (checkpointed() if own else llama()).train()  # noqa: E731
+        model = lambda: (checkpointed() if own else llama()).train()
         apply, params, buffers = build(model, units="model.layers.*", remat=remat)
 
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
@@ -293,9 +293,7 @@ def test_hugging_faces_own_and_ours_together(level: int) -> None:
     plain = train(*make(False, False), batches())
     assert_same_runs(plain, train(*make("model.layers.*", True), batches()))
     for own in (False, True):
-        run = lambda group, o=own: train_sharded(  # noqa: E731
-            group, *make("model.layers.*", o), batches(), even(6, 2), level=level
-        )
+        run = lambda group, o=own: train_sharded(group, *make("model.layers.*", o), batches(), even(6, 2), level=level)
         runs = run_ranks(run, 2)
         assert_same_on_all_ranks(runs)
         assert_equal_updates(plain, runs[0], tolerance=1e-5)  # Llama's norms are taken in float32

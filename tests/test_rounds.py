@@ -25,7 +25,7 @@ def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
 def loop(group: Any, level: int) -> Any:
     """Ranks with 2, 3, ... batches each; one of them wants to stop after the fourth step; then evaluation on all."""
     step = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=group)
-    of_batch = lambda p, b, x: Aux(metrics={"loss": loss_fn(p, b, x)[0]}, weight=len(x))  # noqa: E731
+    of_batch = lambda p, b, x: Aux(metrics={"loss": loss_fn(p, b, x)[0]}, weight=len(x))
     evaluate = shard(eval_step(of_batch), level=level, group=group)
     state = step.init({"w": torch.ones(3, dtype=torch.float64, requires_grad=True)})
     mine = [torch.full((2, 3), 1.0 + k, dtype=torch.float64) for k in range(3 + group.rank)]

@@ -79,7 +79,7 @@ def test_answers_are_those_about_whole_tensors(question: str, spec: Any, ranks: 
 @given(spec=trees, ranks=st.integers(1, 5))
 def test_spread_is_the_inverse_direction(spec: Any, ranks: int) -> None:
     tree, _ = make(spec, ranks)
-    dim = lambda shape: len(shape) - 1 if shape else None  # noqa: E731
+    dim = lambda shape: len(shape) - 1 if shape else None
 
     def run(group: Any) -> Any:
         _, layout = make(spec, ranks)

@@ -50,7 +50,7 @@ def params() -> dict[str, Any]:
 
 
 def moved(by: float = 0.1) -> dict[str, Any]:
-    return tree_map(lambda p: p + by, params())  # type: ignore[return-value, arg-type]
+    return tree_map(lambda p: p + by, params())
 
 
 @pytest.mark.parametrize("grade", ["bitwise", "reordered", Equality("approximate", 0.01, "for this test")])
@@ -90,7 +90,7 @@ def test_bitwise_sees_the_last_bit_and_the_sign_of_zero() -> None:
 def test_approximate_needs_a_bound_and_a_reason() -> None:
     for arguments in (("approximate",), ("approximate", 0.1), ("bitwise", 0.1, "because"), ("equal",)):
         with pytest.raises(ValueError, match="grade"):
-            Equality(*arguments)  # type: ignore[arg-type]
+            Equality(*arguments)
     with pytest.raises(AssertionError, match="approximate"):
         assert_equal_updates(params(), moved(0.1), moved(0.2), grade=Equality("approximate", 0.5, "a test"))
 

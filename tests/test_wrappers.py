@@ -193,7 +193,7 @@ def test_masks_may_be_prefixes() -> None:
 def test_mistakes_in_masks_and_labels() -> None:
     params = hostile_tree()
     with pytest.raises(ValueError, match=r"path layers\.0\.bias.*got 'biases'"):
-        labels = lambda path, leaf: "biases" if path.endswith("bias") else "rest"  # noqa: E731
+        labels = lambda path, leaf: "biases" if path.endswith("bias") else "rest"
         optim.partition({"rest": optim.sgd(0.1)}, labels).init(params, Local(params))
     with pytest.raises(StructureError, match="do not fit the params"):
         optim.masked(optim.sgd(0.1), {"kernel": True}).init(params, Local(params))

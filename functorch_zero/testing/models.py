@@ -222,7 +222,7 @@ def gpt(
         return {"x": tokens[:, :-1], "y": tokens[:, 1:]}
 
     name = f"gpt(vocab={vocab}, width={width}, heads={heads}, depth={depth}, length={length}, tied={tied})"
-    make = lambda: GPT(vocab, width, heads, depth, length, tied).double()  # noqa: E731
+    make = lambda: GPT(vocab, width, heads, depth, length, tied).double()
     return Case(name, make, make_batch, _cross_entropy, units=Block, seed=seed)
 
 
@@ -250,7 +250,7 @@ def shared(width: int = 5, seed: int = 0) -> Case:
 
 def unused(width: int = 7, seed: int = 0) -> Case:
     """A layer, and a leaf of another layer, that the loss does not use."""
-    make = lambda: Unused(width).double()  # noqa: E731
+    make = lambda: Unused(width).double()
     return _regression(f"unused({width})", make, width, 2, seed, unused=("never.*", "head.spare"))
 
 

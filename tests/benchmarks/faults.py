@@ -133,7 +133,7 @@ def outcomes(case: str, lib: str) -> list[str]:
         def run() -> None:
             start = time.monotonic()
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT), dist.group.WORLD)
-            fn: Callable[[], str] = lambda: train_ours(case) if lib == "ours" else train_theirs(case, lib)  # noqa: E731
+            fn: Callable[[], str] = lambda: train_ours(case) if lib == "ours" else train_theirs(case, lib)
             try:
                 said = fn()
             except Exception as error:
