@@ -42,11 +42,14 @@ class Adapter:
             loss: Tensor = apply(params, buffers, *batch)[0]
             return loss
 
-        step = fz.train_step(loss_fn, adamw(lr))
+        step = fz.train_step(loss_fn, self.optimizer(lr))
         self.run = fz.shard(step, level=self.level, **self.options)
         self.state = self.run.init(params, buffers, seed=None)
         del model, params, buffers
         gc.collect()
+
+    def optimizer(self, lr: float) -> optim.Transform:
+        return adamw(lr)
 
     def step(self, batch: Any) -> Tensor:
         self.state, metrics = self.run(self.state, batch)

@@ -108,6 +108,7 @@ def measure_size(build: Callable[[], Any], batches: list[Any], warm: Callable[[]
     return {
         "peak": max(everyone(peak, world)),
         "sent": max(everyone(sent, world)) / 3,
+        "state": max(everyone(contender.state_bytes() if hasattr(contender, "state_bytes") else 0, world)),
         "losses": [sum(step) / world for step in zip(*everyone(losses, world), strict=True)],
     }
 
@@ -118,7 +119,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.benchmarks import adapters, contenders
+    from tests.benchmarks import adapters, contenders, optimizers
 
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -130,6 +131,8 @@ def main() -> None:
     batches = [contenders.batch_of(size, rank, i) for i in range(spec["warmup"] + spec["steps"])]
 
     def build() -> Any:
+        if ":" in name:
+            return optimizers.build(name, make)
         if name in contenders.PEERS:
             return contenders.PEERS[name](make, world)
         return adapters.ADAPTERS[name](make, contenders.ADAMW["lr"], world, "fused")
@@ -140,7 +143,9 @@ def main() -> None:
         model(*batches[0]).backward()
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **contenders.ADAMW).step()
 
-    if spec["mode"] == "time":
+    if spec["mode"] == "errors":
+        out = optimizers.errors(name, size, rank)
+    elif spec["mode"] == "time":
         out = measure_time(build, batches, spec, world)
     else:
         out = measure_size(build, batches, warm, world)
