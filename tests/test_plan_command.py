@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import torch
 
 from functorch_zero import optim, plan
 from functorch_zero.__main__ import main
+from functorch_zero.planning import Plan
 from functorch_zero.planning.gpt import Shape, read_config
+from functorch_zero.planning.picture import figure_of_levels, figure_of_step
+from functorch_zero.planning.records import KINDS
 from functorch_zero.planning.table import bytes_text
 
 LLAMA = ["plan", "--layers", "32", "--width", "4096", "--vocab", "32000", "--hidden", "11008", "--gated"]
@@ -58,14 +63,8 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
     fields = {"num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256, "intermediate_size": 14336}
     fields |= {"num_attention_heads": 32, "num_key_value_heads": 8}
     path.write_text(json.dumps({**fields, "hidden_act": "silu", "tie_word_embeddings": False}))
-    made = plan(read_config(path).params(optim_dtype()), optim.adamw(1e-3), level=3, ranks=8)
+    made = plan(read_config(path).params(torch.bfloat16), optim.adamw(1e-3), level=3, ranks=8)
     assert made.num_params == 8_030_261_248  # Llama 3 8B
-
-
-def optim_dtype() -> object:
-    import torch
-
-    return torch.bfloat16
 
 
 def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -82,8 +81,6 @@ def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_tied_heads_are_one_leaf() -> None:
-    import torch
-
     tied, apart = (Shape(1, 8, 100, tied=flag).params(torch.float32) for flag in (True, False))
     assert sum(p.numel() for p in apart.values()) - sum(p.numel() for p in tied.values()) == 800
 
@@ -99,18 +96,52 @@ def test_bytes_for_people() -> None:
     ]
 
 
-def test_pictures(tmp_path: Path) -> None:
-    import torch
+def a_plan() -> Plan:
+    return plan(Shape(2, 16, 50).params(torch.float32), optim.adamw(1e-3), level=3, ranks=4)
 
-    made = plan(Shape(2, 16, 50).params(torch.float32), optim.adamw(1e-3), level=3, ranks=4)
-    path = tmp_path / "step.png"
-    if importlib.util.find_spec("matplotlib") is None:
-        with pytest.raises(ImportError, match=r"functorch-zero\[plot\]"):
-            made.draw(str(path))
-        return
-    made.draw(str(path))
-    assert path.read_bytes()[:4] == b"\x89PNG"
-    everything = tmp_path / "levels.png"
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, everything = tmp_path / "step.png", tmp_path / "levels.png"
+    a_plan().draw(str(path))
     command = ["plan", "--layers", "2", "--width", "64", "--vocab", "100", "--ranks", "1", "4", "--picture"]
     assert main([*command, str(everything)]) == 0
-    assert everything.read_bytes()[:4] == b"\x89PNG"
+    assert path.read_bytes()[:4] == everything.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_step_is_drawn_stacked_by_kind() -> None:
+    """At each moment, a kind's area reaches from the sum of the kinds below it as far as it has bytes."""
+    pytest.importorskip("matplotlib")
+    samples = a_plan().samples
+    figure = figure_of_step(samples, title="a title")
+    (axes,) = figure.axes
+    assert axes.get_title() == "a title" and [t.get_text() for t in figure.legends[0].get_texts()] == [*KINDS.values()]
+    areas = [area.get_paths()[0] for area in axes.collections]
+    for i, sample in enumerate(samples):
+        x, heights = min(i + 0.1, len(samples) - 1.1), [getattr(sample, field) / 1e6 for field in KINDS]
+        for area, height, top in zip(areas, heights, accumulate(heights), strict=True):
+            within = [area.contains_point((x, top - part * height)) for part in (0.01, 0.99)]
+            assert within == [height > 0] * 2
+            assert not any(area.contains_point((x, y)) for y in (top * 1.01 + 1e-6, (top - height) * 0.99 - 1e-6))
+    moments = dict(zip(axes.get_xticks(), (t.get_text() for t in axes.get_xticklabels()), strict=True))
+    assert moments and all(samples[int(i)].moment == text for i, text in moments.items())
+
+
+def test_levels_and_ranks_are_drawn_stacked_by_kind() -> None:
+    pytest.importorskip("matplotlib")
+    params = Shape(2, 16, 50).params(torch.float32)
+    plans = {(i, n): plan(params, optim.adamw(1e-3), level=i, ranks=n) for n in (1, 4) for i in range(4)}
+    peaks = {f"level {i}, {n} ranks": made.peak for (i, n), made in plans.items()}
+    (axes,) = figure_of_levels(peaks, title="").axes
+    assert [t.get_text() for t in axes.get_xticklabels()] == [*peaks]
+    for bars, (field, kind) in zip(axes.containers, KINDS.items(), strict=True):
+        assert bars.get_label() == kind
+        assert [b.get_height() for b in bars] == pytest.approx([getattr(peak, field) / 1e9 for peak in peaks.values()])
+    tops = [b.get_y() + b.get_height() for b in axes.containers[-1]]
+    assert tops == pytest.approx([peak.total / 1e9 for peak in peaks.values()])
+
+
+def test_without_matplotlib_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"functorch-zero\[plot\]"):
+        a_plan().draw("nowhere.png")

@@ -56,7 +56,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "floats": floats})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             b1, b2 = group["betas"]
             for p in group["params"]:
@@ -122,7 +122,7 @@ class Ours(adapters.Adapter):
     """This library."""
 
     def __init__(self, make: MakeModel, setup: Setup, level: int):
-        self.level, self.optimizer = level, lambda lr: setup.ours()  # type: ignore[method-assign]
+        self.level, self.optimizer = level, lambda lr: setup.ours()
         super().__init__(make, 0.0, RANKS, "")
 
     def state_bytes(self) -> int:
@@ -144,7 +144,7 @@ class Peer:
         self.model.zero_grad(set_to_none=True)
         for batch in batches:
             loss: Tensor = self.model(*batch)
-            (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+            (loss / len(batches)).backward()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss.detach()
@@ -178,7 +178,7 @@ class Zero(Peer):
 class FullyShard(Peer):
     def wrap(self, model: nn.Module, setup: Setup) -> tuple[nn.Module, list[Any]]:
         mesh = init_device_mesh("cpu", (RANKS,))
-        for part in (*model.blocks, model):  # type: ignore[misc]
+        for part in (*model.blocks, model):
             fully_shard(part, mesh=mesh)
         return super().wrap(model, setup)
 
@@ -210,14 +210,14 @@ class FairScaleFSDP(Peer):
         )
         module.torch = types.ModuleType("torch")
         module.torch.__getattr__ = lambda name: cuda if name == "cuda" else getattr(torch, name)
-        torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+        torch.Tensor.record_stream = lambda self, stream: None
         options = {"compute_device": torch.device("cpu"), "reshard_after_forward": True, "bucket_cap_mb": 0}
-        for i, block in enumerate(model.blocks):  # type: ignore[arg-type]
-            model.blocks[i] = module.FullyShardedDataParallel(block, **options)  # type: ignore[index]
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = module.FullyShardedDataParallel(block, **options)
         return super().wrap(module.FullyShardedDataParallel(model, **options), setup)
 
     def full_params(self) -> dict[str, Tensor]:
-        with self.model.summon_full_params():  # type: ignore[operator]
+        with self.model.summon_full_params():
             named = [(k.replace("_fsdp_wrapped_module.", ""), p) for k, p in self.model.named_parameters()]
             return {k.replace("_fpw_module.", "").replace("module.", ""): p.detach().clone() for k, p in named}
 
