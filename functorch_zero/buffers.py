@@ -35,12 +35,18 @@ def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
 
 
 def sync_buffers(
-    old: PyTree[Tensor], new: PyTree[Tensor], changed: Sequence[bool], rule: BufferRule, group: Group
+    old: PyTree[Tensor],
+    new: PyTree[Tensor],
+    changed: Sequence[bool],
+    rule: BufferRule,
+    group: Group,
+    num_weighty: int | None = None,
 ) -> PyTree[Tensor]:
     """Make the buffers that any rank's loss has `changed` the same on every rank, by the rule. One collective a dtype.
 
-    "mean" averages floating-point buffers, each rank counting the same; integers (BatchNorm's count of batches) are
-    rank 0's. What no rank has changed keeps its value to the bit: averaged are the changes.
+    "mean" averages floating-point buffers, each rank counting the same (but those whose batch weighs nothing, which
+    have changed nothing; `num_weighty` are the others); integers (BatchNorm's count of batches) are rank 0's. What no
+    rank has changed keeps its value to the bit: averaged are the changes.
     """
     if rule == "local" or group.size == 1:
         return new
@@ -51,7 +57,8 @@ def sync_buffers(
         some = [i for i in chosen if after[i].dtype == dtype]
         packed = torch.cat([after[i].reshape(-1) for i in some])
         if rule == "mean" and dtype.is_floating_point:
-            packed = _mean(torch.cat([before[i].reshape(-1) for i in some]), packed, group)
+            num = group.size if num_weighty is None else num_weighty
+            packed = _mean(torch.cat([before[i].reshape(-1) for i in some]), packed, group, num)
         else:
             _broadcast(packed, group)
         for i, part in zip(some, packed.split([after[i].numel() for i in some]), strict=True):
@@ -59,10 +66,10 @@ def sync_buffers(
     return treedef.unflatten(after)
 
 
-def _mean(old: Tensor, new: Tensor, group: Group) -> Tensor:
+def _mean(old: Tensor, new: Tensor, group: Group, num: int) -> Tensor:
     change = torch.where(new == old, 0, new - old)  # infinities stay as they are
     group.all_reduce(change).wait()
-    return torch.where(change == 0, old, old + change / group.size)
+    return torch.where(change == 0, old, old + change / max(num, 1))
 
 
 def _broadcast(packed: Tensor, group: Group) -> None:

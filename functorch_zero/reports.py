@@ -26,6 +26,7 @@ class Report(NamedTuple):
 
     metrics: dict[str, Tensor]  # weighted means over ranks
     weight: Tensor  # 0-d float64, the sum of the ranks' weights
+    num_weighty: int  # ranks whose weight isn't 0
     flags: list[bool]  # which flags any rank has raised
 
 
@@ -47,7 +48,8 @@ def average(
     kind = f"{len(flags)} flags, {'no' if weight is None else 'a'} weight"
     digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % 2**_BITS
     raised = own.new_tensor([float(flag) for flag in flags])
-    entries = [own, *(_weighted(v.to(device, torch.float64), own) for v in values.values()), *raised.unbind()]
+    weighted = (_weighted(v.to(device, torch.float64), own) for v in values.values())
+    entries = [own, *weighted, (own != 0).double(), *raised.unbind()]
     vector = torch.zeros(-(-(len(entries) + 2) // _WIDTH) * _WIDTH, dtype=torch.float64, device=device)
     vector[0], vector[1] = digest, digest**2
     vector[2 : 2 + len(entries)] = torch.stack(entries)
@@ -56,8 +58,8 @@ def average(
     total = vector[2]
     means = vector[3 : 3 + len(values)] / torch.where(total == 0, 1.0, total)
     averages = {name: mean.to(v.dtype) for (name, v), mean in zip(values.items(), means, strict=True)}
-    counts = vector[3 + len(values) : 2 + len(entries)].tolist() if flags else []
-    return Report(averages, total, [count > 0 for count in counts])
+    num_weighty, *counts = vector[3 + len(values) : 2 + len(entries)].tolist()
+    return Report(averages, total, int(num_weighty), [count > 0 for count in counts])
 
 
 def refuse(step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layout, rank: int, group: Group) -> NoReturn:

@@ -151,7 +151,7 @@ class ShardedTrainStep:
             trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
             policy = self.unsharded.finite
             bad = [not in_range(reduced, layout, weighted=outcome.weight is not None)] if policy.looks else []
-            metrics, total, changed = self._report(state, outcome, log, bad)
+            metrics, total, weighty, changed = self._report(state, outcome, log, bad)
             self._trace = trace
             fine = not policy.looks or (not changed.pop() and all_finite([metrics["loss"]]))
             finite = policy.next(state.finite, fine=fine)
@@ -161,7 +161,7 @@ class ShardedTrainStep:
                 to_means(reduced, None if outcome.weight is None else total, policy.scale(state.finite))
                 group, buffers = labelled(self.group, "step/buffers"), state.buffers
                 if fine:
-                    buffers = sync_buffers(buffers, outcome.buffers, changed, self.options.buffers, group)
+                    buffers = sync_buffers(buffers, outcome.buffers, changed, self.options.buffers, group, weighty)
                 grads = grads_of(reduced, flats, layout, self._rank)
                 del reduced
                 view = pieces_of(flats, layout, self._rank)
@@ -358,7 +358,7 @@ def shard(
             mesh of two dims (replicate, shard), keeps pieces inside the shard axis and copies along the other.
         donate: the step may reuse the storage of the state it is given, which can't be used again then.
         buffers: what becomes of buffers that ranks have changed differently: their mean (integers: rank 0's), rank
-            0's, or each rank keeps its own.
+            0's, or each rank keeps its own. Where a batch weighs 0 they stay as they are, and don't count in the mean.
         reshard_after_forward: at level 3, free a unit's params after forward and gather them again in backward
             (least memory), or keep them (least traffic).
         accumulate_in: with `train_step(accumulate=k)`, what gradients add up in over the micro-batches: "pieces", each

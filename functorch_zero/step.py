@@ -40,7 +40,8 @@ class Aux:
     Attributes:
         buffers: the new buffers, as `apply` returned them; None when nothing changed.
         metrics: 0-d tensors or numbers by name, averaged like the loss.
-        weight: how much this batch counts (its number of tokens, say); None: each rank's batch counts the same.
+        weight: how much this batch counts (its number of tokens, say); None: each rank's batch counts the same. What
+            weighs 0 counts for nothing: neither its loss, metrics and gradients nor the buffers that it changed.
     """
 
     buffers: Mapping[str, Tensor] | None = None
@@ -269,6 +270,7 @@ def call_loss(loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int 
         else tree_map(lambda b: b if type(b) is Tensor and not b.requires_grad else b.detach(), aux.buffers)
     )
     same_structure(buffers, new, what="Aux.buffers", rank=rank)
+    new = tree_map(lambda old, b: b if b is old else if_weighty(b, aux.weight, old), buffers, new)
     return Outcome(loss, new, aux.metrics, aux.weight)
 
 
@@ -298,13 +300,15 @@ def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
     return sum(terms[1:], terms[0]) / torch.where(total == 0, 1, total).to(terms[0].device)
 
 
-def if_weighty(value: Tensor, weight: Tensor | float | None) -> Tensor:
+def if_weighty(value: Tensor, weight: Tensor | float | None, otherwise: Tensor | float = 0) -> Tensor:
     """The value, or zeros where the weight is 0: what weighs nothing counts for nothing, the mean of nothing too."""
     if weight is None:
         return value
     if isinstance(weight, Tensor) and weight.device.type != "cpu":
-        return torch.where(weight == 0, 0, value)  # without waiting for the device
-    return value if float(weight) != 0 else torch.zeros_like(value)
+        return torch.where(weight == 0, otherwise, value)  # without waiting for the device
+    if float(weight) != 0:
+        return value
+    return otherwise if isinstance(otherwise, Tensor) else torch.full_like(value, otherwise)
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:

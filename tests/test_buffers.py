@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from functorch_zero import optim
 from functorch_zero.buffers import check_buffer_rule, replaced, sync_buffers
+from functorch_zero.functional import functionalize
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.shard import shard
 from functorch_zero.step import Aux, train_step
@@ -111,3 +112,29 @@ def test_in_a_step(rule: Any, level: int) -> None:
 
     expected = {"mean": [(4.0, 6.0)] * 2, "rank0": [(3.0, 2.0)] * 2, "local": [(3.0, 2.0), (5.0, 10.0)]}
     assert run_ranks(run, 2) == expected[rule]
+
+
+@pytest.mark.parametrize("rows", [[4, 0], [0, 4], [0, 0]])
+@pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
+def test_a_batch_without_weight_changes_no_buffer(rule: Any, rows: list[int]) -> None:
+    """The mean of no rows is NaN, and BatchNorm counts a batch of none; nor do its ranks count in the mean."""
+    apply, params, buffers = functionalize(nn.BatchNorm1d(3).double())
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> tuple[Tensor, Aux]:
+        output, new = apply(params, {name: buffers[name] for name in buffers if name != "seen"}, x)
+        return output.square().mean(), Aux(buffers={**new, "seen": buffers["seen"] + x.mean()}, weight=len(x))
+
+    step = train_step(loss_fn, optim.sgd(0.1), accumulate=2)
+    first = {**buffers, "seen": torch.zeros((), dtype=torch.float64)}
+    batch = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    alone, _ = step(step.init(params, first), batch[: max(rows)])
+
+    def run(group: Any) -> Any:
+        sharded = shard(step, level=1, group=group, buffers=rule)
+        return sharded(sharded.init(params, first), batch[: rows[group.rank]])[0].buffers
+
+    for rank, got in enumerate(run_ranks(run, 2)):
+        idle = not rows[0 if rule == "rank0" else rank] if rule != "mean" else not any(rows)
+        for name, expected in (first if idle else alone.buffers).items():
+            if rule != "mean" or expected.is_floating_point():  # of integers it takes rank 0's
+                assert torch.equal(got[name], expected), name

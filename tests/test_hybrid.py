@@ -13,7 +13,7 @@ from optree import tree_leaves
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import GroupError, MismatchError, StructureError
-from functorch_zero.groups import CountingGroup, HybridGroup, ProcessGroup, counted, run_ranks
+from functorch_zero.groups import CheckedGroup, CountingGroup, HybridGroup, ProcessGroup, counted, run_ranks
 from functorch_zero.groups.hybrid import Reordered
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from functorch_zero.testing import strategies as fst
@@ -213,6 +213,20 @@ def test_wrong_meshes_are_refused() -> None:
         HybridGroup(Reordered(CountingGroup(4), [0, 1, 2, 3]), shard=2)
     with pytest.raises(ValueError, match="in increasing order"):
         run_ranks(lambda group: group.subgroup([1, 0]), 2)
+
+
+def test_a_mesh_of_a_checked_group_is_checked() -> None:
+    def run(group: Any) -> str:
+        mesh = HybridGroup(CheckedGroup(group), shard=2)
+        try:
+            mesh.shard.all_reduce(torch.ones(2 + group.rank % 2)).wait()
+        except GroupError as error:
+            return str(error)
+        return "nothing"
+
+    assert all("the ranks called different collectives" in told for told in run_ranks(run, 4))
+    with pytest.raises(TypeError, match="Reordered can't be divided"):
+        HybridGroup(CheckedGroup(Reordered(CountingGroup(4), [0, 1, 2, 3])), shard=2)
 
 
 def test_ranks_with_other_meshes_hear_of_it() -> None:

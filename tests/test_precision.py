@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from optree import tree_map
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
@@ -250,42 +248,6 @@ def test_against_the_whole_batch() -> None:
 def test_sums_in_a_half_precision(reduce: torch.dtype) -> None:
     bound = Equality("approximate", 0.05, "4 roundings of 2^-9, of parts that may be several times their mean")
     check(*gpt_step(Precision(compute=BF16, reduce=reduce)), ranks=(2, 3), grade=bound)
-
-
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    st.sampled_from(sorted(POLICIES)), st.sampled_from(LEVELS), st.integers(1, 3), st.booleans(),
-    st.sampled_from([{}, {"accumulate": 2}, {"nonfinite": "skip"}, {"loss_scale": fz.LossScale(initial=2.0**8)}]),
-    st.sampled_from([{}, {"donate": False}, {"reshard_after_forward": False}]),
-    st.sampled_from(["sgd", "clip+lamb", "muon"]), st.booleans(), st.booleans(),
-)  # fmt: skip
-def test_pairs_of_options(
-    policy: str, level: int, ranks: int, weighted: bool, how: Any, options: Any, name: str, remat: bool, tied: bool
-) -> None:
-    assume(ranks < 3 or "loss_scale" not in how)  # a third, times the scale, is rounded in backward: approximate only
-    makers = {
-        "sgd": lambda: optim.sgd(0.1, momentum=0.9),
-        "clip+lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01, weight_decay=0.01, eps=1e-2)),
-        "muon": lambda: optim.muon(0.02),
-    }
-    made = gpt_step(POLICIES[policy], makers[name](), tied=tied and "head" not in str(POLICIES[policy]),
-                    weighted=weighted, remat=Block if remat else False, **how)  # fmt: skip
-    check(*made, levels=(level,), ranks=(ranks,), allow_round_off=True, **options)
-
-
-MIXES: dict[str, dict[str, Any]] = {
-    "several levels": {"levels": [{"": 3, "blocks": 1, "embed": 0}], "ranks": [3]},
-    "a mesh": {"levels": [1, 3], "ranks": [4], "shard_axis": 2},
-    "a mesh, state over both axes": {"levels": [3], "ranks": [4], "shard_axis": 2, "cut_state_over": "both"},
-    "whole gradients add up": {"levels": [3], "ranks": [3], "accumulate_in": "whole"},
-}
-
-
-@pytest.mark.parametrize("policy", ["norms", "several dtypes in a unit"])
-@pytest.mark.parametrize("mix", MIXES)
-def test_beside_other_options(mix: str, policy: str) -> None:
-    accumulate = 2 if mix == "whole gradients add up" else 1
-    check(*gpt_step(POLICIES[policy], accumulate=accumulate, nonfinite="skip"), **MIXES[mix])
 
 
 def test_deferred_values_are_stored_as_the_policy_says() -> None:

@@ -78,6 +78,13 @@ class CheckedGroup(LabelledGroup):
     the ranks called different collectives: rank 0: block 0/reduce: barrier; rank 1: block 1/reduce: barrier. ...
     """
 
+    def subgroup(self, ranks: Sequence[int]) -> CheckedGroup:
+        """The checked group of these of its ranks, where its kind can be divided (for a `HybridGroup`)."""
+        divide = getattr(self.inner, "subgroup", None)
+        if divide is None:
+            raise TypeError(f"a {type(self.inner).__name__} can't be divided. Remedy: check a group that can")
+        return CheckedGroup(divide(ranks), self.label)
+
     @contextmanager
     def _calling(self, call: Signature) -> Iterator[None]:
         with _told_where(self.label):

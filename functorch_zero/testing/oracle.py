@@ -84,7 +84,7 @@ def run_in_parts(
         outcomes = [outcome for _, outcome in results]
         shares = _shares(outcomes)
         grads = tree_map(lambda *gs, s=shares: _mean(gs, s), *(grads for grads, _ in results))
-        held, before = _combine_buffers(rule, [outcome.buffers for outcome in outcomes]), held
+        held, before = _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares), held
         metrics, old = _average_metrics(outcomes, shares), state
         grads = grads if g is None else _jittered(grads, g)
         state, measured = step.update_measured(old, grads, held[0], metrics["loss"])
@@ -99,7 +99,7 @@ def _skipped(old: TrainState, new: TrainState) -> bool:
 
 def _shares(outcomes: Sequence[Outcome]) -> list[float]:
     weights = [1.0 if outcome.weight is None else float(outcome.weight) for outcome in outcomes]
-    return [weight / sum(weights) for weight in weights]
+    return [weight / (sum(weights) or 1.0) for weight in weights]
 
 
 def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
@@ -114,14 +114,14 @@ def _average_metrics(outcomes: Sequence[Outcome], shares: Sequence[float]) -> Me
     return {name: _mean([metrics[name] for metrics in seen], shares) for name in seen[0]}
 
 
-def _combine_buffers(rule: str, held: list[PyTree[Tensor]]) -> list[PyTree[Tensor]]:
-    """What each rank holds after a step, from what each rank's loss made."""
+def _combine_buffers(rule: str, held: list[PyTree[Tensor]], shares: Sequence[float]) -> list[PyTree[Tensor]]:
+    """What each rank holds after a step, from what each rank's loss made; what weighs nothing isn't averaged."""
 
     def mean(*buffers: Tensor) -> Tensor:
         first = buffers[0]
         if rule == "rank0" or not first.is_floating_point() or all(torch.equal(first, b) for b in buffers):
             return first
-        return torch.stack(buffers).mean(0)
+        return torch.stack([b for b, share in zip(buffers, shares, strict=True) if share] or [first]).mean(0)
 
     return held if rule == "local" else [tree_map(mean, *held)] * len(held)
 

@@ -1,0 +1,458 @@
+"""Every option alone, and in pairs: sharded = unsharded on threads and on processes, or refused with the reason.
+
+`OPTIONS` says what each one changes. Two that change one thing differently are two ways of one option, and no pair.
+Params are kept in float64, so that roundings to half precisions are the same on both sides: what isn't `reordered`
+says so, and why. `optim.compiled` has tests of its own: what compiles it leaves threads behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import util
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import NonFiniteError
+from functorch_zero.groups import CheckedGroup, CountingGroup, HybridGroup, ProcessGroup, launch, run_ranks
+from functorch_zero.testing import Equality, assert_equal_values
+from functorch_zero.testing.oracle import Run, Start, Step, run_in_parts, run_whole
+from functorch_zero.testing.sharded import Comparison
+from tests.models import split
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ROWS = 24
+LEVELS = (0, 1, 2, 3)
+WORLDS = ((1, None), (2, None), (3, None), (4, None))  # ranks, and how many of them lie along the shard axis
+MESHES = ((4, 2), (2, 2), (2, 1), (3, 1))
+
+
+class Block(nn.Module):
+    """A layer and a half, with what its options add: BatchNorm, dropout, a buffer that is read and changed."""
+
+    def __init__(self, norm: type[nn.Module], dropout: float, gauge: bool, own_checkpoint: bool):
+        super().__init__()
+        self.norm, self.up, self.down = norm(5), nn.Linear(5, 7), nn.Linear(7, 5)
+        self.dropout, self.own_checkpoint = nn.Dropout(dropout), own_checkpoint
+        if gauge:
+            self.register_buffer("gauge", torch.ones(()))
+        self.gauge: Tensor
+
+    def reset_parameters(self) -> None:
+        """For deferred values: the buffer's."""
+        if hasattr(self, "gauge"):
+            self.gauge.fill_(1)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(torch.tanh(self.up(self.norm(x).to(x.dtype)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.inner, x, use_reentrant=False) if self.own_checkpoint else self.inner(x)
+        if hasattr(self, "gauge"):
+            y = y * self.gauge.to(y.dtype)
+            self.gauge = 0.9 * self.gauge + 0.1 * x.detach().square().mean().to(self.gauge.dtype)
+        return x + y
+
+
+class Net(nn.Module):
+    """Blocks, one of them called twice; no dim divides."""
+
+    def __init__(self, norm: type[nn.Module], **options: Any):
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.blocks = nn.ModuleList(Block(norm, **options) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(self.first.weight.dtype))
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option changes."""
+
+    model: Changes = field(default_factory=dict)  # arguments of Net
+    precision: Mapping[tuple[Any, str], Any] = field(default_factory=dict)  # (modules, field of Precision) -> dtype
+    functionalize: Changes = field(default_factory=dict)
+    train_step: Changes = field(default_factory=dict)
+    shard: Changes = field(default_factory=dict)
+    loop: Changes = field(default_factory=dict)  # how the step is used
+    wraps: tuple[Callable[[optim.Transform], optim.Transform], ...] = ()  # the optimizer
+    by_rank: bool = False  # the loss of a batch isn't the mean of its parts' losses: the oracle averages over parts
+    neutral: bool = False  # without it the unsharded step has the same numbers
+    bound: float = 0.0  # of grade `approximate`; 0: `reordered`
+    rounds: float = 0.0  # what a difference in the last place may become; only beside an option with a bound
+
+    def beside(self, other: Option) -> Option | None:
+        """Both; None where they are two ways of one option."""
+        made: dict[str, Any] = {}
+        for name, a, b in ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(Option)):
+            if isinstance(a, Mapping):
+                if any(a[key] != b[key] for key in a.keys() & b.keys()):
+                    return None
+                made[name] = {**a, **b}
+            else:
+                made[name] = a + b if isinstance(a, tuple) else max(a, b)
+        return Option(**made)
+
+    @property
+    def grade(self) -> Equality:
+        """Of the equality of sharded and unsharded."""
+        if not self.bound:
+            return Equality("reordered")
+        return Equality("approximate", max(self.bound, self.rounds), "the option says which sums or values are rounded")
+
+
+def low(rule: Any = "", **dtypes: torch.dtype) -> dict[tuple[Any, str], torch.dtype]:
+    """A policy as an option has it."""
+    return {(rule, name): dtype for name, dtype in dtypes.items()}
+
+
+BATCH_NORM = Option(
+    model={"norm": nn.BatchNorm1d}, precision=low(nn.BatchNorm1d, compute=F64), by_rank=True
+)  # torch's wants its input in the dtype of its running means
+MIXED = {"": 3, "blocks.0": 1, "blocks.*.up": 2, "head": 0}
+FROZEN = ("blocks.0.up.weight", "head.bias")
+HALF = 0.1  # of a gradient of which most cancels, where a sum in another order lets a number round to its neighbour
+
+larger = lambda inner: optim.chain(inner, optim.scale(5.0))  # than the last places of bfloat16
+
+OPTIONS: dict[str, Option] = {
+    "nothing else": Option(),
+    # precision
+    "bfloat16": Option(precision=low(compute=BF16), by_rank=True, rounds=HALF),
+    "bfloat16, norms and head in float32": Option(
+        precision=low(compute=BF16) | low("blocks.*.norm", compute=F32) | low("head", compute=F32, gather=BF16),
+        by_rank=True,
+        rounds=HALF,
+    ),
+    "gather in bfloat16": Option(precision=low(gather=BF16)),
+    "reduce in bfloat16": Option(precision=low(reduce=BF16), by_rank=True, bound=0.05),  # a few roundings of 2^-9
+    "reduce in float16": Option(precision=low(reduce=F16), by_rank=True, bound=0.01),
+    "stored in float32": Option(precision=low(storage=F32), bound=1e-5),
+    "stored in bfloat16": Option(precision=low(storage=BF16), wraps=(larger,), by_rank=True, bound=0.05, rounds=HALF),
+    "buffers in float32": Option(
+        model={"gauge": True}, precision=low(buffers=F32), by_rank=True, bound=1e-5
+    ),  # their mean is rounded
+    "output in float32": Option(precision=low(output=F32), by_rank=True, bound=1e-5),  # its gradients' shares are, too
+    "float16, loss scale": Option(
+        precision=low(compute=F16), train_step={"loss_scale": fz.LossScale(2.0**24, 2.0**12, 2.0**-12, 2)},
+        by_rank=True, bound=0.02, rounds=HALF,
+    ),  # overflows in the first and the fourth step; on three ranks a third, times the scale, is rounded in backward
+    # accumulation, and how batches are divided
+    "accumulate": Option(train_step={"accumulate": 2}),
+    "gradients add up in pieces": Option(train_step={"accumulate": 2}, shard={"accumulate_in": "pieces"}),
+    "gradients add up whole": Option(train_step={"accumulate": 2}, shard={"accumulate_in": "whole"}),
+    "uneven parts with weights": Option(loop={"parts": "uneven"}),
+    "a rank has run out": Option(loop={"parts": "one empty"}),
+    # recomputation
+    "remat": Option(functionalize={"remat": True}, neutral=True),
+    "remat of some": Option(functionalize={"remat": "blocks.0"}, neutral=True),
+    "own checkpoint": Option(model={"own_checkpoint": True}, neutral=True),
+    # parts and places
+    "some trained": Option(train_step={"trainable": lambda path, leaf: path not in FROZEN}),
+    "several levels": Option(shard={"level": MIXED}),
+    "a mesh": Option(loop={"mesh": True}),
+    "a mesh, state over both axes": Option(loop={"mesh": True}, shard={"cut_state_over": "both"}),
+    "deferred values": Option(loop={"deferred": True}),
+    # loops
+    "running means evaluated": Option(
+        wraps=(lambda inner: optim.params_ema(inner, 0.5),), loop={"evaluate": optim.ema_params}, neutral=True
+    ),
+    "evaluated": Option(loop={"evaluate": None}, neutral=True),
+    "metrics": Option(train_step={"metrics": ["grad_norm", "update_norm", "param_norm"]}, neutral=True),
+    "its own metrics": Option(train_step={"metrics": ["learning_rate"]}, neutral=True),
+    "clipped": Option(wraps=(lambda inner: optim.chain(optim.clip_by_global_norm(0.5), inner),)),
+    "not finite: skip": Option(train_step={"nonfinite": "skip"}, loop={"spoiled": True}),
+    "not finite: raise": Option(train_step={"nonfinite": "raise"}),
+    "not finite: pass": Option(train_step={"nonfinite": "pass"}, neutral=True),
+    "compiled units": Option(
+        functionalize={"compile": True, "compile_options": {"backend": "aot_eager"}}, neutral=True
+    ),
+    "donate": Option(shard={"donate": True}),
+    "keep the old state": Option(shard={"donate": False}),
+    "stay gathered": Option(shard={"reshard_after_forward": False}),
+    "checked group": Option(loop={"checked": True}),
+    "BatchNorm, mean": BATCH_NORM.beside(Option(shard={"buffers": "mean"})) or BATCH_NORM,
+    "BatchNorm, rank 0's": BATCH_NORM.beside(Option(shard={"buffers": "rank0"})) or BATCH_NORM,
+    "BatchNorm, each its own": BATCH_NORM.beside(Option(shard={"buffers": "local"})) or BATCH_NORM,
+    "dropout": Option(model={"dropout": 0.4}, by_rank=True),
+}  # fmt: skip
+PAIRS = {
+    (a, b): both for a, b in itertools.combinations(OPTIONS, 2) if (both := OPTIONS[a].beside(OPTIONS[b])) is not None
+}
+EXCLUDE = "loss_scale and nonfinite=.* exclude each other"
+NO_PIECES = "keeps whole gradients until the update"
+REFUSED: dict[frozenset[Any], str] = {  # of names of options and optimizers, and of levels
+    frozenset({"float16, loss scale", "not finite: raise"}): EXCLUDE,
+    frozenset({"float16, loss scale", "not finite: pass"}): EXCLUDE,
+    frozenset({"gradients add up in pieces", 0}): NO_PIECES,
+    frozenset({"gradients add up in pieces", 1}): NO_PIECES,
+    frozenset({"its own metrics", "adafactor"}): "this optimizer has no metric 'learning_rate'",
+}
+
+rate = optim.linear_schedule(0.2, 0.1, 5)
+OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
+    "sgd": lambda: optim.sgd(rate, momentum=0.9),
+    "adamw": lambda: optim.adamw(rate, eps=1e-3),
+    "lamb": lambda: optim.lamb(rate, eps=1e-3),
+    "adafactor": lambda: optim.adafactor(rate),
+    "muon": lambda: optim.muon(rate),
+}
+LINEAR = ("sgd",)  # hands an error on as it is; the others divide by a gradient that may be small
+
+
+class Case(NamedTuple):
+    """A run, but for the ranks."""
+
+    names: tuple[str, ...]
+    level: int
+    ranks: int
+    shard_axis: int | None
+    optimizer: str
+
+    @property
+    def option(self) -> Option:
+        """All options together."""
+        made = Option()
+        for name in self.names:
+            joined = made.beside(OPTIONS[name])
+            assert joined is not None, self.names
+            made = joined
+        return made
+
+    @property
+    def refusal(self) -> str | None:
+        """What the error of an impossible combination says."""
+        facts = {*self.names, self.optimizer, *([] if "level" in self.option.shard else [self.level])}
+        return "|".join(reason for pair, reason in REFUSED.items() if pair <= facts) or None
+
+
+class Made(NamedTuple):
+    """What a run is made of."""
+
+    step: Any
+    evaluate: Any
+    start: Start
+    values: Any
+
+
+def build(case: Case) -> Made:
+    """The unsharded steps, always the same."""
+    o = case.option
+    with torch.random.fork_rng(), torch.device("meta" if "deferred" in o.loop else "cpu"):
+        torch.manual_seed(0)
+        arguments = {"norm": nn.LayerNorm, "dropout": 0.0, "gauge": False, "own_checkpoint": False} | o.model
+        model = Net(**arguments).double()
+    rules: dict[Any, dict[str, Any]] = {}
+    for (rule, name), dtype in o.precision.items():
+        rules.setdefault(rule, {})[name] = dtype
+    precision = {rule: fz.Precision(**dtypes) for rule, dtypes in rules.items()} or None
+    apply, params, buffers = fz.functionalize(model, units=Block, precision=precision, **o.functionalize)
+    weighted = "parts" in o.loop
+
+    def loss_fn(params: Any, buffers: Any, batch: Any, apply: Any = apply) -> Any:
+        output, new = apply(params, buffers, batch["x"])
+        loss, weight = (output - batch["y"]).square().mean(), len(batch["x"]) if weighted else None
+        return loss, fz.Aux(buffers=new, metrics={"size": output.detach().double().abs().mean()}, weight=weight)
+
+    def evaluated(params: Any, buffers: Any, batch: Any) -> Any:
+        loss, aux = loss_fn(params, buffers, batch, apply.eval())
+        return fz.Aux(metrics={"evaluated": loss}, weight=aux.weight)
+
+    optimizer = OPTIMIZERS[case.optimizer]()
+    for wrap in o.wraps:
+        optimizer = wrap(optimizer)
+    step = fz.train_step(loss_fn, optimizer, **o.train_step)
+    evaluate = fz.eval_step(evaluated, params=o.loop["evaluate"]) if "evaluate" in o.loop else None
+    return Made(step, evaluate, Start(params, buffers, 1), fz.deferred(model, 3) if "deferred" in o.loop else None)
+
+
+def placed(case: Case) -> dict[str, Any]:
+    """What `shard` is given."""
+    return {"level": case.level, **case.option.shard}
+
+
+def sizes(how: str, ranks: int, k: int) -> list[int]:
+    """Of each rank's part of batch k; enough for BatchNorm in two micro-batches."""
+    if how == "one empty" and ranks > 1:
+        filled = sizes("uneven", ranks - 1, k)
+        return [*filled[: k % ranks], 0, *filled[k % ranks :]]
+    uneven = how != "even" and ranks > 1
+    return [ROWS // ranks - (uneven and r == 0) + (uneven and r == ranks - 1) for r in range(ranks)]
+
+
+def batches(case: Case) -> list[list[Any]]:
+    """Each batch in the ranks' parts."""
+    g, loop = torch.Generator().manual_seed(2), case.option.loop
+    made = []
+    for k in range(5 if "loss_scale" in case.option.train_step else 3 if "spoiled" in loop else 2):
+        drawn = torch.randn(ROWS, 5, generator=g, dtype=F64)
+        if k == 1 and "spoiled" in loop:
+            drawn[0, 0] = torch.inf
+        made.append(split({"x": drawn[:, :3], "y": drawn[:, 3:]}, sizes(loop.get("parts", "even"), case.ranks, k)))
+    return made
+
+
+SPOILED = {"x": torch.full((4, 3), torch.nan, dtype=F64), "y": torch.zeros(4, 2, dtype=F64)}
+
+
+def unsharded(case: Case) -> Run:
+    """The oracle, on whole batches where that is the same."""
+    step, evaluate, start, values = build(case)
+    o, parts = case.option, batches(case)
+    if values is not None:
+        start = start._replace(params=values.fill(start.params), buffers=values.fill(start.buffers))
+    if o.by_rank:
+        run = run_in_parts(step, start, parts, rule=o.shard.get("buffers", "mean"))
+    else:
+        run = run_whole(step, start, [{n: torch.cat([p[n] for p in some]) for n in some[0]} for some in parts])
+    if step.finite.nonfinite == "raise":
+        with pytest.raises(NonFiniteError):
+            step(run.states[-1], SPOILED)
+    return run if evaluate is None else run._replace(
+        steps=[with_evaluation(evaluate, done, some) for done, some in zip(run.steps, parts, strict=True)]
+    )  # fmt: skip
+
+
+def with_evaluation(evaluate: Any, done: Step, parts: list[Any]) -> Step:
+    """What all ranks' parts give by the oracle, averaged."""
+    held = done.buffers * (len(parts) if len(done.buffers) == 1 else 1)
+    found = [
+        evaluate(done.state._replace(buffers=own), part)["evaluated"] for own, part in zip(held, parts, strict=True)
+    ]
+    weights = [len(part["x"]) for part in parts]
+    mean = sum(x * w for x, w in zip(found, weights, strict=True)) / sum(weights)
+    return done._replace(metrics={**done.metrics, "evaluated": mean})
+
+
+def sharded(case: Case, group: Any) -> Run:
+    """One rank's run, the states gathered after each step."""
+    step, evaluate, start, values = build(case)
+    o = case.option
+    group = CheckedGroup(group) if "checked" in o.loop else group
+    group = group if case.shard_axis is None else HybridGroup(group, shard=case.shard_axis)
+    step = fz.shard(step, group=group, **placed(case))
+    state = step.init(start.params, start.buffers, seed=start.seed, values=values)
+    first, steps = step.gather(state), []
+    assert "first" in str(step.describe(state))
+    for parts in batches(case):
+        state, metrics = step(state, parts[group.rank])
+        if evaluate is not None:
+            metrics |= fz.shard(evaluate, group=group, **placed(case))(state, parts[group.rank])
+        whole = step.gather(state)
+        steps.append(Step(whole, [whole.buffers], metrics))
+    if step.unsharded.finite.nonfinite == "raise":
+        with pytest.raises(NonFiniteError):
+            step(state, SPOILED if group.rank == group.size - 1 else parts[group.rank])
+        assert_equal_values(whole.params, step.gather(state).params, grade="bitwise")
+    return Run(first, steps)
+
+
+def compare(case: Case, expected: Run, runs: list[Run]) -> None:
+    """All ranks alike, and as the oracle; options that change no number change none."""
+    o = case.option
+    at = {"options": " + ".join(case.names), "level": case.level, "ranks": case.ranks, "axis": case.shard_axis}
+    assert_equal_values(expected.start.params, runs[0].start.params, grade="bitwise", what="first params")
+    Comparison(expected, runs, o.grade, (), o.shard.get("buffers") == "local", at).run()
+
+
+def check(case: Case) -> None:
+    """On threads."""
+    if case.refusal is not None:
+        with pytest.raises(ValueError, match=case.refusal):
+            made = build(case)
+            mesh = HybridGroup(CountingGroup(2), shard=1) if "mesh" in case.option.loop else CountingGroup(2)
+            fz.shard(made.step, group=mesh, **placed(case)).init(*made.start[:2], values=made.values)
+        return
+    if "compile" in case.option.functionalize:
+        torch._dynamo.reset()
+        if util.find_spec("tqdm"):
+            importlib.import_module("tqdm").tqdm.monitor_interval = 0  # torch's compiler starts a thread
+    expected = unsharded(case)
+    compare(case, expected, run_ranks(lambda group: sharded(case, group), case.ranks))
+    plain = tuple(name for name in case.names if not OPTIONS[name].neutral)
+    if plain != case.names:
+        for want, have in zip(unsharded(case._replace(names=plain)).states, expected.states, strict=True):
+            grade = case.option.grade
+            assert_equal_values(want.params, have.params, grade=grade, what="params without what changes no number")
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    """Two options, the first perhaps none, and all that they are run with."""
+    return drawn_case(draw(st.sampled_from([*PAIRS])), lambda choices: draw(st.sampled_from(choices)))
+
+
+def drawn_case(names: tuple[str, ...], choose: Any) -> Case:
+    """Level, ranks and optimizer for these options."""
+    o = Case(names, 0, 1, None, "sgd").option
+    ranks, axis = choose(MESHES if "mesh" in o.loop else WORLDS)
+    return Case(names, choose(LEVELS), ranks, axis, choose(LINEAR if o.bound else [*OPTIMIZERS]))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_alone(name: str) -> None:
+    check(drawn_case((name,), random.Random(name).choice))
+
+
+@settings(max_examples=4 * settings.default.max_examples)
+@given(cases())
+def test_pairs(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("seed", range(settings.default.max_examples // 6))
+def test_as_many_as_go_together(seed: int) -> None:
+    rng, chosen = random.Random(seed), Case((), 2, 1, None, "sgd")
+    for name in rng.sample([*OPTIONS], len(OPTIONS)):
+        more = chosen._replace(names=tuple(sorted((*chosen.names, name), key=[*OPTIONS].index)))
+        if chosen.option.beside(OPTIONS[name]) is not None and more.refusal is None:
+            chosen = more
+    check(drawn_case(chosen.names, rng.choice))
+
+
+def test_what_is_refused() -> None:
+    """At construction, and nothing else is, at any level."""
+    group = CountingGroup(2)
+    for names in PAIRS:
+        possible = [case for level in LEVELS if (case := Case(names, level, 1, None, "sgd")).refusal is None]
+        step = build(possible[0]).step if possible else None
+        for case in possible:
+            mesh = HybridGroup(group, shard=1) if "mesh" in case.option.loop else group
+            fz.shard(step, group=mesh, **placed(case))
+    for pair in REFUSED:
+        names = tuple(name for name in OPTIONS if name in pair)
+        (level,) = pair & {*LEVELS} or {2}
+        (optimizer,) = pair & {*OPTIMIZERS} or {"sgd"}
+        check(Case(names, level, 2, None, optimizer))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_processes(ranks: int) -> None:
+    """Pairs that are drawn here, all in one launch."""
+    rng, some = random.Random(ranks), []
+    while len(some) < 10:
+        case = drawn_case(rng.choice([*PAIRS]), rng.choice)
+        if case.ranks == ranks and case.refusal is None:
+            some.append(case)
+    runs = launch(lambda: [sharded(case, ProcessGroup()) for case in some], ranks, start_method="fork", timeout=100)
+    for case, *found in zip(some, *runs, strict=True):
+        compare(case, unsharded(case), found)
