@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch.fx.experimental.symbolic_shapes  # with sympy; both once, not in every forked rank: that takes seconds
 import torch.nn.functional as F
 from torch import Tensor, nn
 

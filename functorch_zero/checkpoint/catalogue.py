@@ -113,7 +113,7 @@ def _problems(root: Path, count: int) -> list[str]:
 
 
 def _verify_file(path: Path, file: File, manifest: Manifest) -> None:
-    read_through(path, file, manifest.block)
+    read_through(path, file, manifest.block, manifest.checksum)
     expected = {}
     for piece in file.pieces:
         leaf = manifest.leaves[piece.leaf]

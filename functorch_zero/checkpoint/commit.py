@@ -20,7 +20,7 @@ from .folders import Temporary, step_folder, write_file
 from .manifest import NAME, File, Leaf, Manifest, Piece, check_coverage, encode_manifest, file_name
 from .places import digest_of
 from .snapshot import Snapshot
-from .writer import BLOCK, write_rank_file
+from .writer import BLOCK, CHECKSUM, write_rank_file
 
 log = logging.getLogger("functorch_zero.checkpoint")
 
@@ -116,6 +116,7 @@ def _manifest(snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> Manifest:
         ranks=len(files),
         level=snapshot.level,
         block=BLOCK,
+        checksum=CHECKSUM,
         leaves=leaves,
         values=snapshot.contents.values,
         files=files,

@@ -169,5 +169,7 @@ def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
             if piece.leaf == number
         ]
         if runs:
-            read_wanted(folder / file.name, runs, size=file.size, block=manifest.block, sums=file)
+            read_wanted(
+                folder / file.name, runs, size=file.size, block=manifest.block, sums=file, checksum=manifest.checksum
+            )
     return whole

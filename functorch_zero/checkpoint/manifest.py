@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+from .checksums import CHECKSUMS
 from .container import DTYPES, check_shape, is_count, strict_json
 from .errors import CorruptError
 
@@ -22,7 +23,6 @@ NAME = "manifest.json"
 MAX_BYTES = 2**26
 MAX_RANKS = 99_999
 MIN_BLOCK, MAX_BLOCK = 2**12, 2**26
-CHECKSUMS = {"crc32": zlib.crc32}
 
 
 class Leaf(NamedTuple):
@@ -74,6 +74,7 @@ class Manifest:
         ranks: how many ranks saved, a file each.
         level: at which level, or None for an unsharded state.
         block: how many bytes each checksum covers.
+        checksum: which one it is, a key of `CHECKSUMS`.
         leaves: the leaves that are tensors.
         values: the others, by path.
         files: in rank order.
@@ -85,12 +86,12 @@ class Manifest:
     ranks: int
     level: int | None
     block: int
+    checksum: str
     leaves: tuple[Leaf, ...]
     values: dict[str, Any]
     files: tuple[File, ...]
     user: Any
     about: dict[str, Any]
-    checksum: str = "crc32"
 
 
 def file_name(rank: int, ranks: int) -> str:
@@ -130,7 +131,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     rows.need(is_count(rows["step"]), "the step is no count")
     rows.need(type(rows["ranks"]) is int and 1 <= rows["ranks"] <= MAX_RANKS, "the number of ranks is none")
     rows.need(rows["level"] is None or (type(rows["level"]) is int and 0 <= rows["level"] <= 3), "no such level")
-    rows.need(rows["checksum"] in CHECKSUMS, f"unknown checksum {_short(rows['checksum'])}")
+    named = isinstance(rows["checksum"], str) and rows["checksum"] in CHECKSUMS
+    rows.need(named, f"unknown checksum {_short(rows['checksum'])}")
     block = rows["block"]
     rows.need(type(block) is int and MIN_BLOCK <= block <= MAX_BLOCK and block % 64 == 0, "no size for a block")
     rows.need(isinstance(rows["values"], dict), "values is no object")

@@ -6,7 +6,6 @@ Files are read with pread, never mapped: a mapped file that gets shorter kills t
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checksums import CHECKSUMS
 from .container import DTYPES, bytes_of
 from .errors import CorruptError
 from .folders import opened, read_into
@@ -57,7 +57,9 @@ class _Run(NamedTuple):
         return w.target[w.first + (self.start - w.offset) // width : w.first + (self.stop - w.offset) // width]
 
 
-def read_wanted(path: Path, wanted: Sequence[Wanted], *, size: int, block: int, sums: File | None = None) -> None:
+def read_wanted(
+    path: Path, wanted: Sequence[Wanted], *, size: int, block: int, sums: File | None = None, checksum: str = ""
+) -> None:
     """Read runs of one file. Memory: two blocks.
 
     Args:
@@ -66,6 +68,7 @@ def read_wanted(path: Path, wanted: Sequence[Wanted], *, size: int, block: int, 
         size: what the file's size must be.
         block: bytes read at once.
         sums: the blocks' checksums; None: there are none.
+        checksum: which they are, a key of `CHECKSUMS`.
 
     Raises:
         CorruptError: the file is missing, of another size, or a block has another checksum.
@@ -77,11 +80,11 @@ def read_wanted(path: Path, wanted: Sequence[Wanted], *, size: int, block: int, 
         def read(block_and_runs: tuple[int, list[_Run]]) -> None:
             start, runs = block_and_runs
             if not hasattr(rooms, "room"):
-                rooms.room = torch.empty(block, dtype=torch.uint8)
+                rooms.room = torch.empty(block, dtype=torch.uint8, device="cpu")
             views = _views(rooms.room, start, min(start + block, size), runs)
             read_into(descriptor, start, path, *views)
             if sums is not None:
-                check_block(path, start, views, sums.sum_of(start // block))
+                check_block(path, start, views, sums.sum_of(start // block), checksum)
             _convert(rooms.room, start, runs)
 
         _for_each(read, list(_by_block(wanted, block)))
@@ -120,7 +123,7 @@ def _views(room: Tensor, start: int, stop: int, runs: Sequence[_Run]) -> list[me
     return [view for view in (*views, spare[at - start : stop - start]) if view]
 
 
-def read_through(path: Path, file: File, block: int) -> None:
+def read_through(path: Path, file: File, block: int, checksum: str) -> None:
     """Read a file from end to end for its checksums.
 
     Raises:
@@ -132,7 +135,7 @@ def read_through(path: Path, file: File, block: int) -> None:
         for start in range(0, file.size, block):
             target = room[: min(block, file.size - start)]
             read_into(descriptor, start, path, target)
-            check_block(path, start, [target], file.sum_of(start // block))
+            check_block(path, start, [target], file.sum_of(start // block), checksum)
 
 
 def check_size(path: Path, found: int, expected: int) -> None:
@@ -141,12 +144,9 @@ def check_size(path: Path, found: int, expected: int) -> None:
         raise CorruptError(f"{path}: {found} bytes, and it must have {expected}")
 
 
-def check_block(path: Path, start: int, views: Sequence[memoryview], expected: int) -> None:
+def check_block(path: Path, start: int, views: Sequence[memoryview], expected: int, checksum: str) -> None:
     """Raise `CorruptError` unless a block has the checksum it must have."""
-    found = 0
-    for view in views:
-        found = zlib.crc32(view, found)
-    if found != expected:
+    if CHECKSUMS[checksum](views) != expected:
         stop = start + sum(map(len, views))
         raise CorruptError(f"{path}: bytes {start} to {stop} are damaged: their checksum differs")
 

@@ -83,6 +83,7 @@ class _Load:
         self._root, self._step, self._like, self._allowed = root, step, like, allowed
         self._group = group_of(step)
         self._manifest: Manifest | None = None
+        self._old: Contents | None = None  # of `like`
         self._state: TrainState | None = None
 
     @torch.no_grad()
@@ -111,21 +112,22 @@ class _Load:
     def _prepare(self, count: int) -> str:
         """Check all that can be checked before a tensor is written to."""
         self._manifest = check_sizes(self._root, count)
-        check_match(contents_of(self._step, self._like), self._manifest, self._allowed)
+        self._old = contents_of(self._step, self._like)
+        check_match(self._old, self._manifest, self._allowed)
         return hashlib.sha256(encode_manifest(self._manifest)).hexdigest()
 
     def _read(self) -> None:
         manifest, reuse = self._manifest, isinstance(self._step, ShardedTrainStep) and self._step.options.donate
-        assert manifest is not None
-        old = contents_of(self._step, self._like)
+        assert manifest is not None and self._old is not None
         state = blank_state(self._like, reuse=reuse)
         if reuse and self._like.sharding is not None:
             self._like.sharding.donations.take(self._like.step)
-        new = contents_of(self._step, state)
+        tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+        new = [before._replace(tensor=tensor) for before, tensor in zip(self._old.held, tensors, strict=True)]
         known = {leaf.path: n for n, leaf in enumerate(manifest.leaves)}
         wanted: dict[int, list[Wanted]] = {}
         pieces = _pieces_by_leaf(manifest)
-        for before, held in zip(old.held, new.held, strict=True):
+        for before, held in zip(self._old.held, new, strict=True):
             if held.path in known:
                 number = known[held.path]
                 for n, run in _runs(held, manifest.leaves[number], pieces[number]):
@@ -135,8 +137,10 @@ class _Load:
         folder = step_folder(self._root, manifest.step)
         for n, runs in sorted(wanted.items()):
             file = manifest.files[n]
-            read_wanted(folder / file.name, runs, size=file.size, block=manifest.block, sums=file)
-        self._state = _finished(state, new, manifest)
+            read_wanted(
+                folder / file.name, runs, size=file.size, block=manifest.block, sums=file, checksum=manifest.checksum
+            )
+        self._state = _finished(state, self._old._replace(held=new), manifest)
 
 
 def check_match(contents: Contents, manifest: Manifest, allowed: Allowed) -> None:

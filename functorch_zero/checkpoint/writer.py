@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
+from .checksums import CHECKSUMS
 from .container import bytes_of, dtype_name, make_header
 from .folders import create, write_all
 from .manifest import File, Piece
 from .snapshot import Progress, Snapshot
 
 BLOCK = 2**22  # bytes that one checksum covers, and that are written at once
+CHECKSUM = "sums64"
 _SECONDS_BETWEEN_REPORTS = 10.0
 
 log = logging.getLogger("functorch_zero.checkpoint")
@@ -59,7 +60,7 @@ class BlockWriter:
         self.size = 0
         self._path, self._progress = path, progress
         self._views: list[memoryview] = []  # of the block under way
-        self._filled = self._sum = 0
+        self._filled = 0
         self._file = create(path)
         self._reported = time.monotonic()
 
@@ -70,7 +71,6 @@ class BlockWriter:
             data = data[len(view) :]
             self._views.append(view)
             self._filled += len(view)
-            self._sum = zlib.crc32(view, self._sum)
             if self._filled == BLOCK:
                 self._flush()
 
@@ -93,6 +93,6 @@ class BlockWriter:
     def _flush(self) -> None:
         if self._filled:
             write_all(self._file, *self._views)
-            self.sums.append(f"{self._sum:08x}")
+            self.sums.append(f"{CHECKSUMS[CHECKSUM](self._views):08x}")
             self.size += self._filled
-            self._views, self._filled, self._sum = [], 0, 0
+            self._views, self._filled = [], 0

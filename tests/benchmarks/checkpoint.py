@@ -3,8 +3,9 @@
     python tests/benchmarks/checkpoint.py --mib 512 --ranks 2
 
 Every rank is a process with one thread. `raw` writes the same bytes, 4 MiB a call, and flushes them to disk; raw
-reading is from the page cache, as loading is. Of several rounds the best counts. Extra memory is the most anonymous
-memory of a rank above what it had before, sampled.
+reading is from the page cache, as loading is. Of several rounds, each of which reads five times, the best counts. A
+core's work is the time that a rank has run, in user and system: what else the machine does counts less there. Extra
+memory is the most anonymous memory of a rank above what it had before, sampled in a round that isn't timed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,6 +31,9 @@ from functorch_zero.groups import ProcessGroup
 from functorch_zero.shard import shard
 
 LEAVES = 64
+WRITES = ("raw write", "save", "dcp save")
+READS = ("raw read", "load", "dcp load")
+READINGS = 5  # of what a round has written
 
 
 class Memory:
@@ -74,20 +78,35 @@ def raw_read(path: Path, data: memoryview) -> None:
     os.close(file)
 
 
-def timed(group: ProcessGroup, work: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds that the slowest rank takes, and the largest extra memory in MiB."""
+class Timing(NamedTuple):
+    seconds: float  # until the slowest rank is done
+    busy: float  # seconds of a core's work, of the rank with the most: what else the machine does counts less
+
+
+def timed(group: ProcessGroup, work: Callable[[], Any]) -> Timing:
     group.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
+    work()
+    busy = time.process_time() - busy
+    group.barrier()
+    seconds = time.perf_counter() - start
+    worst = torch.tensor([busy])
+    group.all_reduce(worst, "max").wait()
+    return Timing(seconds, worst.item())
+
+
+def watched(group: ProcessGroup, work: Callable[[], Any]) -> float:
+    """Extra memory in MiB, of the rank with the most."""
+    group.barrier()
     with Memory() as memory:
         work()
         group.barrier()
-        seconds = time.perf_counter() - start
     worst = torch.tensor([memory.extra])
     group.all_reduce(worst, "max").wait()
-    return seconds, worst.item()
+    return worst.item()
 
 
-def rank_main(folder: str, mib: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def rank_main(folder: str, mib: int, rounds: int) -> tuple[dict[str, list[Timing]], dict[str, float]]:
     torch.manual_seed(0)
     group = ProcessGroup()
     root = Path(folder)
@@ -99,8 +118,8 @@ def rank_main(folder: str, mib: int, rounds: int) -> dict[str, list[tuple[float,
     flat = torch.randn(mib * 2**20 // 4 // group.size).view(torch.uint8)
     data = memoryview(flat.numpy())
     mesh = init_device_mesh("cpu", (group.size,))
-    found: dict[str, list[tuple[float, float]]] = {}
-    for k in range(rounds):
+    found: dict[str, list[Timing]] = {}
+    for k in range(rounds + 1):
         at = root / f"{k}"
         kinds: dict[str, Callable[[], Any]] = {
             "raw write": lambda at=at: raw_write(root / f"raw{group.rank}", data),
@@ -115,13 +134,17 @@ def rank_main(folder: str, mib: int, rounds: int) -> dict[str, list[tuple[float,
             nonlocal state
             state = checkpoint.load(at, step, like=state).state
 
-        for name, work in kinds.items():
-            found.setdefault(name, []).append(timed(group, work))
+        if k == 0:
+            extra = {name: watched(group, work) for name, work in kinds.items()}
+        for name in WRITES if k else ():
+            found.setdefault(name, []).append(timed(group, kinds[name]))
+        for name in READS * READINGS if k else ():  # in turn: what else the machine does changes
+            found.setdefault(name, []).append(timed(group, kinds[name]))
         group.barrier()
         if group.rank == 0:
             shutil.rmtree(at)
         os.sync()
-    return found
+    return found, extra
 
 
 def dtensors(flat: Tensor, mesh: Any) -> dict[str, Tensor]:
@@ -138,13 +161,14 @@ def main() -> None:
     parser.add_argument("--folder", default=tempfile.gettempdir())
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        found = launch(rank_main, args.ranks, folder, args.mib, args.rounds, timeout=600)[0]
+        found, extra = launch(rank_main, args.ranks, folder, args.mib, args.rounds, timeout=600)[0]
     size = args.mib * 2**20 / 1e9
-    seconds = {name: min(s for s, _ in rows) for name, rows in found.items()}
-    print("| | GB/s, best round | of raw | extra memory a rank, MiB |\n|---|---|---|---|")
-    for name, rows in found.items():
-        ratio = seconds["raw read" if name.endswith(("read", "load")) else "raw write"] / seconds[name]
-        print(f"| {name} | {size / seconds[name]:.2f} | {ratio:.2f} | {max(m for _, m in rows):.0f} |")
+    best = {name: Timing(*map(min, zip(*rows, strict=True))) for name, rows in found.items()}
+    print("| | GB/s, best round | of raw | of raw, by work | extra memory a rank, MiB |\n|---|---|---|---|---|")
+    for name in found:
+        raw, ours = best["raw write" if name in WRITES else "raw read"], best[name]
+        ratios = f"{raw.seconds / ours.seconds:.2f} | {raw.busy / ours.busy:.2f}"
+        print(f"| {name} | {size / ours.seconds:.2f} | {ratios} | {extra[name]:.0f} |")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""The checksums of a checkpoint's blocks, against their definition written out, and what they must see."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from functorch_zero.checkpoint import CorruptError, commit, writer
+from functorch_zero.checkpoint.checksums import CHECKSUMS, ROWS, WORDS
+from tests.checkpoints import assert_same, load_on, save_on
+
+ROW = 8 * WORDS
+TABLE = ROWS * ROW
+SIZES = (0, 1, 7, ROW - 1, ROW, ROW + 9, TABLE - 1, TABLE, TABLE + 5 * ROW + 3, 2 * TABLE + 8)
+
+
+def noise(size: int, seed: int = 0) -> bytearray:
+    return bytearray(random.Random(seed).randbytes(size))
+
+
+def written_out(data: bytes) -> int:
+    """`sums64`, as its module describes it, in Python's integers."""
+    found = b""
+    for start in range(0, len(data), TABLE):
+        table = data[start : start + TABLE]
+        rows = [struct.unpack_from(f"<{WORDS}Q", table, ROW * i) for i in range(len(table) // ROW)]
+        sums = [sum(column) for column in zip(*rows, strict=True)] + [sum(row) for row in rows]
+        found += struct.pack(f"<{len(sums)}Q", *(n % 2**64 for n in sums)) + table[len(rows) * ROW :]
+    return zlib.crc32(found)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums64_is_what_it_says(size: int) -> None:
+    sums64 = CHECKSUMS["sums64"]
+    assert sums64([memoryview(noise(size))]) == written_out(noise(size))
+    with torch.device("meta"):  # somebody's default device is not where files are read
+        assert sums64([memoryview(noise(size))]) == written_out(noise(size))
+    assert sums64([memoryview(b"\xff" * size)]) == written_out(b"\xff" * size)  # sums wrap around; nor is this writable
+
+
+@pytest.mark.parametrize("name", CHECKSUMS)
+def test_where_the_bytes_lie_does_not_matter(name: str) -> None:
+    chance = random.Random(1)
+    for size in SIZES:
+        data = memoryview(noise(size))
+        whole = CHECKSUMS[name]([data])
+        for cuts in (1, 2, 5):
+            edges = [0, *sorted(chance.randrange(size + 1) for _ in range(cuts)), size]
+            assert CHECKSUMS[name]([data[a:b] for a, b in itertools.pairwise(edges)]) == whole
+
+
+@pytest.mark.parametrize("name", CHECKSUMS)
+def test_what_must_be_seen(name: str) -> None:
+    """One bit and two, zeros for a sector or a page, and sectors, pages and words that change places."""
+    size = TABLE + TABLE // 2 + 100
+    intact, chance = noise(size), random.Random(2)
+    whole = CHECKSUMS[name]([memoryview(intact)])
+
+    def seen(data: bytearray) -> bool:
+        return data == intact or CHECKSUMS[name]([memoryview(data)]) != whole
+
+    for _ in range(100):
+        data = noise(size)
+        for _ in range(chance.choice([1, 2])):
+            data[chance.randrange(size)] ^= 1 << chance.randrange(8)
+        assert seen(data)
+    for length in (8, 512, 4096):
+        for _ in range(20):
+            a, b = (chance.randrange((size - length) // length) * length for _ in range(2))
+            data = noise(size)
+            data[a : a + length] = bytes(length)
+            assert seen(data)
+            data = noise(size)
+            data[a : a + length], data[b : b + length] = data[b : b + length], data[a : a + length]
+            assert seen(data)
+    for column in (7, ROW - 1):  # the topmost bits, which a sum loses in pairs: here two of a column
+        data = noise(size)
+        data[column] ^= 128
+        data[column + 3 * ROW] ^= 128
+        assert seen(data)
+
+
+def test_a_checkpoint_with_the_other_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest names it: those written with crc32 are read, and their damage is seen."""
+    for module in (writer, commit):
+        monkeypatch.setattr(module, "CHECKSUM", "crc32")
+    saved = save_on(tmp_path, 2, 3)
+    monkeypatch.undo()
+    folder = tmp_path / "step-000000000002"
+    rows = json.loads((folder / "manifest.json").read_text().split("\n", 1)[1])
+    file = folder / "rank-00001-of-00002.safetensors"
+    assert rows["checksum"] == "crc32" and rows["files"][0][2] == f"{zlib.crc32(file.read_bytes()):08x}"
+    assert_same(saved, load_on(tmp_path, 3, 1))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match=file.name):
+        load_on(tmp_path, 2, 3)
