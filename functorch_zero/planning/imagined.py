@@ -10,14 +10,13 @@ from typing import Any
 
 import optree
 import torch
-from optree import PyTree, tree_map
+from optree import PyTree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import reports
 from ..layout import Layout
-from ..levels import flats_of, hold, level_of
-from ..measures import check_reported
+from ..levels import flats_of, level_of
 from ..options import Options
 from ..shard import ShardedTrainStep
 from ..step import Aux, LossFn, Outcome, TrainState, TrainStep
@@ -63,7 +62,7 @@ class ImaginedStep(ShardedTrainStep):
         """
         whole = nullcontext() if self._only_buckets else self.live
         with whole:
-            state = self._first(params, buffers)
+            state = self.scatter(self.unsharded.init(params, buffers, seed=None))
         with whole, _uncompiled():
             if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
                 if order is None:
@@ -77,16 +76,6 @@ class ImaginedStep(ShardedTrainStep):
             self(state, batch)
         assert order is None or not self._trace or self._trace == list(order), "units came in another order"
         return state
-
-    def _first(self, params: PyTree[Tensor], buffers: PyTree[Tensor]) -> TrainState:
-        """What `init` makes, which the other ranks need not agree to."""
-        with torch.no_grad():
-            held = hold(params, self._layout, self._rank)
-            opt_state = self.first_optimizer_state(held, self._layout)
-            check_reported(self.unsharded.metrics, opt_state)
-            step, buffers = torch.zeros((), dtype=torch.int64), tree_map(torch.clone, buffers)
-            sharding, finite = self.options.sharding(self._layout), self.unsharded.finite.init()
-            return TrainState(step, held, buffers, opt_state, None, sharding, finite)
 
     def _watched(self, loss_fn: LossFn) -> LossFn:
         """The loss, before and after which the phase changes. A weight is a number, since nobody knows its value."""
