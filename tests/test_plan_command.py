@@ -80,6 +80,42 @@ def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         Shape(0, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ([1, 2], "must hold a JSON object"),
+        ({"num_local_experts": 8}, "no plain decoder: it has num_local_experts"),
+        ({"is_encoder_decoder": True}, "no plain decoder"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers must be an integer, got 2.5"),
+        ({"hidden_size": "4"}, "hidden_size must be an integer, got '4'"),
+        ({"num_attention_heads": 3}, "heads must divide the width, 4; got 3"),
+        ({"intermediate_size": -1}, "hidden must be at least 0"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_planned_is_refused(fields: object, text: str, tmp_path: Path) -> None:
+    path, least = tmp_path / "config.json", {"num_hidden_layers": 2, "hidden_size": 4, "vocab_size": 3}
+    path.write_text(json.dumps({**least, **fields} if isinstance(fields, dict) else fields))
+    with pytest.raises(ValueError, match=text):
+        read_config(path)
+
+
+def test_embeddings_are_tied_unless_a_config_says_otherwise(tmp_path: Path) -> None:
+    """As transformers has it; GPT-2's file says nothing."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_inner": None}))
+    assert read_config(path).tied
+
+
+@pytest.mark.parametrize("given", [["--memory", "0"], ["--bandwidth", "-5"], ["--activations", "-1"]])
+def test_numbers_that_mean_nothing_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main([*LLAMA, "--ranks", "2", *given])
+    except SystemExit as stopped:  # argparse's
+        code = stopped.code
+    assert code == 2 and given[0] in capsys.readouterr().err
+
+
 def test_tied_heads_are_one_leaf() -> None:
     tied, apart = (Shape(1, 8, 100, tied=flag).params(torch.float32) for flag in (True, False))
     assert sum(p.numel() for p in apart.values()) - sum(p.numel() for p in tied.values()) == 800

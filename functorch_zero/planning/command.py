@@ -45,8 +45,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     run_.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"], help="of the params")
     run_.add_argument("--compute", choices=["bfloat16", "float16"], help="of the params in use; by default as kept")
     run_.add_argument("--ranks", type=int, nargs="+", required=True, help="one or several numbers of them")
-    run_.add_argument("--memory", type=float, help="a device's, in GB (10**9 bytes)")
-    run_.add_argument("--bandwidth", type=float, help="of a rank's link, in GB a second, one way")
+    run_.add_argument("--memory", type=_positive, help="a device's, in GB (10**9 bytes)")
+    run_.add_argument("--bandwidth", type=_positive, help="of a rank's link, in GB a second, one way")
     run_.add_argument("--activations", type=float, default=0.0, help="a rank's, in GB")
     run_.add_argument("--json", type=Path, help="write the plans there")
     run_.add_argument("--picture", type=Path, help="draw the peaks there (needs matplotlib)")
@@ -54,6 +54,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans of all levels, for each number of ranks. Exit code 1 when for one of these none fits."""
+    if args.activations < 0:
+        raise ValueError(f"--activations must be at least 0, got {args.activations}")
     precision = Precision(compute=getattr(torch, args.compute)) if args.compute else None
     params = _shape(args).params(getattr(torch, args.dtype), precision)
     optimizer = _optimizer(args.optimizer)
@@ -96,6 +98,13 @@ def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, b
         row += ["yes" if peak <= memory * _GB else "no"] if memory else []
         rows.append(row)
     return align(rows)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
 
 
 def _dtypes(args: argparse.Namespace) -> str:

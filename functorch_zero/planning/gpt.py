@@ -27,9 +27,12 @@ class Shape:
     tied: bool = False  # the head is the embedding
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "vocab", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("layers", "width", "vocab", "hidden", "heads", "kv_heads", "head_dim"):
+            least = 1 if name in ("layers", "width", "vocab", "heads") else 0
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.head_dim and self.width % self.heads:
+            raise ValueError(f"heads must divide the width, {self.width}; got {self.heads}")
 
     def params(self, dtype: torch.dtype, precision: Precision | None = None) -> Params:
         """The leaves on the meta device; a unit a block, one the embedding, one the head with the last norm."""
@@ -67,22 +70,37 @@ class Shape:
 
 
 def read_config(path: Path) -> Shape:
-    """The counts in a Hugging Face model's config.json."""
+    """The counts in a Hugging Face model's config.json.
+
+    Raises:
+        ValueError: counts are missing or no integers, or it is another kind of model: with experts, or an encoder.
+    """
     config = json.loads(path.read_text())
-    names = {
-        "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-        "width": ("hidden_size", "n_embd", "d_model"),
-        "vocab": ("vocab_size",),
-        "hidden": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
-        "heads": ("num_attention_heads", "n_head", "num_heads"),
-        "kv_heads": ("num_key_value_heads",),
-        "head_dim": ("head_dim",),
-    }
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(config).__name__}")
+    if odd := [key for key in (*_EXPERTS, "is_encoder_decoder") if config.get(key)]:
+        raise ValueError(
+            f"{path} is no plain decoder: it has {odd[0]}. Remedy: functorch_zero.plan on the model itself"
+        )
     found: dict[str, int] = {}
-    for field, keys in names.items():
+    for field, keys in _FIELDS.items():
         values = [config[key] for key in keys if config.get(key)]
         if not values and field in ("layers", "width", "vocab"):
             raise ValueError(f"{path} has none of {', '.join(keys)}")
-        found |= {field: int(values[0])} if values else {}
+        if values and type(values[0]) is not int:
+            raise ValueError(f"{path}: {keys[0]} must be an integer, got {values[0]!r}")
+        found |= {field: values[0]} if values else {}
     gated = str(config.get("hidden_act", "")).lower() in ("silu", "swiglu", "geglu", "gelu_pytorch_tanh")
-    return Shape(**found, gated=gated, tied=bool(config.get("tie_word_embeddings", False)))
+    return Shape(**found, gated=gated, tied=bool(config.get("tie_word_embeddings", True)))  # as transformers does
+
+
+_FIELDS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "vocab": ("vocab_size",),
+    "hidden": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
