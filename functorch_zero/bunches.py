@@ -36,6 +36,7 @@ class Bunches:
         self.numbers: list[int] = optree.tree_leaves(select(everything, mask))  # of the leaves, in tree order
         self._position = {n: i for i, n in enumerate(self.numbers)}
         self._bunches = self._find_bunches()
+        self._at = [[self._position[n] for n in bunch.leaves] for bunch in self._bunches]  # in the trees given
         self._regroupings: WeakKeyDictionary[Pointwise, _Regrouping | None] = WeakKeyDictionary()
 
     def _find_bunches(self) -> list[_Bunch]:
@@ -57,8 +58,7 @@ class Bunches:
         p, old = optree.tree_leaves(params), optree.tree_leaves(state)
         new = list(old)
         owned = self._owned(u, p) if self._donate else set()
-        for bunch, places in zip(self._bunches, how.places, strict=True):
-            at = [self._position[n] for n in bunch.leaves]
+        for bunch, at, places in zip(self._bunches, self._at, how.places, strict=True):
             flat_u, flat_p = bunch.flat([u[i] for i in at]), bunch.flat([p[i] for i in at])
             flats = [bunch.flat([old[i] for i in where]) if follows else old[where[0]] for follows, where in places]
             donated = [_share(u[at[0]], flat_u) and storage_id(flat_u) in owned]
@@ -74,7 +74,7 @@ class Bunches:
 
     def _owned(self, updates: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
         """The storages that one bunch's updates have for themselves: elsewhere padding may be a leaf."""
-        within = ({storage_id(updates[self._position[n]]) for n in bunch.leaves} for bunch in self._bunches)
+        within = ({storage_id(updates[i]) for i in at} for at in self._at)
         times = Counter(storage for storages in within for storage in storages)
         return {storage for storage, count in times.items() if count == 1} - {storage_id(p) for p in params}
 
@@ -83,7 +83,8 @@ class Bunches:
         leaves = optree.tree_leaves(params)
         if not self._donate or transform.fused is None or transform.plain is None or not leaves:
             return False
-        return all(transform.fused.takes(x) for x in leaves) and self._regrouping(transform.plain) is not None
+        firsts = [leaves[at[0]] for at in self._at]  # the others of a bunch are of its dtype
+        return all(map(transform.fused.takes, firsts)) and self._regrouping(transform.plain) is not None
 
     def fused(self, transform: Transform, updates: Tree, state: Any, params: Tree) -> Any:
         """Run a transform's kernel, flat by flat, on donated params and state. Returns the state."""
@@ -94,8 +95,7 @@ class Bunches:
         if not all(map(has_values, p)):
             return state  # a plan's: a kernel works in place and takes no room
         new = list(old)
-        for bunch, places in zip(self._bunches, how.places, strict=True):
-            at = [self._position[n] for n in bunch.leaves]
+        for bunch, at, places in zip(self._bunches, self._at, how.places, strict=True):
             flats = [bunch.flat([old[i] for i in where]) if follows else old[where[0]] for follows, where in places]
             flat_p, flat_u = bunch.flat([p[i] for i in at]), bunch.flat([u[i] for i in at])
             assert _share(p[at[0]], flat_p) or not flat_p.numel(), "the params' pieces must lie in their flat"

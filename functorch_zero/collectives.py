@@ -8,6 +8,8 @@ Leaves of a tree made here are views of their flat, and `flat_of_pieces` finds t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, repeat
+from operator import attrgetter, is_
 from typing import TypeGuard
 
 import optree
@@ -18,6 +20,7 @@ from .groups.protocol import Group, Work
 from .layout import Bucket, Layout
 from .tree import PyTree
 
+_BASE, _DTYPE, _SHAPE = map(attrgetter, ("_base", "dtype", "shape"))
 Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]  # leaves by path -> the same with their values
 
 
@@ -78,7 +81,7 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
     if base is not None and base.dim() == 1 and base.numel() and bucket.piece and not base.numel() % bucket.piece:
         first = rank % (base.numel() // bucket.piece) * bucket.piece  # the base is the piece, or some in a row
         flat = base[first : first + bucket.piece]
-        if all(p.dim() == 1 for p in pieces) and _lie_in(pieces, base, flat, bucket, rank):
+        if {*map(Tensor.dim, pieces)} == {1} and _lie_in(pieces, base, flat, bucket, rank):
             return flat
     flat = pieces[0].new_zeros(bucket.piece, dtype=_common_dtype(pieces, pieces[0].dtype))
     for here, piece in zip(cut(flat, bucket, rank), pieces, strict=True):
@@ -89,10 +92,9 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
 def flat_of_leaves(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """The whole flat these whole leaves lie in; packed into a new one when they don't lie in one."""
     base = leaves[0]._base
-    if base is not None and base.dim() == 1 and base.numel() == bucket.numel:
-        alike = all(leaf.shape == shape for leaf, shape in zip(leaves, bucket.shapes, strict=True))
-        if alike and _lie_in(leaves, base, base, bucket, 0):
-            return base
+    alike = (*map(_SHAPE, leaves),) == bucket.shapes
+    if base is not None and base.shape == (bucket.numel,) and alike and _lie_in(leaves, base, base, bucket, 0):
+        return base
     return pack(leaves, bucket, device=leaves[0].device)
 
 
@@ -100,15 +102,14 @@ def _lie_in(given: Sequence[Tensor], base: Tensor, flat: Tensor, bucket: Bucket,
     """Whether the given views of `base` are just those that `flat`, of `rank`, would be cut into."""
     start = bucket.first(rank)
     parts = bucket.parts(start, start + flat.numel())
-    at = flat.storage_offset()
-    for x, padding, numel in zip(given, parts[::2], parts[1::2], strict=False):
-        at += padding
-        if x._base is not base or x.dtype != base.dtype or x.numel() != numel:
-            return False
-        if numel and (x.storage_offset() != at or not x.is_contiguous()):
-            return False
-        at += numel
-    return True
+    starts = [*accumulate(parts, initial=flat.storage_offset())][1:-1:2]
+    return (  # without a line of Python for each leaf: steps ask this of all they hold
+        all(map(is_, map(_BASE, given), repeat(base)))
+        and {*map(_DTYPE, given)} == {base.dtype}
+        and (*map(Tensor.numel, given),) == parts[1::2]
+        and [*map(Tensor.storage_offset, given)] == starts
+        and all(map(Tensor.is_contiguous, given))
+    )
 
 
 def by_bucket(leaves: Sequence[Tensor], layout: Layout, b: int) -> list[Tensor]:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -218,33 +218,37 @@ class _Skeleton:
     def _entering(self, unit: UnitSpec, path: str, inside: list[Any], forward: Callable[..., Any]) -> Any:
         @functools.wraps(forward)
         def enter_and_run(*args: Any, **kwargs: Any) -> Any:
-            with ranged("forward", path or "root"), self._entered(unit, path, inside) if self._lazy else nullcontext():
-                return forward(*args, **kwargs)
+            with ranged("forward", path or "root"):
+                return self._run_inside(unit, path, inside, forward, args, kwargs)
 
         return enter_and_run
 
-    @contextmanager
-    def _entered(self, unit: UnitSpec, path: str, inside: list[Any]) -> Iterator[None]:
-        """Enter whatever the unit's leaves lie in, with the whole leaves in their places meanwhile."""
-        given = {leaf: self._params[leaf] for leaf in unit.leaves}
-        handles: dict[str, Handle] = {leaf: h for leaf, h in given.items() if type(h) is Handle}
+    def _run_inside(
+        self, unit: UnitSpec, path: str, inside: list[_Place], forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run with whatever the unit's leaves lie in entered, and the whole leaves in their places meanwhile."""
+        if not self._lazy:
+            return forward(*args, **kwargs)
+        params = self._params
+        handles: dict[str, Handle] = {leaf: params[leaf] for leaf in unit.leaves if type(params[leaf]) is Handle}
         entrances: dict[int, Entrance] = {id(h.entrance): h.entrance for h in handles.values()}
-        with ExitStack() as stack:
-            whole = {}
+        whole: dict[int, Sequence[Tensor]] = {}
+        previous = [(attributes, name, attributes[name]) for attributes, name, _ in inside]
+        try:
             for key, entrance in entrances.items():
                 whole[key] = entrance.enter(path)
-                stack.callback(entrance.leave, path)
-                stack.enter_context(entrance.watch())
-            previous = [(attributes, name, attributes[name]) for attributes, name, _ in inside]
             for attributes, name, leaf in inside:
                 if leaf in handles:
                     attributes[name] = whole[id(handles[leaf].entrance)][handles[leaf].number]
-            del whole
-            try:
-                yield
-            finally:
-                for attributes, name, value in previous:
-                    attributes[name] = value
+            with ExitStack() as stack:
+                for entrance in entrances.values():
+                    stack.enter_context(entrance.watch())
+                return forward(*args, **kwargs)
+        finally:
+            for attributes, name, value in previous:
+                attributes[name] = value
+            for key in whole:
+                entrances[key].leave(path)
 
 
 def _version(tensor: Tensor) -> int | None:

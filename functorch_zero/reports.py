@@ -44,22 +44,21 @@ def average(
     """
     values = {name: as_metric(value) for name, value in metrics.items()}
     device = next((v.device for v in values.values() if v.device.type != "cpu"), torch.device("cpu"))
-    own = as_metric(1.0 if weight is None else weight).to(device, torch.float64)
+    own = 1.0 if weight is None else float(weight)
     kind = f"{len(flags)} flags, {'no' if weight is None else 'a'} weight"
     digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % 2**_BITS
-    raised = own.new_tensor([float(flag) for flag in flags])
-    weighted = (_weighted(v.to(device, torch.float64), own) for v in values.values())
-    entries = [own, *weighted, (own != 0).double(), *raised.unbind()]
-    vector = torch.zeros(-(-(len(entries) + 2) // _WIDTH) * _WIDTH, dtype=torch.float64, device=device)
-    vector[0], vector[1] = digest, digest**2
-    vector[2 : 2 + len(entries)] = torch.stack(entries)
+    weighted = [_weighted(float(v), own) for v in values.values()]
+    entries = [digest, digest**2, own, *weighted, float(own != 0), *map(float, flags)]
+    vector = torch.tensor(entries + [0.0] * (-len(entries) % _WIDTH), dtype=torch.float64, device=device)
     group.all_reduce(vector).wait()
-    _check(vector[:2].tolist(), group, log)
-    total = vector[2]
-    means = vector[3 : 3 + len(values)] / torch.where(total == 0, 1.0, total)
-    averages = {name: mean.to(v.dtype) for (name, v), mean in zip(values.items(), means, strict=True)}
-    num_weighty, *counts = vector[3 + len(values) : 2 + len(entries)].tolist()
-    return Report(averages, total, int(num_weighty), [count > 0 for count in counts])
+    total, squares, weights, *sums = vector.tolist()[: len(entries)]
+    _check(int(total), int(squares), group, log)
+    means = {
+        name: torch.tensor(x / weights if weights else x, dtype=v.dtype, device=device)
+        for (name, v), x in zip(values.items(), sums, strict=False)
+    }
+    num_weighty, *counts = sums[len(values) :]
+    return Report(means, vector[2], int(num_weighty), [count > 0 for count in counts])
 
 
 def refuse(step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layout, rank: int, group: Group) -> NoReturn:
@@ -79,13 +78,12 @@ def refuse(step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layou
     raise refusal(step, [json.loads(data) for data in everyone])
 
 
-def _weighted(value: Tensor, weight: Tensor) -> Tensor:
+def _weighted(value: float, weight: float) -> float:
     """What weighs nothing counts for nothing, also when it is the mean of nothing, NaN."""
-    return torch.where(weight == 0, 0.0, value * weight)
+    return value * weight if weight else 0.0
 
 
-def _check(sums: list[float], group: Group, log: Sequence[str]) -> None:
-    total, squares = (int(x) for x in sums)
+def _check(total: int, squares: int, group: Group, log: Sequence[str]) -> None:
     if total * total != squares * group.size:
         began, last = ", ".join(log[:1]), ", ".join(log[1:][-4:])
         raise GroupError(

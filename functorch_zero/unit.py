@@ -74,7 +74,7 @@ class UnitRun:
 
     def _close(self) -> None:
         self._leaves = None
-        if not self._around.stays(self):
+        if self.source.drops and not self._around.stays(self):
             self.drop()
 
     def whole_leaves(self, tracked: bool) -> list[Tensor]:
@@ -89,10 +89,12 @@ class UnitRun:
         self._around.forget(self)
         self.source.drop()
 
-    @property
-    def frozen_leaves(self) -> list[bool]:
-        """For each leaf, bucket by bucket, whether it is frozen."""
-        return [not bucket.trainable for bucket in self._buckets for _ in bucket.leaves]
+    def frozen(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Of its whole leaves, bucket by bucket, those that are not trained."""
+        if len(self.trained) == len(self._buckets):
+            return []
+        kinds = [bucket.trainable for bucket in self._buckets for _ in bucket.leaves]
+        return [leaf for leaf, trained in zip(leaves, kinds, strict=True) if not trained]
 
     def _join(self) -> int | None:
         """Tell the sink of an entry; a recomputation's, in backward, brings no gradients of its own."""
@@ -158,7 +160,7 @@ class Enter(torch.autograd.Function):
         leaves = tuple(leaf.detach() for leaf in run.whole_leaves(tracked=True))
         ctx.run, ctx.entry = run, run.entry
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(leaf for leaf, frozen in zip(leaves, run.frozen_leaves, strict=True) if frozen))
+        ctx.mark_non_differentiable(*run.frozen(leaves))
         return leaves
 
     @staticmethod
