@@ -288,7 +288,8 @@ def functionalize(
             too; at level 3 the second run's gather takes the place of backward's.
         compile: the units whose forward torch.compile makes a region of, chosen in the same way among those that have
             no other unit inside: collectives stay outside. Blocks of one class and shape are compiled once.
-        compile_options: for torch.compile: backend, mode, options, dynamic, fullgraph.
+        compile_options: for torch.compile: backend, mode, options, dynamic, fullgraph. Inductor draws random numbers as
+            torch does, unless options have fallback_random=False.
         precision: a `Precision` for the model, or a dict from module classes, predicates or patterns of module paths
             ("" is the model) to one each, which counts for all that is in those modules; the innermost module named
             counts, and of two rules for one module the later one. None: leaves are used as they are stored.

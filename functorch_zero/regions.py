@@ -2,6 +2,9 @@
 
 Entering and leaving a unit, its collectives and the hooks that remember gathered storage stay outside of the region;
 inside are whole leaves and torch operators. Blocks of one class and shape share their code: it is compiled once.
+
+Note [random numbers]: inductor's own random numbers depend on how a kernel was compiled, and so on which shapes came
+first, which ranks and the unsharded step needn't have alike. It is told to draw as torch does, unless asked otherwise.
 """
 
 from __future__ import annotations
@@ -40,4 +43,12 @@ def check_options(options: Mapping[str, Any] | None, compiles: bool) -> dict[str
     unknown = sorted(set(options or {}) - set(OPTIONS))
     if unknown:
         raise ValueError(f"no such compile_options: {unknown}. Remedy: choose among {', '.join(OPTIONS)}")
-    return dict(options or {})
+    made = dict(options or {})
+    if compiles and made.get("backend", "inductor") == "inductor":  # see Note [random numbers]
+        given = made.get("options") or {}
+        if not given and made.get("mode"):  # torch takes a mode or options
+            from torch._inductor import list_mode_options  # which takes a while to import
+
+            given = list_mode_options(made.pop("mode"), made.get("dynamic"))
+        made["options"] = {"fallback_random": True, **given}
+    return made
