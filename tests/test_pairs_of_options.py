@@ -419,7 +419,7 @@ def test_pairs(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("seed", range(settings.default.max_examples // 6))
+@pytest.mark.parametrize("seed", range(settings.default.max_examples // 12))
 def test_as_many_as_go_together(seed: int) -> None:
     rng, chosen = random.Random(seed), Case((), 2, 1, None, "sgd")
     for name in rng.sample([*OPTIONS], len(OPTIONS)):
