@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 COLUMNS = {"step ms": "step, ms", "peak MB": "peak memory of a rank, MB"}
 ROW, LEFT, WIDTH, GAP = 18, 210, 250, 60  # pixels
-STYLE = """text { font: 11px sans-serif; fill: #333 } .title { font-weight: bold } .ours { fill: #1769aa }
-.peer { fill: #b0b0b0 } @media (prefers-color-scheme: dark) { text { fill: #ddd } .peer { fill: #777 } }"""
+STYLE = """svg { background: #fff } text { font: 11px sans-serif; fill: #333 } .title { font-weight: bold }
+.ours { fill: #1769aa } .peer { fill: #b0b0b0 } @media (prefers-color-scheme: dark) {
+svg { background: #1b1b1b } text { fill: #ddd } .ours { fill: #4aa3e0 } .peer { fill: #777 } }"""
 
 
 class Row(NamedTuple):
