@@ -302,6 +302,20 @@ def test_checked_collectives_name_both_labels(level: int) -> None:
         assert first.split("rank 0: ")[1].split("/")[0] != second.split("/")[0]
 
 
+def test_a_short_loop_that_goes_on_to_something_else() -> None:
+    """S3, S4. To `gather`, while the others are in a step. Unchecked, gloo may end a process there."""
+
+    def run(group: Any) -> str:
+        rank = Rank(CheckedGroup(group), 3)
+        with pytest.raises(GroupError) as caught:
+            rank.whole() if group.rank == 1 else rank.take(0)
+        return str(caught.value)
+
+    for texts in (run_ranks(run, 2), launch(lambda: run(ProcessGroup()), 2, start_method="fork", timeout=40)):
+        for text in texts:
+            assert "the ranks called different collectives" in text and "rank 1: state/gather: all_gather" in text, text
+
+
 def test_checked_training_is_training() -> None:
     loss_fn, params, buffers = ZOO["mlp"].build()
     step, batches = train_step(loss_fn, optim.adamw(0.01)), ZOO["mlp"].batches(2, 12)
