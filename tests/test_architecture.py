@@ -189,15 +189,22 @@ def test_modules_stay_short(path: Path) -> None:
 
 
 def test_import_is_quick() -> None:
-    """Importing the package adds little to importing torch: the best of several fresh processes, in their own time."""
-    code = "import time, torch; t = time.process_time(); import functorch_zero; print(time.process_time() - t)"
+    """Importing the package adds little to importing torch, which takes a second, or as much more as the machine is slow.
+
+    The best of several fresh processes, in their own time.
+    """
+    code = (
+        "import time; clock = time.process_time; start = clock(); import torch; between = clock(); "
+        "import functorch_zero; print(clock() - between, between - start)"
+    )
     times = []
     for _ in range(5):
         out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
-        times.append(float(out.stdout))
+        own, torchs = map(float, out.stdout.split())
+        times.append(own / max(torchs, 1.0))
         if min(times) < MAX_IMPORT_SECONDS:
             return
-    raise AssertionError(f"import functorch_zero took {times} s on top of import torch")
+    raise AssertionError(f"import functorch_zero took {times} of what importing torch takes")
 
 
 def test_import_shows_no_warning() -> None:
