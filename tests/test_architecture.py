@@ -189,7 +189,7 @@ def test_modules_stay_short(path: Path) -> None:
 
 
 def test_import_is_quick() -> None:
-    """Importing the package adds little to importing torch, which takes a second, or as much more as the machine is slow.
+    """Importing the package adds little to importing torch: that takes a second, or more where the machine is slow.
 
     The best of several fresh processes, in their own time.
     """
