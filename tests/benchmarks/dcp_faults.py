@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import resource
 import signal
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -101,7 +104,42 @@ def extra(folder: Path) -> str:
     return load(folder, {"a": torch.zeros(1000)})
 
 
-CASES: dict[str, Callable[[Path], str]] = {f.__name__: f for f in (flip, killed, hostile, dtype, extra)}
+def again(folder: Path) -> str:
+    """a step that is there already is saved once more, and the disk is full meanwhile"""
+    save(folder, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        save(folder, 2)
+        said = "saved"
+    except BaseException as error:
+        said = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return f"{said}; then {load(folder, state_of(0))}"
+
+
+def background(folder: Path) -> str:
+    """an asynchronous save fails, and nobody asks for its result"""
+    folder.write_text("a file where the folder should be")
+    init_file = folder.with_name("ranks")
+    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=0, world_size=1)
+    try:
+        result = dcp.async_save(state_of(1), checkpoint_id=folder)
+        while not result.done():
+            time.sleep(0.01)
+        dcp.save(state_of(2), checkpoint_id=folder.with_name("next"))
+        said = f"nothing was raised, and the next save went well; asked, it says {type(result.exception()).__name__}"
+    except BaseException as error:
+        said = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+    dist.destroy_process_group()
+    return said
+
+
+CASES: dict[str, Callable[[Path], str]] = {
+    f.__name__: f for f in (flip, killed, hostile, dtype, extra, again, background)
+}
 
 
 def main() -> None:

@@ -35,17 +35,18 @@ LIMIT, STEPS = 10, 3  # seconds a collective may take; steps
 class Model(nn.Module):
     """Two equal layers, which a rank may call in the other order."""
 
-    def __init__(self, width: int, depth: int, turned: bool, swapped: bool):
+    def __init__(self, width: int, depth: int, turned: bool, swapped: bool, skips: bool):
         super().__init__()
         self.first = nn.Linear(8, width)
         shape = (width, 2 * width) if not turned else (2 * width, width)
         self.odd = nn.Parameter(torch.ones(shape))
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.swapped = swapped
+        self.swapped, self.skips = swapped, skips
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for layer in reversed(self.layers) if self.swapped else self.layers:
+        layers = list(self.layers)[self.skips :]
+        for layer in reversed(layers) if self.swapped else layers:
             x = torch.tanh(layer(x))
         return x.sum(1) + self.odd.sum()
 
@@ -64,13 +65,15 @@ CASES = {
     "short": "its loop is one step shorter",
     "empty": "its batch is empty",
     "nan": "its batch has a NaN",
+    "batch": "its batch is of float64",
+    "unused": "its loss leaves out a layer",
 }
 
 
 def model_of(case: str, odd_one: bool) -> nn.Module:
     torch.manual_seed(1 if odd_one and case == "seed" else 0)
     odd = {name: odd_one and case == name for name in CASES}
-    model = Model(17 if odd["width"] else 16, 3 if odd["depth"] else 2, odd["numel"], odd["order"])
+    model = Model(17 if odd["width"] else 16, 3 if odd["depth"] else 2, odd["numel"], odd["order"], odd["unused"])
     return model.bfloat16() if odd["dtype"] else model
 
 
@@ -85,6 +88,7 @@ def batch_of(case: str, odd_one: bool, step: int) -> Tensor:
             os.kill(os.getpid(), signal.SIGKILL if case == "killed" else signal.SIGSTOP)
         if case == "nan":
             x[0, 0] = float("nan")
+        x = x.double() if case == "batch" else x
         return x[:0] if case == "empty" else x
     return x
 
