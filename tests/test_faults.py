@@ -10,7 +10,9 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -54,7 +56,7 @@ class Rank:
     """A rank that trains, and fails where and when it is told to."""
 
     def __init__(self, group: Any, level: int, *, donate: bool = False):
-        NOW.fails = ""
+        NOW.fails, NOW.waits = "", lambda: True
         loss_fn, params, buffers = ZOO["mlp"].build()
 
         def loss(p: Any, b: Any, batch: Any) -> Any:
@@ -65,6 +67,8 @@ class Rank:
 
         def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
             if NOW.fails == "optimizer":
+                while not NOW.waits():
+                    time.sleep(0.001)
                 raise ArithmeticError("bad batch")
             across.norm(updates)
             return updates, state
@@ -212,6 +216,31 @@ def test_a_rank_that_steps_from_an_older_state(level: int) -> None:
         return str(group.rank == 1 or same(before, rank.values()))
 
     assert run_ranks(run, 2) == ["True"] * 2
+
+
+def test_an_optimizer_that_fails_when_the_others_have_finished_the_step(tmp_path: Path) -> None:
+    """S1. At level 0 nobody waits for anybody after the metrics; then ranks learn that they are at different steps."""
+    finished = tmp_path / "finished"
+
+    def run() -> bool:
+        rank = Rank(ProcessGroup(timeout=20), 0)
+        number = rank.step.group.rank
+        if number == 0:
+            rank.take(0)
+            finished.touch()
+            with pytest.raises(PeerError, match="rank 1 failed: ArithmeticError: bad batch"):
+                rank.take(1)
+        else:
+            NOW.fails, NOW.waits = "optimizer", finished.exists
+            with pytest.raises(ArithmeticError):
+                rank.take(0)
+            NOW.fails = ""
+        before = rank.values()
+        with pytest.raises(GroupError, match=rf"different steps.*rank {number} was at step {1 - number}\b"):
+            rank.take(1 - number)
+        return same(before, rank.values())
+
+    assert launch(run, RANKS, start_method="fork", timeout=30) == [True, True]
 
 
 def exit_without_a_word() -> None:
