@@ -41,26 +41,30 @@ def sync_buffers(
     rule: BufferRule,
     group: Group,
     num_weighty: int | None = None,
+    weighty: bool = True,
 ) -> PyTree[Tensor]:
     """Make the buffers that any rank's loss has `changed` the same on every rank, by the rule. One collective a dtype.
 
     "mean" averages floating-point buffers, each rank counting the same (but those whose batch weighs nothing, which
-    have changed nothing; `num_weighty` are the others); integers (BatchNorm's count of batches) are rank 0's. What no
-    rank has changed keeps its value to the bit: averaged are the changes.
+    have changed nothing; `num_weighty` are the others, this one among them if it is `weighty`); integers (BatchNorm's
+    count of batches) are those of the first rank that counts. What no rank has changed keeps its value to the bit:
+    averaged are the changes. An exchange more where some ranks' batches weigh nothing.
     """
     if rule == "local" or group.size == 1:
         return new
     before, treedef = optree.tree_flatten(old)
     after = list(optree.tree_leaves(new))
     chosen = [i for i, flag in enumerate(changed) if flag and after[i].numel()]
+    num, source = group.size if num_weighty is None else num_weighty, 0
+    if chosen and rule == "mean" and 0 < num < group.size:
+        source = group.exchange(b"1" if weighty else b"").index(b"1")
     for dtype in dict.fromkeys(after[i].dtype for i in chosen):
         some = [i for i in chosen if after[i].dtype == dtype]
         packed = torch.cat([after[i].reshape(-1) for i in some])
         if rule == "mean" and dtype.is_floating_point:
-            num = group.size if num_weighty is None else num_weighty
             packed = _mean(torch.cat([before[i].reshape(-1) for i in some]), packed, group, num)
         else:
-            _broadcast(packed, group)
+            group.broadcast(packed.view(torch.uint8), source).wait()
         for i, part in zip(some, packed.split([after[i].numel() for i in some]), strict=True):
             after[i] = part.view(after[i].shape)
     return treedef.unflatten(after)
@@ -70,7 +74,3 @@ def _mean(old: Tensor, new: Tensor, group: Group, num: int) -> Tensor:
     change = torch.where(new == old, 0, new - old)  # infinities stay as they are
     group.all_reduce(change).wait()
     return torch.where(change == 0, old, old + change / max(num, 1))
-
-
-def _broadcast(packed: Tensor, group: Group) -> None:
-    group.broadcast(packed.view(torch.uint8), 0).wait()

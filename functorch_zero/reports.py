@@ -44,10 +44,11 @@ def average(
     """
     values = {name: as_metric(value) for name, value in metrics.items()}
     device = next((v.device for v in values.values() if v.device.type != "cpu"), torch.device("cpu"))
-    own = 1.0 if weight is None else float(weight)
+    own = 1.0 if weight is None else float(as_metric(weight))
     kind = f"{len(flags)} flags, {'no' if weight is None else 'a'} weight"
     digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % 2**_BITS
-    weighted = [_weighted(float(v), own) for v in values.values()]
+    seen = torch.stack([v.to(device, torch.float64) for v in values.values()]).tolist() if values else []
+    weighted = [_weighted(v, own) for v in seen]
     entries = [digest, digest**2, own, *weighted, float(own != 0), *map(float, flags)]
     vector = torch.tensor(entries + [0.0] * (-len(entries) % _WIDTH), dtype=torch.float64, device=device)
     group.all_reduce(vector).wait()

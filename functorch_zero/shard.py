@@ -161,7 +161,9 @@ class ShardedTrainStep:
                 to_means(reduced, None if outcome.weight is None else total, policy.scale(state.finite))
                 group, buffers = labelled(self.group, "step/buffers"), state.buffers
                 if fine:
-                    buffers = sync_buffers(buffers, outcome.buffers, changed, self.options.buffers, group, weighty)
+                    own = outcome.weight is None or float(outcome.weight) != 0
+                    rule = self.options.buffers
+                    buffers = sync_buffers(buffers, outcome.buffers, changed, rule, group, weighty, own)
                 grads = grads_of(reduced, flats, layout, self._rank)
                 del reduced
                 view = pieces_of(flats, layout, self._rank)
@@ -357,8 +359,9 @@ def shard(
         group: a `Group`, a torch process group, a DeviceMesh, or None for torch's default group. A `HybridGroup`, or a
             mesh of two dims (replicate, shard), keeps pieces inside the shard axis and copies along the other.
         donate: the step may reuse the storage of the state it is given, which can't be used again then.
-        buffers: what becomes of buffers that ranks have changed differently: their mean (integers: rank 0's), rank
-            0's, or each rank keeps its own. Where a batch weighs 0 they stay as they are, and don't count in the mean.
+        buffers: what becomes of buffers that ranks have changed differently: their mean (integers: of the first that
+            counts), rank 0's, or each rank keeps its own. Where a batch weighs 0 they stay as they are, and don't count
+            in the mean.
         reshard_after_forward: at level 3, free a unit's params after forward and gather them again in backward
             (least memory), or keep them (least traffic).
         accumulate_in: with `train_step(accumulate=k)`, what gradients add up in over the micro-batches: "pieces", each

@@ -170,8 +170,6 @@ class Sharded:
         return tree_map(put_back, self._extents, tree)
 
     def keep(self, state: Any, *passing: Tree) -> Any:
-        if not self._donate:
-            return state
         taken = {storage_id(x) for tree in passing for x in optree.tree_leaves(tree)}
 
         def own(x: Any) -> Any:

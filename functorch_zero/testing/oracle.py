@@ -118,10 +118,12 @@ def _combine_buffers(rule: str, held: list[PyTree[Tensor]], shares: Sequence[flo
     """What each rank holds after a step, from what each rank's loss made; what weighs nothing isn't averaged."""
 
     def mean(*buffers: Tensor) -> Tensor:
-        first = buffers[0]
-        if rule == "rank0" or not first.is_floating_point() or all(torch.equal(first, b) for b in buffers):
-            return first
-        return torch.stack([b for b, share in zip(buffers, shares, strict=True) if share] or [first]).mean(0)
+        counting = [b for b, share in zip(buffers, shares, strict=True) if share] or [buffers[0]]
+        if rule == "rank0":
+            return buffers[0]
+        if not counting[0].is_floating_point() or all(torch.equal(counting[0], b) for b in buffers):
+            return counting[0]
+        return torch.stack(counting).mean(0)
 
     return held if rule == "local" else [tree_map(mean, *held)] * len(held)
 
