@@ -261,8 +261,8 @@ def publish(
         if not bucket.trainable:
             continue
         new = flat if donate else torch.empty_like(flat)
-        old_piece, piece = (_own(x, bucket, rank) for x in (flat, new))
         if updates is not None:
+            old_piece, piece = (_own(x, bucket, rank) for x in (flat, new))
             update = flat_of_pieces([moved[n] for n in bucket.leaves], bucket, rank)
             torch.add(old_piece, update.to(flat.dtype), out=piece)
         started.append(_Spreading(new, bucket, axes))

@@ -52,13 +52,13 @@ def average(
     entries = [digest, digest**2, own, *weighted, float(own != 0), *map(float, flags)]
     vector = torch.tensor(entries + [0.0] * (-len(entries) % _WIDTH), dtype=torch.float64, device=device)
     group.all_reduce(vector).wait()
-    total, squares, weights, *sums = vector.tolist()[: len(entries)]
+    total, squares, weights, *rest = vector.tolist()[: len(entries)]
+    sums, (num_weighty, *counts) = rest[: len(values)], rest[len(values) :]
     _check(int(total), int(squares), group, log)
     means = {
         name: torch.tensor(x / weights if weights else x, dtype=v.dtype, device=device)
-        for (name, v), x in zip(values.items(), sums, strict=False)
+        for (name, v), x in zip(values.items(), sums, strict=True)
     }
-    num_weighty, *counts = sums[len(values) :]
     return Report(means, vector[2], int(num_weighty), [count > 0 for count in counts])
 
 
