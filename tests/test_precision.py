@@ -290,7 +290,7 @@ def test_evaluation_on_a_running_mean_rounds_as_training() -> None:
     state, _ = step(step.init(params, buffers), batches[0])
     expected = evaluate(state, batches[1])["loss"]
     for got in run_ranks(run, 2)[0]:
-        assert torch.allclose(got, expected, rtol=1e-3)
+        assert torch.allclose(got, expected, rtol=2e-5)  # without rounding it is 1e-4 away
 
 
 def test_on_processes() -> None:
