@@ -18,9 +18,9 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import attrgetter, ne
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from .errors import StructureError, explain
-from .handle import Entrance, Handle
+from .handle import Handle
 from .lowering import lower
+from .places import Place, entering, found, put, used
 from .policies import Policies, PrecisionRules, cast_floats, find_policies
 from .ranges import ranged
 from .regions import Region, check_options
@@ -60,7 +61,7 @@ class Anatomy(NamedTuple):
     compile_options: Mapping[str, Any] = {}
 
 
-_Place = tuple[dict[str, Any], str, str]  # a module's own dict of tensors, the name there, the leaf's path
+_SHAPE = attrgetter("shape")
 
 
 class Apply:
@@ -75,6 +76,7 @@ class Apply:
         self._anatomy = anatomy
         self.units, self.slots, self.buffer_slots = anatomy.units, anatomy.slots, anatomy.buffer_slots
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
+        self._buffers = dict.fromkeys(slot.leaf for slot in anatomy.buffer_slots)
         self._prototype = model
         self._skeletons: list[_Skeleton] = []
 
@@ -100,28 +102,25 @@ class Apply:
             self._skeletons.append(skeleton)
 
     def _check(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
-        for what, given, known in (
-            ("params", params, self._shapes),
-            ("buffers", buffers, {slot.leaf for slot in self.buffer_slots}),
-        ):
-            if given.keys() == set(known):
-                continue
-            path = next(iter([p for p in known if p not in given] + [p for p in given if p not in known]))
-            got = "no such leaf" if path not in given else "a leaf the model does not have"
-            remedy = "pass the tree functionalize returned"
-            raise StructureError(explain(f"{what} don't fit the model", path=path, got=got, remedy=remedy))
-        for path, shape in self._shapes.items():
-            leaf = params[path]
-            if type(leaf) is not Handle and leaf.shape != shape:
-                raise StructureError(
-                    explain(
-                        "params don't fit the model",
-                        path=path,
-                        expected=tuple(shape),
-                        got=tuple(leaf.shape),
-                        remedy="inside a sharded step pass the params the loss was given, not the state's pieces",
-                    )
+        known: Mapping[str, Any]
+        for what, given, known in (("params", params, self._shapes), ("buffers", buffers, self._buffers)):
+            if given.keys() != known.keys():
+                path = next(iter([p for p in known if p not in given] + [p for p in given if p not in known]))
+                got = "no such leaf" if path not in given else "a leaf the model does not have"
+                remedy = "pass the tree functionalize returned"
+                raise StructureError(explain(f"{what} don't fit the model", path=path, got=got, remedy=remedy))
+        leaves = [*map(params.__getitem__, self._shapes)]
+        if {*map(type, leaves)} != {Handle} and any(map(ne, map(_SHAPE, leaves), self._shapes.values())):
+            path = next(path for path, shape in self._shapes.items() if params[path].shape != shape)
+            raise StructureError(
+                explain(
+                    "params don't fit the model",
+                    path=path,
+                    expected=tuple(self._shapes[path]),
+                    got=tuple(params[path].shape),
+                    remedy="inside a sharded step pass the params the loss was given, not the state's pieces",
                 )
+            )
 
     def _take(self) -> _Skeleton:
         for i, skeleton in enumerate(self._skeletons):
@@ -139,12 +138,13 @@ class _Skeleton:
         at = root.get_submodule
         self._policies = {leaf: policy for unit in anatomy.units for leaf, policy in unit.policies.items()}
         anatomy.policies.cast_calls(root)
-        self._slots: list[_Place] = [(at(s.module)._parameters, s.attribute, s.leaf) for s in anatomy.slots]
-        self._buffer_slots: list[_Place] = [(at(s.module)._buffers, s.attribute, s.leaf) for s in anatomy.buffer_slots]
-        self._empty = [(attributes, name, attributes[name]) for attributes, name, _ in self._slots + self._buffer_slots]
+        self._slots: list[Place] = [(at(s.module)._parameters, s.attribute, s.leaf) for s in anatomy.slots]
+        self._buffer_slots: list[Place] = [(at(s.module)._buffers, s.attribute, s.leaf) for s in anatomy.buffer_slots]
+        self._places = self._slots + self._buffer_slots
+        self._empty = found(self._places)
         self._params: Mapping[str, Any] = {}
         self._lazy = False
-        by_leaf: dict[str, list[_Place]] = {}
+        by_leaf: dict[str, list[Place]] = {}
         for place in self._slots:
             by_leaf.setdefault(place[2], []).append(place)
         for unit in anatomy.units:
@@ -153,7 +153,7 @@ class _Skeleton:
                 module = root.get_submodule(path)
                 if path in anatomy.compiled:
                     module.forward = Region(module.forward, anatomy.compile_options)
-                module.forward = self._entering(unit, path, inside, module.forward)
+                module.forward = self._entering(path, inside, module.forward)
                 if path in anatomy.remat:
                     within = {id(m._buffers) for m in module.modules()}
                     places = [place for place in self._buffer_slots if id(place[0]) in within]
@@ -167,7 +167,7 @@ class _Skeleton:
         return self
 
     def _count_refs(self) -> list[int]:
-        return [sys.getrefcount(held) for held in self._held]
+        return [*map(sys.getrefcount, self._held)]
 
     def is_free(self) -> bool:
         """Whether nothing but this skeleton refers to its modules and their functions."""
@@ -176,9 +176,12 @@ class _Skeleton:
     def bind(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int | None]]:
         """Fill every place; buffers with copies, which are returned with their versions."""
         self._params = params
-        self._lazy = any(type(leaf) is Handle for leaf in params.values())
-        for attributes, name, leaf in self._slots:
-            attributes[name] = self._as_used(leaf, params[leaf])
+        kinds = {*map(type, params.values())}
+        self._lazy = Handle in kinds
+        leaves = used(self._slots, params)
+        if self._policies and kinds != {Handle}:
+            leaves = [self._as_used(path, leaf) for (_, _, path), leaf in zip(self._slots, leaves, strict=True)]
+        put(self._slots, leaves)
         return {path: (copied, _version(copied)) for path, copied in self._put_copies(buffers).items()}
 
     def _as_used(self, path: str, leaf: Any) -> Any:
@@ -194,8 +197,7 @@ class _Skeleton:
         """
         if self.is_free():
             self._params = {}
-            for attributes, name, placeholder in self._empty:
-                attributes[name] = placeholder
+            put(self._places, self._empty)
         else:
             self._put_copies(buffers)
 
@@ -215,40 +217,14 @@ class _Skeleton:
                 new[leaf] = buffer.detach()
         return new
 
-    def _entering(self, unit: UnitSpec, path: str, inside: list[Any], forward: Callable[..., Any]) -> Any:
+    def _entering(self, path: str, inside: list[Place], forward: Callable[..., Any]) -> Any:
         @functools.wraps(forward)
         def enter_and_run(*args: Any, **kwargs: Any) -> Any:
             with ranged("forward", path or "root"):
-                return self._run_inside(unit, path, inside, forward, args, kwargs)
+                run = entering(path, inside, self._params, forward) if self._lazy else forward
+                return run(*args, **kwargs)
 
         return enter_and_run
-
-    def _run_inside(
-        self, unit: UnitSpec, path: str, inside: list[_Place], forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Run with whatever the unit's leaves lie in entered, and the whole leaves in their places meanwhile."""
-        if not self._lazy:
-            return forward(*args, **kwargs)
-        params = self._params
-        handles: dict[str, Handle] = {leaf: params[leaf] for leaf in unit.leaves if type(params[leaf]) is Handle}
-        entrances: dict[int, Entrance] = {id(h.entrance): h.entrance for h in handles.values()}
-        whole: dict[int, Sequence[Tensor]] = {}
-        previous = [(attributes, name, attributes[name]) for attributes, name, _ in inside]
-        try:
-            for key, entrance in entrances.items():
-                whole[key] = entrance.enter(path)
-            for attributes, name, leaf in inside:
-                if leaf in handles:
-                    attributes[name] = whole[id(handles[leaf].entrance)][handles[leaf].number]
-            with ExitStack() as stack:
-                for entrance in entrances.values():
-                    stack.enter_context(entrance.watch())
-                return forward(*args, **kwargs)
-        finally:
-            for attributes, name, value in previous:
-                attributes[name] = value
-            for key in whole:
-                entrances[key].leave(path)
 
 
 def _version(tensor: Tensor) -> int | None:

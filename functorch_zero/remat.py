@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-BufferPlace = tuple[dict[str, Any], str, str]  # a module's own dict of buffers, the name there, the leaf's path
+from .places import Place, found, put
 
 
-def recomputed(forward: Callable[..., Any], buffers: Sequence[BufferPlace]) -> Callable[..., Any]:
+def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callable[..., Any]:
     """The same function, computed again in backward, each time on the buffers of the first time.
 
     Args:
@@ -36,21 +36,17 @@ def recomputed(forward: Callable[..., Any], buffers: Sequence[BufferPlace]) -> C
 class _Region:
     """One call of a unit's forward, to be run once or more."""
 
-    def __init__(self, forward: Callable[..., Any], buffers: Sequence[BufferPlace]):
+    def __init__(self, forward: Callable[..., Any], buffers: Sequence[Place]):
         self._forward, self._places = forward, buffers
         self._before: list[Tensor] | None = None  # the buffers as the first run found them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is None:
-            self._before = [attributes[name].detach().clone() for attributes, name, _ in self._places]
+            self._before = [buffer.detach().clone() for buffer in found(self._places)]
             return self._forward(*args, **kwargs)
-        after = [attributes[name] for attributes, name, _ in self._places]
-        self._put([buffer.clone() for buffer in self._before])
+        after = found(self._places)
+        put(self._places, map(Tensor.clone, self._before))
         try:
             return self._forward(*args, **kwargs)
         finally:
-            self._put(after)
-
-    def _put(self, buffers: Sequence[Tensor]) -> None:
-        for (attributes, name, _), buffer in zip(self._places, buffers, strict=True):
-            attributes[name] = buffer
+            put(self._places, after)

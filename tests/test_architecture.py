@@ -22,6 +22,7 @@ LEVELS = {
     "version": 0,
     "handle": 1,
     "layout": 1,
+    "places": 1,
     "remat": 1,
     "regions": 1,
     "ranges": 0,
