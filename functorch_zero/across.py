@@ -40,14 +40,15 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Fused:
-    """A pointwise update as one kernel that changes params and state in place; for storage that was donated.
+    """A pointwise update as a kernel that changes params and state in place; for storage that was donated.
 
     Attributes:
-        update: `(params, updates, state) -> state` for one flat; `state` is that of a tree of one leaf, `{"": flat}`.
+        update: `(params, updates, states) -> states` for some flats; each state is that of a tree of one leaf,
+            `{"": flat}`, and what follows no leaf (a count of steps) is the same in all of them.
         takes: whether the kernel takes params of this dtype, on this device.
     """
 
-    update: Callable[[Tensor, Tensor, Any], Any]
+    update: Callable[[list[Tensor], list[Tensor], list[Any]], list[Any]]
     takes: Callable[[Tensor], bool]
 
 

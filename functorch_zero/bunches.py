@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .across import Pointwise, Tree
 from .collectives import cut, flat_of_pieces
+from .flats import Recall
 from .layout import Bucket, Layout
 from .optim.base import Transform
 from .state_plan import placeholder, plan_of, plan_state
@@ -78,33 +80,36 @@ class Bunches:
         times = Counter(storage for storages in within for storage in storages)
         return {storage for storage, count in times.items() if count == 1} - {storage_id(p) for p in params}
 
-    def fuses(self, transform: Transform, params: Tree) -> bool:
-        """Whether `fused` can run this transform."""
-        leaves = optree.tree_leaves(params)
-        if not self._donate or transform.fused is None or transform.plain is None or not leaves:
-            return False
-        firsts = [leaves[at[0]] for at in self._at]  # the others of a bunch are of its dtype
-        return all(map(transform.fused.takes, firsts)) and self._regrouping(transform.plain) is not None
+    def flats(self, tree: Tree) -> list[Tensor]:
+        """The flats that a tree's leaves lie in, one a bunch; packed into new ones where they don't lie in one."""
+        leaves = optree.tree_leaves(tree)
+        return [bunch.flat([leaves[i] for i in at]) for bunch, at in zip(self._bunches, self._at, strict=True)]
 
-    def fused(self, transform: Transform, updates: Tree, state: Any, params: Tree) -> Any:
-        """Run a transform's kernel, flat by flat, on donated params and state. Returns the state."""
+    def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
+        """Whether `fused` can run this transform on these flats."""
+        if not self._donate or transform.fused is None or transform.plain is None or not params:
+            return False
+        return all(map(transform.fused.takes, params)) and self._regrouping(transform.plain) is not None
+
+    def fused(self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]) -> Any:
+        """Run a transform's kernel on flats of donated params and updates and on donated state. Returns the state."""
         assert transform.fused is not None and transform.plain is not None
         how = self._regrouping(transform.plain)
         assert how is not None
-        u, p, old = (optree.tree_leaves(tree) for tree in (updates, params, state))
-        if not all(map(has_values, p)):
+        if not all(map(has_values, params)):
             return state  # a plan's: a kernel works in place and takes no room
+        old = optree.tree_leaves(state)
+        flats = iter(how.recall([*map(old.__getitem__, how.following)]))
+        given = [[next(flats) if follows else old[where[0]] for follows, where in places] for places in how.places]
+        made = transform.fused.update(params, updates, [*map(how.one.unflatten, given)])
         new = list(old)
-        for bunch, at, places in zip(self._bunches, self._at, how.places, strict=True):
-            flats = [bunch.flat([old[i] for i in where]) if follows else old[where[0]] for follows, where in places]
-            flat_p, flat_u = bunch.flat([p[i] for i in at]), bunch.flat([u[i] for i in at])
-            assert _share(p[at[0]], flat_p) or not flat_p.numel(), "the params' pieces must lie in their flat"
-            made = optree.tree_leaves(transform.fused.update(flat_p, flat_u, how.one.unflatten(flats)))
-            for (follows, where), flat, result in zip(places, flats, made, strict=True):
-                if not follows:
-                    new[where[0]] = result
-                elif not _share(old[where[0]], flat):
+        for bunch, places, states in zip(self._bunches, how.places, given, strict=True):
+            for (follows, where), flat in zip(places, states, strict=True):
+                if follows and old[where[0]]._base is not flat and not _share(old[where[0]], flat):
                     _put(new, where, bunch, old[where[0]], flat)
+        for (follows, where), result in zip(how.places[0], optree.tree_leaves(made[0]), strict=True):
+            if not follows:
+                new[where[0]] = result
         return how.full.unflatten(new)
 
     def _regrouping(self, part: Pointwise) -> _Regrouping | None:
@@ -132,7 +137,7 @@ class Bunches:
                     for leaf in one.leaves
                 ]
             )
-        return _Regrouping(full.treedef, one.treedef, places)
+        return _Regrouping(full.treedef, one.treedef, places, self._bunches)
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,23 @@ class _Regrouping:
     full: Any  # structure of the full state
     one: Any  # structure of the state of a single leaf
     places: list[list[tuple[bool, list[int]]]]  # for each bunch and leaf of `one`: (follows a param, positions)
+    bunches: list[_Bunch]
+
+    @cached_property
+    def following(self) -> list[int]:
+        """The positions of all leaves that follow a param, bunch by bunch."""
+        return [i for places in self.places for follows, where in places if follows for i in where]
+
+    @cached_property
+    def recall(self) -> Recall:
+        """Of the leaves at `following`, the flats that they lie in."""
+
+        def find(leaves: Sequence[Tensor]) -> list[Tensor]:
+            given = iter(leaves)
+            wheres = [(b, w) for b, places in zip(self.bunches, self.places, strict=True) for f, w in places if f]
+            return [bunch.flat([next(given) for _ in where]) for bunch, where in wheres]
+
+        return Recall(find)
 
 
 def _put(leaves: list[Tensor], where: Sequence[int], bunch: _Bunch, old: Tensor, new: Tensor) -> None:

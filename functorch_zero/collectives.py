@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, repeat
 from operator import attrgetter, is_
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import optree
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .groups.protocol import Group, Work
 from .layout import Bucket, Layout
-from .tree import PyTree
+from .tree import PyTree, storage_id
 
 _BASE, _DTYPE, _SHAPE = map(attrgetter, ("_base", "dtype", "shape"))
 Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]  # leaves by path -> the same with their values
@@ -80,7 +80,7 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
     base = pieces[0]._base
     if base is not None and base.dim() == 1 and base.numel() and bucket.piece and not base.numel() % bucket.piece:
         first = rank % (base.numel() // bucket.piece) * bucket.piece  # the base is the piece, or some in a row
-        flat = base[first : first + bucket.piece]
+        flat = base if base.numel() == bucket.piece else base[first : first + bucket.piece]
         if {*map(Tensor.dim, pieces)} == {1} and _lie_in(pieces, base, flat, bucket, rank):
             return flat
     flat = pieces[0].new_zeros(bucket.piece, dtype=_common_dtype(pieces, pieces[0].dtype))
@@ -105,6 +105,7 @@ def _lie_in(given: Sequence[Tensor], base: Tensor, flat: Tensor, bucket: Bucket,
     starts = [*accumulate(parts, initial=flat.storage_offset())][1:-1:2]
     return (  # without a line of Python for each leaf: steps ask this of all they hold
         all(map(is_, map(_BASE, given), repeat(base)))
+        and {*map(storage_id, given)} == {storage_id(base)}  # `leaf.data = other` changes no base
         and {*map(_DTYPE, given)} == {base.dtype}
         and (*map(Tensor.numel, given),) == parts[1::2]
         and [*map(Tensor.storage_offset, given)] == starts
@@ -117,7 +118,7 @@ def by_bucket(leaves: Sequence[Tensor], layout: Layout, b: int) -> list[Tensor]:
     return [leaves[i] for i in layout.buckets[b].leaves]
 
 
-def to_tree(parts: Sequence[Sequence[Tensor]], layout: Layout) -> PyTree[Tensor]:
+def to_tree(parts: Sequence[Sequence[Any]], layout: Layout) -> PyTree[Any]:
     """The tree of leaves given bucket by bucket."""
     return layout.treedef.unflatten([parts[b][k] for b, k in layout.places])
 

@@ -33,13 +33,14 @@ from .collectives import (
     unpack,
 )
 from .errors import StructureError, explain
+from .flats import Pieces
 from .groups import labelled
 from .groups.axes import Axes
 from .groups.protocol import Group, Work
 from .layout import Bucket, Cut, Layout
 from .sinks import Accumulating, Reducer, Sink, Streaming
 from .sources import Gathered, Resident, Source
-from .tree import PyTree, paths, select, storage_id
+from .tree import PyTree, paths, storage_id
 from .units import ancestors, path_matches
 
 AccumulateIn = Literal["pieces", "whole"]
@@ -176,7 +177,12 @@ def hold(params: PyTree[Tensor], layout: Layout, rank: int, fill: Fill | None = 
 
 def flats_of(params: PyTree[Tensor], layout: Layout, rank: int) -> list[Tensor]:
     """The flats that hold the params between steps: pieces at level 3, else whole."""
-    leaves, flats = optree.tree_leaves(params), []
+    return flats_of_leaves(optree.tree_leaves(params), layout, rank)
+
+
+def flats_of_leaves(leaves: Sequence[Tensor], layout: Layout, rank: int) -> list[Tensor]:
+    """The same, of the leaves in tree order."""
+    flats = []
     for b, bucket in enumerate(layout.buckets):
         own = by_bucket(leaves, layout, b)
         if level_of(bucket).cuts_params:
@@ -224,21 +230,16 @@ def make_sources(flats: Sequence[Tensor], layout: Layout, axes: Axes, log: list[
     return sources
 
 
-def pieces_of(flats: Sequence[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
+def pieces_of(flats: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
     """What the optimizer sees of the params: this rank's pieces of the trained leaves, views of the flats."""
-    parts = [cut(_own(f, b, rank), b, rank) for f, b in zip(flats, layout.buckets, strict=True)]
-    return select(to_tree(parts, layout), layout.trainable)
+    trained = [_own(f, bucket, rank) for f, bucket in zip(flats, layout.buckets, strict=True) if bucket.trainable]
+    return Pieces(trained, layout, rank)
 
 
-def grads_of(reduced: dict[int, Tensor], flats: Sequence[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
-    """The reduced gradient flats as a tree of pieces; zeros for what no loss reached."""
-    parts: list[Sequence[Tensor]] = []
-    for b, (flat, bucket) in enumerate(zip(flats, layout.buckets, strict=True)):
-        if bucket.trainable:
-            parts.append(cut(reduced[b] if b in reduced else flat.new_zeros(bucket.piece), bucket, rank))
-        else:
-            parts.append([flat] * len(bucket.leaves))  # which nobody will see
-    return select(to_tree(parts, layout), layout.trainable)
+def grads_of(reduced: dict[int, Tensor], flats: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
+    """The reduced gradient flats; zeros for what no loss reached."""
+    trained = [(b, bucket.piece) for b, bucket in enumerate(layout.buckets) if bucket.trainable]
+    return Pieces([reduced[b] if b in reduced else flats[b].new_zeros(piece) for b, piece in trained], layout, rank)
 
 
 def publish(
@@ -313,7 +314,7 @@ def _own(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
     """Of a flat that is held between steps, this rank's (piece,): a view."""
     count = bucket.cut.num_pieces // bucket.cut.num_held
     first = rank % count * bucket.piece
-    return flat[first : first + bucket.piece]
+    return flat if bucket.piece == flat.numel() else flat[first : first + bucket.piece]
 
 
 def evaluated(chosen: PyTree[Tensor], flats: Sequence[Tensor], layout: Layout, axes: Axes) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -42,11 +42,10 @@ class Measures:
         self._names, self._across = names, across
         self._squares: dict[str, PyTree[Tensor]] = {}
 
-    def see(self, name: str, tree: PyTree[Tensor] | None) -> None:
+    def see(self, name: str, tree: Callable[[], PyTree[Tensor]]) -> None:
         """Take the norm of a tree of whole leaves or pieces if it was asked for."""
         if name in self._names:
-            assert tree is not None
-            self._squares[name] = tree_map(_square, tree)
+            self._squares[name] = tree_map(_square, tree())
 
     def metrics(self, opt_state: Any) -> dict[str, Tensor]:
         """All that was asked for, by name."""

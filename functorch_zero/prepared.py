@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .flats import Pieces, Recall
 from .groups import labelled
 from .layout import Layout
+from .levels import flats_of_leaves
 from .optim.base import split_fused
 from .options import Options
 from .sharded import Sharded
@@ -24,18 +26,19 @@ class Prepared:
         self.layout = layout
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
+        self.flats = Recall(lambda leaves: flats_of_leaves(leaves, layout, options.axes.number))
         self._optimizer = step.optimizer
         self._split = None if "update_norm" in step.metrics else split_fused(step.optimizer)
 
-    def update(self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[PyTree[Tensor] | None, Any]:
+    def update(self, grads: Pieces, state: Any, params: Pieces) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates and the optimizer's next state; no updates where a fused kernel has applied them already."""
-        if self._split is not None and self.across.fuses(self._split[1], params):
+        if self._split is not None and self.across.fuses(self._split[1], params.flats):
             head, tail = self._split
             if head is None:
-                return None, self.across.fused(tail, grads, state, params)
-            grads, first = head.update(grads, state[:-1], params, self.across)
-            return None, (*first, self.across.fused(tail, grads, state[-1], params))
-        updates, state = self._optimizer.update(grads, state, params, self.across)
-        state = self.across.keep(state, params)
-        same_structure(params, updates, what="the optimizer's updates")
+                return None, self.across.fused(tail, grads.flats, state, params.flats)
+            updates, first = head.update(grads.tree, state[:-1], params.tree, self.across)
+            return None, (*first, self.across.fused(tail, self.across.flats(updates), state[-1], params.flats))
+        updates, state = self._optimizer.update(grads.tree, state, params.tree, self.across)
+        state = self.across.keep(state, params.tree)
+        same_structure(params.tree, updates, what="the optimizer's updates")
         return updates, state

@@ -145,7 +145,7 @@ class ShardedTrainStep:
             sharding.donations.check(state.step)
             layout = sharding.layout
             prepared = self._prepare(layout)
-            flats = flats_of(state.params, layout, self._rank)
+            flats = prepared.flats(optree.tree_leaves(state.params))
             check_batch(batch, flats[0].device, self.group.rank)
             reduced, outcome, log = self._backward(state, batch, flats, layout)
             trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
@@ -171,17 +171,17 @@ class ShardedTrainStep:
                     buffers = apart(buffers, flats)
                     sharding.donations.take(state.step)
                 measures = Measures(self.unsharded.metrics, prepared.across)
-                measures.see("grad_norm", grads)
-                measures.see("param_norm", view)
+                measures.see("grad_norm", lambda: grads.tree)
+                measures.see("param_norm", lambda: view.tree)
                 params, opt_state = state.params, state.opt_state
                 if fine:
                     with ranged("update"):
                         updates, opt_state = prepared.update(grads, opt_state, view)
-                    measures.see("update_norm", updates)
+                    measures.see("update_norm", lambda: updates)
                     with ranged("publish"):
                         params = publish(params, flats, updates, layout, self.options.axes, donate=self.options.donate)
                 else:
-                    measures.see("update_norm", tree_map(torch.zeros_like, grads))
+                    measures.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
                 metrics = with_measured(metrics, measures.metrics(opt_state))
             metrics = with_measured(metrics, policy.metrics(finite))
             new = TrainState(state.step + 1, params, buffers, opt_state, state.seed, sharding, finite)
@@ -222,7 +222,7 @@ class ShardedTrainStep:
         """The optimizer's state as `init` makes it, for params as a state holds them. What the optimizer asks for."""
         prepared = self._prepare(layout)
         view = pieces_of(flats_of(params, layout, self._rank), layout, self._rank)
-        made = self.unsharded.optimizer.init(view, prepared.across)
+        made = self.unsharded.optimizer.init(view.tree, prepared.across)
         return lay_out_state(made, prepared.plan, layout, self._rank)
 
     def _backward(

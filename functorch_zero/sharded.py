@@ -182,12 +182,16 @@ class Sharded:
     def pointwise(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         return self._bunches.pointwise(part, updates, state, params)
 
-    def fuses(self, transform: Transform, params: Tree) -> bool:
+    def flats(self, tree: Tree) -> list[Tensor]:
+        """The flats that a tree's leaves lie in, as `fused` takes them."""
+        return self._bunches.flats(tree)
+
+    def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this transform."""
         return self._bunches.fuses(transform, params)
 
-    def fused(self, transform: Transform, updates: Tree, state: Any, params: Tree) -> Any:
-        """Run a transform's kernel on donated params and state. Returns the state."""
+    def fused(self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]) -> Any:
+        """Run a transform's kernel on flats of donated params, and on donated state. Returns the state."""
         return self._bunches.fused(transform, updates, state, params)
 
     # whole leaves: one all-to-all in, one out

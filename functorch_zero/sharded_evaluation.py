@@ -39,7 +39,7 @@ class ShardedEvalStep:
             check_batch(batch, flats[0].device, self.group.rank)
             log = [f"evaluation at step {int(state.step)}"]
             if self.unsharded.params is not None:
-                chosen = self.unsharded.chosen(state.opt_state, pieces_of(flats, layout, axes.number))
+                chosen = self.unsharded.chosen(state.opt_state, pieces_of(flats, layout, axes.number).tree)
                 flats = evaluated(chosen, flats, layout, axes)
             sources = make_sources(flats, layout, axes, log)
             ahead, self._trace = self._trace, []  # ranks of which one fails forget it

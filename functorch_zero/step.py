@@ -179,8 +179,8 @@ class TrainStep:
             raise refusal(int(state.step), [(float(sum(seen)), not_finite(named_leaves(grads)))])
         params, across = optimizer_view(state.params)
         measures = Measures(self.metrics, across)
-        measures.see("grad_norm", grads)
-        measures.see("param_norm", params)
+        measures.see("grad_norm", lambda: grads)
+        measures.see("param_norm", lambda: params)
         next_state = state._replace(step=state.step + 1, finite=self.finite.next(state.finite, fine=fine))
         if fine:
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
@@ -189,7 +189,7 @@ class TrainStep:
             next_state = next_state._replace(params=merge(new, state.params), buffers=buffers, opt_state=opt_state)
         else:
             updates = tree_map(torch.zeros_like, grads)
-        measures.see("update_norm", updates)
+        measures.see("update_norm", lambda: updates)
         return next_state, with_measured(measures.metrics(next_state.opt_state), self.finite.metrics(next_state.finite))
 
 

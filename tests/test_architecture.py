@@ -32,6 +32,7 @@ LEVELS = {
     "lowering": 1,
     "groups": 1,
     "collectives": 2,
+    "flats": 2,
     "across": 2,
     "buffers": 2,
     "bunches": 2,

@@ -52,7 +52,7 @@ def compiled(transform: Transform) -> Transform:
     return replace(transform, fused=fused, source=(*transform.source, "compiled"))
 
 
-def _kernel(part: Pointwise) -> Callable[[Tensor, Tensor, Any], Any]:
+def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]], list[Any]]:
     def apply(params: Tensor, updates: Tensor, state: Any) -> list[Tensor]:
         made: Any
         made, new = part.update({"": updates}, state, {"": params})
@@ -68,7 +68,7 @@ def _kernel(part: Pointwise) -> Callable[[Tensor, Tensor, Any], Any]:
         own = FunctionType(code, apply.__globals__, apply.__name__, apply.__defaults__, apply.__closure__)
         return torch.compile(own, backend=_backend)
 
-    def update(params: Tensor, updates: Tensor, state: Any) -> Any:
+    def update_one(params: Tensor, updates: Tensor, state: Any) -> Any:
         leaves, structure = optree.tree_flatten(state)
         for flat in (params, updates, *leaves):
             if flat.dim():
@@ -77,7 +77,7 @@ def _kernel(part: Pointwise) -> Callable[[Tensor, Tensor, Any], Any]:
             new = kernel()(params, updates, state)
         return structure.unflatten(new)
 
-    return update
+    return lambda params, updates, states: [*map(update_one, params, updates, states)]
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import reports
+from ..flats import Pieces
 from ..layout import Layout
 from ..levels import flats_of, level_of
 from ..options import Options
@@ -155,9 +156,9 @@ class _Announced:
 
     def __init__(self, prepared: Any, enter: Callable[[str], None], *, idle: bool) -> None:
         self._prepared, self._enter, self._idle = prepared, enter, idle
-        self.plan, self.across = prepared.plan, prepared.across
+        self.plan, self.across, self.flats = prepared.plan, prepared.across, prepared.flats
 
-    def update(self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> Any:
+    def update(self, grads: Pieces, state: Any, params: Pieces) -> Any:
         self._enter("optimizer")
         made = (None, state) if self._idle else self._prepared.update(grads, state, params)
         self._enter("publish")

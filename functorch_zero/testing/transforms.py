@@ -320,7 +320,7 @@ def _check_fused(transform: Transform, params: Any, seed: int, steps: int, equal
         old, old_got = expected.clone(), got.clone()
         made, state = plain.update(drawn, state, _tree(expected))
         expected = expected + optree.tree_leaves(made)[0]
-        fused_state = fused.update(got, drawn[""].clone(), fused_state)
+        (fused_state,) = fused.update([got], [drawn[""].clone()], [fused_state])
         with _as_transform_error(f"the fused kernel of {name_of(transform)} does something else than its plain update"):
             trees = _tree(old), _tree(expected), _tree(got)
             assert_equal_updates(*trees, old_got=_tree(old_got), grade=equality, context={"step": k})

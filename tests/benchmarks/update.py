@@ -50,8 +50,9 @@ class Own:
         return slice_tree(grads, self._layout, 0)
 
     def step(self, grads: Any) -> None:
-        if self._across.fuses(self._transform, self._params):
-            self._state = self._across.fused(self._transform, grads, self._state, self._params)
+        flats = self._across.flats(self._params)
+        if self._across.fuses(self._transform, flats):
+            self._state = self._across.fused(self._transform, self._across.flats(grads), self._state, flats)
             return
         updates, self._state = self._transform.update(grads, self._state, self._params, self._across)
         for p, u in zip(tree_leaves(self._params), tree_leaves(updates), strict=True):

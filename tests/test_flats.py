@@ -1,0 +1,90 @@
+"""Flats that are found again, and leaves that no longer lie where they lay."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.flats import Recall
+
+
+def views_and_finder() -> tuple[Tensor, list[Tensor], Recall, list[int]]:
+    flat, asked = torch.arange(8.0), [0]
+
+    def find(leaves: Sequence[Tensor]) -> list[Tensor]:
+        asked[0] += 1
+        return [flat if all(x._base is flat for x in leaves) else torch.cat([x.reshape(-1) for x in leaves])]
+
+    return flat, [flat[:4].view(2, 2), flat[4:]], Recall(find), asked
+
+
+def test_flats_of_the_same_leaves_are_found_once() -> None:
+    flat, leaves, recall, asked = views_and_finder()
+    assert all(recall(leaves)[0] is flat for _ in range(3)) and asked == [1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda leaves: leaves.pop(),
+        lambda leaves: leaves.reverse(),
+        lambda leaves: leaves.append(torch.zeros(1)),
+        lambda leaves: leaves.__setitem__(0, leaves[0].clone()),
+        lambda leaves: setattr(leaves[0], "data", torch.ones(2, 2)),
+        lambda leaves: leaves[0].t_(),
+        lambda leaves: leaves[0].unsqueeze_(0),
+    ],
+)
+def test_other_leaves_are_looked_at(change: Any) -> None:
+    _, leaves, recall, asked = views_and_finder()
+    recall(leaves)
+    change(leaves)
+    recall(leaves)
+    assert asked == [2]
+
+
+def test_what_is_remembered_keeps_nothing_alive() -> None:
+    flat, leaves, recall, _ = views_and_finder()
+    recall(leaves)
+    gone = weakref.ref(leaves[0])
+    leaves.clear()
+    gc.collect()
+    assert gone() is None and recall([flat[:4], flat[4:]])[0] is flat
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(level: int, number: int) -> None:
+    params = {"a": torch.randn(4, 4), "b": torch.randn(3)}
+
+    def loss(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+        return ((batch @ params["a"])[:, :3] * params["b"]).square().mean()
+
+    step = fz.train_step(loss, optim.adamw(0.1), trainable=lambda path, leaf: True)
+    sharded = fz.shard(step, level=level, group=fz.Solo())
+    expected, got = step.init(params), sharded.init(params)
+    for i in range(3):
+        batch = torch.randn(5, 4)
+        if i == 2:
+            name = "ab"[number]
+            expected.params[name].data = torch.ones_like(params[name])
+            piece = got.params[name]
+            piece.data = torch.ones_like(piece)
+            moment = got.opt_state[0].mu[name]
+            moment.data = torch.full_like(moment, 0.5)
+            expected.opt_state[0].mu[name].data = torch.full_like(params[name], 0.5)
+        old = expected.params
+        (expected, _), (got, _) = step(expected, batch), sharded(got, batch)
+    whole = sharded.gather(got)
+    for name in params:
+        assert torch.count_nonzero(expected.params[name] - old[name])
+        torch.testing.assert_close(whole.params[name], expected.params[name])
+        torch.testing.assert_close(whole.opt_state[0].mu[name], expected.opt_state[0].mu[name])
