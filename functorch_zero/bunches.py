@@ -99,14 +99,14 @@ class Bunches:
         if not all(map(has_values, params)):
             return state  # a plan's: a kernel works in place and takes no room
         old = optree.tree_leaves(state)
-        flats = iter(how.recall([*map(old.__getitem__, how.following)]))
-        given = [[next(flats) if follows else old[where[0]] for follows, where in places] for places in how.places]
-        made = transform.fused.update(params, updates, [*map(how.one.unflatten, given)])
+        flats = how.recall([*map(old.__getitem__, how.following)])
+        known = [*flats, *old]
+        states = [how.one.unflatten(map(known.__getitem__, row)) for row in how.rows]
+        made = transform.fused.update(params, updates, states)
         new = list(old)
-        for bunch, places, states in zip(self._bunches, how.places, given, strict=True):
-            for (follows, where), flat in zip(places, states, strict=True):
-                if follows and old[where[0]]._base is not flat and not _share(old[where[0]], flat):
-                    _put(new, where, bunch, old[where[0]], flat)
+        for (bunch, where), flat in zip(how.runs, flats, strict=True):
+            if old[where[0]]._base is not flat and not _share(old[where[0]], flat):
+                _put(new, where, bunch, old[where[0]], flat)
         for (follows, where), result in zip(how.places[0], optree.tree_leaves(made[0]), strict=True):
             if not follows:
                 new[where[0]] = result
@@ -165,9 +165,20 @@ class _Regrouping:
     bunches: list[_Bunch]
 
     @cached_property
+    def runs(self) -> list[tuple[_Bunch, list[int]]]:
+        """The leaves that lie in one flat together: of which bunch, and where in the full state."""
+        return [(b, where) for b, places in zip(self.bunches, self.places, strict=True) for f, where in places if f]
+
+    @cached_property
     def following(self) -> list[int]:
-        """The positions of all leaves that follow a param, bunch by bunch."""
-        return [i for places in self.places for follows, where in places if follows for i in where]
+        """The positions of all leaves that follow a param, run by run."""
+        return [i for _, where in self.runs for i in where]
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """For each bunch and leaf of `one`, its position in the list of the runs' flats and then the full state."""
+        runs = iter(range(len(self.runs)))
+        return [[next(runs) if f else len(self.runs) + where[0] for f, where in places] for places in self.places]
 
     @cached_property
     def recall(self) -> Recall:
@@ -175,8 +186,7 @@ class _Regrouping:
 
         def find(leaves: Sequence[Tensor]) -> list[Tensor]:
             given = iter(leaves)
-            wheres = [(b, w) for b, places in zip(self.bunches, self.places, strict=True) for f, w in places if f]
-            return [bunch.flat([next(given) for _ in where]) for bunch, where in wheres]
+            return [bunch.flat([next(given) for _ in where]) for bunch, where in self.runs]
 
         return Recall(find)
 

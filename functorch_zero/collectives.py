@@ -8,8 +8,8 @@ Leaves of a tree made here are views of their flat, and `flat_of_pieces` finds t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, repeat
-from operator import attrgetter, is_
+from itertools import accumulate, compress, repeat
+from operator import attrgetter, is_, is_not, not_
 from typing import Any, TypeGuard
 
 import optree
@@ -33,13 +33,14 @@ def pack(
     """
     dtype = _common_dtype(leaves, bucket.dtype) if dtype is None else dtype
     flat = torch.empty(bucket.numel, dtype=dtype, device=device)
-    parts = _split(flat, bucket, 0)
-    for part in [*parts[::2], *(part for part, leaf in zip(parts[1::2], leaves, strict=True) if leaf is None)]:
-        if part.numel():
-            part.zero_()
-    for part, shape, leaf in zip(parts[1::2], bucket.shapes, leaves, strict=True):
-        if leaf is not None:
-            part.view(shape).copy_(leaf)
+    for start, stop in bucket.padding:
+        flat[start:stop].zero_()
+    here, views = _here(leaves), unpack(flat, bucket)
+    for view in compress(views, map(not_, here)):
+        view.zero_()
+    given: list[Any] = [*compress(leaves, here)]
+    if given:
+        torch._foreach_copy_([*compress(views, here)], given)
     return flat
 
 
@@ -55,8 +56,7 @@ def is_flat(leaf: Tensor | None, bucket: Bucket, dtype: torch.dtype | None = Non
 
 def unpack(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     """The bucket's leaves, whole, as views of its whole flat."""
-    parts = _split(flat, bucket, 0)[1::2]
-    return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, bucket.shapes, strict=True)]
+    return [*map(Tensor.view, _split(flat, bucket, 0)[1::2], bucket.shapes)]
 
 
 def piece_of(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
@@ -176,8 +176,12 @@ def reduce_scatter_flat(flat: Tensor, bucket: Bucket, group: Group) -> tuple[Ten
     return piece, group.reduce_scatter(piece, flat)
 
 
+def _here(leaves: Sequence[Tensor | None]) -> list[bool]:
+    return [*map(is_not, leaves, repeat(None))]
+
+
 def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torch.dtype:
-    dtypes = {leaf.dtype for leaf in leaves if leaf is not None} or {default}
+    dtypes: set[torch.dtype] = {*map(_DTYPE, compress(leaves, _here(leaves)))} or {default}
     if len(dtypes) > 1:
         raise TypeError(f"the leaves of one bucket must share a dtype, got {sorted(map(str, dtypes))}")
     return dtypes.pop()

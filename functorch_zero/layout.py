@@ -150,6 +150,13 @@ class Bucket:
         return known
 
     @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """The runs [start, stop) of the whole flat that belong to no leaf."""
+        ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
+        runs = zip([0, *ends], [*self.offsets, self.numel], strict=True)
+        return tuple((start, stop) for start, stop in runs if start < stop)
+
+    @cached_property
     def _parts(self) -> dict[tuple[int, int], tuple[int, ...]]:
         return {}
 

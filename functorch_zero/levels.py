@@ -223,10 +223,11 @@ def make_sources(flats: Sequence[Tensor], layout: Layout, axes: Axes, log: list[
     for unit in layout.units:
         own, buckets = [flats[b] for b in unit.buckets], [layout.buckets[b] for b in unit.buckets]
         sharded = [level_of(bucket).cuts_params for bucket in buckets]
-        made = any(sharded) or any(bucket.dtypes is not None for bucket in buckets)
-        group = labelled(axes.shard, f"{unit.name or 'root'}/gather")
-        source: Source = Gathered(own, buckets, sharded, group, log, unit.name) if made else Resident(own)
-        sources.append(source)
+        if any(sharded) or any(bucket.dtypes is not None for bucket in buckets):
+            group = labelled(axes.shard, f"{unit.name or 'root'}/gather")
+            sources.append(Gathered(own, buckets, sharded, group, log, unit.name))
+        else:
+            sources.append(Resident(own))
     return sources
 
 
@@ -266,8 +267,10 @@ def publish(
             old_piece, piece = (_own(x, bucket, rank) for x in (flat, new))
             update = flat_of_pieces([moved[n] for n in bucket.leaves], bucket, rank)
             torch.add(old_piece, update.to(flat.dtype), out=piece)
-        started.append(_Spreading(new, bucket, axes))
-        if new is not flat or not _lies_in(leaves[bucket.leaves[0]], flat):
+        if over := _held_over(bucket, axes):
+            started.append(_Spreading(new, bucket, over))
+        first = leaves[bucket.leaves[0]]
+        if new is not flat or (first._base is not flat and not _lies_in(first, flat)):
             cuts = level_of(bucket).cuts_params
             views = cut(new, bucket.held, bucket.held_by(rank)) if cuts else unpack(new, bucket)
             for n, view in zip(bucket.leaves, views, strict=True):
@@ -280,9 +283,9 @@ def publish(
 class _Spreading:
     """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather along each axis."""
 
-    def __init__(self, held: Tensor, bucket: Bucket, axes: Axes):
+    def __init__(self, held: Tensor, bucket: Bucket, over: Sequence[Group]):
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
-        for axis in _held_over(bucket, axes):
+        for axis in over:
             group = labelled(axis, f"{bucket.name}/publish")
             piece = held.view(group.size, -1)[group.rank]
             self._stages.append((group, held, piece))
@@ -329,7 +332,7 @@ def evaluated(chosen: PyTree[Tensor], flats: Sequence[Tensor], layout: Layout, a
             own = flat_of_pieces([pieces[n].reshape(-1) for n in bucket.leaves], bucket, axes.number)
             flat = torch.empty_like(flat)
             _own(flat, bucket, axes.number).copy_(own)
-            started.append(_Spreading(flat, bucket, axes))
+            started.append(_Spreading(flat, bucket, _held_over(bucket, axes)))
         held.append(flat)
     while started:
         started = [spreading for spreading in started if spreading.go_on()]
