@@ -7,13 +7,12 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from functorch_zero.groups import LabelledGroup, ProcessGroup, launch
-from functorch_zero.groups.baton import Signature
 
 SOON = 2.0  # seconds in which every rank must hear of another's exception
 LIMIT = 40.0  # seconds a case may take at most, on a busy machine
@@ -70,12 +69,10 @@ class Trigger:
         trigger = self
 
         class Rigged(LabelledGroup):
-            @contextmanager
-            def _calling(self, call: Signature) -> Iterator[None]:
+            def _call(self, kind: str, *arguments: Any) -> Any:
                 if trigger.armed and trigger._phase in self.label:
                     trigger.armed = False
                     trigger._happens()
-                with super()._calling(call):
-                    yield
+                return super()._call(kind, *arguments)
 
         return Rigged(group)

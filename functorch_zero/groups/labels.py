@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -18,48 +18,41 @@ class LabelledGroup(Forwarding):
     """Forwards to `inner`; the errors of its collectives begin with `label`, "blocks.1/gather"; `labelled` makes it."""
 
     def __init__(self, inner: Group, label: str = "") -> None:
-        super().__init__(inner)
-        self.label = label
+        self.inner, self.label = inner, label
 
     def at(self, label: str) -> LabelledGroup:
         """The same group, for collectives of another label."""
         return type(self)(self.inner, label)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        with self._calling(Signature("all_gather", piece.dtype, piece.numel())):
-            return self._named(self.inner.all_gather(out, piece))
+        return _LabelledWork(self._call("all_gather", out, piece), self.label)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        with self._calling(Signature("reduce_scatter", whole.dtype, whole.numel())):
-            return self._named(self.inner.reduce_scatter(out, whole))
+        return _LabelledWork(self._call("reduce_scatter", out, whole), self.label)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        with self._calling(Signature("all_reduce", tensor.dtype, tensor.numel(), op)):
-            return self._named(self.inner.all_reduce(tensor, op))
+        return _LabelledWork(self._call("all_reduce", tensor, op), self.label)
 
     def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
-        with self._calling(Signature("all_to_all", source.dtype)):  # sizes differ by rank
-            return self._named(self.inner.all_to_all(out, out_sizes, source, in_sizes))
+        return _LabelledWork(self._call("all_to_all", out, out_sizes, source, in_sizes), self.label)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        with self._calling(Signature("broadcast", tensor.dtype, tensor.numel(), f"source={source}")):
-            return self._named(self.inner.broadcast(tensor, source))
+        return _LabelledWork(self._call("broadcast", tensor, source), self.label)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        with self._calling(Signature("exchange")):
-            return self.inner.exchange(payload)
+        payloads: list[bytes] = self._call("exchange", payload)
+        return payloads
 
     def barrier(self) -> None:
-        with self._calling(Signature("barrier")):
-            self.inner.barrier()
+        self._call("barrier")
 
-    @contextmanager
-    def _calling(self, call: Signature) -> Iterator[None]:
-        with _told_where(self.label):
-            yield
-
-    def _named(self, work: Work) -> Work:
-        return _LabelledWork(work, self.label)
+    def _call(self, kind: str, *arguments: Any) -> Any:
+        """What `inner` makes of this collective."""
+        try:
+            return getattr(self.inner, kind)(*arguments)
+        except GroupError as error:
+            _tell_where(error, self.label)
+            raise
 
 
 class CheckedGroup(LabelledGroup):
@@ -85,10 +78,9 @@ class CheckedGroup(LabelledGroup):
             raise TypeError(f"a {type(self.inner).__name__} can't be divided. Remedy: check a group that can")
         return CheckedGroup(divide(ranks), self.label)
 
-    @contextmanager
-    def _calling(self, call: Signature) -> Iterator[None]:
-        with _told_where(self.label):
-            calls = [text.decode() for text in self.inner.exchange(f"{self.label or 'a call'}: {call}".encode())]
+    def _call(self, kind: str, *arguments: Any) -> Any:
+        call = Signature(kind, *_FACTS[kind](*arguments))
+        calls = [text.decode() for text in super()._call("exchange", f"{self.label or 'a call'}: {call}".encode())]
         if len(set(calls)) > 1:
             callers = {text: [r for r, other in enumerate(calls) if other == text] for text in dict.fromkeys(calls)}
             raise GroupError(
@@ -97,8 +89,18 @@ class CheckedGroup(LabelledGroup):
                 + ". Remedy: make every rank's loss use the same units in the same order, and its loop make the same "
                 "calls"
             )
-        with super()._calling(call):
-            yield
+        return super()._call(kind, *arguments)
+
+
+_FACTS: dict[str, Callable[..., tuple[Any, ...]]] = {  # what ranks must agree on, of a collective's arguments
+    "all_gather": lambda out, piece: (piece.dtype, piece.numel()),
+    "reduce_scatter": lambda out, whole: (whole.dtype, whole.numel()),
+    "all_reduce": lambda tensor, op: (tensor.dtype, tensor.numel(), op),
+    "all_to_all": lambda out, out_sizes, source, in_sizes: (source.dtype,),  # sizes differ by rank
+    "broadcast": lambda tensor, source: (tensor.dtype, tensor.numel(), f"source={source}"),
+    "exchange": lambda payload: (),
+    "barrier": lambda: (),
+}
 
 
 def labelled(group: Group, label: str) -> Group:
@@ -115,19 +117,15 @@ class _LabelledWork:
         self._work, self._label = work, label
 
     def wait(self) -> None:
-        with _told_where(self._label):
+        try:
             self._work.wait()
+        except GroupError as error:
+            _tell_where(error, self._label)
+            raise
 
 
-@contextmanager
-def _told_where(label: str) -> Iterator[None]:
-    """Put the label before the text of a `GroupError`; another rank's own words stay as they are."""
-    try:
-        yield
-    except PeerError:
-        raise
-    except GroupError as error:
-        if label:
-            where = f"lost peer in {label}" if isinstance(error, LostPeerError) else label
-            error.args = (f"{where}: {error}",)
-        raise
+def _tell_where(error: GroupError, label: str) -> None:
+    """Put the label before an error's text; another rank's own words stay as they are."""
+    if label and not isinstance(error, PeerError):
+        where = f"lost peer in {label}" if isinstance(error, LostPeerError) else label
+        error.args = (f"{where}: {error}",)
