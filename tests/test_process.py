@@ -76,6 +76,23 @@ def test_sums_are_in_rank_order() -> None:
     assert on_ranks(fn, 4) == [(1.0, 1.0)] * 4
 
 
+def test_two_ranks_get_the_same_bits() -> None:
+    """Also where the order of two terms shows: which of two NaNs, which of two zeros."""
+    bits = [[0x7FC00001, 0, 0x3F800000], [0x7FC00002, -(2**31), 0x7FC00003]]  # float32: NaN, 0, 1 and NaN, -0, NaN
+
+    def fn() -> list[list[int]]:
+        group, got = ProcessGroup(), []
+        for op in ("sum", "max"):
+            tensor = torch.tensor(bits[group.rank], dtype=torch.int32).view(torch.float32)
+            group.all_reduce(tensor, op).wait()
+            assert tensor.isnan().tolist() == [True, False, True]
+            got.append(tensor.view(torch.int32).tolist())
+        return got
+
+    first, second = on_ranks(fn, 2)
+    assert first == second
+
+
 def test_inputs_live_until_they_are_waited_for() -> None:
     def fn() -> list[float]:
         group = ProcessGroup()

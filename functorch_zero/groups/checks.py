@@ -11,30 +11,24 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 
-def check_flat(**tensors: Tensor) -> None:
+def check_flat(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that isn't 1-D and contiguous: a collective moves its memory as it lies."""
-    for name, tensor in tensors.items():
-        if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}. "
-                "Remedy: pass a contiguous view of one dim, as from .contiguous().view(-1)."
-            )
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}. "
+            "Remedy: pass a contiguous view of one dim, as from .contiguous().view(-1)."
+        )
 
 
 def check_all_gather(size: int, out: Tensor, piece: Tensor) -> None:
-    check_flat(out=out, piece=piece)
-    _check_alike("out", out, "piece", piece)
-    _check_multiple(size, "out", out, "piece", piece)
+    _check_pieces(size, "out", out, "piece", piece)
 
 
 def check_reduce_scatter(size: int, out: Tensor, whole: Tensor) -> None:
-    check_flat(out=out, whole=whole)
-    _check_alike("out", out, "whole", whole)
-    _check_multiple(size, "whole", whole, "out", out)
+    _check_pieces(size, "whole", whole, "out", out)
 
 
 def check_all_to_all(size: int, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> None:
-    check_flat(out=out, source=source)
     _check_alike("out", out, "source", source)
     _check_runs(size, "out_sizes", out_sizes, "out", out)
     _check_runs(size, "in_sizes", in_sizes, "source", source)
@@ -76,6 +70,8 @@ def fold(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    check_flat(name, tensor)
+    check_flat(other_name, other)
     if tensor.dtype != other.dtype or tensor.device != other.device:
         raise ValueError(
             f"{name} and {other_name} must have one dtype and device, got {tensor.dtype} on {tensor.device} "
@@ -83,7 +79,8 @@ def _check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
         )
 
 
-def _check_multiple(size: int, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
+def _check_pieces(size: int, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
+    _check_alike(long_name, long, short_name, short)
     if long.numel() != size * short.numel():
         raise ValueError(
             f"{long_name} must have {size} times (once a rank) the {short.numel()} elements of {short_name}, "

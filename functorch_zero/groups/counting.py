@@ -149,7 +149,7 @@ class _MirrorGroup:
 
     @torch.no_grad()
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        check_flat(tensor=tensor)
+        check_flat("tensor", tensor)
         check_reducible(op, tensor)
         if op == "sum":
             tensor.mul_(self.size)
@@ -164,7 +164,7 @@ class _MirrorGroup:
         return Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        check_flat(tensor=tensor)
+        check_flat("tensor", tensor)
         check_source(self.size, source)
         return Done()
 

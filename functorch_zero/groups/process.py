@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -48,15 +48,11 @@ from .works import Then, TorchWork, as_bytes, copied, fold_into, through_host
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_KNOWN_TO_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_REDUCED_BY_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)
-
-_SMALL = (
-    2**16
-)  # bytes gathered in all, up to which gloo's all-gather and a local sum take no longer than its all-reduce
+# bytes gathered in all, up to which gloo's all-gather and a local sum take no longer than its all-reduce
+_SMALL = 2**16
 
 
 def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
@@ -80,14 +76,19 @@ class ProcessGroup:
     all-gather. It communicates over a torch group of its own, so that `fail` can destroy it without touching the
     caller's. A collective that takes longer than `timeout` (seconds, or a timedelta) fails.
 
+    Attributes:
+        rank: this rank's number, from 0 to size - 1.
+        size: the number of ranks.
+
     What is done where (N ranks, S bytes in the whole tensor, sent by each rank):
 
     - all_gather, all_to_all, broadcast: the backend's own, on bytes; an all-gather of two ranks over gloo is an
       all-to-all, which does not copy this rank's own half.
     - reduce_scatter: NCCL's own. gloo: an all-to-all (S * (N-1) / N), and a sum in rank order in `wait`. gloo's own
       moves as much as an all-reduce and takes twice as long.
-    - all_reduce: the backend's own, but for small tensors on CPUs and dtypes no backend adds, which are gathered and
-      summed in rank order. A maximum keeps NaN, by reducing a mask of NaN along with the values.
+    - all_reduce: the backend's own, but for small tensors on CPUs and dtypes no backend adds, which are gathered (two
+      ranks over gloo: swapped) and summed in rank order. A maximum keeps NaN, by reducing a mask of NaN along with the
+      values.
     - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call and in `wait`, since
       gloo does not have all collectives for them.
     - one rank: copies, no communication.
@@ -101,37 +102,28 @@ class ProcessGroup:
         self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | timedelta = 300.0
     ) -> None:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self._works: weakref.WeakSet[TorchWork] = weakref.WeakSet()
+        self._works: set[weakref.ref[TorchWork]] = set()
         self._errors: dict[int, GroupError] = {}  # why this rank left, by how often it had come back before
         self._closed = False
         refuse_collectives_in_transforms()
         self._parent = parent = parent_group(group)
         self._backends = backends_of(parent)
-        self._rank, self._size = dist.get_rank(parent), dist.get_world_size(parent)
+        self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self._torch_group: dist.ProcessGroup | None = None
         self._token, self._times_rejoined = "", 0
-        self._known_as = self._rank  # in what others are told
-        if self._size > 1:
+        self._known_as = self.rank  # in what others are told
+        if self.size > 1:
             try:
                 self._torch_group = own_group(parent, self._timeout)
             except RuntimeError as error:
                 raise LostPeerError(f"rank {self.rank} could not connect to all ranks: {error}") from None
             self._token = self.exchange(os.urandom(16))[0].hex()
 
-    @property
-    def rank(self) -> int:
-        """This rank's number, from 0 to size - 1."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
-
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own place in `out`."""
         check_all_gather(self.size, out, piece)
-        out, piece = out.detach(), piece.detach()
+        if out.requires_grad or piece.requires_grad:
+            out, piece = out.detach(), piece.detach()
         if self.size == 1 or not out.numel():
             return copied(out, piece)
         if self._must_stage(out):
@@ -142,37 +134,38 @@ class ProcessGroup:
         """`out` (k,) becomes the sum over ranks of this rank's slice of `whole` (N * k,)."""
         check_reduce_scatter(self.size, out, whole)
         check_reducible("sum", whole)
-        out, whole = out.detach(), whole.detach()
+        if out.requires_grad or whole.requires_grad:
+            out, whole = out.detach(), whole.detach()
         if self.size == 1 or not whole.numel():
             return copied(out, whole)
         if self._must_stage(whole):
             return through_host(self.reduce_scatter, out, whole)
-        if self._backend(whole) != "gloo" and whole.dtype in _REDUCED_BY_BACKENDS:
-            return self._launch("reduce_scatter", _REDUCE_SCATTER, out, whole)
+        if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
+            return self._launch("reduce_scatter", "_reduce_scatter_base", out, whole)
         if self.size == 2:
             return self._swap_halves(out, whole)
         slices = torch.empty_like(whole).view(self.size, -1)  # (N, k): what each rank has for this one
         runs = [as_bytes(out).numel()] * self.size
-        work = self._launch(
-            "reduce_scatter", dist.all_to_all_single, as_bytes(slices.view(-1)), as_bytes(whole), runs, runs
-        )
+        received, sent = as_bytes(slices.view(-1)), as_bytes(whole)
+        work = self._launch("reduce_scatter", "alltoall_base", received, sent, runs, runs)
         return Then(work, lambda: fold_into(out, slices, "sum"))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """`tensor` (k,) becomes the sum or the maximum over ranks, in place; bitwise the same on every rank."""
-        check_flat(tensor=tensor)
+        check_flat("tensor", tensor)
         check_reducible(op, tensor)
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if self.size == 1 or not tensor.numel():
             return Done()
         if self._must_stage(tensor):
             return through_host(lambda host, _: self.all_reduce(host, op), tensor, tensor)
-        small = tensor.device.type == "cpu" and self.size * tensor.nbytes <= _SMALL
-        if small or tensor.dtype not in _REDUCED_BY_BACKENDS:
+        small = tensor.is_cpu and self.size * tensor.nbytes <= _SMALL
+        if small or tensor.dtype not in _KNOWN_TO_BACKENDS:
             return self._gather_and_fold(tensor, op)
-        if op == "max" and tensor.is_floating_point():
-            return self._max_with_nan(tensor)
-        return self._reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        if op == "sum":
+            return self._launch("all_reduce", "allreduce", [tensor])
+        return self._max_with_nan(tensor) if tensor.is_floating_point() else self._max(tensor)
 
     def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
         """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j sent."""
@@ -184,18 +177,20 @@ class ProcessGroup:
             return through_host(lambda o, s: self.all_to_all(o, out_sizes, s, in_sizes), out, source)
         width = source.element_size()
         out_runs, in_runs = [n * width for n in out_sizes], [n * width for n in in_sizes]
-        return self._launch("all_to_all", dist.all_to_all_single, as_bytes(out), as_bytes(source), out_runs, in_runs)
+        return self._launch("all_to_all", "alltoall_base", as_bytes(out), as_bytes(source), out_runs, in_runs)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """`tensor` (k,) becomes rank `source`'s, in place."""
-        check_flat(tensor=tensor)
+        check_flat("tensor", tensor)
         check_source(self.size, source)
         tensor = tensor.detach()
         if self.size == 1 or not tensor.numel():
             return Done()
         if self._must_stage(tensor):
             return through_host(lambda host, _: self.broadcast(host, source), tensor, tensor)
-        return self._launch("broadcast", dist.broadcast, as_bytes(tensor), group_src=source)
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return self._launch("broadcast", "broadcast", [as_bytes(tensor)], options)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload` in rank order; sizes may differ. Two all-gathers: the sizes, then padded bytes."""
@@ -281,11 +276,6 @@ class ProcessGroup:
         return self.why_left()
 
     @property
-    def era(self) -> int:
-        """How often this rank has come back after a failure."""
-        return self._times_rejoined
-
-    @property
     def _error(self) -> GroupError | None:
         return self._errors.get(self._times_rejoined)
 
@@ -308,27 +298,29 @@ class ProcessGroup:
     def _leave(self) -> None:
         if self._torch_group is None:
             return
-        for work in list(self._works):  # a torch Work, even a finished one, keeps the connections open
-            work.abandon()
+        for ref in list(self._works):  # a torch Work, even a finished one, keeps the connections open
+            if (work := ref()) is not None:
+                work.abandon(self._times_rejoined)
         holder = [self._torch_group]
         self._torch_group = None
         destroy(holder)
 
-    def _launch(self, kind: str, collective: Callable[..., Any], *tensors_and_sizes: Any, **options: Any) -> Work:
+    def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
+        """Start a collective by torch's own method of the group: the functions around those do nothing for us."""
         if self._torch_group is None:
             raise self.why_left()
         try:
-            handle = collective(*tensors_and_sizes, group=self._torch_group, async_op=True, **options)
+            handle = getattr(self._torch_group, method)(*arguments)
         except RuntimeError as error:
             cause = error.with_traceback(None)  # its frames hold the torch group, whose connections must close
             raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
-        work = TorchWork(self, kind, handle, tensors_and_sizes)
-        self._works.add(work)
+        work = TorchWork(self, kind, handle, arguments)
+        self._works.add(weakref.ref(work, self._works.discard))
         return work
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
         if self.size > 2 or self._backend(out) != "gloo":
-            return self._launch(kind, _ALL_GATHER, as_bytes(out), as_bytes(piece))
+            return self._launch(kind, "_allgather_base", as_bytes(out), as_bytes(piece))
         halves = out.chunk(2)
         if halves[self.rank].data_ptr() != piece.data_ptr():
             halves[self.rank].copy_(piece)
@@ -336,9 +328,10 @@ class ProcessGroup:
 
     def _swap(self, kind: str, out: Tensor, source: Tensor) -> Work:
         """Two ranks: the other's `source` comes into `out`, with no copy of what stays here."""
-        runs = [0, 0]
-        runs[1 - self.rank] = as_bytes(out).numel()
-        return self._launch(kind, dist.all_to_all_single, as_bytes(out), as_bytes(source), runs, runs)
+        if out.dtype not in _KNOWN_TO_BACKENDS:
+            out, source = as_bytes(out), as_bytes(source)
+        runs = [0, out.numel()] if self.rank == 0 else [out.numel(), 0]
+        return self._launch(kind, "alltoall_base", out, source, runs, runs)
 
     def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
         """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more room is needed."""
@@ -346,20 +339,28 @@ class ProcessGroup:
         work = self._swap("reduce_scatter", out, halves[1 - self.rank])
         return Then(work, lambda: out.add_(halves[self.rank]))
 
-    def _reduce(self, tensor: Tensor, op: Any) -> Work:
-        return self._launch("all_reduce", dist.all_reduce, tensor, op)
-
     def _gather_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
+        if self.size == 2 and self._backend(tensor) == "gloo":
+            return self._swap_and_fold(tensor, op)
         parts = tensor.new_empty(self.size, tensor.numel())
         work = self._gather("all_reduce", parts.view(-1), tensor)
         return Then(work, lambda: fold_into(tensor, parts, op))
+
+    def _swap_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
+        theirs = torch.empty_like(tensor)
+        pair = (tensor, theirs) if self.rank == 0 else (theirs, tensor)  # in rank order, as on the other rank
+        work = self._swap("all_reduce", theirs, tensor)
+        return Then(work, lambda: (torch.add if op == "sum" else torch.maximum)(*pair, out=tensor))
+
+    def _max(self, tensor: Tensor) -> Work:
+        return self._launch("all_reduce", "allreduce", [tensor], dist.ReduceOp.MAX)
 
     def _max_with_nan(self, tensor: Tensor) -> Work:
         """Backends compare, and every comparison with NaN is false: which rank's NaN survives would be chance."""
         is_nan = tensor.isnan()
         doubled = torch.cat([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
         values, mask = doubled.chunk(2)
-        work = self._reduce(doubled, dist.ReduceOp.MAX)
+        work = self._max(doubled)
         return Then(work, lambda: tensor.copy_(values.masked_fill_(mask > 0, torch.nan)))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class ThreadGroup:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """`tensor` (k,) becomes the sum (in rank order) or the maximum over ranks, in place."""
-        check_flat(tensor=tensor)
+        check_flat("tensor", tensor)
         check_reducible(op, tensor)
         call = Signature("all_reduce", tensor.dtype, tensor.numel(), op)
         return self._start(call, tensor, tensor, lambda tensors: [fold(tensors, op)] * len(tensors))
@@ -131,7 +131,7 @@ class ThreadGroup:
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """`tensor` (k,) becomes rank `source`'s, in place."""
-        check_flat(tensor=tensor)
+        check_flat("tensor", tensor)
         check_source(self.size, source)
         call = Signature("broadcast", tensor.dtype, tensor.numel(), f"source={source}")
         return self._start(call, tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors))

@@ -25,30 +25,27 @@ class Losing(Protocol):
         """Leave the group, and return the error to raise."""
         ...
 
-    @property
-    def era(self) -> int:
-        """How often it has been made usable again."""
-        ...
-
     def why_left(self, era: int) -> GroupError:
         """Why what was under way in that era has no result."""
         ...
 
 
 class TorchWork:
-    """torch's Work, whose errors become ours."""
+    """torch's Work, whose errors become ours.
+
+    Args:
+        kept: the tensors, which must live until the backend is through with them.
+    """
+
+    _era: int | None = None  # of the group, when it left with this under way
 
     def __init__(self, group: Losing, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
-        self._group = group
-        self._kind = kind
-        self._handle = handle
-        self._kept: tuple[Any, ...] = kept  # the tensors, which must live until the backend is through with them
-        self._abandoned, self._era = False, group.era
+        self._group, self._kind, self._handle, self._kept = group, kind, handle, kept
 
     def wait(self) -> None:
-        if self._abandoned:
-            raise self._group.why_left(self._era)
         if self._handle is None:
+            if self._era is not None:
+                raise self._group.why_left(self._era)
             return
         try:
             self._handle.wait()
@@ -63,10 +60,10 @@ class TorchWork:
             return f"{where} took longer than the group's time limit: another rank is stuck, slow or lost: {cause}"
         return f"{where} was cut off: another rank has ended or can't be reached: {cause}"
 
-    def abandon(self) -> None:
+    def abandon(self, era: int) -> None:
         """Let go of the connections. The tensors stay: the backend may still write to them."""
         if self._handle is not None:
-            self._handle, self._abandoned = None, True
+            self._handle, self._era = None, era
 
 
 class Then:
