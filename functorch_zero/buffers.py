@@ -30,6 +30,8 @@ def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
 
 def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
     """The buffers, those that lie in the storage of params (a target network, say) copied: it may be overwritten."""
+    if not optree.tree_leaves(buffers):
+        return buffers
     taken = {storage_id(flat) for flat in flats}
     return tree_map(lambda b: b.clone() if storage_id(b) in taken else b, buffers)
 
@@ -50,7 +52,7 @@ def sync_buffers(
     count of batches) are those of the first rank that counts. What no rank has changed keeps its value to the bit:
     averaged are the changes. An exchange more where some ranks' batches weigh nothing.
     """
-    if rule == "local" or group.size == 1:
+    if rule == "local" or group.size == 1 or not any(changed):
         return new
     before, treedef = optree.tree_flatten(old)
     after = list(optree.tree_leaves(new))

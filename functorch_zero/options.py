@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -21,6 +22,21 @@ from .levels import AccumulateIn, Levels
 from .sharding import Sharding
 from .step import TrainState
 from .tree import paths
+
+
+class Place(NamedTuple):
+    """Where a rank's part of a state lies; as in `Sharding`."""
+
+    level: int | None
+    num_pieces: int
+    rank: int
+    mesh: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        level = "several levels" if self.level is None else f"level {self.level}"
+        replicas, ranks, number = self.mesh
+        mesh = f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}" if replicas > 1 else ""
+        return f"{level}, {self.num_pieces} ranks, rank {self.rank}{mesh}"
 
 
 @dataclass(frozen=True)
@@ -39,11 +55,16 @@ class Options:
         """All ranks."""
         return self.axes.world
 
-    def sharding(self, layout: Layout) -> Sharding:
-        """What a state that is cut so says of itself."""
+    @cached_property
+    def place(self) -> Place:
+        """Where this rank's part of a state lies."""
         axes = self.axes
         mesh = axes.replicate.size, axes.shard.size, axes.number
-        return Sharding(layout, self.levels.number, self.group.rank, mesh)
+        return Place(self.levels.number, axes.optimizer.size, self.group.rank, mesh)
+
+    def sharding(self, layout: Layout) -> Sharding:
+        """What a state that is cut so says of itself."""
+        return Sharding(layout, self.place.level, self.place.rank, self.place.mesh)
 
     def cut_of(self, path: str, leaf: Any) -> Cut:
         """How a leaf is cut."""
@@ -53,12 +74,12 @@ class Options:
 
 def check_batch(batch: Any, device: torch.device, rank: int) -> None:
     """Refuse a batch on another kind of device than the params; single numbers may be anywhere."""
-    for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
+    for n, leaf in enumerate(optree.tree_leaves(batch)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type != device.type:
             raise StructureError(
                 explain(
                     "the batch is on the wrong device",
-                    path=path,
+                    path=paths(batch)[n],
                     expected=device,
                     got=leaf.device,
                     rank=rank,
@@ -71,38 +92,30 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
     """Refuse a loss that is the mean of nothing, NaN, and would count as much as the others'."""
     if weight is not None:
         return
-    for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
+    for n, leaf in enumerate(optree.tree_leaves(batch)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and not len(leaf) and bool(loss.isnan()):
+            what, path = "the batch is empty, and its loss NaN", paths(batch)[n]
             remedy = "give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts for nothing"
-            raise StructureError(explain("the batch is empty, and its loss NaN", path=path, rank=rank, remedy=remedy))
+            raise StructureError(explain(what, path=path, rank=rank, remedy=remedy))
 
 
 def sharding_of(state: TrainState, options: Options) -> Sharding:
     """How a state is cut, which must be as these options cut."""
-    sharding, rank = state.sharding, options.group.rank
+    sharding = state.sharding
     if sharding is None:
         raise StructureError("a sharded step was given a whole state. Remedy: `step.scatter(state)` first")
-    expected, got = _place(options.sharding(sharding.layout), options.axes.optimizer.size), _place(sharding)
-    if got != expected:
+    got = Place(sharding.level, sharding.layout.num_ranks, sharding.rank, sharding.mesh)
+    if got != options.place:
         raise StructureError(
             explain(
                 "the state was sharded for another level, group or rank",
-                expected=expected,
+                expected=options.place,
                 got=got,
-                rank=rank,
+                rank=options.group.rank,
                 remedy="gather it with the step that made it, then scatter it with this one",
             )
         )
     return sharding
-
-
-def _place(sharding: Sharding, num_pieces: int | None = None) -> str:
-    """Where a rank's part of a state lies; `num_pieces` are the layout's where not given."""
-    level = "several levels" if sharding.level is None else f"level {sharding.level}"
-    num_pieces = sharding.layout.num_ranks if num_pieces is None else num_pieces
-    replicas, ranks, number = sharding.mesh
-    mesh = f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}" if replicas > 1 else ""
-    return f"{level}, {num_pieces} ranks, rank {sharding.rank}{mesh}"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from .groups.protocol import Group
 from .layout import Layout
 from .step import as_metric
 
+_CPU = torch.device("cpu")
 _WIDTH = 32  # the vector's length is a multiple of it, so that ranks whose metrics differ still send equal lengths
 _BITS = 20  # of a digest: its square, summed over 2**12 ranks, is exact in float64
 
@@ -43,13 +44,16 @@ def average(
     sum(h)**2 / N only where all h are equal (Cauchy and Schwarz).
     """
     values = {name: as_metric(value) for name, value in metrics.items()}
-    device = next((v.device for v in values.values() if v.device.type != "cpu"), torch.device("cpu"))
+    device = next((v.device for v in values.values() if not v.is_cpu), _CPU)
     own = 1.0 if weight is None else float(as_metric(weight))
     kind = f"{len(flags)} flags, {'no' if weight is None else 'a'} weight"
     digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % 2**_BITS
-    seen = torch.stack([v.to(device, torch.float64) for v in values.values()]).tolist() if values else []
-    weighted = [_weighted(v, own) for v in seen]
-    entries = [digest, digest**2, own, *weighted, float(own != 0), *map(float, flags)]
+    if device is _CPU:
+        seen = [v.item() for v in values.values()]
+    else:  # which is waited for once
+        seen = torch.stack([v.to(device, torch.float64) for v in values.values()]).tolist()
+    weighted = [x * own if own else 0.0 for x in seen]  # what weighs nothing counts for nothing, a mean of nothing too
+    entries = [digest, digest**2, own, *weighted, own != 0, *flags]
     vector = torch.tensor(entries + [0.0] * (-len(entries) % _WIDTH), dtype=torch.float64, device=device)
     group.all_reduce(vector).wait()
     total, squares, weights, *rest = vector.tolist()[: len(entries)]
@@ -77,11 +81,6 @@ def refuse(step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layou
     found = not_finite(pieces)
     everyone = group.exchange(json.dumps([float(loss), found]).encode())
     raise refusal(step, [json.loads(data) for data in everyone])
-
-
-def _weighted(value: float, weight: float) -> float:
-    """What weighs nothing counts for nothing, also when it is the mean of nothing, NaN."""
-    return value * weight if weight else 0.0
 
 
 def _check(total: int, squares: int, group: Group, log: Sequence[str]) -> None:

@@ -60,6 +60,8 @@ def in_range(reduced: Mapping[int, Tensor], layout: Layout, *, weighted: bool) -
 
 def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float | None) -> None:
     """Sums of weighted, scaled gradients -> weighted means, in place. A total of 0 leaves them 0."""
+    if total is None and scale is None:
+        return
     for flat in reduced.values():
         if total is not None:
             flat.div_(torch.where(total == 0, 1.0, total).to(flat.dtype))

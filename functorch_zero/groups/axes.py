@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from .hybrid import HybridGroup
 from .labels import labelled
@@ -26,7 +27,7 @@ class Axes:
     replicate: Group
     optimizer: Group
 
-    @property
+    @cached_property
     def groups(self) -> list[Group]:
         """The groups that are not the same, or of one rank."""
         distinct = {id(group): group for group in (self.world, self.shard, self.replicate, self.optimizer)}
