@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import filterfalse, repeat
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -46,35 +49,17 @@ _METADATA = {
     torch.Tensor.__len__,
     torch.Tensor.__hash__,
 }
+_VERSION = attrgetter("_version")
 
 
 class Handle(torch.Tensor):
     """A leaf that is not whole here yet. Its shape and dtype are the whole leaf's; a torch operator on it gathers it.
 
-    Pass it to `apply`, or make it whole and differentiable with `fz.gather`.
+    Pass it to `apply`, or make it whole and differentiable with `fz.gather`. `make_handles` makes them.
     """
 
     entrance: Entrance
     number: int  # of this leaf among the entrance's
-
-    @staticmethod
-    def __new__(
-        cls,
-        entrance: Entrance,
-        number: int,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        trainable: bool,
-    ) -> Handle:
-        handle: Handle = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=device, requires_grad=trainable
-        )
-        handle.entrance, handle.number = entrance, number
-        return handle
-
-    def __init__(self, *args: Any) -> None:
-        pass
 
     def whole(self) -> Tensor:
         """The whole leaf, differentiable. At level 3 an all-gather of its unit, unless that is here already."""
@@ -106,6 +91,23 @@ class Handle(torch.Tensor):
         )
 
 
+def make_handles(
+    entrances: Iterable[Entrance],
+    numbers: Iterable[int],
+    shapes: Iterable[Sequence[int]],
+    dtypes: Iterable[torch.dtype],
+    devices: Iterable[torch.device],
+    trainable: Iterable[bool],
+) -> list[Handle]:
+    """A handle for each leaf. Steps make them anew, so with no line of Python for each."""
+    default, strided, pinned = repeat(None), repeat(torch.strided), repeat(False)
+    like = (shapes, default, default, default, dtypes, strided, devices, pinned, trainable)
+    handles = [*map(torch.Tensor._make_wrapper_subclass, repeat(Handle), *like)]
+    deque(map(setattr, handles, repeat("entrance"), entrances), maxlen=0)
+    deque(map(setattr, handles, repeat("number"), numbers), maxlen=0)
+    return handles
+
+
 def _make_whole(leaf: Any) -> Any:
     return leaf.whole() if type(leaf) is Handle else leaf
 
@@ -122,13 +124,13 @@ def gather(tree: PyTree[Any]) -> PyTree[Any]:
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each has been written to."""
-    return [0 if x.is_inference() else x._version for x in tensors]
+    """How often each has been written to; tensors of inference mode don't count."""
+    return [*map(_VERSION, filterfalse(Tensor.is_inference, tensors))]
 
 
-def check_unchanged(params: Sequence[Tensor], versions: Sequence[int]) -> None:
+def check_unchanged(params: Sequence[Tensor], versions: list[int]) -> None:
     """Raise if a loss has written to params: it would change the state, or be lost, depending on the level."""
-    if params and versions_of(params) != list(versions):
+    if versions_of(params) != versions:
         raise StructureError(
             "the loss changed a leaf of params in place, and a step is a pure function. "
             "Remedy: make a new tensor, `p = p * 0.5` instead of `p *= 0.5`"

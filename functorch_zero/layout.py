@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -170,6 +170,25 @@ class Unit:
     buckets: tuple[int, ...]
 
 
+class Content(NamedTuple):
+    """What is in a unit. Its own leaves are numbered bucket by bucket."""
+
+    buckets: tuple[Bucket, ...]
+    leaves: tuple[int, ...]  # the numbers that its leaves have in tree order
+    trained: tuple[tuple[int, Bucket, slice], ...]  # its trained buckets: number, bucket, which of its leaves
+    frozen: tuple[int, ...]  # which of its leaves are not trained
+
+
+class Seen(NamedTuple):
+    """What a loss sees of the leaves, and in which unit: columns, in tree order."""
+
+    units: tuple[int, ...]
+    numbers: tuple[int, ...]  # in the unit
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]  # that they are used in
+    trainable: tuple[bool, ...]
+
+
 @dataclass(frozen=True, eq=True)
 class Layout:
     """How a tree of leaves is cut over `num_ranks` ranks, or fewer: each bucket says into how many pieces."""
@@ -188,6 +207,35 @@ class Layout:
             for k, leaf in enumerate(bucket.leaves):
                 places[leaf] = (b, k)
         return tuple(places)
+
+    @cached_property
+    def contents(self) -> tuple[Content, ...]:
+        """What is in each unit."""
+        return tuple(self._content(unit) for unit in self.units)
+
+    def _content(self, unit: Unit) -> Content:
+        leaves: list[int] = []
+        trained, frozen, buckets = [], list[int](), tuple(self.buckets[b] for b in unit.buckets)
+        for b, bucket in zip(unit.buckets, buckets, strict=True):
+            own = range(len(leaves), len(leaves) + len(bucket.leaves))
+            leaves += bucket.leaves
+            if bucket.trainable:
+                trained.append((b, bucket, slice(own.start, own.stop)))
+            else:
+                frozen += own
+        return Content(buckets, tuple(leaves), tuple(trained), tuple(frozen))
+
+    @cached_property
+    def seen(self) -> Seen:
+        """What a loss sees of the leaves."""
+        homes = sorted((n, u, k) for u, content in enumerate(self.contents) for k, n in enumerate(content.leaves))
+        return Seen(
+            tuple(u for _, u, _ in homes),
+            tuple(k for _, _, k in homes),
+            tuple(leaf.shape for leaf in self.leaves),
+            tuple(self.buckets[b].compute for b, _ in self.places),
+            tuple(leaf.trainable for leaf in self.leaves),
+        )
 
     @cached_property
     def rounds(self) -> bool:

@@ -217,17 +217,20 @@ def make_sink(layout: Layout, axes: Axes, log: list[str], accumulate_in: Accumul
     return Streaming(reducer, frozenset(streams))
 
 
-def make_sources(flats: Sequence[Tensor], layout: Layout, axes: Axes, log: list[str]) -> list[Source]:
-    """Where a pass's whole leaves come from, unit by unit."""
+def make_sources(
+    flats: Sequence[Tensor], layout: Layout, axes: Axes, log: list[str], params: PyTree[Tensor] = None
+) -> list[Source]:
+    """Where a pass's whole leaves come from, unit by unit. `params` may have been cut from the flats already."""
     sources: list[Source] = []
-    for unit in layout.units:
-        own, buckets = [flats[b] for b in unit.buckets], [layout.buckets[b] for b in unit.buckets]
+    leaves = optree.tree_leaves(params)
+    for unit, content in zip(layout.units, layout.contents, strict=True):
+        own, buckets = [flats[b] for b in unit.buckets], content.buckets
         sharded = [level_of(bucket).cuts_params for bucket in buckets]
         if any(sharded) or any(bucket.dtypes is not None for bucket in buckets):
             group = labelled(axes.shard, f"{unit.name or 'root'}/gather")
             sources.append(Gathered(own, buckets, sharded, group, log, unit.name))
         else:
-            sources.append(Resident(own))
+            sources.append(Resident(own, buckets, [*map(leaves.__getitem__, content.leaves)] if leaves else ()))
     return sources
 
 

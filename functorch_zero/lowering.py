@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count, repeat
 from typing import Any
 
 import optree
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from .handle import Handle, check_unchanged, versions_of
+from .handle import check_unchanged, make_handles, versions_of
 from .precision import Dtypes
 from .tree import Params, PyTree, UnitSpec
 
@@ -108,9 +109,11 @@ class Seen:
             if any(found is not None for found in dtypes):
                 entrance = LoweredUnit(unit, stored, dtypes)
                 self._units.append(entrance)
-                for i, (path, leaf, found) in enumerate(zip(unit.leaves, stored, dtypes, strict=True)):
-                    dtype = leaf.dtype if found is None else found.compute
-                    seen[path] = Handle(entrance, i, leaf.shape, dtype, leaf.device, leaf.requires_grad)
+                used = [leaf.dtype if d is None else d.compute for leaf, d in zip(stored, dtypes, strict=True)]
+                shapes, trained = [leaf.shape for leaf in stored], [leaf.requires_grad for leaf in stored]
+                devices = [leaf.device for leaf in stored]
+                handles = make_handles(repeat(entrance), count(), shapes, used, devices, trained)
+                seen |= dict(zip(unit.leaves, handles, strict=True))
         return Params(seen, params.units)
 
     def finish(self) -> None:

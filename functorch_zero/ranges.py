@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+NOTHING: AbstractContextManager[Any] = nullcontext()  # one for all
 
 
 def ranged(what: str, name: str = "") -> AbstractContextManager[Any]:
     """Around some work: the range "fz.<what> <name>" in a profile."""
     if not torch._C._autograd._profiler_enabled():
-        return _NOTHING
+        return NOTHING
     return torch.profiler.record_function(f"fz.{what} {name}".rstrip())

@@ -247,7 +247,7 @@ class ShardedTrainStep:
     ) -> Outcome:
         """One pass, whose gradients go to the sink."""
         device, rank, count = flats[0].device, self.group.rank, self.unsharded.accumulate
-        sources = make_sources(flats, layout, self.options.axes, log)
+        sources = make_sources(flats, layout, self.options.axes, log, state.params)
         keeps, last = not self.options.reshard_after_forward, i == count - 1
         run = Pass(layout, sources, sink, device=device, keeps=keeps, ahead=self._trace, last=last)
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 from torch import Tensor
 
+from .collectives import unpack
 from .groups.protocol import Done, Group, Work
 from .handle import check_unchanged, versions_of
 from .layout import Bucket
+from .lowering import lower
 from .ranges import ranged
+
+Buckets = Sequence[Bucket]
+_BASE = attrgetter("_base")
 
 
 class Source(Protocol):
@@ -19,16 +26,21 @@ class Source(Protocol):
     drops: bool  # whether flats go away on leaving, and must not be kept by autograd
     passing: Sequence[bool]  # which of them
 
+    @property
+    def here(self) -> list[Tensor] | None:
+        """The flats, if they are here, and nobody has to wait for them."""
+        ...
+
     def start(self) -> None:
         """Begin to bring the flats here."""
         ...
 
-    def here(self) -> bool:
-        """Whether the flats are here, and nobody has to wait for them."""
-        ...
-
     def flats(self) -> list[Tensor]:
         """The flats, once they are here."""
+        ...
+
+    def leaves(self) -> Sequence[Tensor]:
+        """The whole leaves in them, bucket by bucket. The flats are here."""
         ...
 
     def drop(self) -> None:
@@ -41,21 +53,23 @@ class Resident:
 
     drops = False
 
-    def __init__(self, flats: list[Tensor]):
-        self._flats, self._versions = flats, versions_of(flats)
+    def __init__(self, flats: list[Tensor], buckets: Buckets, leaves: Sequence[Tensor] = ()):
+        """`leaves` are the whole leaves, if they are at hand already, as views of the flats."""
+        self.here, self._buckets = flats, buckets
         self.passing: Sequence[bool] = [False] * len(flats)
+        self._leaves = leaves if {*map(id, map(_BASE, leaves))} == {*map(id, flats)} else None
 
     def start(self) -> None:
         pass
 
-    def here(self) -> bool:
-        return True
-
     def flats(self) -> list[Tensor]:
-        return self._flats
+        return self.here
+
+    def leaves(self) -> Sequence[Tensor]:
+        return [*_views(self.here, self._buckets)] if self._leaves is None else self._leaves
 
     def drop(self) -> None:
-        check_unchanged(self._flats, self._versions)
+        pass
 
 
 class Gathered:
@@ -69,17 +83,18 @@ class Gathered:
     drops = True
 
     def __init__(
-        self, flats: list[Tensor], buckets: list[Bucket], cut: Sequence[bool], group: Group, log: list[str], name: str
+        self, flats: list[Tensor], buckets: Buckets, cut: Sequence[bool], group: Group, log: list[str], name: str
     ):
         self._flats, self._buckets, self._cut = flats, buckets, cut
         self._group, self._log, self._name = group, log, name
         self.passing: Sequence[bool] = [c or bucket.dtypes is not None for c, bucket in zip(cut, buckets, strict=True)]
+        self._moves = any(cut)
         self._started: list[tuple[Tensor, Tensor, Work]] | None = None  # whole, what it is made of, the gather
-        self._whole: list[Tensor] | None = None
+        self.here: list[Tensor] | None = None
         self._versions: list[int] = []
 
     def start(self) -> None:
-        if self._whole is None and self._started is None and any(self._cut):
+        if self.here is None and self._started is None and self._moves:
             self._log.append("gather " + self._name)
             self._started = []
             with ranged("gather", self._name):
@@ -88,24 +103,28 @@ class Gathered:
                     whole = sent.new_empty(self._group.size * sent.numel()) if cut else flat
                     self._started.append((whole, sent, self._group.all_gather(whole, sent) if cut else Done()))
 
-    def here(self) -> bool:
-        return self._whole is not None
-
     def flats(self) -> list[Tensor]:
-        self.start()
-        if self._whole is None:
+        if self.here is None:
+            self.start()
             with ranged("wait for gather", self._name):
                 for _, _, work in self._started or ():
                     work.wait()
             wholes = self._flats if self._started is None else [whole for whole, _, _ in self._started]
             self._started = None
-            pairs = zip(wholes, self._buckets, strict=True)
-            self._whole = [whole.to(bucket.gather).to(bucket.compute) for whole, bucket in pairs]
-            self._versions = versions_of(self._whole)
-        return self._whole
+            self.here = [lower(whole, bucket.dtypes) for whole, bucket in zip(wholes, self._buckets, strict=True)]
+            self._versions = versions_of(self.here)
+        return self.here
+
+    def leaves(self) -> Sequence[Tensor]:
+        return [*_views(self.flats(), self._buckets)]
 
     def drop(self) -> None:
         if self._started is not None:
             self.flats()
-        check_unchanged(self._whole or [], self._versions)
-        self._whole = None
+        if self.here is not None:
+            check_unchanged(self.here, self._versions)
+            self.here = None
+
+
+def _views(flats: Sequence[Tensor], buckets: Buckets) -> Iterator[Tensor]:
+    return chain.from_iterable(map(unpack, flats, buckets))

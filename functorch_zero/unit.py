@@ -11,7 +11,8 @@ reduction under way and the next gather wait until it asks for its second saved 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from .collectives import is_flat, pack, unpack
-from .handle import Handle
-from .layout import Layout, Unit
+from .collectives import is_flat, pack
+from .handle import check_unchanged, make_handles, versions_of
+from .layout import Content, Layout, Unit
+from .ranges import NOTHING
 from .sinks import Grads, Sink
 from .sources import Source
 from .step import if_weighty
@@ -31,18 +33,16 @@ from .tree import storage_id
 class UnitRun:
     """One unit during one pass: the `Entrance` of its leaves' handles."""
 
-    def __init__(self, unit: Unit, layout: Layout, source: Source, around: Pass):
-        self.name = unit.name or "root"
-        self.source, self._around = source, around
-        self._buckets = [layout.buckets[b] for b in unit.buckets]
-        self._numbers = unit.buckets
-        self._modules = set(unit.modules)
-        self.trained = [b for b in unit.buckets if layout.buckets[b].trainable]
-        self._leaves: Sequence[Tensor] | None = None
-        self._tracked = False  # whether gradients flow back from those leaves
+    _leaves: Sequence[Tensor] | None = None
+    _tracked = False  # whether gradients flow back from those leaves
+    _depth = 0
+    entry: int | None = None  # the last one
+
+    def __init__(self, unit: Unit, content: Content, source: Source, around: Pass):
+        self.name, self._modules = unit.name or "root", unit.modules
+        self.content, self.source, self._around = content, source, around
+        self.trained = [b for b, _, _ in content.trained]
         self._left: set[str] = set()
-        self._depth = 0
-        self.entry: int | None = None  # the last one
         self._saved: set[int] = set()  # entries whose backward needs the flats
 
     def enter(self, module: str) -> Sequence[Tensor]:
@@ -55,7 +55,7 @@ class UnitRun:
     def leave(self, module: str) -> None:
         self._depth -= 1
         self._left.add(module)
-        if self._depth == 0 and self._left >= self._modules:
+        if self._depth == 0 and self._left.issuperset(self._modules):
             self._close()
 
     def touch(self) -> Sequence[Tensor]:
@@ -63,38 +63,32 @@ class UnitRun:
         if self._leaves is None or (tracked and not self._tracked):
             with _no_transforms():
                 if tracked and self.trained:
-                    leaves = Enter.apply(self._around.anchor, self)  # type: ignore[no-untyped-call]
+                    self._leaves = Enter.apply(self._around.anchor, self)  # type: ignore[no-untyped-call]
                 else:
-                    leaves = self.whole_leaves(tracked)
-            self._leaves, self._tracked, self._left = leaves, tracked, set()
+                    self._leaves = self.whole_leaves(tracked)
+            self._tracked, self._left = tracked, set()
         return self._leaves
 
     def watch(self) -> AbstractContextManager[None]:
-        return self._around.watch() if self.source.drops else nullcontext()
+        return self._around.watch() if self.source.drops else NOTHING
 
     def _close(self) -> None:
         self._leaves = None
         if self.source.drops and not self._around.stays(self):
             self.drop()
 
-    def whole_leaves(self, tracked: bool) -> list[Tensor]:
-        """The leaves, whole, bucket by bucket, as views of the flats. Of what is `tracked` the sink is told."""
+    def whole_leaves(self, tracked: bool) -> tuple[Tensor, ...]:
+        """The leaves, whole, bucket by bucket, for the loss alone. Of what is `tracked` the sink is told."""
         if tracked:
             self.entry = self._join()
-        flats = self._around.fetch(self)
-        return [leaf for flat, bucket in zip(flats, self._buckets, strict=True) for leaf in unpack(flat, bucket)]
+        self._around.fetch(self)
+        return (*map(Tensor.detach, self.source.leaves()),)
 
     def drop(self) -> None:
         """The flats are not needed for now."""
-        self._around.forget(self)
-        self.source.drop()
-
-    def frozen(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Of its whole leaves, bucket by bucket, those that are not trained."""
-        if len(self.trained) == len(self._buckets):
-            return []
-        kinds = [bucket.trainable for bucket in self._buckets for _ in bucket.leaves]
-        return [leaf for leaf, trained in zip(leaves, kinds, strict=True) if not trained]
+        if self.source.drops:
+            self._around.forget(self)
+            self.source.drop()
 
     def _join(self) -> int | None:
         """Tell the sink of an entry; a recomputation's, in backward, brings no gradients of its own."""
@@ -119,27 +113,24 @@ class UnitRun:
     def give(self, entry: int | None, grads: Grads) -> None:
         """Hand that entry's gradients to the sink; the next unit is on its way at the latest now."""
         self._around.sink.take(entry, self, grads)
-        self._around.prefetch()
+        self._around.pass_on()
 
     def pack(self, grads: Grads | None, lent: Container[int] = ()) -> Iterator[tuple[int, Tensor]]:
         """The trained buckets' gradients as whole flats; `grads` None is zeros.
 
         Those of the buckets in `lent` may be autograd's own, not to be written to.
         """
-        first = 0
-        for b, bucket in zip(self._numbers, self._buckets, strict=True):
-            own = [None] * len(bucket.leaves) if grads is None else grads[first : first + len(bucket.leaves)]
-            first += len(bucket.leaves)
-            if bucket.trainable:
-                dtype = None if bucket.dtypes is None else bucket.reduce
-                alone = own[0]
-                if b in lent and self._around.share is None and is_flat(alone, bucket, dtype):
-                    flat = alone.detach().view(-1)
-                else:
-                    flat = pack(own, bucket, device=self._around.device, dtype=dtype)
-                if self._around.share is not None:
-                    flat.mul_(self._around.share)
-                yield b, if_weighty(flat, self._around.weight)
+        around = self._around
+        for b, bucket, which in self.content.trained:
+            own = [None] * len(bucket.leaves) if grads is None else grads[which]
+            dtype, alone = None if bucket.dtypes is None else bucket.reduce, own[0]
+            if b in lent and around.share is None and is_flat(alone, bucket, dtype):
+                flat = alone.detach().view(-1)
+            else:
+                flat = pack(own, bucket, device=around.device, dtype=dtype)
+            if around.share is not None:
+                flat.mul_(around.share)
+            yield b, if_weighty(flat, around.weight)
 
     def let_go(self) -> None:
         """What was made for one use, a gather or a cast, can go; leaves that are always here stay."""
@@ -157,10 +148,10 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, run: UnitRun) -> tuple[Tensor, ...]:
-        leaves = tuple(leaf.detach() for leaf in run.whole_leaves(tracked=True))
+        leaves = run.whole_leaves(tracked=True)
         ctx.run, ctx.entry = run, run.entry
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*run.frozen(leaves))
+        ctx.mark_non_differentiable(*map(leaves.__getitem__, run.content.frozen))
         return leaves
 
     @staticmethod
@@ -197,35 +188,34 @@ class Pass:
         self.sink: Any = sink
         self._keeps = keeps and sink is not None
         self.anchor: Any = torch.zeros((), device=device, requires_grad=True) if sink is not None else None
-        self.runs = [UnitRun(unit, layout, source, self) for unit, source in zip(layout.units, sources, strict=True)]
+        self.runs = [*map(UnitRun, layout.units, layout.contents, sources, repeat(self))]
+        self._staying = [flat for source in sources if not source.drops for flat in source.flats()]
+        self._versions = versions_of(self._staying)
         if sink is not None:
             sink.begin(self.runs, last=last)
         self.trace: list[str] = []  # the units in the order they had to be fetched
         self._ahead = list(ahead)
         self._by_name = {run.name: run for run in self.runs}
+        self._next = self._by_name.get(ahead[0]) if ahead else None  # the unit to be fetched next, it seems
         self._storages: dict[int, tuple[UnitRun, int]] = {}
         self._ended = False  # whether the loss has returned, and a backward is the pass's own
         self.weight: Tensor | float | None = None  # of the loss's batch, once it has returned
         self.share: Tensor | float | None = None  # what gradients are still to be multiplied by
         self._in_use: UnitRun | None = None  # the unit whose saved tensors backward asks for
+        self._settled = False  # whether it has asked for its second one
 
     def handles(self) -> Any:
         """The tree the loss sees."""
-        layout = self._layout
-        leaves: list[Handle | None] = [None] * len(layout.leaves)
-        for run, unit in zip(self.runs, layout.units, strict=True):
-            numbers = [leaf for b in unit.buckets for leaf in layout.buckets[b].leaves]
-            for index, leaf in enumerate(numbers):
-                spec, bucket = layout.leaves[leaf], layout.buckets[layout.places[leaf][0]]
-                trainable = spec.trainable and self.anchor is not None
-                leaves[leaf] = Handle(run, index, spec.shape, bucket.compute, self.device, trainable)
-        return layout.treedef.unflatten(leaves)
+        seen, entrances = self._layout.seen, map(self.runs.__getitem__, self._layout.seen.units)
+        trainable = seen.trainable if self.anchor is not None else repeat(False)
+        handles = make_handles(entrances, seen.numbers, seen.shapes, seen.dtypes, repeat(self.device), trainable)
+        return self._layout.treedef.unflatten(handles)
 
     def fetch(self, run: UnitRun) -> list[Tensor]:
         """The unit's flats; the one that was fetched after it the last time is on its way."""
-        arrived = not run.source.here()
-        flats = run.source.flats()
-        if arrived:
+        flats = run.source.here
+        if flats is None:
+            flats = run.source.flats()
             self._follow(run)
             for k, (flat, passes) in enumerate(zip(flats, run.source.passing, strict=True)):
                 if passes and flat.numel():
@@ -236,19 +226,25 @@ class Pass:
 
     def prefetch(self) -> None:
         """Bring the unit here that was fetched next the last time."""
-        for name in self._ahead[len(self.trace) : len(self.trace) + 1]:
-            if name in self._by_name:  # the last pass may have been over another tree
-                self._by_name[name].source.start()
+        if self._next is not None:
+            self._next.source.start()
+
+    def pass_on(self) -> None:
+        """Backward has left a unit."""
+        self._in_use = None
+        self.prefetch()
 
     def _follow(self, run: UnitRun) -> None:
         """Add to the trace; where it leaves the last pass's, that one is no guide any more."""
-        if self._ahead[len(self.trace) : len(self.trace) + 1] != [run.name]:
+        if self._next is not run:
             self._ahead = []
         self.trace.append(run.name)
+        following = self._ahead[len(self.trace) : len(self.trace) + 1]  # of a pass that may have been over another tree
+        self._next = self._by_name.get(following[0]) if following else None
 
     def stays(self, run: UnitRun) -> bool:
         """Whether a unit's flats stay when it is left: asked for, or because it is the next to be fetched again."""
-        again = self._ahead[len(self.trace) : len(self.trace) + 1] == [run.name]
+        again = self._next is run
         if again:
             self._follow(run)
         return self._keeps or again
@@ -260,31 +256,37 @@ class Pass:
     def watch(self) -> AbstractContextManager[None]:
         """Saved tensors that lie in gathered storage are kept as (unit, bucket, offset, size, stride)."""
         if self.anchor is None or self._keeps or _hooked_by_others() or _transforms_active():
-            return nullcontext()
+            return NOTHING
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        owner = self._storages.get(storage_id(tensor))
+        owner = self._storages.get(tensor.untyped_storage()._cdata)
         if owner is None:
             return tensor, tensor._version
         owner[0].note_saved()
         return owner[0].entry, *owner, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def _unpack(self, packed: Any) -> Tensor:
-        if len(packed) == 2:
-            return _unchanged(*packed)
+        if len(packed) == 2:  # checked as autograd checks what no hook has seen
+            saved, version = packed
+            if saved._version == version:
+                return saved  # type: ignore[no-any-return]
+            raise _changed(saved, version)
         entry, run, k, dtype, offset, size, stride = packed
         if entry is not None and self._ended:
             self.sink.pass_by(entry)
-        flat: Tensor = self.fetch(run)[k]
-        if run is self._in_use:  # see Note [peak of backward]
+        flat: Tensor = (run.source.here or self.fetch(run))[k]
+        if run is not self._in_use:
+            self._in_use, self._settled = run, False
+        elif not self._settled:  # see Note [peak of backward]
+            self._settled = True
             self.sink.settle()
             self.prefetch()
-        self._in_use = run
         return (flat if flat.dtype == dtype else flat.view(dtype)).as_strided(size, stride, offset)
 
     def loss_ended(self, weight: Tensor | float | None = None, share: Tensor | float | None = None) -> None:
         """The loss has returned, with the weight of its batch; gradients are still to be multiplied by `share`."""
+        check_unchanged(self._staying, self._versions)
         self._ended, self.weight, self.share = True, weight, share
 
     def finish(self) -> None:
@@ -293,23 +295,22 @@ class Pass:
             self.sink.end()
         for run in self.runs:
             run.done()
+        check_unchanged(self._staying, self._versions)
         self.runs, self._by_name, self._in_use = [], {}, None  # no cycle, so that pieces need not wait for gc
+        self._next = None
 
 
 def _no_transforms() -> AbstractContextManager[Any]:
-    return temporarily_clear_interpreter_stack() if _transforms_active() else nullcontext()
+    return temporarily_clear_interpreter_stack() if _transforms_active() else NOTHING
 
 
-def _unchanged(saved: Tensor, version: int) -> Tensor:
-    """A saved tensor, checked as autograd checks those that no hook has seen."""
-    if saved._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(saved.shape)} is at version {saved._version}; expected version {version} instead. "
-            "Remedy: don't change in place what the loss still needs; torch.autograd.set_detect_anomaly(True) finds it "
-            "in the unsharded step"
-        )
-    return saved
+def _changed(saved: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of shape {tuple(saved.shape)} is at version {saved._version}; expected version {version} instead. "
+        "Remedy: don't change in place what the loss still needs; torch.autograd.set_detect_anomaly(True) finds it "
+        "in the unsharded step"
+    )
 
 
 def _transforms_active() -> bool:

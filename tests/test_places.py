@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from functorch_zero.handle import Handle
+from functorch_zero.handle import Handle, make_handles
 from functorch_zero.places import Place, entering, found
 
 
@@ -22,7 +22,7 @@ class Told:
         self._name, self._log = name, log
 
     def handle(self, number: int) -> Handle:
-        return Handle(self, number, (2,), torch.float32, torch.device("cpu"), True)
+        return make_handles([self], [number], [(2,)], [torch.float32], [torch.device("cpu")], [True])[0]
 
     def enter(self, module: str) -> Sequence[Tensor]:
         self._log.append(f"enter {self._name} for {module}")
