@@ -101,6 +101,7 @@ class ImaginedStep(ShardedTrainStep):
         return _Announced(super()._prepare(layout), self._enter, idle=self._only_buckets)
 
     def _backward(self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout) -> Any:
+        state = state._replace(params=None)  # which may be cut in another way
         with self.live if self._only_buckets else nullcontext():  # nothing is made before and after
             made = super()._backward(state, batch, flats, self._pass_layout)
         self.reduced = sum(flat.nbytes for flat in made[0].values())

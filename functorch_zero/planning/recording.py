@@ -120,7 +120,12 @@ class Noted:
     def __init__(self, source: Source, name: str, journal: Journal) -> None:
         self._source, self._name, self._journal = source, name, journal
         self.drops, self.passing = source.drops, source.passing
-        self.start, self.here, self.drop = source.start, source.here, source.drop
+        self.start, self.leaves, self.drop = source.start, source.leaves, source.drop
+
+    @property
+    def here(self) -> list[Tensor] | None:
+        self._journal.unit = self._name
+        return self._source.here
 
     def flats(self) -> list[Tensor]:
         self._journal.unit = self._name
