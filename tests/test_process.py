@@ -93,6 +93,14 @@ def test_two_ranks_get_the_same_bits() -> None:
     assert first == second
 
 
+def test_torchs_own_methods_are_asynchronous() -> None:
+    """What `torch.distributed`'s functions are told by `async_op`. Over NCCL it decides on which stream they run."""
+    import torch._C._distributed_c10d as c10d
+
+    for name in ("Allgather", "Allreduce", "AllToAll", "Broadcast", "ReduceScatter"):
+        assert getattr(c10d, f"{name}Options")().asyncOp, name
+
+
 def test_inputs_live_until_they_are_waited_for() -> None:
     def fn() -> list[float]:
         group = ProcessGroup()

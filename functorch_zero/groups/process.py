@@ -306,7 +306,7 @@ class ProcessGroup:
         destroy(holder)
 
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
-        """Start a collective by torch's own method of the group: the functions around those do nothing for us."""
+        """Start a collective by torch's own method of the group, asynchronous unless told otherwise."""
         if self._torch_group is None:
             raise self.why_left()
         try:
