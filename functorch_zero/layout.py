@@ -175,8 +175,10 @@ class Content(NamedTuple):
 
     buckets: tuple[Bucket, ...]
     leaves: tuple[int, ...]  # the numbers that its leaves have in tree order
-    trained: tuple[tuple[int, Bucket, slice], ...]  # its trained buckets: number, bucket, which of its leaves
+    trained: tuple[int, ...]  # the numbers of its trained buckets
+    slices: tuple[slice, ...]  # for each of them, which of its leaves it holds
     frozen: tuple[int, ...]  # which of its leaves are not trained
+    rounds: bool  # whether some are used in another dtype than they are stored in
 
 
 class Seen(NamedTuple):
@@ -214,16 +216,18 @@ class Layout:
         return tuple(self._content(unit) for unit in self.units)
 
     def _content(self, unit: Unit) -> Content:
-        leaves: list[int] = []
-        trained, frozen, buckets = [], list[int](), tuple(self.buckets[b] for b in unit.buckets)
-        for b, bucket in zip(unit.buckets, buckets, strict=True):
-            own = range(len(leaves), len(leaves) + len(bucket.leaves))
-            leaves += bucket.leaves
-            if bucket.trainable:
-                trained.append((b, bucket, slice(own.start, own.stop)))
+        leaves, trained, slices, frozen = list[int](), list[int](), list[slice](), list[int]()
+        for b in unit.buckets:
+            own = slice(len(leaves), len(leaves) + len(self.buckets[b].leaves))
+            leaves += self.buckets[b].leaves
+            if self.buckets[b].trainable:
+                trained.append(b)
+                slices.append(own)
             else:
-                frozen += own
-        return Content(buckets, tuple(leaves), tuple(trained), tuple(frozen))
+                frozen += range(own.start, own.stop)
+        buckets = tuple(self.buckets[b] for b in unit.buckets)
+        rounds = any(bucket.dtypes is not None for bucket in buckets)
+        return Content(buckets, tuple(leaves), tuple(trained), tuple(slices), tuple(frozen), rounds)
 
     @cached_property
     def seen(self) -> Seen:

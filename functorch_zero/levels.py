@@ -224,13 +224,13 @@ def make_sources(
     sources: list[Source] = []
     leaves = optree.tree_leaves(params)
     for unit, content in zip(layout.units, layout.contents, strict=True):
-        own, buckets = [flats[b] for b in unit.buckets], content.buckets
-        sharded = [level_of(bucket).cuts_params for bucket in buckets]
-        if any(sharded) or any(bucket.dtypes is not None for bucket in buckets):
+        own, sharded = [*map(flats.__getitem__, unit.buckets)], [level_of(b).cuts_params for b in content.buckets]
+        if content.rounds or any(sharded):
             group = labelled(axes.shard, f"{unit.name or 'root'}/gather")
-            sources.append(Gathered(own, buckets, sharded, group, log, unit.name))
+            sources.append(Gathered(own, content.buckets, sharded, group, log, unit.name))
         else:
-            sources.append(Resident(own, buckets, [*map(leaves.__getitem__, content.leaves)] if leaves else ()))
+            held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
+            sources.append(Resident(own, content.buckets, held))
     return sources
 
 

@@ -26,7 +26,7 @@ Grads = Sequence[Tensor | None]
 class Giver(Protocol):
     """A unit, as sinks see it."""
 
-    trained: list[int]  # the numbers of its trained buckets
+    trained: Sequence[int]  # the numbers of its trained buckets
 
     def pack(self, grads: Grads | None, lent: Container[int] = ()) -> Iterator[tuple[int, Tensor]]:
         """Its trained buckets' gradients as whole flats, those in `lent` not to be written to; None is zeros."""

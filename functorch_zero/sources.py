@@ -17,14 +17,14 @@ from .lowering import lower
 from .ranges import ranged
 
 Buckets = Sequence[Bucket]
-_BASE = attrgetter("_base")
+_BASE, _DTYPES = map(attrgetter, ("_base", "dtypes"))
 
 
 class Source(Protocol):
     """Where a unit's whole flats come from, one (num_pieces * piece,) a bucket."""
 
     drops: bool  # whether flats go away on leaving, and must not be kept by autograd
-    passing: Sequence[bool]  # which of them
+    passing: Sequence[bool]  # which of those that come
 
     @property
     def here(self) -> list[Tensor] | None:
@@ -52,11 +52,11 @@ class Resident:
     """Levels 0 to 2: whole flats that are always here, in the dtype they are used in."""
 
     drops = False
+    passing: Sequence[bool] = ()
 
     def __init__(self, flats: list[Tensor], buckets: Buckets, leaves: Sequence[Tensor] = ()):
         """`leaves` are the whole leaves, if they are at hand already, as views of the flats."""
         self.here, self._buckets = flats, buckets
-        self.passing: Sequence[bool] = [False] * len(flats)
         self._leaves = leaves if {*map(id, map(_BASE, leaves))} == {*map(id, flats)} else None
 
     def start(self) -> None:
@@ -106,12 +106,13 @@ class Gathered:
     def flats(self) -> list[Tensor]:
         if self.here is None:
             self.start()
-            with ranged("wait for gather", self._name):
-                for _, _, work in self._started or ():
-                    work.wait()
-            wholes = self._flats if self._started is None else [whole for whole, _, _ in self._started]
-            self._started = None
-            self.here = [lower(whole, bucket.dtypes) for whole, bucket in zip(wholes, self._buckets, strict=True)]
+            wholes, self._started, started = self._flats, None, self._started
+            if started is not None:
+                with ranged("wait for gather", self._name):
+                    for _, _, work in started:
+                        work.wait()
+                wholes = [whole for whole, _, _ in started]
+            self.here = [*map(lower, wholes, map(_DTYPES, self._buckets))]
             self._versions = versions_of(self.here)
         return self.here
 

@@ -41,9 +41,9 @@ class UnitRun:
     def __init__(self, unit: Unit, content: Content, source: Source, around: Pass):
         self.name, self._modules = unit.name or "root", unit.modules
         self.content, self.source, self._around = content, source, around
-        self.trained = [b for b, _, _ in content.trained]
+        self.trained: Sequence[int] = content.trained
         self._left: set[str] = set()
-        self._saved: set[int] = set()  # entries whose backward needs the flats
+        self.saved: set[int | None] = set()  # entries whose backward needs the flats
 
     def enter(self, module: str) -> Sequence[Tensor]:
         if self._depth == 0 and module in self._left:
@@ -96,17 +96,12 @@ class UnitRun:
             return None
         entry: int = self._around.sink.enter(self)
         if self.source.drops and _hooked_by_others():
-            self._saved.add(entry)  # backward will run the unit again
+            self.saved.add(entry)  # backward will run the unit again
         return entry
-
-    def note_saved(self) -> None:
-        """The backward of the last entry needs the flats."""
-        if self.entry is not None:
-            self._saved.add(self.entry)
 
     def replay(self, entry: int) -> None:
         """Start the gathers of that entry's backward, those that it has not started itself."""
-        if entry in self._saved:
+        if entry in self.saved:
             self._around.fetch(self)
         self._around.prefetch()
 
@@ -121,7 +116,8 @@ class UnitRun:
         Those of the buckets in `lent` may be autograd's own, not to be written to.
         """
         around = self._around
-        for b, bucket, which in self.content.trained:
+        for b, which in zip(self.trained, self.content.slices, strict=True):
+            bucket = around.layout.buckets[b]
             own = [None] * len(bucket.leaves) if grads is None else grads[which]
             dtype, alone = None if bucket.dtypes is None else bucket.reduce, own[0]
             if b in lent and around.share is None and is_flat(alone, bucket, dtype):
@@ -184,7 +180,7 @@ class Pass:
         ahead: Sequence[str] = (),
         last: bool = True,
     ):
-        self._layout, self.device = layout, device
+        self.layout, self.device = layout, device
         self.sink: Any = sink
         self._keeps = keeps and sink is not None
         self.anchor: Any = torch.zeros((), device=device, requires_grad=True) if sink is not None else None
@@ -201,15 +197,15 @@ class Pass:
         self._ended = False  # whether the loss has returned, and a backward is the pass's own
         self.weight: Tensor | float | None = None  # of the loss's batch, once it has returned
         self.share: Tensor | float | None = None  # what gradients are still to be multiplied by
-        self._in_use: UnitRun | None = None  # the unit whose saved tensors backward asks for
-        self._settled = False  # whether it has asked for its second one
+        self._in_use: tuple[UnitRun, int | None] | None = None  # the unit and entry that backward is at
+        self._asked = 0  # how many of its saved leaves it has asked for
 
     def handles(self) -> Any:
         """The tree the loss sees."""
-        seen, entrances = self._layout.seen, map(self.runs.__getitem__, self._layout.seen.units)
+        seen, entrances = self.layout.seen, map(self.runs.__getitem__, self.layout.seen.units)
         trainable = seen.trainable if self.anchor is not None else repeat(False)
         handles = make_handles(entrances, seen.numbers, seen.shapes, seen.dtypes, repeat(self.device), trainable)
-        return self._layout.treedef.unflatten(handles)
+        return self.layout.treedef.unflatten(handles)
 
     def fetch(self, run: UnitRun) -> list[Tensor]:
         """The unit's flats; the one that was fetched after it the last time is on its way."""
@@ -263,31 +259,39 @@ class Pass:
         owner = self._storages.get(tensor.untyped_storage()._cdata)
         if owner is None:
             return tensor, tensor._version
-        owner[0].note_saved()
-        return owner[0].entry, *owner, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        run, k = owner
+        run.saved.add(run.entry)
+        place = (run, run.entry), k, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        return place, None
 
     def _unpack(self, packed: Any) -> Tensor:
-        if len(packed) == 2:  # checked as autograd checks what no hook has seen
-            saved, version = packed
-            if saved._version == version:
-                return saved  # type: ignore[no-any-return]
+        saved, version = packed
+        if version is None:
+            return self._again(*saved)
+        if saved._version != version:  # checked as autograd checks what no hook has seen
             raise _changed(saved, version)
-        entry, run, k, dtype, offset, size, stride = packed
-        if entry is not None and self._ended:
-            self.sink.pass_by(entry)
+        return saved  # type: ignore[no-any-return]
+
+    def _again(
+        self, at: tuple[UnitRun, int | None], k: int, dtype: torch.dtype, offset: int, size: Any, stride: Any
+    ) -> Tensor:
+        """A view of the k-th flat of a unit, for the backward of an entry."""
+        run, entry = at
+        if at != self._in_use:
+            self._in_use, self._asked = at, 0
+            if entry is not None and self._ended:
+                self.sink.pass_by(entry)
         flat: Tensor = (run.source.here or self.fetch(run))[k]
-        if run is not self._in_use:
-            self._in_use, self._settled = run, False
-        elif not self._settled:  # see Note [peak of backward]
-            self._settled = True
+        self._asked += 1
+        if self._asked == 2:  # see Note [peak of backward]
             self.sink.settle()
             self.prefetch()
-        return (flat if flat.dtype == dtype else flat.view(dtype)).as_strided(size, stride, offset)
+        return (flat if flat.dtype is dtype else flat.view(dtype)).as_strided(size, stride, offset)
 
     def loss_ended(self, weight: Tensor | float | None = None, share: Tensor | float | None = None) -> None:
         """The loss has returned, with the weight of its batch; gradients are still to be multiplied by `share`."""
         check_unchanged(self._staying, self._versions)
-        self._ended, self.weight, self.share = True, weight, share
+        self._ended, self.weight, self.share, self._in_use = True, weight, share, None
 
     def finish(self) -> None:
         """The pass, its backward included, is over."""
