@@ -7,7 +7,7 @@ import torch
 
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
-from functorch_zero.ranges import _NOTHING, ranged
+from functorch_zero.ranges import NOTHING, ranged
 from functorch_zero.shard import shard
 from functorch_zero.testing import models
 
@@ -29,4 +29,4 @@ def test_a_profile_names_units(level: int) -> None:
 
 
 def test_nothing_is_recorded_while_nobody_profiles() -> None:
-    assert ranged("forward", "x") is _NOTHING
+    assert ranged("forward", "x") is NOTHING
