@@ -94,14 +94,17 @@ class Gathered:
         self._versions: list[int] = []
 
     def start(self) -> None:
-        if self.here is None and self._started is None and self._moves:
+        if self._moves and self.here is None and self._started is None:
             self._log.append("gather " + self._name)
-            self._started = []
             with ranged("gather", self._name):
-                for flat, bucket, cut in zip(self._flats, self._buckets, self._cut, strict=True):
-                    sent = flat.to(bucket.gather) if cut else flat
-                    whole = sent.new_empty(self._group.size * sent.numel()) if cut else flat
-                    self._started.append((whole, sent, self._group.all_gather(whole, sent) if cut else Done()))
+                self._started = [*map(self._gather, self._flats, self._buckets, self._cut)]
+
+    def _gather(self, flat: Tensor, bucket: Bucket, cut: bool) -> tuple[Tensor, Tensor, Work]:
+        if not cut:
+            return flat, flat, Done()
+        sent = flat if bucket.dtypes is None else flat.to(bucket.dtypes.gather)
+        whole = sent.new_empty(self._group.size * sent.numel())
+        return whole, sent, self._group.all_gather(whole, sent)
 
     def flats(self) -> list[Tensor]:
         if self.here is None:

@@ -190,9 +190,9 @@ class Pass:
         if sink is not None:
             sink.begin(self.runs, last=last)
         self.trace: list[str] = []  # the units in the order they had to be fetched
-        self._ahead = list(ahead)
-        self._by_name = {run.name: run for run in self.runs}
-        self._next = self._by_name.get(ahead[0]) if ahead else None  # the unit to be fetched next, it seems
+        by_name = {run.name: run for run in self.runs} if ahead else {}  # the last pass may have been over another tree
+        self._ahead: Iterator[UnitRun | None] = map(by_name.get, ahead)
+        self._next = next(self._ahead, None)  # the unit to be fetched next, it seems
         self._storages: dict[int, tuple[UnitRun, int]] = {}
         self._ended = False  # whether the loss has returned, and a backward is the pass's own
         self.weight: Tensor | float | None = None  # of the loss's batch, once it has returned
@@ -233,10 +233,9 @@ class Pass:
     def _follow(self, run: UnitRun) -> None:
         """Add to the trace; where it leaves the last pass's, that one is no guide any more."""
         if self._next is not run:
-            self._ahead = []
+            self._ahead = iter(())
         self.trace.append(run.name)
-        following = self._ahead[len(self.trace) : len(self.trace) + 1]  # of a pass that may have been over another tree
-        self._next = self._by_name.get(following[0]) if following else None
+        self._next = next(self._ahead, None)
 
     def stays(self, run: UnitRun) -> bool:
         """Whether a unit's flats stay when it is left: asked for, or because it is the next to be fetched again."""
@@ -300,8 +299,8 @@ class Pass:
         for run in self.runs:
             run.done()
         check_unchanged(self._staying, self._versions)
-        self.runs, self._by_name, self._in_use = [], {}, None  # no cycle, so that pieces need not wait for gc
-        self._next = None
+        self.runs, self._ahead = [], iter(())  # no cycle, so that pieces need not wait for gc
+        self._next = self._in_use = None
 
 
 def _no_transforms() -> AbstractContextManager[Any]:
