@@ -109,12 +109,12 @@ class Gathered:
     def flats(self) -> list[Tensor]:
         if self.here is None:
             self.start()
-            wholes, self._started, started = self._flats, None, self._started
-            if started is not None:
+            wholes = self._flats
+            if self._started is not None:
                 with ranged("wait for gather", self._name):
-                    for _, _, work in started:
+                    for _, _, work in self._started:
                         work.wait()
-                wholes = [whole for whole, _, _ in started]
+                wholes, self._started = [whole for whole, _, _ in self._started], None
             self.here = [*map(lower, wholes, map(_DTYPES, self._buckets))]
             self._versions = versions_of(self.here)
         return self.here
