@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from functorch_zero import optim
 from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.functional import functionalize
-from functorch_zero.groups import run_ranks
+from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.handle import gather
+from functorch_zero.shard import shard
 from functorch_zero.step import Aux, train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, MLP, Block, Shared, even, rows, tokens, uneven
@@ -549,6 +550,24 @@ def test_changing_params_in_place_is_an_error(level: int) -> None:
         run_ranks(lambda group: train_sharded(group, step, params, None, batches, [6, 6], level=level), 2)
     with pytest.raises(StructureError, match="in place"):
         train(step, params, None, batches)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_a_loss_is_given_are_not_the_states_own_leaves(level: int) -> None:
+    seen = []
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        with torch.no_grad():
+            seen.append(gather(params["w"]).requires_grad_())
+        seen.append(gather(params["w"]))
+        return (batch["x"] @ seen[-1]).square().mean()
+
+    step = train_step(loss_fn, optim.sgd(0.1), trainable=lambda path, leaf: True)
+    sharded = shard(step, level=level, group=CountingGroup(2))
+    state = sharded.init({"w": torch.ones(7, 3, dtype=torch.float64)})
+    state, _ = sharded(state, batches_of(rows(7, 3))[0])
+    assert all(whole.requires_grad and whole is not state.params["w"] for whole in seen)
+    assert not state.params["w"].requires_grad
 
 
 @pytest.mark.parametrize("level", LEVELS)
