@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from functorch_zero.errors import GroupError, PeerError
 from functorch_zero.groups import CountingGroup, Group, ProcessGroup, as_group, launch
+from functorch_zero.groups.works import TorchWork
 from tests.collectives import CHECKS, check_all
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
@@ -99,6 +100,29 @@ def test_torchs_own_methods_are_asynchronous() -> None:
 
     for name in ("Allgather", "Allreduce", "AllToAll", "Broadcast", "ReduceScatter"):
         assert getattr(c10d, f"{name}Options")().asyncOp, name
+
+
+def test_who_waits_while_the_group_is_left_gets_an_error() -> None:
+    """As another thread might, at any moment: a collective that was cut off must never look finished."""
+    heard = []
+
+    class Left:
+        rank = 0
+
+        def why_left(self, era: int) -> GroupError:
+            return GroupError(f"left in era {era}")
+
+        def lost(self, text: str) -> GroupError:
+            raise AssertionError(text)
+
+    class Watched(TorchWork):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "_handle" and value is None:
+                heard.append(outcome(self.wait)[:2])
+
+    Watched(Left(), "all_reduce", object(), ()).abandon(3)
+    assert heard == [("GroupError", "left in era 3")]
 
 
 def test_inputs_live_until_they_are_waited_for() -> None:

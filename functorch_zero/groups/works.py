@@ -63,7 +63,7 @@ class TorchWork:
     def abandon(self, era: int) -> None:
         """Let go of the connections. The tensors stay: the backend may still write to them."""
         if self._handle is not None:
-            self._handle, self._era = None, era
+            self._era, self._handle = era, None  # in this order: another thread may wait meanwhile
 
 
 class Then:
