@@ -57,7 +57,7 @@ class Bunches:
         if how is None or not self._bunches:  # without leaves, counts go on all the same
             return part.update(updates, state, params)
         u, treedef = optree.tree_flatten(updates)
-        p, old = optree.tree_leaves(params), optree.tree_leaves(state)
+        p, old = optree.tree_leaves(params), _distinct(optree.tree_leaves(state))
         new = list(old)
         owned = self._owned(u, p) if self._donate else set()
         for bunch, at, places in zip(self._bunches, self._at, how.places, strict=True):
@@ -98,7 +98,7 @@ class Bunches:
         assert how is not None
         if not all(map(has_values, params)):
             return state  # a plan's: a kernel works in place and takes no room
-        old = optree.tree_leaves(state)
+        old = _distinct(optree.tree_leaves(state))
         flats = how.recall([*map(old.__getitem__, how.following)])
         known = [*flats, *old]
         states = [how.one.unflatten(map(known.__getitem__, row)) for row in how.rows]
@@ -189,6 +189,14 @@ class _Regrouping:
             return [bunch.flat([next(given) for _ in where]) for bunch, where in self.runs]
 
         return Recall(find)
+
+
+def _distinct(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves of a state, those copied that have come before: each will be written to."""
+    if len({*map(id, leaves)}) == len(leaves):
+        return leaves
+    first = {id(leaf): i for i, leaf in reversed([*enumerate(leaves)])}
+    return [leaf if first[id(leaf)] == i else leaf.clone() for i, leaf in enumerate(leaves)]
 
 
 def _put(leaves: list[Tensor], where: Sequence[int], bunch: _Bunch, old: Tensor, new: Tensor) -> None:

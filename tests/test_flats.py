@@ -88,3 +88,30 @@ def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(level: int, n
         assert torch.count_nonzero(expected.params[name] - old[name])
         torch.testing.assert_close(whole.params[name], expected.params[name])
         torch.testing.assert_close(whole.opt_state[0].mu[name], expected.opt_state[0].mu[name])
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("metrics", [(), ("update_norm",)])  # with the fused kernel, and without
+def test_two_states_that_are_one_tree_part(level: int, metrics: tuple[str, ...]) -> None:
+    params = {"a": torch.randn(4, 4), "b": torch.randn(3)}
+
+    def loss(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+        return ((batch @ params["a"])[:, :3] * params["b"]).square().mean()
+
+    step = fz.train_step(loss, optim.adamw(0.1), trainable=lambda path, leaf: True, metrics=metrics)
+    sharded = fz.shard(step, level=level, group=fz.Solo())
+    expected, got = step.init(params), sharded.init(params)
+    for i in range(3):
+        batch = torch.randn(5, 4)
+        if i == 1:
+            expected, got = (
+                state._replace(opt_state=(state.opt_state[0]._replace(mu=state.opt_state[0].nu), *state.opt_state[1:]))
+                for state in (expected, got)
+            )
+        old = expected.params
+        (expected, _), (got, _) = step(expected, batch), sharded(got, batch)
+    whole = sharded.gather(got)
+    for name in params:
+        assert torch.count_nonzero(expected.params[name] - old[name])
+        torch.testing.assert_close(whole.params[name], expected.params[name])
+        torch.testing.assert_close(whole.opt_state[0].mu[name], expected.opt_state[0].mu[name])
