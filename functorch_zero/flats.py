@@ -14,7 +14,7 @@ from .collectives import cut, to_tree
 from .layout import Layout
 from .tree import PyTree
 
-_BASE, _SHAPE = map(attrgetter, ("_base", "shape"))
+_BASE, _SHAPE, _DTYPE = map(attrgetter, ("_base", "shape", "dtype"))
 
 
 class Pieces:
@@ -65,4 +65,4 @@ class Recall:
 
 
 def _places(leaves: Sequence[Tensor]) -> list[list[Any]]:
-    return [[*map(Tensor.data_ptr, leaves)], [*map(_SHAPE, leaves)], [*map(Tensor.is_contiguous, leaves)]]
+    return [[*map(fact, leaves)] for fact in (Tensor.data_ptr, _SHAPE, _DTYPE, Tensor.is_contiguous)]

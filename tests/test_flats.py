@@ -39,6 +39,7 @@ def test_flats_of_the_same_leaves_are_found_once() -> None:
         lambda leaves: leaves.append(torch.zeros(1)),
         lambda leaves: leaves.__setitem__(0, leaves[0].clone()),
         lambda leaves: setattr(leaves[0], "data", torch.ones(2, 2)),
+        lambda leaves: setattr(leaves[0], "data", leaves[0].data.view(torch.int32)),
         lambda leaves: leaves[0].t_(),
         lambda leaves: leaves[0].unsqueeze_(0),
     ],
