@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import functorch_zero as fz
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -37,7 +41,18 @@ def held_out_losses(out: str) -> tuple[float, float]:
     return float(before), float(after)
 
 
-@pytest.mark.parametrize(("level", "optimizer"), [("0", "sgd"), ("1", "lamb"), ("2", "adafactor"), ("3", "muon")])
+def test_train_lm_knows_its_optimizers() -> None:
+    example = runpy.run_path(str(EXAMPLES / "train_lm.py"))
+    assert {"sgd", "adamw", "lamb", "adafactor", "muon"} <= {*example["OPTIMIZERS"]}
+    for name in example["OPTIMIZERS"]:
+        step = fz.train_step(
+            lambda params, buffers, batch: params["w"].square().sum(), example["make_optimizer"](name, 4)
+        )
+        state, _ = step(step.init({"w": torch.ones(4, 4, requires_grad=True)}), None)
+        assert torch.count_nonzero(state.params["w"] - 1)
+
+
+@pytest.mark.parametrize(("level", "optimizer"), [("1", "lamb"), ("3", "muon")])
 def test_train_lm(level: str, optimizer: str) -> None:
     out = run_example("train_lm.py", "--level", level, "--optimizer", optimizer, *SMALL_LM)
     before, after = held_out_losses(out)
