@@ -54,7 +54,7 @@ class Recall:
     def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         same = len(leaves) == len(self._leaves) and all(map(is_, map(call, self._leaves), leaves))
         if same and _places(leaves) == self._as_they_were:
-            return [leaves[i]._base for i in self._firsts]  # type: ignore[misc]
+            return [*map(_BASE, map(leaves.__getitem__, self._firsts))]
         flats = self._find(leaves)
         known = {id(base): i for i, base in enumerate(map(_BASE, leaves))}
         self._leaves = []

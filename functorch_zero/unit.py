@@ -263,13 +263,13 @@ class Pass:
         place = (run, run.entry), k, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
         return place, None
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def _unpack(self, packed: tuple[Any, int | None]) -> Any:
         saved, version = packed
         if version is None:
             return self._again(*saved)
         if saved._version != version:  # checked as autograd checks what no hook has seen
             raise _changed(saved, version)
-        return saved  # type: ignore[no-any-return]
+        return saved
 
     def _again(
         self, at: tuple[UnitRun, int | None], k: int, dtype: torch.dtype, offset: int, size: Any, stride: Any

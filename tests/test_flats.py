@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -61,27 +61,20 @@ def test_what_is_remembered_keeps_nothing_alive() -> None:
     assert gone() is None and recall([flat[:4], flat[4:]])[0] is flat
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(level: int, number: int) -> None:
+def loss_of(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+    return ((batch @ params["a"])[:, :3] * params["b"]).square().mean()
+
+
+def check_steps(level: int, at: int, change: Callable[[fz.TrainState], fz.TrainState], metrics: Sequence[str]) -> None:
+    """Three steps, sharded and not, of which the `at`-th is given a changed state, end in the same params and state."""
     params = {"a": torch.randn(4, 4), "b": torch.randn(3)}
-
-    def loss(params: Any, buffers: Any, batch: Tensor) -> Tensor:
-        return ((batch @ params["a"])[:, :3] * params["b"]).square().mean()
-
-    step = fz.train_step(loss, optim.adamw(0.1), trainable=lambda path, leaf: True)
+    step = fz.train_step(loss_of, optim.adamw(0.1), trainable=lambda path, leaf: True, metrics=metrics)
     sharded = fz.shard(step, level=level, group=fz.Solo())
     expected, got = step.init(params), sharded.init(params)
     for i in range(3):
         batch = torch.randn(5, 4)
-        if i == 2:
-            name = "ab"[number]
-            expected.params[name].data = torch.ones_like(params[name])
-            piece = got.params[name]
-            piece.data = torch.ones_like(piece)
-            moment = got.opt_state[0].mu[name]
-            moment.data = torch.full_like(moment, 0.5)
-            expected.opt_state[0].mu[name].data = torch.full_like(params[name], 0.5)
+        if i == at:
+            expected, got = change(expected), change(got)
         old = expected.params
         (expected, _), (got, _) = step(expected, batch), sharded(got, batch)
     whole = sharded.gather(got)
@@ -89,30 +82,24 @@ def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(level: int, n
         assert torch.count_nonzero(expected.params[name] - old[name])
         torch.testing.assert_close(whole.params[name], expected.params[name])
         torch.testing.assert_close(whole.opt_state[0].mu[name], expected.opt_state[0].mu[name])
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(level: int, name: str) -> None:
+    def replace(state: fz.TrainState) -> fz.TrainState:
+        for leaf, value in ((state.params[name], 1.0), (state.opt_state[0].mu[name], 0.5)):
+            leaf.data = torch.full_like(leaf, value)
+        return state
+
+    check_steps(level, 2, replace, metrics=())
 
 
 @pytest.mark.parametrize("level", [0, 3])
 @pytest.mark.parametrize("metrics", [(), ("update_norm",)])  # with the fused kernel, and without
 def test_two_states_that_are_one_tree_part(level: int, metrics: tuple[str, ...]) -> None:
-    params = {"a": torch.randn(4, 4), "b": torch.randn(3)}
+    def join(state: fz.TrainState) -> fz.TrainState:
+        adam, *rest = state.opt_state
+        return state._replace(opt_state=(adam._replace(mu=adam.nu), *rest))
 
-    def loss(params: Any, buffers: Any, batch: Tensor) -> Tensor:
-        return ((batch @ params["a"])[:, :3] * params["b"]).square().mean()
-
-    step = fz.train_step(loss, optim.adamw(0.1), trainable=lambda path, leaf: True, metrics=metrics)
-    sharded = fz.shard(step, level=level, group=fz.Solo())
-    expected, got = step.init(params), sharded.init(params)
-    for i in range(3):
-        batch = torch.randn(5, 4)
-        if i == 1:
-            expected, got = (
-                state._replace(opt_state=(state.opt_state[0]._replace(mu=state.opt_state[0].nu), *state.opt_state[1:]))
-                for state in (expected, got)
-            )
-        old = expected.params
-        (expected, _), (got, _) = step(expected, batch), sharded(got, batch)
-    whole = sharded.gather(got)
-    for name in params:
-        assert torch.count_nonzero(expected.params[name] - old[name])
-        torch.testing.assert_close(whole.params[name], expected.params[name])
-        torch.testing.assert_close(whole.opt_state[0].mu[name], expected.opt_state[0].mu[name])
+    check_steps(level, 1, join, metrics)
