@@ -15,8 +15,8 @@ def keep_freed_memory() -> None:
 
     It gives memory at the heap's end back to the kernel when there is twice as much as the largest block that was ever
     mapped and freed, and takes it again page by page. A step frees gradients and activations at its end, so a model
-    with small layers has thousands of page faults a step (4 million parameters: 2,000, 5 of 220 ms). One block of the
-    largest size that counts, freed without having been touched, does what freeing a large layer would do. Other
-    allocators don't care. After glibc's mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
+    with small layers has a thousand page faults a step and more. One block of the largest size that counts, freed
+    without having been touched, does what freeing a large layer would do. Other allocators don't care. After glibc's
+    mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
     """
     torch.UntypedStorage(_LARGEST)
