@@ -2,10 +2,11 @@
 
 from .counting import Call, CountedGroup, CountingGroup, counted
 from .forwarding import rejoin, sibling
+from .given import as_group
 from .hybrid import HybridGroup
 from .labels import CheckedGroup, LabelledGroup, labelled
 from .launch import launch
-from .process import ProcessGroup, as_group
+from .process import ProcessGroup
 from .protocol import Done, Group, ReduceOp, Work
 from .solo import Solo
 from .threads import ThreadGroup, run_ranks

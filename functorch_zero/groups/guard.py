@@ -37,14 +37,20 @@ def refuse_collectives_in_transforms() -> Any:
     library = torch.library.Library("c10d", "IMPL", "FuncTorchDynamicLayerFrontMode")
     for name in _OPERATORS:
         if hasattr(torch.ops.c10d, name):
-            library.impl(name, _refuser(name))
+            library.impl(name, _refuser(f"c10d::{name}"))
     return library
+
+
+def refuse_in_transform(name: str) -> None:
+    """The same for a collective that is not torch's."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        _refuser(name)()
 
 
 def _refuser(name: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"the collective c10d::{name} was called inside a torch.func transform (grad, vmap, jvp, ...), where its "
+            f"the collective {name} was called inside a torch.func transform (grad, vmap, jvp, ...), where its "
             "gradient would silently be zero. Remedy: call it outside the transform, and let fz.shard place the "
             "collectives that training needs"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,9 @@ from .checks import (
     check_subgroup,
     failure_text,
 )
-from .guard import refuse_collectives_in_transforms
-from .hybrid import HybridGroup
-from .protocol import Done, Group, ReduceOp, Work, check_reducible
+from .cross_memory import CrossMemory, connect
+from .guard import refuse_collectives_in_transforms, refuse_in_transform
+from .protocol import Done, ReduceOp, Work, check_reducible
 from .torch_group import (
     backends_of,
     destroy,
@@ -40,10 +40,9 @@ from .torch_group import (
     part_of,
     publish_failure,
     read_failure,
-    rows_of_mesh,
     world_failure,
 )
-from .works import Then, TorchWork, as_bytes, copied, fold_into, through_host
+from .works import Then, TorchWork, as_bytes, copied, fold_into, nan_apart, through_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,20 +52,6 @@ _KNOWN_TO_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int6
 
 # bytes gathered in all, up to which gloo's all-gather and a local sum take no longer than its all-reduce
 _SMALL = 2**16
-
-
-def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
-    """`group` itself if it is a `Group`, else a `ProcessGroup` over torch's group or mesh (None: all ranks).
-
-    A mesh of two dims, (replicate, shard), becomes a `HybridGroup`.
-    """
-    if isinstance(group, Group):
-        return group
-    if group is not None and (rows := rows_of_mesh(group)) is not None:
-        everyone = sorted(rank for row in rows for rank in row)
-        parent = part_of(parent_group(None), everyone)
-        return HybridGroup.of_rows(ProcessGroup(parent), [[everyone.index(rank) for rank in row] for row in rows])
-    return ProcessGroup(group)
 
 
 class ProcessGroup:
@@ -99,7 +84,11 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | timedelta = 300.0
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        timeout: float | timedelta = 300.0,
+        cross_memory: bool = True,
     ) -> None:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._works: set[weakref.ref[TorchWork]] = set()
@@ -110,6 +99,8 @@ class ProcessGroup:
         self._backends = backends_of(parent)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self._torch_group: dist.ProcessGroup | None = None
+        self._near: CrossMemory | None = None  # moves what lies on the CPU, where it can
+        self._cross_memory = cross_memory
         self._token, self._times_rejoined = "", 0
         self._known_as = self.rank  # in what others are told
         if self.size > 1:
@@ -118,6 +109,7 @@ class ProcessGroup:
             except RuntimeError as error:
                 raise LostPeerError(f"rank {self.rank} could not connect to all ranks: {error}") from None
             self._token = self.exchange(os.urandom(16))[0].hex()
+            self._connect()
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own place in `out`."""
@@ -142,12 +134,13 @@ class ProcessGroup:
             return through_host(self.reduce_scatter, out, whole)
         if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
             return self._launch("reduce_scatter", "_reduce_scatter_base", out, whole)
+        if self._near:
+            return self._start("reduce_scatter", self._near.reduce_scatter, out, whole)
         if self.size == 2:
             return self._swap_halves(out, whole)
         slices = torch.empty_like(whole).view(self.size, -1)  # (N, k): what each rank has for this one
         runs = [as_bytes(out).numel()] * self.size
-        received, sent = as_bytes(slices.view(-1)), as_bytes(whole)
-        work = self._launch("reduce_scatter", "alltoall_base", received, sent, runs, runs)
+        work = self._all_to_all("reduce_scatter", slices.view(-1), runs, whole, runs)
         return Then(work, lambda: fold_into(out, slices, "sum"))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -164,8 +157,11 @@ class ProcessGroup:
         if small or tensor.dtype not in _KNOWN_TO_BACKENDS:
             return self._gather_and_fold(tensor, op)
         if op == "sum":
+            if self._near and tensor.is_cpu:
+                return self._start("all_reduce", self._near.all_reduce, tensor)
             return self._launch("all_reduce", "allreduce", [tensor])
-        return self._max_with_nan(tensor) if tensor.is_floating_point() else self._max(tensor)
+        values, finish = nan_apart(tensor)
+        return Then(self._launch("all_reduce", "allreduce", [values], dist.ReduceOp.MAX), finish)
 
     def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
         """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j sent."""
@@ -177,7 +173,7 @@ class ProcessGroup:
             return through_host(lambda o, s: self.all_to_all(o, out_sizes, s, in_sizes), out, source)
         width = source.element_size()
         out_runs, in_runs = [n * width for n in out_sizes], [n * width for n in in_sizes]
-        return self._launch("all_to_all", "alltoall_base", as_bytes(out), as_bytes(source), out_runs, in_runs)
+        return self._all_to_all("all_to_all", out, out_runs, source, in_runs)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """`tensor` (k,) becomes rank `source`'s, in place."""
@@ -244,18 +240,22 @@ class ProcessGroup:
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not all did: {error}"
             )
             raise self.why_left() from error.with_traceback(None)
+        self._connect()
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
         check_subgroup(self.rank, self.size, ranks)
         everyone = dist.get_process_group_ranks(self._parent)
-        made = ProcessGroup(part_of(self._parent, [everyone[rank] for rank in ranks]), timeout=self._timeout)
+        made = self._like_this(part_of(self._parent, [everyone[rank] for rank in ranks]))
         made._known_as = self._known_as
         return made
 
     def sibling(self) -> ProcessGroup:
         """Another group of the same ranks, with connections and a time limit of its own. Every rank calls this."""
-        return ProcessGroup(self._parent, timeout=self._timeout)
+        return self._like_this(self._parent)
+
+    def _like_this(self, group: dist.ProcessGroup) -> ProcessGroup:
+        return ProcessGroup(group, timeout=self._timeout, cross_memory=self._cross_memory)
 
     def close(self) -> None:
         """Give the connections back; other ranks that still wait for this one get an error."""
@@ -295,9 +295,17 @@ class ProcessGroup:
         """Where in torch's store this group's next failure is told, and nobody looks for an older one."""
         return failure_key(f"{self._token}/{self._times_rejoined}")
 
+    def _connect(self) -> None:
+        """Find out whether these ranks can read each other's memory."""
+        if self._backends.get("cpu") == "gloo":
+            self._near = connect(self.rank, self.size, self.exchange, self._timeout, willing=self._cross_memory)
+
     def _leave(self) -> None:
         if self._torch_group is None:
             return
+        if self._near:
+            self._near.leave()
+            self._near = None
         for ref in list(self._works):  # a torch Work, even a finished one, keeps the connections open
             if (work := ref()) is not None:
                 work.abandon(self._times_rejoined)
@@ -309,8 +317,14 @@ class ProcessGroup:
         """Start a collective by torch's own method of the group, asynchronous unless told otherwise."""
         if self._torch_group is None:
             raise self.why_left()
+        return self._start(kind, getattr(self._torch_group, method), *arguments)
+
+    def _start(self, kind: str, begin: Callable[..., Any], *arguments: Any) -> Work:
+        refuse_in_transform(kind)
         try:
-            handle = getattr(self._torch_group, method)(*arguments)
+            handle = begin(*arguments)
+        except GroupError:
+            raise
         except RuntimeError as error:
             cause = error.with_traceback(None)  # its frames hold the torch group, whose connections must close
             raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
@@ -319,6 +333,8 @@ class ProcessGroup:
         return work
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
+        if self._near and out.is_cpu:
+            return self._start(kind, self._near.all_gather, out, piece, kind)
         if self.size > 2 or self._backend(out) != "gloo":
             return self._launch(kind, "_allgather_base", as_bytes(out), as_bytes(piece))
         halves = out.chunk(2)
@@ -328,10 +344,16 @@ class ProcessGroup:
 
     def _swap(self, kind: str, out: Tensor, source: Tensor) -> Work:
         """Two ranks: the other's `source` comes into `out`, with no copy of what stays here."""
-        if out.dtype not in _KNOWN_TO_BACKENDS:
-            out, source = as_bytes(out), as_bytes(source)
-        runs = [0, out.numel()] if self.rank == 0 else [out.numel(), 0]
-        return self._launch(kind, "alltoall_base", out, source, runs, runs)
+        runs = [0, out.nbytes] if self.rank == 0 else [out.nbytes, 0]
+        return self._all_to_all(kind, out, runs, source, runs)
+
+    def _all_to_all(
+        self, kind: str, out: Tensor, out_runs: Sequence[int], source: Tensor, in_runs: Sequence[int]
+    ) -> Work:
+        """Runs in bytes."""
+        if self._near and out.is_cpu:
+            return self._start(kind, self._near.all_to_all, out, out_runs, source, in_runs, kind)
+        return self._launch(kind, "alltoall_base", as_bytes(out), as_bytes(source), out_runs, in_runs)
 
     def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
         """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more room is needed."""
@@ -351,17 +373,6 @@ class ProcessGroup:
         pair = (tensor, theirs) if self.rank == 0 else (theirs, tensor)  # in rank order, as on the other rank
         work = self._swap("all_reduce", theirs, tensor)
         return Then(work, lambda: (torch.add if op == "sum" else torch.maximum)(*pair, out=tensor))
-
-    def _max(self, tensor: Tensor) -> Work:
-        return self._launch("all_reduce", "allreduce", [tensor], dist.ReduceOp.MAX)
-
-    def _max_with_nan(self, tensor: Tensor) -> Work:
-        """Backends compare, and every comparison with NaN is false: which rank's NaN survives would be chance."""
-        is_nan = tensor.isnan()
-        doubled = torch.cat([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
-        values, mask = doubled.chunk(2)
-        work = self._max(doubled)
-        return Then(work, lambda: tensor.copy_(values.masked_fill_(mask > 0, torch.nan)))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
         """All ranks' `part`s, on the CPU like `part`, by way of whatever device this group's backend works on."""

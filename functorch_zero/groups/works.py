@@ -49,6 +49,8 @@ class TorchWork:
             return
         try:
             self._handle.wait()
+        except GroupError:
+            raise
         except RuntimeError as error:
             cause = error.with_traceback(None)
             raise self._group.lost(self._failure_text(cause)) from cause
@@ -98,3 +100,17 @@ def through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, sour
 
 def fold_into(out: Tensor, parts: Tensor, op: str) -> None:
     out.copy_(fold(parts.unbind(), op))
+
+
+def nan_apart(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """What backends may reduce to a maximum in place of `tensor`, and what then makes it `tensor`'s, with NaN kept.
+
+    They compare, and every comparison with NaN is false: which rank's NaN survives would be chance. So a mask of NaN
+    goes along.
+    """
+    if not tensor.is_floating_point():
+        return tensor, lambda: None
+    is_nan = tensor.isnan()
+    doubled = torch.cat([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
+    values, mask = doubled.chunk(2)
+    return doubled, lambda: tensor.copy_(values.masked_fill_(mask > 0, torch.nan))

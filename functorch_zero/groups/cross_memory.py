@@ -1,0 +1,389 @@
+"""Ranks of one machine that read each other's memory: one copy instead of two, no sockets, no threads.
+
+Note [reading in order]. A rank shows on its board, which all ranks have mapped, how many collectives it has begun,
+where the tensors of each lie, and how many it has read. Its oldest one is read as soon as all ranks have begun it, in
+whatever call this rank makes next, and never a later one first. So two numbers a rank say everything: a collective can
+be read when all have begun it, and is over, its tensors free to be touched, when all have read it. A rank that waits
+for it waits for nothing that another does behind the same line of the program.
+
+Numbers are written after what they speak of, and read before it. Python has no fences, so a processor is asked for
+that keeps loads and stores in order (x86). The reading itself is Linux's process_vm_readv(2), as in Open MPI's
+cross memory attach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import itertools
+import mmap
+import os
+import platform
+import select
+import struct
+import sys
+import threading
+import time
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import GroupError
+from .checks import ranks_text
+
+Run = tuple[int, int]  # an address in some process, and how many bytes lie there
+
+# A board's 64-bit words: three numbers, each in a cache line of its own, why its rank has left, if it says so, in
+# UTF-8, then the last collectives that were begun.
+_LEFT, _BEGUN, _READ, _SHOWN = 0, 8, 16, 56
+_WHY, _MOST = slice(8 * 24, 8 * _SHOWN), 8 * (_SHOWN - 24)  # bytes
+_AT_ONCE = 128  # collectives on a board; what is begun while the others have yet to read so many is shown later
+
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "barrier")
+_CHUNK = 2**15  # elements added at a time: what was just read is still in the cache
+_LOOKS = 20  # at the boards without sleeping in between
+_SLEEP, _LONGEST_SLEEP = 5e-5, 1e-3  # seconds between later ones: a tenth of what it took by then, within these
+_LOOK_AROUND = 0.01  # seconds between looks at the clock and the processes
+
+
+class Cut(RuntimeError):
+    """Another rank has left, has ended, or does not come."""
+
+
+class Transfer:
+    """A collective under way.
+
+    Attributes:
+        shown: what each rank may read here.
+        take: called with what each rank shows to this one, once all have begun; reads it.
+        kept: the tensors, until all have read them.
+        alone: it is shown only when all before it have been read here.
+    """
+
+    def __init__(
+        self, owner: CrossMemory, number: int, kind: str, shown: Sequence[Run], take: Callable[[list[Run]], None],
+        kept: object, alone: bool,
+    ) -> None:  # fmt: skip
+        self._owner, self.number, self.kind, self.alone = owner, number, kind, alone
+        self.shown, self.take, self.kept = shown, take, kept
+
+    def wait(self) -> None:
+        """Return when all ranks have read it.
+
+        Raises:
+            Cut: a rank has left or ended without doing so, or did not come in time.
+            GroupError: ranks have called different collectives.
+        """
+        self._owner.finish(self)
+
+
+class CrossMemory:
+    """Collectives of ranks that `connect` found able to read each other's memory (N = `size`).
+
+    Tensors are 1-D, contiguous, on the CPU, and not to be touched before the `wait` of what a collective returns.
+
+    Attributes:
+        bytes_read: what this process has read of others, in all its groups; for measurements.
+    """
+
+    bytes_read: ClassVar[int] = 0
+
+    def __init__(self, rank: int, boards: Sequence[memoryview], pids: Sequence[int], seconds: float) -> None:
+        self.rank, self.size = rank, len(boards)
+        self._boards, self._board, self._pids, self._seconds = boards, boards[rank], pids, seconds
+        self._others = [(r, board) for r, board in enumerate(boards) if r != rank]
+        self._processes = {os.pidfd_open(pids[r]): r for r, _ in self._others}
+        self._poll = select.poll()
+        for process in self._processes:
+            self._poll.register(process)
+        self._lock = threading.RLock()
+        self._count = 0
+        self._unshown: deque[Transfer] = deque()
+        self._unread: deque[Transfer] = deque()
+        self._unfinished: deque[Transfer] = deque()
+        self.leave = weakref.finalize(self, _leave, os.getpid(), self._board, [*self._processes])
+
+    def all_gather(self, out: Tensor, piece: Tensor, kind: str = "all_gather") -> Transfer:
+        """`out` (N * k,) becomes the ranks' `piece`s (k,)."""
+        shown, wanted = [_run(piece)] * self.size, _runs(out, [piece.nbytes] * self.size)
+        return self._exchange(kind, shown, wanted, (out, piece))
+
+    def all_to_all(
+        self, out: Tensor, out_runs: Sequence[int], source: Tensor, in_runs: Sequence[int], kind: str = "all_to_all"
+    ) -> Transfer:
+        """Rank j gets the j-th run of `source` (in_runs[j] bytes); what it shows comes to the j-th run of `out`."""
+        return self._exchange(kind, _runs(source, in_runs), _runs(out, out_runs), (out, source))
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Transfer:
+        """`out` (k,) becomes the sum over ranks, in their order, of this rank's slice of `whole` (N * k,)."""
+        slices = whole.view(self.size, -1)
+        own = slices[self.rank]
+
+        def take(theirs: list[Run]) -> None:
+            self._add_up(own, out, theirs)
+
+        return self._begin("reduce_scatter", [*map(_run, slices)], take, (out, whole))
+
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        """`tensor` (k,) becomes the sum over ranks, in place: each adds up its part, in their order, and shows it."""
+        parts = tensor.tensor_split(self.size)
+        own = parts[self.rank]
+
+        def take(theirs: list[Run]) -> None:
+            self._add_up(own, own, theirs)
+
+        with self._lock:
+            self._begin("all_reduce", [*map(_run, parts)], take, tensor)
+            return self._exchange("all_reduce", [_run(own)] * self.size, [*map(_run, parts)], tensor, alone=True)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Return when all ranks have read it; read meanwhile what can be read."""
+        gone, looks, start, next_look = "", 0, 0.0, 0.0
+        while True:
+            with self._lock:
+                self._move()
+                if transfer.kept is None:
+                    return
+            if gone:  # and it was so before that look at the boards
+                self._board.cast("B")[_WHY] = gone.encode()[:_MOST].ljust(_MOST, b"\0")
+                raise Cut(gone)
+            looks += 1
+            if looks < _LOOKS:
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            start = start or now
+            time.sleep(min(max((now - start) / 10, _SLEEP), _LONGEST_SLEEP))
+            gone = self._who_left()
+            if not gone and now > next_look:
+                next_look = now + _LOOK_AROUND
+                gone = self._who_ended() or (self._who_is_late(transfer) if now - start > self._seconds else "")
+
+    def _exchange(
+        self, kind: str, shown: Sequence[Run], wanted: Sequence[Run], kept: object, alone: bool = False
+    ) -> Transfer:
+        """A collective that only moves data; what this rank shows to itself is moved at once."""
+        (here, nbytes), (there, _) = shown[self.rank], wanted[self.rank]
+        if here != there:
+            ctypes.memmove(there, here, nbytes)
+
+        def take(theirs: list[Run]) -> None:
+            for r, _ in self._others:
+                self._read(r, theirs[r], wanted[r])
+
+        return self._begin(kind, shown, take, kept, alone)
+
+    def _begin(
+        self, kind: str, shown: Sequence[Run], take: Callable[[list[Run]], None], kept: object, alone: bool = False
+    ) -> Transfer:
+        with self._lock:
+            transfer = Transfer(self, self._count, kind, shown, take, kept, alone)
+            self._count += 1
+            for queue in (self._unshown, self._unread, self._unfinished):
+                queue.append(transfer)
+            self._move()
+        return transfer
+
+    def _move(self) -> None:
+        """Show what can be shown, read what can be read, let go of what all have read; see Note [reading in order]."""
+        if not self.leave.alive:
+            raise Cut("this rank has left the group")
+        self._show()
+        while self._unread and all(board[_BEGUN] > self._unread[0].number for board in self._boards):
+            transfer = self._unread[0]
+            try:
+                transfer.take([self._shown_by(r, transfer) for r in range(self.size)])
+                if gone := self._who_left():
+                    raise Cut(gone)  # what lay there may have been something else by now
+            except BaseException:
+                self.leave()  # half of it may have been added: never again
+                raise
+            self._unread.popleft()
+            self._board[_READ] = transfer.number + 1
+            self._show()
+        read = min(board[_READ] for board in self._boards)
+        while self._unfinished and self._unfinished[0].number < read:
+            self._unfinished.popleft().kept = None
+
+    def _show(self) -> None:
+        while self._unshown:
+            transfer = self._unshown[0]
+            if transfer.alone and transfer is not self._unread[0]:
+                return
+            if transfer.number - _AT_ONCE >= min(board[_READ] for board in self._boards):
+                return
+            words = array("q", [_KINDS.index(transfer.kind)])
+            for run in transfer.shown:
+                words.extend(run)
+            start = self._place(transfer)
+            self._board[start : start + len(words)] = memoryview(words)
+            self._board[_BEGUN] = transfer.number + 1
+            self._unshown.popleft()
+
+    def _place(self, transfer: Transfer) -> int:
+        """The word where it begins on a board: its kind, and for each rank an address and a number of bytes."""
+        return _SHOWN + transfer.number % _AT_ONCE * (1 + 2 * self.size)
+
+    def _shown_by(self, r: int, transfer: Transfer) -> Run:
+        """What rank `r` shows to this one."""
+        board, start = self._boards[r], self._place(transfer)
+        if (kind := _KINDS[board[start]]) != transfer.kind:
+            raise self._different(transfer.kind, r, kind)
+        start += 1 + 2 * self.rank
+        return board[start], board[start + 1]
+
+    def _read(self, r: int, shown: Run, wanted: Run) -> None:
+        """Copy what rank `r` shows to where it is wanted."""
+        if shown[1] != wanted[1]:
+            raise self._different(f"one that takes {wanted[1]:,} bytes", r, f"one that gives it {shown[1]:,} bytes")
+        CrossMemory.bytes_read += wanted[1]
+        try:
+            _copy_from(self._pids[r], shown, wanted)
+        except OSError as error:
+            raise Cut(f"rank {r}'s memory can't be read: {error}") from None
+
+    def _add_up(self, own: Tensor, out: Tensor, theirs: list[Run]) -> None:
+        """`out` becomes the sum over ranks, in their order, of what they show; `own`, this rank's, may be `out`."""
+        for r, (_, nbytes) in enumerate(theirs):
+            if nbytes != own.nbytes:
+                raise self._different(f"one of {own.nbytes:,} bytes", r, f"one of {nbytes:,} bytes")
+        sums, read = own.new_empty(2, min(_CHUNK, own.numel()))
+
+        def term(r: int, at: int, into: Tensor) -> Tensor:
+            if r == self.rank:
+                return own[at : at + len(into)]
+            self._read(r, (theirs[r][0] + at * own.element_size(), into.nbytes), _run(into))
+            return into
+
+        for at in range(0, own.numel(), _CHUNK):
+            result = out[at : at + _CHUNK]
+            total = term(0, at, sums[: len(result)])
+            for r in range(1, self.size):
+                into = result if r == self.size - 1 else sums[: len(result)]
+                total = torch.add(total, term(r, at, read[: len(result)]), out=into)
+
+    def _who_left(self) -> str:
+        for r, board in self._others:
+            if board[_LEFT]:
+                why = bytes(board.cast("B")[_WHY]).rstrip(b"\0").decode(errors="ignore")
+                return why or f"rank {r} has left the group"
+        return ""
+
+    def _who_is_late(self, transfer: Transfer) -> str:
+        for word, what in ((_BEGUN, "did not come"), (_READ, "came, and did not finish")):
+            if late := [r for r, board in self._others if board[word] <= transfer.number]:
+                return f"timed out after {self._seconds:g} s: {ranks_text(late)} {what}"
+        return ""
+
+    def _who_ended(self) -> str:
+        ended = [self._processes[process] for process, _ in self._poll.poll(0)]
+        return f"rank {ended[0]}'s process has ended" if ended else ""
+
+    def _different(self, what: str, r: int, other: str) -> GroupError:
+        return GroupError(
+            f"the ranks called different collectives: rank {self.rank} {what}, rank {r} {other}. Remedy: make every "
+            "rank's loss use the same units in the same order, and its loop make the same calls; "
+            "fz.CheckedGroup names the calls"
+        )
+
+
+def connect(
+    rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: timedelta, *, willing: bool
+) -> CrossMemory | None:
+    """Every rank calls this. None on all of them unless each can read the memory of all others.
+
+    That takes one machine, Linux on x86, one user, and a kernel that allows it: Yama's ptrace_scope must be 0, and a
+    container's seccomp filter must let process_vm_readv(2) pass.
+
+    Args:
+        exchange: gives every rank's bytes, in rank order.
+    """
+    nbytes = 8 * (_SHOWN + _AT_ONCE * (1 + 2 * size))
+    proof = ctypes.create_string_buffer(os.urandom(16), 16)
+    board = os.memfd_create("functorch_zero board") if willing and _is_possible() else None
+    try:
+        offer = b""
+        if board is not None:
+            os.ftruncate(board, nbytes)
+            offer = _OFFER.pack(os.getpid(), board, ctypes.addressof(proof), proof.raw)
+        offers, found = exchange(offer), None
+        if all(offers):
+            with contextlib.suppress(OSError):
+                boards = [_board_of(other, nbytes, mine=r == rank) for r, other in enumerate(offers)]
+                pids = [_OFFER.unpack(other)[0] for other in offers]
+                found = CrossMemory(rank, boards, pids, timeout.total_seconds())
+        everyone = all(exchange(b"yes" if found else b""))  # nobody closes its board before all have it
+        return found if everyone else None
+    finally:
+        if board is not None:
+            os.close(board)
+
+
+_OFFER = struct.Struct("qqq16s")  # a process, its board's file descriptor, an address, what lies there
+
+
+def _is_possible() -> bool:
+    return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
+
+
+def _board_of(offer: bytes, nbytes: int, *, mine: bool) -> memoryview:
+    """A rank's board, once its memory has been read. Raises OSError when either can't be had."""
+    pid, file, address, proof = _OFFER.unpack(offer)
+    read = ctypes.create_string_buffer(16)
+    _copy_from(pid, (address, 16), (ctypes.addressof(read), 16))
+    if read.raw != proof:
+        raise OSError(f"process {pid} is another one on this machine")
+    opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR if mine else os.O_RDONLY)
+    try:
+        mapped = mmap.mmap(opened, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if mine else 0))
+    finally:
+        os.close(opened)
+    return memoryview(mapped).cast("q")
+
+
+def _leave(pid: int, board: memoryview, processes: Sequence[int]) -> None:
+    """Say that nobody may read here any more. A forked child that forgets its copy says nothing."""
+    if os.getpid() == pid:
+        board[_LEFT] = 1
+    for process in processes:
+        os.close(process)
+
+
+def _copy_from(pid: int, shown: Run, wanted: Run) -> None:
+    """Copy `wanted[1]` bytes from another process's address to one here; an OSError when they can't all be had."""
+    (source, _), (there, left) = shown, wanted
+    while left:
+        read = _process_vm_readv()(pid, (_U64 * 2)(there, left), 1, (_U64 * 2)(source, left), 1, 0)
+        if read <= 0:
+            code = ctypes.get_errno() or errno.EFAULT
+            raise OSError(code, os.strerror(code))
+        source, there, left = source + read, there + read, left - read
+
+
+_U64 = ctypes.c_uint64
+
+
+@functools.cache
+def _process_vm_readv() -> Callable[..., int]:
+    function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    function.restype = ctypes.c_ssize_t
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    return function
+
+
+def _run(tensor: Tensor) -> Run:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _runs(tensor: Tensor, sizes: Sequence[int]) -> list[Run]:
+    """Where runs of these sizes, in bytes, lie in it."""
+    starts = itertools.accumulate(sizes[:-1], initial=tensor.data_ptr())
+    return [*zip(starts, sizes, strict=True)]
