@@ -59,7 +59,8 @@ class ProcessGroup:
 
     All these ranks must make it, in the same order among the groups that they make; it costs one barrier and one small
     all-gather. It communicates over a torch group of its own, so that `fail` can destroy it without touching the
-    caller's. A collective that takes longer than `timeout` (seconds, or a timedelta) fails.
+    caller's. A collective that takes longer than `timeout` (seconds, or a timedelta) fails. With
+    `cross_memory=False` on any rank, all use sockets.
 
     Attributes:
         rank: this rank's number, from 0 to size - 1.
@@ -76,6 +77,9 @@ class ProcessGroup:
       values.
     - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call and in `wait`, since
       gloo does not have all collectives for them.
+    - gloo among ranks of one machine that may read each other's memory: all of these but the broadcast and the maximum
+      by reading it (`cross_memory`, Linux on x86), so that nothing crosses a socket. Sums are in rank order, whatever
+      the size; ranks that call different collectives get a `GroupError`.
     - one rank: copies, no communication.
 
     Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError` when one was lost
