@@ -263,9 +263,11 @@ PHASES: dict[str, tuple[int, str]] = {  # a level at which the others then wait 
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_is_lost_in_a_phase(fault: str, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "phase", "cross_memory"),
+    [*((fault, phase, True) for fault in FAULTS for phase in PHASES), *((f, "/reduce", False) for f in FAULTS)],
+)
+def test_a_rank_is_lost_in_a_phase(fault: str, phase: str, cross_memory: bool) -> None:
     """S3. The others say in which unit and phase, within the group's time limit."""
     level, label = PHASES[phase]
     timeout = 2.0 if fault == "stopped" else 20.0
@@ -281,7 +283,7 @@ def test_a_rank_is_lost_in_a_phase(fault: str, phase: str) -> None:
         trigger.armed = group.rank == 1
         return outcome(lambda: rank.take(1))
 
-    ended = survivors(run, 3, timeout=timeout)
+    ended = survivors(run, 3, timeout=timeout, cross_memory=cross_memory)
     assert set(ended) == {0, 2}
     for rank in (0, 2):
         error, text, seconds = ended[rank].result[1:]

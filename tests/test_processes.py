@@ -29,8 +29,8 @@ OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
 }
 
 
-def on_processes(fn: Callable[[Any], Any], ranks: int) -> list[Any]:
-    return launch(lambda: fn(ProcessGroup()), ranks, start_method="fork", timeout=100)
+def on_processes(fn: Callable[[Any], Any], ranks: int, **how: Any) -> list[Any]:
+    return launch(lambda: fn(ProcessGroup(**how)), ranks, start_method="fork", timeout=100)
 
 
 def everything(ranks: int) -> Any:
@@ -51,9 +51,9 @@ def everything(ranks: int) -> Any:
     return run
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sharded_is_unsharded(ranks: int) -> None:
-    runs = on_processes(everything(ranks), ranks)
+@pytest.mark.parametrize(("ranks", "cross_memory"), [(2, True), (3, True), (3, False)])
+def test_sharded_is_unsharded(ranks: int, cross_memory: bool) -> None:
+    runs = on_processes(everything(ranks), ranks, cross_memory=cross_memory)
     for key in runs[0]:
         name, optimizer, _ = key
         loss_fn, params, buffers = ZOO[name].build(weighted=True)
