@@ -33,12 +33,15 @@ def on_processes(fn: Callable[[Any], Any], ranks: int, **how: Any) -> list[Any]:
     return launch(lambda: fn(ProcessGroup(**how)), ranks, start_method="fork", timeout=100)
 
 
-def everything(ranks: int) -> Any:
-    """What one rank does: each level, optimizer and a few models; results by their names."""
+MODELS = ("mlp", "gpt", "convnet", "frozen", "scalars")
+
+
+def everything(ranks: int, models: tuple[str, ...]) -> Any:
+    """What one rank does: each level, optimizer and model; results by their names."""
 
     def run(group: Any) -> dict[Any, Run]:
         found = {}
-        for name in ("mlp", "gpt", "convnet", "frozen", "scalars"):
+        for name in models:
             for optimizer, make in OPTIMIZERS.items():
                 for level in LEVELS:
                     loss_fn, params, buffers = ZOO[name].build(weighted=True)
@@ -51,9 +54,11 @@ def everything(ranks: int) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("ranks", "cross_memory"), [(2, True), (3, True), (3, False)])
-def test_sharded_is_unsharded(ranks: int, cross_memory: bool) -> None:
-    runs = on_processes(everything(ranks), ranks, cross_memory=cross_memory)
+@pytest.mark.parametrize(
+    ("ranks", "cross_memory", "models"), [(2, True, MODELS), (3, True, MODELS), (3, False, ("mlp", "frozen"))]
+)
+def test_sharded_is_unsharded(ranks: int, cross_memory: bool, models: tuple[str, ...]) -> None:
+    runs = on_processes(everything(ranks, models), ranks, cross_memory=cross_memory)
     for key in runs[0]:
         name, optimizer, _ = key
         loss_fn, params, buffers = ZOO[name].build(weighted=True)
