@@ -178,6 +178,7 @@ def bad_arguments(group: Group) -> None:
         lambda: group.reduce_scatter(torch.zeros(2), torch.zeros(4 * n)[::2]),
         lambda: group.reduce_scatter(torch.zeros(2), torch.zeros(2 * n + 1)),
         lambda: group.all_reduce(torch.tensor(1.0)),
+        lambda: group.all_reduce(torch.ones(2, dtype=torch.complex64).conj()),
         lambda: group.all_reduce(torch.ones(2), "mean"),
         lambda: group.all_to_all(torch.zeros(n), [1] * n, torch.zeros(n), [1] * (n + 1)),
         lambda: group.all_to_all(torch.zeros(n), [1] * n, torch.zeros(n + 1), [1] * n),

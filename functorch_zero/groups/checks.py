@@ -12,11 +12,15 @@ from torch import Tensor
 
 
 def check_flat(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that isn't 1-D and contiguous: a collective moves its memory as it lies."""
-    if tensor.dim() != 1 or not tensor.is_contiguous():
+    """Refuse a tensor that isn't 1-D and contiguous: a collective moves its memory as it lies.
+
+    A lazily conjugated or negated one has other values than lie there.
+    """
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}. "
-            "Remedy: pass a contiguous view of one dim, as from .contiguous().view(-1)."
+            f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+            f"{', lazily conjugated or negated' * (tensor.is_conj() or tensor.is_neg())}. Remedy: pass a contiguous "
+            "view of one dim, as from .contiguous().view(-1), after .resolve_conj().resolve_neg()."
         )
 
 
