@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,6 +235,131 @@ def test_a_sum_that_was_cut_off_is_not_taken_up_again(monkeypatch: pytest.Monkey
     assert all("has left" in text for text in on_ranks(fn, 2))
 
 
+def test_what_was_read_is_not_read_again_after_an_interrupt() -> None:
+    class Interrupted(deque[cross_memory.Transfer]):
+        def popleft(self) -> cross_memory.Transfer:
+            raise KeyboardInterrupt
+
+    def fn() -> str:
+        group, tensor = ProcessGroup(timeout=5), torch.ones(100_000)
+        if group.rank == 0:
+            near(group)._unread = Interrupted()
+            with pytest.raises(KeyboardInterrupt):
+                group.all_reduce(tensor).wait()
+        with pytest.raises(GroupError) as error:
+            group.all_reduce(tensor).wait()
+        return str(error.value)
+
+    assert all("has left" in text for text in on_ranks(fn, 2))
+
+
+def test_a_collective_in_the_midst_of_another_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal's handler may call one; what is under way would be read, and added, twice."""
+    add = torch.add
+
+    def fn() -> str:
+        group = ProcessGroup(timeout=5)
+        near(group)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Tensor:
+            monkeypatch.setattr(torch, "add", add)
+            group.barrier()
+            return add(*args, **kwargs)
+
+        if group.rank == 0:
+            monkeypatch.setattr(torch, "add", interrupted)
+        with pytest.raises(GroupError) as error:
+            group.all_reduce(torch.ones(100_000)).wait()
+        return str(error.value)
+
+    first, second = on_ranks(fn, 2)
+    assert "within another, from a signal's handler" in first and "rank 0 has left" in second
+
+
+def test_a_process_that_has_taken_an_ended_ones_number_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fn() -> None:
+        group = ProcessGroup(timeout=5)
+        near(group)
+        time.sleep(0.2 * group.rank)
+        work = group.all_gather(torch.empty(2), torch.ones(1))
+        if group.rank == 1:
+            os._exit(0)  # it has read rank 0's
+        time.sleep(0.4)
+        monkeypatch.setattr(cross_memory, "_copy_from", lambda *args: None)  # as if it could be read
+        with pytest.raises(LostPeerError) as error:
+            work.wait()
+        (tmp_path / "error").write_text(str(error.value))
+
+    with pytest.raises(GroupError, match="died without a word"):
+        on_ranks(fn, 2)
+    assert "rank 1's process has ended" in (tmp_path / "error").read_text()
+
+
+def test_a_rank_that_leaves_spoils_only_what_it_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = cross_memory._copy_from
+
+    def slowly(pid: int, shown: cross_memory.Run, wanted: cross_memory.Run) -> None:
+        time.sleep(0.3 if wanted[1] > 100 else 0.0)
+        copy(pid, shown, wanted)
+
+    def fn() -> list[float]:
+        group, out = ProcessGroup(timeout=5), torch.empty(2)
+        near(group)
+        if group.rank == 0:
+            time.sleep(0.2)  # so that rank 1 reads both in the wait for the first
+        else:
+            monkeypatch.setattr(cross_memory, "_copy_from", slowly)
+        work = group.all_gather(out, torch.tensor([float(group.rank)]))
+        group.all_gather(torch.empty(2000), torch.empty(1000))
+        work.wait()
+        group.close()
+        return out.tolist()
+
+    assert on_ranks(fn, 2) == [[0.0, 1.0]] * 2
+
+
+def test_a_rank_without_room_for_a_board_makes_all_use_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str) -> int:
+        raise OSError("too many open files")
+
+    def fn() -> bool:
+        if torch.distributed.get_rank() == 1:
+            monkeypatch.setattr(os, "memfd_create", full)
+        group = ProcessGroup()
+        group.barrier()
+        return group._near is None
+
+    assert on_ranks(fn, 2) == [True, True]
+
+
+def test_sums_of_what_lies_on_another_device_are_for_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn() -> list[str]:
+        group, kinds = ProcessGroup(), []
+        near(group)
+        group._backends["meta"] = "nccl"
+        monkeypatch.setattr(group, "_launch", lambda kind, *args: kinds.append(kind))
+        for dtype in (torch.float32, torch.int16):
+            group.reduce_scatter(*(torch.empty(n, dtype=dtype, device="meta") for n in (3, 6)))
+        return kinds
+
+    assert on_ranks(fn, 2) == [["reduce_scatter"] * 2] * 2
+
+
+def test_ranks_that_have_called_different_things_can_come_back() -> None:
+    def fn() -> None:
+        group = ProcessGroup(timeout=10)
+        near(group)
+        with pytest.raises(GroupError, match="different collectives"):
+            group.all_gather(torch.empty(2 * (2 + group.rank)), torch.ones(2 + group.rank)).wait()
+        group.rejoin()
+        check_all(group)
+        near(group)
+
+    on_ranks(fn, 2)
+
+
 def test_after_a_failure_that_all_have_caught_memory_is_read_again() -> None:
     def fn() -> bool:
         group = ProcessGroup(timeout=10)
@@ -264,8 +391,10 @@ def test_nothing_is_left_open_and_a_forked_child_says_nothing() -> None:
         child = os.fork()
         if not child:
             near(groups[0]).leave()
+            with pytest.raises(cross_memory.Cut, match="forked"):
+                near(groups[1]).all_gather(torch.empty(2), torch.ones(1))
             os._exit(0)
-        os.waitpid(child, 0)
+        assert os.waitpid(child, 0)[1] == 0
         for group in groups:
             check_all(group)
         return left, True

@@ -52,6 +52,7 @@ _CHUNK = 2**15  # elements added at a time: what was just read is still in the c
 _LOOKS = 20  # at the boards without sleeping in between
 _SLEEP, _LONGEST_SLEEP = 5e-5, 1e-3  # seconds between later ones: a tenth of what it took by then, within these
 _LOOK_AROUND = 0.01  # seconds between looks at the clock and the processes
+_NO_RANK = "this rank has left the group, or this process is forked from it"
 
 
 class Cut(RuntimeError):
@@ -68,12 +69,12 @@ class Transfer:
         alone: it is shown only when all before it have been read here.
     """
 
+    number, alone = -1, False  # how many were begun before it
+
     def __init__(
-        self, owner: CrossMemory, number: int, kind: str, shown: Sequence[Run], take: Callable[[list[Run]], None],
-        kept: object, alone: bool,
-    ) -> None:  # fmt: skip
-        self._owner, self.number, self.kind, self.alone = owner, number, kind, alone
-        self.shown, self.take, self.kept = shown, take, kept
+        self, owner: CrossMemory, kind: str, shown: Sequence[Run], take: Callable[[list[Run]], None], kept: object
+    ) -> None:
+        self._owner, self.kind, self.shown, self.take, self.kept = owner, kind, shown, take, kept
 
     def wait(self) -> None:
         """Return when all ranks have read it.
@@ -104,23 +105,23 @@ class CrossMemory:
         self._poll = select.poll()
         for process in self._processes:
             self._poll.register(process)
-        self._lock = threading.RLock()
-        self._count = 0
+        self._pid, self._count = os.getpid(), 0
+        self._lock, self._moving = threading.RLock(), False
         self._unshown: deque[Transfer] = deque()
         self._unread: deque[Transfer] = deque()
         self._unfinished: deque[Transfer] = deque()
-        self.leave = weakref.finalize(self, _leave, os.getpid(), self._board, [*self._processes])
+        self.leave = weakref.finalize(self, _leave, self._pid, self._board, [*self._processes])
 
     def all_gather(self, out: Tensor, piece: Tensor, kind: str = "all_gather") -> Transfer:
         """`out` (N * k,) becomes the ranks' `piece`s (k,)."""
         shown, wanted = [_run(piece)] * self.size, _runs(out, [piece.nbytes] * self.size)
-        return self._exchange(kind, shown, wanted, (out, piece))
+        return self._begin(self._exchange(kind, shown, wanted, (out, piece)))
 
     def all_to_all(
         self, out: Tensor, out_runs: Sequence[int], source: Tensor, in_runs: Sequence[int], kind: str = "all_to_all"
     ) -> Transfer:
         """Rank j gets the j-th run of `source` (in_runs[j] bytes); what it shows comes to the j-th run of `out`."""
-        return self._exchange(kind, _runs(source, in_runs), _runs(out, out_runs), (out, source))
+        return self._begin(self._exchange(kind, _runs(source, in_runs), _runs(out, out_runs), (out, source)))
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Transfer:
         """`out` (k,) becomes the sum over ranks, in their order, of this rank's slice of `whole` (N * k,)."""
@@ -130,28 +131,33 @@ class CrossMemory:
         def take(theirs: list[Run]) -> None:
             self._add_up(own, out, theirs)
 
-        return self._begin("reduce_scatter", [*map(_run, slices)], take, (out, whole))
+        return self._begin(Transfer(self, "reduce_scatter", [*map(_run, slices)], take, (out, whole)))
 
     def all_reduce(self, tensor: Tensor) -> Transfer:
         """`tensor` (k,) becomes the sum over ranks, in place: each adds up its part, in their order, and shows it."""
         parts = tensor.tensor_split(self.size)
-        own = parts[self.rank]
+        own, runs = parts[self.rank], [*map(_run, parts)]
 
         def take(theirs: list[Run]) -> None:
             self._add_up(own, own, theirs)
 
-        with self._lock:
-            self._begin("all_reduce", [*map(_run, parts)], take, tensor)
-            return self._exchange("all_reduce", [_run(own)] * self.size, [*map(_run, parts)], tensor, alone=True)
+        sums = Transfer(self, "all_reduce", runs, take, tensor)
+        shared = self._exchange("all_reduce", [_run(own)] * self.size, runs, tensor)
+        shared.alone = True
+        return self._begin(sums, shared)
 
     def finish(self, transfer: Transfer) -> None:
         """Return when all ranks have read it; read meanwhile what can be read."""
         gone, looks, start, next_look = "", 0, 0.0, 0.0
         while True:
-            with self._lock:
+            try:
                 self._move()
-                if transfer.kept is None:
-                    return
+            except Cut:  # over a later one, maybe
+                if self._num_read() <= transfer.number:
+                    raise
+                return
+            if transfer.kept is None:
+                return
             if gone:  # and it was so before that look at the boards
                 self._board.cast("B")[_WHY] = gone.encode()[:_MOST].ljust(_MOST, b"\0")
                 raise Cut(gone)
@@ -167,9 +173,7 @@ class CrossMemory:
                 next_look = now + _LOOK_AROUND
                 gone = self._who_ended() or (self._who_is_late(transfer) if now - start > self._seconds else "")
 
-    def _exchange(
-        self, kind: str, shown: Sequence[Run], wanted: Sequence[Run], kept: object, alone: bool = False
-    ) -> Transfer:
+    def _exchange(self, kind: str, shown: Sequence[Run], wanted: Sequence[Run], kept: object) -> Transfer:
         """A collective that only moves data; what this rank shows to itself is moved at once."""
         (here, nbytes), (there, _) = shown[self.rank], wanted[self.rank]
         if here != there:
@@ -179,46 +183,48 @@ class CrossMemory:
             for r, _ in self._others:
                 self._read(r, theirs[r], wanted[r])
 
-        return self._begin(kind, shown, take, kept, alone)
+        return Transfer(self, kind, shown, take, kept)
 
-    def _begin(
-        self, kind: str, shown: Sequence[Run], take: Callable[[list[Run]], None], kept: object, alone: bool = False
-    ) -> Transfer:
-        with self._lock:
-            transfer = Transfer(self, self._count, kind, shown, take, kept, alone)
-            self._count += 1
-            for queue in (self._unshown, self._unread, self._unfinished):
-                queue.append(transfer)
-            self._move()
-        return transfer
+    def _begin(self, *transfers: Transfer) -> Transfer:
+        self._move(transfers)
+        return transfers[-1]
 
-    def _move(self) -> None:
+    def _move(self, new: Sequence[Transfer] = ()) -> None:
         """Show what can be shown, read what can be read, let go of what all have read; see Note [reading in order]."""
-        if not self.leave.alive:
-            raise Cut("this rank has left the group")
-        self._show()
-        while self._unread and all(board[_BEGUN] > self._unread[0].number for board in self._boards):
-            transfer = self._unread[0]
+        with self._lock:
+            if self._moving or not self.leave.alive or os.getpid() != self._pid:
+                raise Cut("a collective within another, from a signal's handler" if self._moving else _NO_RANK)
             try:
-                transfer.take([self._shown_by(r, transfer) for r in range(self.size)])
-                if gone := self._who_left():
-                    raise Cut(gone)  # what lay there may have been something else by now
+                self._moving = True
+                for transfer in new:
+                    transfer.number, self._count = self._count, self._count + 1
+                    for queue in (self._unshown, self._unread, self._unfinished):
+                        queue.append(transfer)
+                self._show()
+                while self._unread and all(board[_BEGUN] > self._unread[0].number for board in self._boards):
+                    self._read_oldest()
+                    self._show()
+                read = self._num_read()
+                while self._unfinished and self._unfinished[0].number < read:
+                    self._unfinished.popleft().kept = None
             except BaseException:
-                self.leave()  # half of it may have been added: never again
+                self.leave()  # half of something may have been begun, or added: never again
                 raise
-            self._unread.popleft()
-            self._board[_READ] = transfer.number + 1
-            self._show()
-        read = min(board[_READ] for board in self._boards)
-        while self._unfinished and self._unfinished[0].number < read:
-            self._unfinished.popleft().kept = None
+            finally:
+                self._moving = False
+
+    def _read_oldest(self) -> None:
+        transfer = self._unread[0]
+        transfer.take([self._shown_by(r, transfer) for r in range(self.size)])
+        if gone := self._who_left() or self._who_ended():
+            raise Cut(gone)  # what lay there may have been something else by now, and its process another one
+        self._unread.popleft()
+        self._board[_READ] = transfer.number + 1
 
     def _show(self) -> None:
         while self._unshown:
             transfer = self._unshown[0]
-            if transfer.alone and transfer is not self._unread[0]:
-                return
-            if transfer.number - _AT_ONCE >= min(board[_READ] for board in self._boards):
+            if (transfer.alone and transfer is not self._unread[0]) or transfer.number - _AT_ONCE >= self._num_read():
                 return
             words = array("q", [_KINDS.index(transfer.kind)])
             for run in transfer.shown:
@@ -227,6 +233,10 @@ class CrossMemory:
             self._board[start : start + len(words)] = memoryview(words)
             self._board[_BEGUN] = transfer.number + 1
             self._unshown.popleft()
+
+    def _num_read(self) -> int:
+        """How many all ranks have read."""
+        return min(board[_READ] for board in self._boards)
 
     def _place(self, transfer: Transfer) -> int:
         """The word where it begins on a board: its kind, and for each rank an address and a number of bytes."""
@@ -308,12 +318,13 @@ def connect(
     """
     nbytes = 8 * (_SHOWN + _AT_ONCE * (1 + 2 * size))
     proof = ctypes.create_string_buffer(os.urandom(16), 16)
-    board = os.memfd_create("functorch_zero board") if willing and _is_possible() else None
+    board, offer = None, b""
     try:
-        offer = b""
-        if board is not None:
-            os.ftruncate(board, nbytes)
-            offer = _OFFER.pack(os.getpid(), board, ctypes.addressof(proof), proof.raw)
+        if willing and _is_possible():
+            with contextlib.suppress(OSError):
+                board = os.memfd_create("functorch_zero board")
+                os.ftruncate(board, nbytes)
+                offer = _OFFER.pack(os.getpid(), board, ctypes.addressof(proof), proof.raw)
         offers, found = exchange(offer), None
         if all(offers):
             with contextlib.suppress(OSError):

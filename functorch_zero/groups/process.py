@@ -138,7 +138,7 @@ class ProcessGroup:
             return through_host(self.reduce_scatter, out, whole)
         if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
             return self._launch("reduce_scatter", "_reduce_scatter_base", out, whole)
-        if self._near:
+        if self._near and whole.is_cpu:
             return self._start("reduce_scatter", self._near.reduce_scatter, out, whole)
         if self.size == 2:
             return self._swap_halves(out, whole)
@@ -327,7 +327,8 @@ class ProcessGroup:
         refuse_in_transform(kind)
         try:
             handle = begin(*arguments)
-        except GroupError:
+        except GroupError as error:  # found out now of a collective before
+            self.fail(error)
             raise
         except RuntimeError as error:
             cause = error.with_traceback(None)  # its frames hold the torch group, whose connections must close
