@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -306,7 +308,7 @@ def test_a_rank_that_leaves_spoils_only_what_it_has_not_finished(monkeypatch: py
 
     def fn() -> list[float]:
         group, out = ProcessGroup(timeout=5), torch.empty(2)
-        near(group)
+        memory = near(group)
         if group.rank == 0:
             time.sleep(0.2)  # so that rank 1 reads both in the wait for the first
         else:
@@ -314,6 +316,8 @@ def test_a_rank_that_leaves_spoils_only_what_it_has_not_finished(monkeypatch: py
         work = group.all_gather(out, torch.tensor([float(group.rank)]))
         group.all_gather(torch.empty(2000), torch.empty(1000))
         work.wait()
+        while group.rank == 1 and not memory._who_left():
+            time.sleep(0.01)
         group.close()
         return out.tolist()
 
@@ -401,6 +405,29 @@ def test_nothing_is_left_open_and_a_forked_child_says_nothing() -> None:
 
     for left, _ in on_ranks(fn, 2):
         assert left <= 2  # gloo closes connections in threads of its own
+
+
+def test_what_was_under_way_is_let_go_when_a_rank_leaves() -> None:
+    def fn() -> tuple[bool, int]:
+        group, alone = ProcessGroup(), ProcessGroup()
+        near(group)
+        gc.collect()
+        gc.disable()
+        open_before = len(os.listdir("/proc/self/fd"))
+        other = group.sibling()
+        near(other)
+        held = [torch.ones(100_000), torch.ones(3)]
+        works = [other.all_reduce(tensor) for tensor in held] if group.rank == 0 else []
+        refs = [weakref.ref(tensor) for tensor in held]
+        other.close()
+        works.clear()
+        held.clear()
+        left = len(os.listdir("/proc/self/fd")) - open_before
+        alone.barrier()
+        return any(ref() is not None for ref in refs), left
+
+    for is_held, left in on_ranks(fn, 2):
+        assert not is_held and left <= 2  # gloo closes connections in threads of its own
 
 
 def test_a_collective_inside_a_transform_raises() -> None:

@@ -40,6 +40,7 @@ from ..errors import GroupError
 from .checks import ranks_text
 
 Run = tuple[int, int]  # an address in some process, and how many bytes lie there
+Take = Callable[["CrossMemory", list[Run]], None]
 
 # A board's 64-bit words: three numbers, each in a cache line of its own, why its rank has left, if it says so, in
 # UTF-8, then the last collectives that were begun.
@@ -64,17 +65,16 @@ class Transfer:
 
     Attributes:
         shown: what each rank may read here.
-        take: called with what each rank shows to this one, once all have begun; reads it.
+        take: called with its owner and what each rank shows to this one, once all have begun; reads it.
         kept: the tensors, until all have read them.
         alone: it is shown only when all before it have been read here.
     """
 
     number, alone = -1, False  # how many were begun before it
 
-    def __init__(
-        self, owner: CrossMemory, kind: str, shown: Sequence[Run], take: Callable[[list[Run]], None], kept: object
-    ) -> None:
-        self._owner, self.kind, self.shown, self.take, self.kept = owner, kind, shown, take, kept
+    def __init__(self, owner: CrossMemory, kind: str, shown: Sequence[Run], take: Take, kept: object) -> None:
+        self._owner = weakref.proxy(owner)  # which keeps this: a cycle would keep tensors until gc
+        self.kind, self.shown, self.take, self.kept = kind, shown, take, kept
 
     def wait(self) -> None:
         """Return when all ranks have read it.
@@ -128,8 +128,8 @@ class CrossMemory:
         slices = whole.view(self.size, -1)
         own = slices[self.rank]
 
-        def take(theirs: list[Run]) -> None:
-            self._add_up(own, out, theirs)
+        def take(near: CrossMemory, theirs: list[Run]) -> None:
+            near._add_up(own, out, theirs)
 
         return self._begin(Transfer(self, "reduce_scatter", [*map(_run, slices)], take, (out, whole)))
 
@@ -138,8 +138,8 @@ class CrossMemory:
         parts = tensor.tensor_split(self.size)
         own, runs = parts[self.rank], [*map(_run, parts)]
 
-        def take(theirs: list[Run]) -> None:
-            self._add_up(own, own, theirs)
+        def take(near: CrossMemory, theirs: list[Run]) -> None:
+            near._add_up(own, own, theirs)
 
         sums = Transfer(self, "all_reduce", runs, take, tensor)
         shared = self._exchange("all_reduce", [_run(own)] * self.size, runs, tensor)
@@ -179,9 +179,9 @@ class CrossMemory:
         if here != there:
             ctypes.memmove(there, here, nbytes)
 
-        def take(theirs: list[Run]) -> None:
-            for r, _ in self._others:
-                self._read(r, theirs[r], wanted[r])
+        def take(near: CrossMemory, theirs: list[Run]) -> None:
+            for r, _ in near._others:
+                near._read(r, theirs[r], wanted[r])
 
         return Transfer(self, kind, shown, take, kept)
 
@@ -215,7 +215,7 @@ class CrossMemory:
 
     def _read_oldest(self) -> None:
         transfer = self._unread[0]
-        transfer.take([self._shown_by(r, transfer) for r in range(self.size)])
+        transfer.take(self, [self._shown_by(r, transfer) for r in range(self.size)])
         if gone := self._who_left() or self._who_ended():
             raise Cut(gone)  # what lay there may have been something else by now, and its process another one
         self._unread.popleft()
