@@ -308,12 +308,11 @@ class ProcessGroup:
             return
         if self._near:
             self._near.leave()
-            self._near = None
         for ref in list(self._works):  # a torch Work, even a finished one, keeps the connections open
             if (work := ref()) is not None:
                 work.abandon(self._times_rejoined)
         holder = [self._torch_group]
-        self._torch_group = None
+        self._torch_group = self._near = None
         destroy(holder)
 
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
