@@ -33,7 +33,7 @@ class Giver(Protocol):
         ...
 
     def replay(self, entry: int) -> None:
-        """Start the gathers of that entry's backward, those that it has not started itself."""
+        """That entry's backward is over: start those of its gathers that it has not started itself."""
         ...
 
     def let_go(self) -> None:

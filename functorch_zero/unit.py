@@ -6,10 +6,12 @@ runs it right after the unit's own backward: it orders ready nodes by creation, 
 
 Note [peak of backward]: a unit's backward needs most memory when it begins: its activations are all there. So the
 reduction under way and the next gather wait until it asks for its second saved leaf; most of its work still hides them.
+A unit with so few that half of them have been asked for by then is soon done, and the next gather waits for that.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
@@ -43,7 +45,7 @@ class UnitRun:
         self.content, self.source, self._around = content, source, around
         self.trained: Sequence[int] = content.trained
         self._left: set[str] = set()
-        self.saved: set[int | None] = set()  # entries whose backward needs the flats
+        self.saved: Counter[int | None] = Counter()  # by entry: how many saved leaves its backward will ask for
 
     def enter(self, module: str) -> Sequence[Tensor]:
         if self._depth == 0 and module in self._left:
@@ -96,13 +98,14 @@ class UnitRun:
             return None
         entry: int = self._around.sink.enter(self)
         if self.source.drops and _hooked_by_others():
-            self.saved.add(entry)  # backward will run the unit again
+            self.saved[entry] += 1  # backward will run the unit again
         return entry
 
     def replay(self, entry: int) -> None:
-        """Start the gathers of that entry's backward, those that it has not started itself."""
+        """That entry's backward is over: start those of its gathers that it has not started itself."""
         if entry in self.saved:
             self._around.fetch(self)
+        self.done()  # before the next unit comes
         self._around.prefetch()
 
     def give(self, entry: int | None, grads: Grads) -> None:
@@ -259,7 +262,7 @@ class Pass:
         if owner is None:
             return tensor, tensor._version
         run, k = owner
-        run.saved.add(run.entry)
+        run.saved[run.entry] += 1
         place = (run, run.entry), k, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
         return place, None
 
@@ -282,7 +285,7 @@ class Pass:
                 self.sink.pass_by(entry)
         flat: Tensor = (run.source.here or self.fetch(run))[k]
         self._asked += 1
-        if self._asked == 2:  # see Note [peak of backward]
+        if self._asked == 2 and run.saved[entry] >= 4:  # see Note [peak of backward]
             self.sink.settle()
             self.prefetch()
         return (flat if flat.dtype is dtype else flat.view(dtype)).as_strided(size, stride, offset)

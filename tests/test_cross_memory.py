@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.func import grad
 
 from functorch_zero.errors import GroupError, LostPeerError
-from functorch_zero.groups import ProcessGroup, cross_memory, launch
+from functorch_zero.groups import ProcessGroup, boards, cross_memory, launch
 from functorch_zero.groups.cross_memory import CrossMemory
 from tests.collectives import CHECKS, check_all
 
-pytestmark = pytest.mark.skipif(not cross_memory._is_possible(), reason="made for Linux on x86")
+pytestmark = pytest.mark.skipif(not boards.is_possible(), reason="made for Linux on x86")
 
 
 def on_ranks(fn: Callable[..., Any], ranks: int, timeout: float = 40.0) -> list[Any]:
@@ -84,7 +84,7 @@ def test_large_sums_are_in_rank_order(ranks: int, dtype: torch.dtype) -> None:
 
 def test_more_at_once_than_a_board_holds_finished_in_any_order() -> None:
     def fn() -> bool:
-        group, count = ProcessGroup(), 2 * cross_memory._AT_ONCE + 10
+        group, count = ProcessGroup(), 2 * boards.AT_ONCE + 10
         near(group)
         outs = torch.empty(count, 2)
         works = [group.all_gather(outs[i], torch.tensor([100.0 * i + group.rank])) for i in range(count)]
@@ -179,15 +179,15 @@ def test_who_is_late_is_named_by_all() -> None:
 
 
 def test_a_rank_whose_memory_cannot_be_read_makes_all_use_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = cross_memory._copy_from
+    copy = boards._copy_from
 
-    def refused(pid: int, *runs: cross_memory.Run) -> None:
+    def refused(pid: int, *runs: boards.Run) -> None:
         if pid != os.getpid() and torch.distributed.get_rank() == 1:
             raise PermissionError("not permitted")
         copy(pid, *runs)
 
     def fn() -> tuple[bool, bool]:
-        monkeypatch.setattr(cross_memory, "_copy_from", refused)
+        monkeypatch.setattr(boards, "_copy_from", refused)
         group, other = ProcessGroup(), ProcessGroup(cross_memory=torch.distributed.get_rank() == 0)
         check_all(group)
         check_all(other)
@@ -197,14 +197,14 @@ def test_a_rank_whose_memory_cannot_be_read_makes_all_use_sockets(monkeypatch: p
 
 
 def test_memory_that_cannot_be_read_any_more_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(pid: int, *runs: cross_memory.Run) -> None:
+    def gone(pid: int, *runs: boards.Run) -> None:
         raise ProcessLookupError("no such process")
 
     def fn() -> str:
         group = ProcessGroup(timeout=5)
         near(group)
         if group.rank == 0:
-            monkeypatch.setattr(cross_memory, "_copy_from", gone)
+            monkeypatch.setattr(boards, "_copy_from", gone)
         with pytest.raises(LostPeerError) as error:
             group.all_gather(torch.empty(2), torch.ones(1)).wait()
         return str(error.value)
@@ -289,7 +289,7 @@ def test_a_process_that_has_taken_an_ended_ones_number_is_not_read(
         if group.rank == 1:
             os._exit(0)  # it has read rank 0's
         time.sleep(0.4)
-        monkeypatch.setattr(cross_memory, "_copy_from", lambda *args: None)  # as if it could be read
+        monkeypatch.setattr(boards, "_copy_from", lambda *args: None)  # as if it could be read
         with pytest.raises(LostPeerError) as error:
             work.wait()
         (tmp_path / "error").write_text(str(error.value))
@@ -300,9 +300,9 @@ def test_a_process_that_has_taken_an_ended_ones_number_is_not_read(
 
 
 def test_a_rank_that_leaves_spoils_only_what_it_has_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = cross_memory._copy_from
+    copy = boards._copy_from
 
-    def slowly(pid: int, shown: cross_memory.Run, wanted: cross_memory.Run) -> None:
+    def slowly(pid: int, shown: boards.Run, wanted: boards.Run) -> None:
         time.sleep(0.3 if wanted[1] > 100 else 0.0)
         copy(pid, shown, wanted)
 
@@ -312,7 +312,7 @@ def test_a_rank_that_leaves_spoils_only_what_it_has_not_finished(monkeypatch: py
         if group.rank == 0:
             time.sleep(0.2)  # so that rank 1 reads both in the wait for the first
         else:
-            monkeypatch.setattr(cross_memory, "_copy_from", slowly)
+            monkeypatch.setattr(boards, "_copy_from", slowly)
         work = group.all_gather(out, torch.tensor([float(group.rank)]))
         group.all_gather(torch.empty(2000), torch.empty(1000))
         work.wait()

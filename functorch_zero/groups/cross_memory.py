@@ -5,29 +5,17 @@ where the tensors of each lie, and how many it has read. Its oldest one is read 
 whatever call this rank makes next, and never a later one first. So two numbers a rank say everything: a collective can
 be read when all have begun it, and is over, its tensors free to be touched, when all have read it. A rank that waits
 for it waits for nothing that another does behind the same line of the program.
-
-Numbers are written after what they speak of, and read before it. Python has no fences, so a processor is asked for
-that keeps loads and stores in order (x86). The reading itself is Linux's process_vm_readv(2), as in Open MPI's
-cross memory attach.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
-import functools
 import itertools
-import mmap
 import os
-import platform
 import select
-import struct
-import sys
 import threading
 import time
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -37,18 +25,11 @@ import torch
 from torch import Tensor
 
 from ..errors import GroupError
+from .boards import AT_ONCE, Board, Neighbour, Run, meet
 from .checks import ranks_text
 
-Run = tuple[int, int]  # an address in some process, and how many bytes lie there
 Take = Callable[["CrossMemory", list[Run]], None]
 
-# A board's 64-bit words: three numbers, each in a cache line of its own, why its rank has left, if it says so, in
-# UTF-8, then the last collectives that were begun.
-_LEFT, _BEGUN, _READ, _SHOWN = 0, 8, 16, 56
-_WHY, _MOST = slice(8 * 24, 8 * _SHOWN), 8 * (_SHOWN - 24)  # bytes
-_AT_ONCE = 128  # collectives on a board; what is begun while the others have yet to read so many is shown later
-
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "barrier")
 _CHUNK = 2**15  # elements added at a time: what was just read is still in the cache
 _LOOKS = 20  # at the boards without sleeping in between
 _SLEEP, _LONGEST_SLEEP = 5e-5, 1e-3  # seconds between later ones: a tenth of what it took by then, within these
@@ -66,7 +47,7 @@ class Transfer:
     Attributes:
         shown: what each rank may read here.
         take: called with its owner and what each rank shows to this one, once all have begun; reads it.
-        kept: the tensors, until all have read them.
+        kept: the tensors, until all are known to have read them. Others may free them then, before `wait`.
         alone: it is shown only when all before it have been read here.
     """
 
@@ -74,7 +55,8 @@ class Transfer:
 
     def __init__(self, owner: CrossMemory, kind: str, shown: Sequence[Run], take: Take, kept: object) -> None:
         self._owner = weakref.proxy(owner)  # which keeps this: a cycle would keep tensors until gc
-        self.kind, self.shown, self.take, self.kept = kind, shown, take, kept
+        self.kind, self.shown, self.kept = kind, shown, kept
+        self.take: Take | None = take
 
     def wait(self) -> None:
         """Return when all ranks have read it.
@@ -87,7 +69,7 @@ class Transfer:
 
 
 class CrossMemory:
-    """Collectives of ranks that `connect` found able to read each other's memory (N = `size`).
+    """Collectives of ranks that `meet` found able to read each other's memory (N = `size`).
 
     Tensors are 1-D, contiguous, on the CPU, and not to be touched before the `wait` of what a collective returns.
 
@@ -97,20 +79,19 @@ class CrossMemory:
 
     bytes_read: ClassVar[int] = 0
 
-    def __init__(self, rank: int, boards: Sequence[memoryview], pids: Sequence[int], seconds: float) -> None:
-        self.rank, self.size = rank, len(boards)
-        self._boards, self._board, self._pids, self._seconds = boards, boards[rank], pids, seconds
-        self._others = [(r, board) for r, board in enumerate(boards) if r != rank]
-        self._processes = {os.pidfd_open(pids[r]): r for r, _ in self._others}
+    def __init__(self, rank: int, ranks: Sequence[Neighbour], timeout: timedelta) -> None:
+        self.rank, self.size, self._ranks, self._seconds = rank, len(ranks), ranks, timeout.total_seconds()
+        self._board, self._boards = ranks[rank].board, [neighbour.board for neighbour in ranks]
+        self._others = [r for r in range(self.size) if r != rank]
         self._poll = select.poll()
-        for process in self._processes:
-            self._poll.register(process)
+        for r in self._others:
+            self._poll.register(ranks[r].process)
         self._pid, self._count = os.getpid(), 0
         self._lock, self._moving = threading.RLock(), False
         self._unshown: deque[Transfer] = deque()
         self._unread: deque[Transfer] = deque()
         self._unfinished: deque[Transfer] = deque()
-        self.leave = weakref.finalize(self, _leave, self._pid, self._board, [*self._processes])
+        self.leave = weakref.finalize(self, _leave, self._pid, self._board, [r.process for r in ranks])
 
     def all_gather(self, out: Tensor, piece: Tensor, kind: str = "all_gather") -> Transfer:
         """`out` (N * k,) becomes the ranks' `piece`s (k,)."""
@@ -159,7 +140,7 @@ class CrossMemory:
             if transfer.kept is None:
                 return
             if gone:  # and it was so before that look at the boards
-                self._board.cast("B")[_WHY] = gone.encode()[:_MOST].ljust(_MOST, b"\0")
+                self._board.why = gone
                 raise Cut(gone)
             looks += 1
             if looks < _LOOKS:
@@ -180,7 +161,7 @@ class CrossMemory:
             ctypes.memmove(there, here, nbytes)
 
         def take(near: CrossMemory, theirs: list[Run]) -> None:
-            for r, _ in near._others:
+            for r in near._others:
                 near._read(r, theirs[r], wanted[r])
 
         return Transfer(self, kind, shown, take, kept)
@@ -201,7 +182,7 @@ class CrossMemory:
                     for queue in (self._unshown, self._unread, self._unfinished):
                         queue.append(transfer)
                 self._show()
-                while self._unread and all(board[_BEGUN] > self._unread[0].number for board in self._boards):
+                while self._unread and all(board.begun > self._unread[0].number for board in self._boards):
                     self._read_oldest()
                     self._show()
                 read = self._num_read()
@@ -215,40 +196,32 @@ class CrossMemory:
 
     def _read_oldest(self) -> None:
         transfer = self._unread[0]
+        assert transfer.take  # it is called once
         transfer.take(self, [self._shown_by(r, transfer) for r in range(self.size)])
         if gone := self._who_left() or self._who_ended():
             raise Cut(gone)  # what lay there may have been something else by now, and its process another one
+        transfer.take = None
         self._unread.popleft()
-        self._board[_READ] = transfer.number + 1
+        self._board.read = transfer.number + 1
 
     def _show(self) -> None:
         while self._unshown:
             transfer = self._unshown[0]
-            if (transfer.alone and transfer is not self._unread[0]) or transfer.number - _AT_ONCE >= self._num_read():
+            if (transfer.alone and transfer is not self._unread[0]) or transfer.number - AT_ONCE >= self._num_read():
                 return
-            words = array("q", [_KINDS.index(transfer.kind)])
-            for run in transfer.shown:
-                words.extend(run)
-            start = self._place(transfer)
-            self._board[start : start + len(words)] = memoryview(words)
-            self._board[_BEGUN] = transfer.number + 1
+            self._board.show(transfer.number, transfer.kind, transfer.shown)
             self._unshown.popleft()
 
     def _num_read(self) -> int:
         """How many all ranks have read."""
-        return min(board[_READ] for board in self._boards)
-
-    def _place(self, transfer: Transfer) -> int:
-        """The word where it begins on a board: its kind, and for each rank an address and a number of bytes."""
-        return _SHOWN + transfer.number % _AT_ONCE * (1 + 2 * self.size)
+        return min(board.read for board in self._boards)
 
     def _shown_by(self, r: int, transfer: Transfer) -> Run:
         """What rank `r` shows to this one."""
-        board, start = self._boards[r], self._place(transfer)
-        if (kind := _KINDS[board[start]]) != transfer.kind:
+        kind, run = self._boards[r].shown(transfer.number, self.rank)
+        if kind != transfer.kind:
             raise self._different(transfer.kind, r, kind)
-        start += 1 + 2 * self.rank
-        return board[start], board[start + 1]
+        return run
 
     def _read(self, r: int, shown: Run, wanted: Run) -> None:
         """Copy what rank `r` shows to where it is wanted."""
@@ -256,7 +229,7 @@ class CrossMemory:
             raise self._different(f"one that takes {wanted[1]:,} bytes", r, f"one that gives it {shown[1]:,} bytes")
         CrossMemory.bytes_read += wanted[1]
         try:
-            _copy_from(self._pids[r], shown, wanted)
+            self._ranks[r].copy(shown, wanted)
         except OSError as error:
             raise Cut(f"rank {r}'s memory can't be read: {error}") from None
 
@@ -281,21 +254,21 @@ class CrossMemory:
                 total = torch.add(total, term(r, at, read[: len(result)]), out=into)
 
     def _who_left(self) -> str:
-        for r, board in self._others:
-            if board[_LEFT]:
-                why = bytes(board.cast("B")[_WHY]).rstrip(b"\0").decode(errors="ignore")
-                return why or f"rank {r} has left the group"
+        for r in self._others:
+            if self._boards[r].left:
+                return self._boards[r].why or f"rank {r} has left the group"
         return ""
 
     def _who_is_late(self, transfer: Transfer) -> str:
-        for word, what in ((_BEGUN, "did not come"), (_READ, "came, and did not finish")):
-            if late := [r for r, board in self._others if board[word] <= transfer.number]:
-                return f"timed out after {self._seconds:g} s: {ranks_text(late)} {what}"
-        return ""
+        n = transfer.number
+        if late := [r for r in self._others if self._boards[r].begun <= n]:
+            return f"timed out after {self._seconds:g} s: {ranks_text(late)} did not come"
+        late = [r for r in self._others if self._boards[r].read <= n]
+        return f"timed out after {self._seconds:g} s: {ranks_text(late)} came, and did not finish" if late else ""
 
     def _who_ended(self) -> str:
-        ended = [self._processes[process] for process, _ in self._poll.poll(0)]
-        return f"rank {ended[0]}'s process has ended" if ended else ""
+        ended = {process for process, _ in self._poll.poll(0)}
+        return next((f"rank {r}'s process has ended" for r in self._others if self._ranks[r].process in ended), "")
 
     def _different(self, what: str, r: int, other: str) -> GroupError:
         return GroupError(
@@ -308,86 +281,17 @@ class CrossMemory:
 def connect(
     rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: timedelta, *, willing: bool
 ) -> CrossMemory | None:
-    """Every rank calls this. None on all of them unless each can read the memory of all others.
-
-    That takes one machine, Linux on x86, one user, and a kernel that allows it: Yama's ptrace_scope must be 0, and a
-    container's seccomp filter must let process_vm_readv(2) pass.
-
-    Args:
-        exchange: gives every rank's bytes, in rank order.
-    """
-    nbytes = 8 * (_SHOWN + _AT_ONCE * (1 + 2 * size))
-    proof = ctypes.create_string_buffer(os.urandom(16), 16)
-    board, offer = None, b""
-    try:
-        if willing and _is_possible():
-            with contextlib.suppress(OSError):
-                board = os.memfd_create("functorch_zero board")
-                os.ftruncate(board, nbytes)
-                offer = _OFFER.pack(os.getpid(), board, ctypes.addressof(proof), proof.raw)
-        offers, found = exchange(offer), None
-        if all(offers):
-            with contextlib.suppress(OSError):
-                boards = [_board_of(other, nbytes, mine=r == rank) for r, other in enumerate(offers)]
-                pids = [_OFFER.unpack(other)[0] for other in offers]
-                found = CrossMemory(rank, boards, pids, timeout.total_seconds())
-        everyone = all(exchange(b"yes" if found else b""))  # nobody closes its board before all have it
-        return found if everyone else None
-    finally:
-        if board is not None:
-            os.close(board)
+    """Every rank calls this. None on all of them unless each is willing and able, see `meet`."""
+    met = meet(rank, size, exchange, willing=willing)
+    return CrossMemory(rank, met, timeout) if met else None
 
 
-_OFFER = struct.Struct("qqq16s")  # a process, its board's file descriptor, an address, what lies there
-
-
-def _is_possible() -> bool:
-    return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
-
-
-def _board_of(offer: bytes, nbytes: int, *, mine: bool) -> memoryview:
-    """A rank's board, once its memory has been read. Raises OSError when either can't be had."""
-    pid, file, address, proof = _OFFER.unpack(offer)
-    read = ctypes.create_string_buffer(16)
-    _copy_from(pid, (address, 16), (ctypes.addressof(read), 16))
-    if read.raw != proof:
-        raise OSError(f"process {pid} is another one on this machine")
-    opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR if mine else os.O_RDONLY)
-    try:
-        mapped = mmap.mmap(opened, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if mine else 0))
-    finally:
-        os.close(opened)
-    return memoryview(mapped).cast("q")
-
-
-def _leave(pid: int, board: memoryview, processes: Sequence[int]) -> None:
+def _leave(pid: int, board: Board, processes: Sequence[int]) -> None:
     """Say that nobody may read here any more. A forked child that forgets its copy says nothing."""
     if os.getpid() == pid:
-        board[_LEFT] = 1
+        board.leave()
     for process in processes:
         os.close(process)
-
-
-def _copy_from(pid: int, shown: Run, wanted: Run) -> None:
-    """Copy `wanted[1]` bytes from another process's address to one here; an OSError when they can't all be had."""
-    (source, _), (there, left) = shown, wanted
-    while left:
-        read = _process_vm_readv()(pid, (_U64 * 2)(there, left), 1, (_U64 * 2)(source, left), 1, 0)
-        if read <= 0:
-            code = ctypes.get_errno() or errno.EFAULT
-            raise OSError(code, os.strerror(code))
-        source, there, left = source + read, there + read, left - read
-
-
-_U64 = ctypes.c_uint64
-
-
-@functools.cache
-def _process_vm_readv() -> Callable[..., int]:
-    function = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    function.restype = ctypes.c_ssize_t
-    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
-    return function
 
 
 def _run(tensor: Tensor) -> Run:

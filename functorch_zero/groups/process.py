@@ -27,7 +27,7 @@ from .checks import (
     check_subgroup,
     failure_text,
 )
-from .cross_memory import CrossMemory, connect
+from .cross_memory import CrossMemory, Transfer, connect
 from .guard import refuse_collectives_in_transforms, refuse_in_transform
 from .protocol import Done, ReduceOp, Work, check_reducible
 from .torch_group import (
@@ -331,7 +331,7 @@ class ProcessGroup:
         except RuntimeError as error:
             cause = error.with_traceback(None)  # its frames hold the torch group, whose connections must close
             raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
-        work = TorchWork(self, kind, handle, arguments)
+        work = TorchWork(self, kind, handle, () if isinstance(handle, Transfer) else arguments)
         self._works.add(weakref.ref(work, self._works.discard))
         return work
 
