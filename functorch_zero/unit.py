@@ -6,7 +6,7 @@ runs it right after the unit's own backward: it orders ready nodes by creation, 
 
 Note [peak of backward]: a unit's backward needs most memory when it begins: its activations are all there. So the
 reduction under way and the next gather wait until it asks for its second saved leaf; most of its work still hides them.
-A unit with so few that half of them have been asked for by then is soon done, and the next gather waits for that.
+One whose first was nearly all of it, such as a head, has no work left to hide them: there they wait until it is done.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UnitRun:
         self.content, self.source, self._around = content, source, around
         self.trained: Sequence[int] = content.trained
         self._left: set[str] = set()
-        self.saved: Counter[int | None] = Counter()  # by entry: how many saved leaves its backward will ask for
+        self.saved: Counter[int | None] = Counter()  # by entry: elements that its backward will ask for
 
     def enter(self, module: str) -> Sequence[Tensor]:
         if self._depth == 0 and module in self._left:
@@ -201,7 +201,8 @@ class Pass:
         self.weight: Tensor | float | None = None  # of the loss's batch, once it has returned
         self.share: Tensor | float | None = None  # what gradients are still to be multiplied by
         self._in_use: tuple[UnitRun, int | None] | None = None  # the unit and entry that backward is at
-        self._asked = 0  # how many of its saved leaves it has asked for
+        self._asked = 0  # how many of its saved leaves it has asked for,
+        self._to_come = 0  # and how many elements of them it has yet to ask for
 
     def handles(self) -> Any:
         """The tree the loss sees."""
@@ -262,7 +263,7 @@ class Pass:
         if owner is None:
             return tensor, tensor._version
         run, k = owner
-        run.saved[run.entry] += 1
+        run.saved[run.entry] += tensor.numel()
         place = (run, run.entry), k, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
         return place, None
 
@@ -280,14 +281,15 @@ class Pass:
         """A view of the k-th flat of a unit, for the backward of an entry."""
         run, entry = at
         if at != self._in_use:
-            self._in_use, self._asked = at, 0
+            self._in_use, self._asked, self._to_come = at, 0, run.saved[entry]
             if entry is not None and self._ended:
                 self.sink.pass_by(entry)
         flat: Tensor = (run.source.here or self.fetch(run))[k]
         self._asked += 1
-        if self._asked == 2 and run.saved[entry] >= 4:  # see Note [peak of backward]
+        if self._asked == 2 and 8 * self._to_come > run.saved[entry]:  # see Note [peak of backward]
             self.sink.settle()
             self.prefetch()
+        self._to_come -= size.numel()
         return (flat if flat.dtype is dtype else flat.view(dtype)).as_strided(size, stride, offset)
 
     def loss_ended(self, weight: Tensor | float | None = None, share: Tensor | float | None = None) -> None:
