@@ -170,6 +170,8 @@ class Streaming:
             self.pass_by(entry)
         if self._open and self._open[-1][0] == entry:
             self._reach()
+        else:
+            run.done()
         self._send(run, grads)
 
     def pass_by(self, entry: int) -> None:
@@ -177,7 +179,7 @@ class Streaming:
             self._send(self._reach(), None)
 
     def _reach(self) -> Giver:
-        """Backward is at the last of the open entries: whose it is."""
+        """Backward has passed the last of the open entries: whose it is. Its leaves go before gradients are packed."""
         number, run = self._open.pop()
         self._pending[run] -= 1
         run.replay(number)
@@ -187,7 +189,6 @@ class Streaming:
         self._reducer.settle()
 
     def _send(self, run: Giver, grads: Grads | None) -> None:
-        run.done()  # before its gradients are packed, so that params and gradients are not here together
         self.settle()
         for b, flat in run.pack(grads, self._streams):
             if b in self._streams:

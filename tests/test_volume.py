@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from functorch_zero import optim
 from functorch_zero.functional import functionalize
-from functorch_zero.groups import counted, run_ranks
+from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.layout import make_layout
 from functorch_zero.shard import shard
 from functorch_zero.step import Aux, train_step
@@ -142,3 +143,34 @@ def test_two_models_in_a_tree_are_gathered_unit_by_unit() -> None:
 
     gathers, reductions = run_ranks(run, 2)[0]
     assert reductions == 2 * len(params.units) and gathers <= 4 * len(params.units)
+
+
+class InOrder(nn.Module):
+    """Blocks, each used as often as `order` says."""
+
+    def __init__(self, order: list[int]):
+        super().__init__()
+        self.order = order
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            x = torch.tanh(self.blocks[i](x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 2], [0, 1, 0, 2], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 2]]
+)
+def test_units_used_more_than_once(order: list[int]) -> None:
+    """Gathered once for uses in a row, and for each use in backward but the first, which finds it from forward."""
+    apply, params, buffers = functionalize(InOrder(order), units="blocks.*")
+    group = CountingGroup(4)
+    step = shard(train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1)), level=3, group=group)
+    state = step.init(params, buffers)
+    for _ in range(STEPS):
+        group.reset()
+        state, _ = step(state, torch.ones(2, 4))
+    in_a_row = sum(a != b for a, b in pairwise([-1, *order]))
+    assert group.num_calls("all_gather") == in_a_row + len(order) - 1
+    assert group.num_calls("reduce_scatter") == len(order)
