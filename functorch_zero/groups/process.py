@@ -77,8 +77,8 @@ class ProcessGroup:
       values.
     - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call and in `wait`, since
       gloo does not have all collectives for them.
-    - gloo among ranks of one machine that may read each other's memory (`cross_memory`, Linux on x86): all but the
-      broadcast and the maximum by reading it. Sums are in rank order; different collectives are a `GroupError`.
+    - gloo among ranks of one machine that may read each other's memory (`cross_memory`, Linux on x86): all but
+      broadcasts and large maxima by reading it. Sums are in rank order; different collectives are a `GroupError`.
     - one rank: copies, no communication.
 
     Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError` when one was lost

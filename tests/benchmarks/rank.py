@@ -33,8 +33,9 @@ def reset_peak() -> None:
 
 
 def moved_bytes() -> int:
-    """What this process's TCP sockets have sent since they were opened, by the kernel's count, and it has read of
-    others' memory."""
+    """What this process's TCP sockets have sent since they were opened, by the kernel's count, and what it has read of
+    others' memory.
+    """
     transport = sys.modules.get("functorch_zero.groups.cross_memory")
     total = transport.CrossMemory.bytes_read if transport else 0
     for name in os.listdir("/proc/self/fd"):
