@@ -150,6 +150,15 @@ def test_ranks_that_call_different_things_are_told() -> None:
         n = 10 + group.rank
         group.all_gather(torch.empty(2 * n), torch.ones(n)).wait()
 
+    def operations(group: ProcessGroup) -> None:
+        group.all_reduce(torch.ones(6), "max" if group.rank else "sum").wait()
+
+    def sources(group: ProcessGroup) -> None:
+        if group.rank:
+            group.all_gather(torch.empty(2), torch.ones(1)).wait()
+        else:
+            group.broadcast(torch.ones(1), 0).wait()
+
     def sums(group: ProcessGroup) -> None:
         group.all_reduce(torch.ones(100_000 + 2 * group.rank)).wait()
 
@@ -162,7 +171,13 @@ def test_ranks_that_call_different_things_are_told() -> None:
         assert not isinstance(error.value, LostPeerError)
         return str(error.value)
 
-    for wrong, rank_0 in [(kinds, "rank 0 all_gather, rank 1 reduce_scatter"), (sizes, "40 bytes"), (sums, "200,0")]:
+    for wrong, rank_0 in [
+        (kinds, "rank 0 all_gather, rank 1 reduce_scatter"),
+        (sizes, "40 bytes"),
+        (sums, "200,0"),
+        (operations, "rank 0 all_reduce, rank 1 all_reduce (max)"),
+        (sources, "rank 0 broadcast, rank 1 all_gather"),
+    ]:
         first, second = on_ranks(lambda wrong=wrong: fn(wrong), 2)
         assert rank_0 in first and "rank 0" in second and "rank 1" in second
 

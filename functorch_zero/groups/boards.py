@@ -19,7 +19,16 @@ from collections.abc import Callable, Sequence
 
 Run = tuple[int, int]  # an address in some process, and how many bytes lie there
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "barrier")
+KINDS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_reduce (max)",
+    "all_to_all",
+    "broadcast",
+    "exchange",
+    "barrier",
+)
 AT_ONCE = 128  # collectives on a board
 
 # A board's 64-bit words: three numbers, each in a cache line of its own; why its rank has left, in UTF-8; and the last

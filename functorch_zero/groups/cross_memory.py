@@ -127,6 +127,13 @@ class CrossMemory:
         shared.alone = True
         return self._begin(sums, shared)
 
+    def broadcast(self, tensor: Tensor, source: int) -> Transfer:
+        """`tensor` (k,) becomes rank `source`'s, in place."""
+        run, nothing = _run(tensor), [(0, 0)] * self.size
+        wanted = [run if r == source else (0, 0) for r in range(self.size)]
+        shown = [run] * self.size if self.rank == source else nothing
+        return self._begin(self._exchange("broadcast", shown, wanted, tensor))
+
     def finish(self, transfer: Transfer) -> None:
         """Return when all ranks have read it; read meanwhile what can be read."""
         gone, looks, start, next_look = "", 0, 0.0, 0.0
@@ -226,7 +233,7 @@ class CrossMemory:
     def _read(self, r: int, shown: Run, wanted: Run) -> None:
         """Copy what rank `r` shows to where it is wanted."""
         if shown[1] != wanted[1]:
-            raise self._different(f"one that takes {wanted[1]:,} bytes", r, f"one that gives it {shown[1]:,} bytes")
+            raise self._different(f"one of {wanted[1]:,} bytes", r, f"one of {shown[1]:,} bytes")
         CrossMemory.bytes_read += wanted[1]
         try:
             self._ranks[r].copy(shown, wanted)

@@ -77,8 +77,8 @@ class ProcessGroup:
       values.
     - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call and in `wait`, since
       gloo does not have all collectives for them.
-    - gloo among ranks of one machine that may read each other's memory (`cross_memory`, Linux on x86): all but
-      broadcasts and large maxima by reading it. Sums are in rank order; different collectives are a `GroupError`.
+    - gloo among ranks of one machine that may read each other's memory (`cross_memory`, Linux on x86): all by reading
+      it. Sums are in rank order; different collectives are a `GroupError`.
     - one rank: copies, no communication.
 
     Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError` when one was lost
@@ -156,12 +156,13 @@ class ProcessGroup:
             return Done()
         if self._must_stage(tensor):
             return through_host(lambda host, _: self.all_reduce(host, op), tensor, tensor)
+        near = self._near if tensor.is_cpu else None
         small = tensor.is_cpu and self.size * tensor.nbytes <= _SMALL
-        if small or tensor.dtype not in _KNOWN_TO_BACKENDS:
+        if small or tensor.dtype not in _KNOWN_TO_BACKENDS or (near and op == "max"):
             return self._gather_and_fold(tensor, op)
+        if near:
+            return self._start("all_reduce", near.all_reduce, tensor)
         if op == "sum":
-            if self._near and tensor.is_cpu:
-                return self._start("all_reduce", self._near.all_reduce, tensor)
             return self._launch("all_reduce", "allreduce", [tensor])
         values, finish = nan_apart(tensor)
         return Then(self._launch("all_reduce", "allreduce", [values], dist.ReduceOp.MAX), finish)
@@ -187,6 +188,8 @@ class ProcessGroup:
             return Done()
         if self._must_stage(tensor):
             return through_host(lambda host, _: self.broadcast(host, source), tensor, tensor)
+        if self._near and tensor.is_cpu:
+            return self._start("broadcast", self._near.broadcast, tensor, source)
         options = dist.BroadcastOptions()
         options.rootRank = source
         return self._launch("broadcast", "broadcast", [as_bytes(tensor)], options)
@@ -350,13 +353,11 @@ class ProcessGroup:
         runs = [0, out.nbytes] if self.rank == 0 else [out.nbytes, 0]
         return self._all_to_all(kind, out, runs, source, runs)
 
-    def _all_to_all(
-        self, kind: str, out: Tensor, out_runs: Sequence[int], source: Tensor, in_runs: Sequence[int]
-    ) -> Work:
-        """Runs in bytes."""
+    def _all_to_all(self, kind: str, out: Tensor, runs: Sequence[int], source: Tensor, in_runs: Sequence[int]) -> Work:
+        """As `all_to_all`, with the sizes of runs in bytes."""
         if self._near and out.is_cpu:
-            return self._start(kind, self._near.all_to_all, out, out_runs, source, in_runs, kind)
-        return self._launch(kind, "alltoall_base", as_bytes(out), as_bytes(source), out_runs, in_runs)
+            return self._start(kind, self._near.all_to_all, out, runs, source, in_runs, kind)
+        return self._launch(kind, "alltoall_base", as_bytes(out), as_bytes(source), runs, in_runs)
 
     def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
         """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more room is needed."""
@@ -368,13 +369,13 @@ class ProcessGroup:
         if self.size == 2 and self._backend(tensor) == "gloo":
             return self._swap_and_fold(tensor, op)
         parts = tensor.new_empty(self.size, tensor.numel())
-        work = self._gather("all_reduce", parts.view(-1), tensor)
+        work = self._gather("all_reduce" if op == "sum" else "all_reduce (max)", parts.view(-1), tensor)
         return Then(work, lambda: fold_into(tensor, parts, op))
 
     def _swap_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
         theirs = torch.empty_like(tensor)
         pair = (tensor, theirs) if self.rank == 0 else (theirs, tensor)  # in rank order, as on the other rank
-        work = self._swap("all_reduce", theirs, tensor)
+        work = self._swap("all_reduce" if op == "sum" else "all_reduce (max)", theirs, tensor)
         return Then(work, lambda: (torch.add if op == "sum" else torch.maximum)(*pair, out=tensor))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
