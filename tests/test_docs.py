@@ -58,6 +58,8 @@ def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     result = run_page(page, tmp_path)
     assert result.returncode == 0, f"{page.name}\n{result.stdout}\n{result.stderr}"
+    for text in re.findall(r"^prints\n\n```text\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+        assert text in result.stdout, f"{page.name} says that it prints what it does not:\n{text}"
 
 
 def test_a_wrong_block_fails(tmp_path: Path) -> None:
