@@ -233,6 +233,18 @@ def test_memory_that_cannot_be_read_any_more_is_a_lost_peer(monkeypatch: pytest.
     assert "rank 1's memory can't be read" in first and "rank 0 has left" in second
 
 
+def interrupt(group: ProcessGroup, tensor: Tensor) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        group.all_reduce(tensor).wait()
+
+
+def refusal(group: ProcessGroup, tensor: Tensor) -> str:
+    """What a later collective raises."""
+    with pytest.raises(GroupError) as error:
+        group.all_reduce(tensor).wait()
+    return str(error.value)
+
+
 def test_a_sum_that_was_cut_off_is_not_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt in the midst of adding: what is in place already must not be added twice."""
     add, calls = torch.add, []
@@ -248,11 +260,8 @@ def test_a_sum_that_was_cut_off_is_not_taken_up_again(monkeypatch: pytest.Monkey
         near(group)
         if group.rank == 0:
             monkeypatch.setattr(torch, "add", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                group.all_reduce(tensor).wait()
-        with pytest.raises(GroupError) as error:
-            group.all_reduce(tensor).wait()
-        return str(error.value)
+            interrupt(group, tensor)
+        return refusal(group, tensor)
 
     assert all("has left" in text for text in on_ranks(fn, 2))
 
@@ -266,11 +275,8 @@ def test_what_was_read_is_not_read_again_after_an_interrupt() -> None:
         group, tensor = ProcessGroup(timeout=5), torch.ones(100_000)
         if group.rank == 0:
             near(group)._unread = Interrupted()
-            with pytest.raises(KeyboardInterrupt):
-                group.all_reduce(tensor).wait()
-        with pytest.raises(GroupError) as error:
-            group.all_reduce(tensor).wait()
-        return str(error.value)
+            interrupt(group, tensor)
+        return refusal(group, tensor)
 
     assert all("has left" in text for text in on_ranks(fn, 2))
 

@@ -366,16 +366,16 @@ class ProcessGroup:
         return Then(work, lambda: out.add_(halves[self.rank]))
 
     def _gather_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
+        kind = "all_reduce" if op == "sum" else "all_reduce (max)"
         if self.size == 2 and self._backend(tensor) == "gloo":
-            return self._swap_and_fold(tensor, op)
+            return self._swap_and_fold(kind, tensor, op)
         parts = tensor.new_empty(self.size, tensor.numel())
-        work = self._gather("all_reduce" if op == "sum" else "all_reduce (max)", parts.view(-1), tensor)
-        return Then(work, lambda: fold_into(tensor, parts, op))
+        return Then(self._gather(kind, parts.view(-1), tensor), lambda: fold_into(tensor, parts, op))
 
-    def _swap_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
+    def _swap_and_fold(self, kind: str, tensor: Tensor, op: ReduceOp) -> Work:
         theirs = torch.empty_like(tensor)
         pair = (tensor, theirs) if self.rank == 0 else (theirs, tensor)  # in rank order, as on the other rank
-        work = self._swap("all_reduce" if op == "sum" else "all_reduce (max)", theirs, tensor)
+        work = self._swap(kind, theirs, tensor)
         return Then(work, lambda: (torch.add if op == "sum" else torch.maximum)(*pair, out=tensor))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
