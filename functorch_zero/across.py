@@ -319,7 +319,10 @@ def dims_of(dim: Dim, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         return None
     dims = named if isinstance(named, tuple) else (named,)
     if any(not -len(shape) <= d < len(shape) for d in dims) or len({d % len(shape) for d in dims}) < len(dims):
-        raise ValueError(f"expected distinct dims of a {len(shape)}-dim tensor, got {named}")
+        raise ValueError(
+            f"expected distinct dims of a leaf of shape {shape}, got {named}. Remedy: a function from a leaf's "
+            "full shape to its dims, or to None where it is not asked"
+        )
     return tuple(sorted(d % len(shape) for d in dims))
 
 

@@ -14,8 +14,16 @@ from optree import tree_map
 
 from functorch_zero import optim
 from functorch_zero.errors import TransformError
-from functorch_zero.optim.base import Transform, init_empty, pointwise, with_statistics, with_whole_leaves
+from functorch_zero.optim.base import (
+    Transform,
+    init_empty,
+    pointwise,
+    with_statistics,
+    with_whole_leaves,
+    with_whole_tree,
+)
 from functorch_zero.optim.check import check_claims, name_of, simple_parts
+from functorch_zero.testing import check_transform
 
 
 def leaf_by_leaf(fn: Any) -> Transform:
@@ -224,3 +232,23 @@ def test_every_member_passes(name: str) -> None:
     check_claims(transform)
     assert time.perf_counter() - start < 1.0
     check_claims(transform, {"layer": {"w": torch.zeros(4, 5), "b": torch.zeros(4)}, "s": torch.zeros(()), "n": None})
+
+
+def forgets_the_state(updates: Any, *others: Any) -> Any:
+    return updates
+
+
+@pytest.mark.parametrize("make", [pointwise, with_statistics, with_whole_leaves, with_whole_tree])
+def test_an_update_that_forgets_the_state_is_named(make: Any) -> None:
+    transform, params = make(lambda params: (), forgets_the_state), {"w": torch.ones(2, 3)}
+    with pytest.raises(TransformError, match=r"test_check\.forgets_the_state must return \(updates, state\), got a"):
+        check_transform(transform, params=params)
+
+
+def test_a_dim_that_a_leaf_does_not_have() -> None:
+    """Among the leaves that a transform is tried on is one without dims."""
+    transform = with_statistics(
+        lambda params: (), lambda u, s, params, across: (across.spread(across.sum_dim(u, -1), -1), s)
+    )
+    with pytest.raises(ValueError, match=r"distinct dims of a leaf of shape \(\), got -1. Remedy: a function"):
+        check_transform(transform)

@@ -30,7 +30,7 @@ def on_ranks(fn: Callable[..., Any], ranks: int, timeout: float = 40.0) -> list[
 
 @pytest.fixture(scope="module")
 def readable() -> None:
-    if not all(on_ranks(lambda: ProcessGroup()._near is not None, 2)):
+    if not all(on_ranks(lambda: ProcessGroup().reads_memory, 2)):
         pytest.skip("processes can't read each other's memory here: not Linux on x86, or the kernel does not let them")
 
 
@@ -58,7 +58,7 @@ def test_collectives_over_sockets(ranks: int) -> None:
 
     def fn() -> list[str]:
         group = ProcessGroup(cross_memory=False)
-        assert group._near is None and group.sibling()._near is None
+        assert not group.reads_memory and not group.sibling().reads_memory
         return check_all(group)
 
     assert on_ranks(fn, ranks) == [[check.__name__ for check in CHECKS]] * ranks
@@ -173,8 +173,8 @@ def test_ranks_that_call_different_things_are_told() -> None:
 
     for wrong, rank_0 in [
         (kinds, "rank 0 all_gather, rank 1 reduce_scatter"),
-        (sizes, "40 bytes"),
-        (sums, "200,0"),
+        (sizes, "rank 0 all_gather of 40 bytes, rank 1 one of 44 bytes"),
+        (sums, "rank 0 all_reduce of 200,000 bytes, rank 1 one of 200,004 bytes"),
         (operations, "rank 0 all_reduce, rank 1 all_reduce (max)"),
         (sources, "rank 0 broadcast, rank 1 all_gather"),
     ]:
@@ -211,9 +211,9 @@ def test_a_rank_whose_memory_cannot_be_read_makes_all_use_sockets(monkeypatch: p
         group, other = ProcessGroup(), ProcessGroup(cross_memory=torch.distributed.get_rank() == 0)
         check_all(group)
         check_all(other)
-        return group._near is None, other._near is None
+        return group.reads_memory, other.reads_memory
 
-    assert on_ranks(fn, 2) == [(True, True)] * 2
+    assert on_ranks(fn, 2) == [(False, False)] * 2
 
 
 def test_memory_that_cannot_be_read_any_more_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -127,8 +128,9 @@ def test_a_result_that_cannot_be_pickled() -> None:
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL"),
         (lambda: os._exit(0), "exit code 0"),
+        (lambda: (faulthandler.disable(), os.abort()), "killed by SIGABRT.*fz.CheckedGroup"),
     ],
-    ids=["kill", "exit"],
+    ids=["kill", "exit", "abort"],
 )
 def test_a_death_ends_the_others(die: Callable[[], None], text: str) -> None:
     def fn() -> None:

@@ -419,6 +419,8 @@ def test_errors_say_what_to_do() -> None:
         plan(params, optim.sgd(0.1), level=3, ranks=2, batch=tokens())
     with pytest.raises(StructureError, match="units and precision are of a module"):
         plan(params, optim.sgd(0.1), level=3, ranks=2, units="blocks.*")
+    with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
+        plan(params, optim.sgd(0.1), level=3, ranks=0)
     with pytest.raises(ValueError, match="rank must be"):
         plan(params, optim.sgd(0.1), level=3, ranks=2, rank=2)
     with pytest.raises(ValueError, match="level must be one of"):

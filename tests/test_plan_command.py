@@ -72,10 +72,15 @@ def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["plan", "--ranks", "2"]) == 2
     assert "--layers, --width and --vocab" in capsys.readouterr().err
     assert main([*LLAMA, "--ranks", "2", "--optimizer", "chain"]) == 2
-    assert "takes a learning rate" in capsys.readouterr().err
+    assert "--optimizer must be one of adabelief, " in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
     assert main(["plan", "--ranks", "2", "--config", str(tmp_path / "config.json")]) == 2
     assert "num_hidden_layers" in capsys.readouterr().err
+    assert main([*LLAMA, "--ranks", "2", "--config", str(tmp_path / "config.json")]) == 2
+    assert "give no others beside it, got layers, width" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert main(["plan", "--ranks", "2", "--config", str(tmp_path / "config.json")]) == 2
+    assert "config.json is no JSON file: Expecting" in capsys.readouterr().err
     assert main([*LLAMA[:-3], "--ranks", "0"]) == 2
     with pytest.raises(ValueError, match="layers must be at least 1"):
         Shape(0, 1, 1)

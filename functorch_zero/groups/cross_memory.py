@@ -233,7 +233,7 @@ class CrossMemory:
     def _read(self, r: int, shown: Run, wanted: Run) -> None:
         """Copy what rank `r` shows to where it is wanted."""
         if shown[1] != wanted[1]:
-            raise self._different(f"one of {wanted[1]:,} bytes", r, f"one of {shown[1]:,} bytes")
+            raise self._other_size(wanted[1], r, shown[1])
         CrossMemory.bytes_read += wanted[1]
         try:
             self._ranks[r].copy(shown, wanted)
@@ -244,7 +244,7 @@ class CrossMemory:
         """`out` becomes the sum over ranks, in their order, of what they show; `own`, this rank's, may be `out`."""
         for r, (_, nbytes) in enumerate(theirs):
             if nbytes != own.nbytes:
-                raise self._different(f"one of {own.nbytes:,} bytes", r, f"one of {nbytes:,} bytes")
+                raise self._other_size(own.nbytes, r, nbytes)
         sums, read = own.new_empty(2, min(_CHUNK, own.numel()))
 
         def term(r: int, at: int, into: Tensor) -> Tensor:
@@ -276,6 +276,9 @@ class CrossMemory:
     def _who_ended(self) -> str:
         ended = {process for process, _ in self._poll.poll(0)}
         return next((f"rank {r}'s process has ended" for r in self._others if self._ranks[r].process in ended), "")
+
+    def _other_size(self, nbytes: int, r: int, other: int) -> GroupError:
+        return self._different(f"{self._unread[0].kind} of {nbytes:,} bytes", r, f"one of {other:,} bytes")
 
     def _different(self, what: str, r: int, other: str) -> GroupError:
         return GroupError(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import GroupError, LostPeerError, PeerError
+from . import torch_group
 from .checks import (
     check_all_gather,
     check_all_to_all,
@@ -30,18 +31,6 @@ from .checks import (
 from .cross_memory import CrossMemory, Transfer, connect
 from .guard import refuse_collectives_in_transforms, refuse_in_transform
 from .protocol import Done, ReduceOp, Work, check_reducible
-from .torch_group import (
-    backends_of,
-    destroy,
-    failure_key,
-    named_group,
-    own_group,
-    parent_group,
-    part_of,
-    publish_failure,
-    read_failure,
-    world_failure,
-)
 from .works import Then, TorchWork, as_bytes, copied, fold_into, nan_apart, through_host
 
 if TYPE_CHECKING:
@@ -98,8 +87,8 @@ class ProcessGroup:
         self._errors: dict[int, GroupError] = {}  # why this rank left, by how often it had come back before
         self._closed = False
         refuse_collectives_in_transforms()
-        self._parent = parent = parent_group(group)
-        self._backends = backends_of(parent)
+        self._parent = parent = torch_group.parent_group(group)
+        self._backends = torch_group.backends_of(parent)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self._torch_group: dist.ProcessGroup | None = None
         self._near: CrossMemory | None = None  # moves what lies on the CPU, where it can
@@ -108,11 +97,16 @@ class ProcessGroup:
         self._known_as = self.rank  # in what others are told
         if self.size > 1:
             try:
-                self._torch_group = own_group(parent, self._timeout)
+                self._torch_group = torch_group.own_group(parent, self._timeout)
             except RuntimeError as error:
                 raise LostPeerError(f"rank {self.rank} could not connect to all ranks: {error}") from None
             self._token = self.exchange(os.urandom(16))[0].hex()
             self._connect()
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether tensors on the CPU are read from the other ranks' memory, instead of sent."""
+        return self._near is not None
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own place in `out`."""
@@ -217,7 +211,7 @@ class ProcessGroup:
             return
         text = failure_text(self._known_as, error)
         self._error = GroupError(f"{text}, and so left this group. Remedy: call rejoin() on all ranks")
-        publish_failure(self._failure_key, text)
+        torch_group.publish_failure(self._failure_key, text)
         self._leave()
 
     def rejoin(self) -> None:
@@ -234,13 +228,13 @@ class ProcessGroup:
             return
         if self._closed or isinstance(self._error, LostPeerError):
             raise self.why_left()
-        if ended := world_failure():
+        if ended := torch_group.world_failure():
             raise PeerError(ended)
         reason = self._error
         self._times_rejoined += 1
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:
-            self._torch_group = named_group(self._parent, name, self._timeout)
+            self._torch_group = torch_group.named_group(self._parent, name, self._timeout)
         except RuntimeError as error:
             self._error = LostPeerError(
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not all did: {error}"
@@ -252,7 +246,7 @@ class ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
         check_subgroup(self.rank, self.size, ranks)
         everyone = dist.get_process_group_ranks(self._parent)
-        made = self._like_this(part_of(self._parent, [everyone[rank] for rank in ranks]))
+        made = self._like_this(torch_group.part_of(self._parent, [everyone[rank] for rank in ranks]))
         made._known_as = self._known_as
         return made
 
@@ -277,7 +271,7 @@ class ProcessGroup:
         """
         if self._error is None:
             self._leave()
-            published = read_failure(self._failure_key)
+            published = torch_group.read_failure(self._failure_key)
             self._error = PeerError(published) if published else LostPeerError(text)
         return self.why_left()
 
@@ -299,7 +293,7 @@ class ProcessGroup:
     @property
     def _failure_key(self) -> str:
         """Where in torch's store this group's next failure is told, and nobody looks for an older one."""
-        return failure_key(f"{self._token}/{self._times_rejoined}")
+        return torch_group.failure_key(f"{self._token}/{self._times_rejoined}")
 
     def _connect(self) -> None:
         """Find out whether these ranks can read each other's memory."""
@@ -316,7 +310,7 @@ class ProcessGroup:
                 work.abandon(self._times_rejoined)
         holder = [self._torch_group]
         self._torch_group = self._near = None
-        destroy(holder)
+        torch_group.destroy(holder)
 
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
         """Start a collective by torch's own method of the group, asynchronous unless told otherwise."""

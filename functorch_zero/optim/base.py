@@ -21,6 +21,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..across import Across, Fused, Pointwise, Refusing, WholeLeaf
+from ..errors import TransformError
 from ..tree import PyTree
 from .scalars import has_scalars, init_widened, update_widened
 
@@ -148,7 +149,8 @@ def with_whole_leaves(
     bytes per rank (3S/N when `update` wants the param).
     """
     wants_param = _num_positional(update) > 2
-    spec = WholeLeaf(init, update if wants_param else lambda u, s, p: update(u, s), wants_param, cost, batched)
+    run = _returns_pair(update, update if wants_param else lambda u, s, p: update(u, s))
+    spec = WholeLeaf(init, run, wants_param, cost, batched)
 
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
         return across.whole_init(spec, params)
@@ -171,7 +173,7 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     Sharded, one all-to-all a dtype brings every rank what it lacks: S (N-1)/N bytes (twice that with params).
     """
     wants_params = _num_positional(update) > 2
-    run = update if wants_params else lambda u, s, p: update(u, s)
+    run = _returns_pair(update, update if wants_params else lambda u, s, p: update(u, s))
 
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
         return across.whole_tree_init(init, params, limit)
@@ -314,7 +316,23 @@ def _lift_init(init: Init) -> Callable[[PyTree[Tensor], Across], Any]:
 
 
 def _lift_update(update: Update) -> Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[Any, Any]]:
-    return update if _num_positional(update) > 3 else lambda u, s, p, across: update(u, s, p)
+    return _returns_pair(update, update if _num_positional(update) > 3 else lambda u, s, p, across: update(u, s, p))
+
+
+def _returns_pair(author: Callable[..., Any], update: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """`update`, with an error that names its author's function where that forgets the state."""
+
+    def run(*args: Any) -> tuple[Any, Any]:
+        made = update(*args)
+        if isinstance(made, tuple) and len(made) == 2:
+            return made
+        kind = f"{len(made)} things" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise TransformError(
+            f"{author.__module__}.{author.__qualname__} must return (updates, state), got {kind}. "
+            "Remedy: return the state, too; `()` where there is none"
+        )
+
+    return run
 
 
 def tree_zeros_like(tree: PyTree[Tensor]) -> PyTree[Tensor]:

@@ -64,8 +64,8 @@ def plan(
         units, precision: as for `functionalize`, when a module is given; params have theirs.
         batch: a sample of one rank's batch; tensors on the meta device will do. With it the loss is run on fake
             tensors: activations are measured, and the collectives are those of this loss. A module given without a
-            `train_step` is its own loss, called with `*batch`. Without a batch, units are taken to be entered once
-            each in the layout's order, and their backward to need their weights.
+            `train_step` is its own loss: it is called with the batch, or with a tuple's parts. Without a batch, units
+            are taken to be entered once each in the layout's order, and their backward to need their weights.
         buffers: for the loss, when params are given.
         buffer_rule, reshard_after_forward, accumulate_in: as for `shard`, where the first is called `buffers`.
         shard: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None: there is one axis.
@@ -88,6 +88,8 @@ def plan(
     >>> made.num_params, made.params, made.state // made.params
     (2002000, 125184, 2)
     """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
     params, given, step = _inputs(model_or_params, optimizer, units, precision)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,15 +34,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "functorch_zero.plan and a batch.",
     )
     parser.set_defaults(run=run)
-    model = parser.add_argument_group("the model, a decoder without biases, by its counts or by a file")
+    model = parser.add_argument_group(
+        "the model, a decoder without biases, by its counts or by a file", argument_default=argparse.SUPPRESS
+    )
     for name, text in (("layers", "blocks"), ("width", "of the residual stream"), ("vocab", "tokens")):
         model.add_argument(f"--{name}", type=int, help=text)
-    model.add_argument("--hidden", type=int, default=0, help="width of the feed-forward; by default 4 * width")
-    model.add_argument("--heads", type=int, default=1)
-    model.add_argument("--kv-heads", type=int, default=0, help="by default as many as heads")
+    model.add_argument("--hidden", type=int, help="width of the feed-forward; by default 4 * width")
+    model.add_argument("--heads", type=int, help="of attention; by default 1")
+    model.add_argument("--kv-heads", type=int, help="by default as many as heads")
     model.add_argument("--gated", action="store_true", help="the feed-forward has three matrices")
     model.add_argument("--tied", action="store_true", help="the head is the embedding")
-    model.add_argument("--config", type=Path, help="a Hugging Face config.json instead")
+    model.add_argument("--config", type=Path, default=None, help="a Hugging Face config.json instead")
     run_ = parser.add_argument_group("the run")
     run_.add_argument("--optimizer", default="adamw", help="a function of functorch_zero.optim (default: adamw)")
     run_.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"], help="of the params")
@@ -112,21 +117,23 @@ def _dtypes(args: argparse.Namespace) -> str:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
+    counts = {field.name: getattr(args, field.name) for field in fields(Shape) if hasattr(args, field.name)}
+    if args.config and counts:
+        raise ValueError(f"--config has the model's counts: give no others beside it, got {', '.join(counts)}")
     if args.config:
         return read_config(args.config)
-    if None in (args.layers, args.width, args.vocab):
+    if not {"layers", "width", "vocab"} <= set(counts):
         raise ValueError("the model's size is missing: pass --layers, --width and --vocab, or --config")
-    names = ("layers", "width", "vocab", "hidden", "heads", "kv_heads", "gated", "tied")
-    return Shape(**{name: getattr(args, name) for name in names})
+    return Shape(**counts)
 
 
 def _optimizer(name: str) -> optim.Transform:
     """An optimizer by its name, with a learning rate that does not matter here."""
-    make = getattr(optim, name, None)
-    try:
-        made = make(1e-3) if callable(make) else None
-    except TypeError:
-        made = None
-    if not isinstance(made, optim.Transform):
-        raise ValueError(f"--optimizer {name!r} is not a function of functorch_zero.optim that takes a learning rate")
-    return made
+    known = [made for made in dir(optim) if _takes_a_learning_rate(getattr(optim, made))]
+    if name not in known:
+        raise ValueError(f"--optimizer must be one of {', '.join(known)}; got {name!r}")
+    return getattr(optim, name)(1e-3)  # type: ignore[no-any-return]
+
+
+def _takes_a_learning_rate(make: Any) -> bool:
+    return inspect.isfunction(make) and next(iter(inspect.signature(make).parameters), "") == "learning_rate"

@@ -73,9 +73,14 @@ def read_config(path: Path) -> Shape:
     """The counts in a Hugging Face model's config.json.
 
     Raises:
-        ValueError: counts are missing or no integers, or it is another kind of model: with experts, or an encoder.
+        OSError: the file can't be read.
+        ValueError: it is no JSON; counts are missing or no integers; or it is another kind of model: with experts, or
+            an encoder.
     """
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(config).__name__}")
     if odd := [key for key in (*_EXPERTS, "is_encoder_decoder") if config.get(key)]:
