@@ -21,7 +21,9 @@ from .optim.base import Transform
 from .state_plan import placeholder, plan_of, plan_state
 from .tree import PyTree, has_values, select, storage_id
 
-_CHUNK = 2**15  # elements a pointwise update sees at a time on a CPU: some tens of temporaries fit its cache
+_CHUNK = (
+    2**17
+)  # elements a pointwise update sees at a time on a CPU: temporaries stay in a cache, Python is little beside them
 
 
 class Bunches:

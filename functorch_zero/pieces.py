@@ -53,6 +53,9 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
     shape = without(extent.shape, dims)
     if not extent.num_here:
         return piece.new_full(shape, identity, dtype=dtype)
+    if dims and extent.num_here == extent.numel:  # the whole tensor
+        whole = piece.view(extent.shape)
+        return whole.sum(dims, dtype=dtype) if op == "sum" else whole.amax(dims)
     if len(dims) == len(extent.shape) > 0:
         return piece.sum(dtype=dtype) if op == "sum" else piece.max()
     r = _rows(extent, dims, piece.device)

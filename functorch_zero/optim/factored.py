@@ -13,7 +13,7 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
-from ..across import Across, Question, sum_dtype
+from ..across import Across, sum_dtype
 from ..tree import PyTree
 from .base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
 from .elementwise import Number, elementwise
@@ -75,11 +75,6 @@ def init_factors(params: Tree, across: Across, dims: FactoredDims) -> Factors:
         return torch.zeros_like(p, dtype=sum_dtype(p.dtype)) if dims(extent.shape) is None else None
 
     return Factors(*(tree_map(fn, params, across.extents) for fn in (zeros_without(1), zeros_without(0), whole)))
-
-
-def all_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Every dim: with it, `sum_dims` answers a 0-d sum."""
-    return tuple(range(len(shape)))
 
 
 def one_of(dims: FactoredDims, k: int) -> Callable[[tuple[int, ...]], int | None]:
@@ -191,8 +186,8 @@ def scale_by_adafactor(
 ) -> Transform:
     """Adafactor's whole step size and direction, in torch.optim.Adafactor's variant. `adafactor` has the arguments.
 
-    State: as `scale_by_factored_rms`. Sharded: one all-reduce of the vectors and of a scalar per leaf, and, for the
-    clipping, one of a scalar per leaf.
+    State: as `scale_by_factored_rms`. Sharded: one all-reduce of the vectors, and one of two scalars per leaf, for the
+    params' size and for the clipping.
     """
     dims = last_dims(min_dim_size_to_factor) if factored else never
 
@@ -206,7 +201,7 @@ def scale_by_adafactor(
         def direction(u: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
             estimate = r * c if r is not None and c is not None else v
             assert estimate is not None
-            return u.to(estimate.dtype) * estimate.clamp(min=floor(u) ** 2).rsqrt()
+            return estimate.clamp(min=floor(u) ** 2).rsqrt_().mul_(u)
 
         return tree_map(direction, updates, row, col, factors.v)
 
@@ -214,11 +209,17 @@ def scale_by_adafactor(
         rate = value_of(learning_rate, count - 1)
         return torch.as_tensor(rate, dtype=torch.float64).minimum(count.double().rsqrt()) if relative_step else rate
 
-    def scales(sums: Any, like: Tree, across: Across) -> Tree:
-        """Per leaf the largest step's size."""
-        if not multiply_by_parameter_scale:
-            return tree_map(lambda u: u.new_ones((), dtype=sum_dtype(u.dtype)), like)
-        return tree_map(lambda r: r.clamp(min=min_scale), block_rms(tree_map(torch.sqrt, sums), across))
+    def sizes_of(params: Tree, steps: Tree, across: Across) -> Tree:
+        """Per leaf, what a step is multiplied by."""
+        asked = [params] * multiply_by_parameter_scale + [steps] * (clipping_threshold is not None)
+        norms = [across.norm(*asked)] if len(asked) == 1 else [*across.norm(*asked)]
+        sizes = tree_map(lambda s: s.new_ones(()), steps)
+        if multiply_by_parameter_scale:
+            sizes = tree_map(lambda r: r.clamp(min=min_scale), block_rms(norms.pop(0), across))
+        if clipping_threshold is not None:
+            rms = block_rms(norms.pop(), across)
+            sizes = tree_map(lambda a, r: a / (r / clipping_threshold).clamp(min=1), sizes, rms)
+        return sizes
 
     def init(params: Tree, across: Across) -> ScaleByFactoredRmsState:
         return ScaleByFactoredRmsState(step_count(), init_factors(params, across, dims))
@@ -228,17 +229,11 @@ def scale_by_adafactor(
     ) -> tuple[Tree, ScaleByFactoredRmsState]:
         count = state.count + 1
         squares = tree_map(safe_square, updates)
-        questions: list[Question] = [(squares, one_of(dims, 1)), (squares, one_of(dims, 0))]
-        if multiply_by_parameter_scale:
-            questions.append((tree_map(safe_square, params), all_dims))
-        rows, cols, *param_sums = across.sum_dims(*questions)
+        rows, cols = across.sum_dims((squares, one_of(dims, 1)), (squares, one_of(dims, 0)))
         weight = (count - step_offset).double() ** -decay_rate
         factors = decayed(state.factors, squares, (rows, cols), across, weight)
         steps = directions(updates, factors, across)
-        sizes = scales(param_sums[0] if param_sums else None, updates, across)
-        if clipping_threshold is not None:
-            rms = block_rms(across.norm(steps), across)
-            sizes = tree_map(lambda a, r: a / (r / clipping_threshold).clamp(min=1), sizes, rms)
+        sizes = sizes_of(params, steps, across)
         rho = step_size(count)
         stepped = tree_map(lambda u, s, a: (s * (a * rho).to(s.dtype)).to(u.dtype), updates, steps, sizes)
         return stepped, ScaleByFactoredRmsState(count, factors)
