@@ -32,10 +32,15 @@ Question = tuple[Tree, Dim]
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A pointwise author's functions, as `Across.pointwise` runs them: on leaves, pieces or whole buckets."""
+    """A pointwise author's functions, as `Across.pointwise` runs them: on leaves, pieces or whole buckets.
+
+    Attributes:
+        in_place: `update` for updates and state that were donated, bit by bit: results may lie where they did.
+    """
 
     init: Callable[[Tree], Any]
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
+    in_place: Callable[[Tree, Any, Tree], tuple[Tree, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,6 +216,9 @@ def _stream(
 
     Where `donated`, a result is written into the storage of what it replaces.
     """
+    update, moved = part.update, [True, *follows]
+    if part.in_place and has_values(u) and all(itertools.compress(donated, moved)):
+        update = part.in_place
     size = _CHUNK if u.device.type in ("cpu", "meta") else u.numel()
     end = u.numel() if has_values(u) else min(u.numel(), size)  # one chunk stands for all in a plan
     out: list[Tensor] = []
@@ -222,29 +226,40 @@ def _stream(
         here = slice(start, start + size)
         given = [x[here] if f else x for x, f in zip(state, follows, strict=True)]
         made_u: Any
-        made_u, made_s = part.update({"": u[here]}, one.unflatten(given), {"": p[here]})
+        made_u, made_s = update({"": u[here]}, one.unflatten(given), {"": p[here]})
         made = [made_u[""], *optree.tree_leaves(made_s)]
         if u.numel() <= size and not any(donated):
             return made
-        made = _apart(made, [u[here], p[here], *given])
         if not out:
             fits = [d and x.dtype == m.dtype for d, x, m in zip(donated, [u, *state], made, strict=True)]
             out = [
                 x if fit else m.new_empty(u.numel()) if f else m
-                for x, m, f, fit in zip([u, *state], made, [True, *follows], fits, strict=True)
+                for x, m, f, fit in zip([u, *state], made, moved, fits, strict=True)
             ]
-        for k, (m, f) in enumerate(zip(made, [True, *follows], strict=True)):
-            if f:
-                out[k][here] = m
-            else:
+        places = [x[here] if f else m for x, m, f in zip(out, made, moved, strict=True)]
+        made = _apart(made, places, [u[here], p[here], *given])
+        for k, (m, place) in enumerate(zip(made, places, strict=True)):
+            if not moved[k]:
                 out[k] = m
+            elif not _is_at(m, place):
+                place.copy_(m)
     return out
 
 
-def _apart(made: list[Tensor], given: list[Tensor]) -> list[Tensor]:
-    """Results that are what was given (a state that is the old updates, say), copied: that may be written to first."""
+def _apart(made: list[Tensor], places: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+    """Results that are what was given (a state that is the old updates, say), copied: that may be written to first.
+
+    Not those that are in their places already.
+    """
     taken = {storage_id(x) for x in given if x.dim()}
-    return [x.clone() if x.dim() and storage_id(x) in taken else x for x in made]
+    return [
+        x.clone() if x.dim() and storage_id(x) in taken and not _is_at(x, place) else x
+        for x, place in zip(made, places, strict=True)
+    ]
+
+
+def _is_at(x: Tensor, place: Tensor) -> bool:
+    return _share(x, place) and x.storage_offset() == place.storage_offset() and x.stride() == place.stride()
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

@@ -52,6 +52,20 @@ def swaps_its_state(constructor):
 AUTHORS = [keeps_params, keeps_updates, hands_on_updates_it_keeps, swaps_its_state]
 
 
+def swaps_its_state_in_place():
+    """Each result lies where another one belongs."""
+
+    def in_place(updates, state, params):
+        newest, oldest = state
+        return tree_map(lambda u, o: o.mul_(0.3).add_(u), updates, oldest), (updates, newest)
+
+    return optim.pointwise(two_zeros, lambda u, s, p: swaps_its_state(update_of)(u, s, p, None), in_place=in_place)
+
+
+def update_of(init, update):
+    return update
+
+
 def whole_leaf_keeps_update():
     def update(update, state):
         return update + 0.5 * state, update
@@ -72,7 +86,7 @@ TRANSFORMS = [author(make) for author in AUTHORS for make in CONSTRUCTORS]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kept", [*TRANSFORMS, whole_leaf_keeps_update()])
+@pytest.mark.parametrize("kept", [*TRANSFORMS, whole_leaf_keeps_update(), swaps_its_state_in_place()])
 def test_donation_does_not_change_what_a_transform_keeps(kept, ranks):
     torch.manual_seed(0)
     params = {k: torch.randn(s, dtype=torch.float64).requires_grad_() for k, s in {"a": (5, 3), "b": (4,)}.items()}

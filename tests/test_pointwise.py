@@ -13,8 +13,10 @@ from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.across import Local
+from functorch_zero.errors import TransformError
 from functorch_zero.optim.base import describe
 from functorch_zero.optim.check import check_claims
+from functorch_zero.testing import check_transform
 from tests.parity.cases import (
     NUM_STEPS,
     POINTWISE,
@@ -92,6 +94,34 @@ def test_the_same_bits_however_cut(name: str, dtype: torch.dtype) -> None:
     if dtype == torch.float32:  # then float64 and int64 leaves are numbers, not 0-d params
         numbers = [[x.item() for x in optree.tree_leaves(s) if x.dtype != dtype] for s in (state, state_of_pieces)]
         assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [1, 37, 4099])
+def test_adam_in_place_has_the_same_bits(n: int, dtype: torch.dtype) -> None:
+    part = optim.chain(optim.scale_by_adam(), optim.scale_by_learning_rate(0.1)).plain
+    assert part is not None and part.in_place is not None
+    params = {"": torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)}
+    state, other = part.init(params), part.init(params)
+    for grads in gradients(params, 3):
+        own: Any = tree_map(torch.clone, grads)
+        before = [own[""].data_ptr(), other[0].mu[""].data_ptr(), other[0].nu[""].data_ptr()]
+        expected, state = part.update(grads, state, params)
+        got, other = part.in_place(own, other, params)
+        for x, y in zip(optree.tree_leaves((expected, state)), optree.tree_leaves((got, other)), strict=True):
+            assert torch.equal(x, y) and (x != 0).any()
+        assert [own[""].data_ptr(), other[0].mu[""].data_ptr(), other[0].nu[""].data_ptr()] == before
+
+
+def test_what_is_not_the_same_in_place_is_found() -> None:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u * 2, updates), state
+
+    def in_place(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u.mul_(2.5), updates), state
+
+    with pytest.raises(TransformError, match="makes other updates on ranks than unsharded"):
+        check_transform(optim.pointwise(lambda params: (), update, in_place=in_place))
 
 
 @pytest.mark.parametrize("name", POINTWISE)

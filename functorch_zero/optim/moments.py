@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from optree import tree_map
+from optree import tree_map, tree_map_
 from torch import Tensor
 
 from .base import Schedule, Transform, pointwise, step_count, tree_zeros_like, value_of
@@ -68,7 +68,23 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_
         new = _moments(updates, state, b1, b2)
         return _adam_directions(new, b1, b2, eps, eps_root), new
 
-    return pointwise(_init_moments, update)
+    if isinstance(b1, Tensor) or isinstance(b2, Tensor) or not is_zero(eps_root):
+        return pointwise(_init_moments, update)
+    rest1, rest2 = 1 - b1, 1 - b2
+
+    def in_place(updates: Tree, state: ScaleByAdamState, params: Tree) -> tuple[Tree, ScaleByAdamState]:
+        count = state.count + 1
+        c1, root = bias_correction(b1, count), bias_correction(b2, count).sqrt()
+
+        def move(g: Tensor, m: Tensor, v: Tensor) -> None:
+            m.lerp_(g, rest1)
+            v.mul_(b2).addcmul_(g, g, value=rest2)
+            torch.div(m, c1, out=g).div_(v.sqrt().div_(root).add_(eps))
+
+        tree_map_(move, updates, state.mu, state.nu)
+        return updates, state._replace(count=count)
+
+    return pointwise(_init_moments, update, in_place=in_place)
 
 
 class ScaleByAmsgradState(NamedTuple):
