@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -212,3 +213,8 @@ def test_import_is_quick() -> None:
 
 def test_import_shows_no_warning() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", "import functorch_zero"], check=True, timeout=60)
+
+
+def test_contributors_are_shown_every_module() -> None:
+    shown = set(re.findall(r"`(\w+)/?`", (ROOT.parent / "docs" / "contributing.md").read_text()))
+    assert {name for name in LEVELS if not name.startswith("__")} <= shown
