@@ -92,6 +92,11 @@ def storage_id(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
+def storages(tree: PyTree[Any]) -> set[int]:
+    """The storages that a tree's tensors lie in."""
+    return {storage_id(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
+
+
 def has_values(x: Tensor) -> bool:
     """Whether there is more to a tensor than shape and dtype."""
     return not (x.is_meta or isinstance(x, FakeTensor))

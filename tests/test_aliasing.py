@@ -49,7 +49,22 @@ def swaps_its_state(constructor):
     return constructor(two_zeros, update)
 
 
-AUTHORS = [keeps_params, keeps_updates, hands_on_updates_it_keeps, swaps_its_state]
+def hands_on_its_state(constructor):
+    def update(updates, state, params, across):
+        mean = tree_map(lambda u, s: u + 0.5 * s, updates, state)
+        return mean, mean
+
+    return constructor(zeros, update)
+
+
+def hands_on_params(constructor):
+    def update(updates, state, params, across):
+        return params, tree_map(lambda u, s: u + s, updates, state)
+
+    return constructor(zeros, update)
+
+
+AUTHORS = [keeps_params, keeps_updates, hands_on_updates_it_keeps, swaps_its_state, hands_on_its_state, hands_on_params]
 
 
 def swaps_its_state_in_place():
@@ -91,9 +106,8 @@ def test_donation_does_not_change_what_a_transform_keeps(kept, ranks):
     torch.manual_seed(0)
     params = {k: torch.randn(s, dtype=torch.float64).requires_grad_() for k, s in {"a": (5, 3), "b": (4,)}.items()}
     batches = [torch.tensor(0.1 * k, dtype=torch.float64) for k in range(4)]
-    step = train_step(
-        loss_fn, optim.chain(kept, optim.ema(0.9), optim.with_statistics(zeros, pass_on), optim.scale(-0.1))
-    )
+    last = (optim.ema(0.9), optim.with_statistics(zeros, pass_on), optim.scale_by_learning_rate(0.1))
+    step = train_step(loss_fn, optim.chain(kept, optim.add_decayed_weights(0.1), *last))
     state = step.init(params)
     for batch in batches:
         state, _ = step(state, batch)

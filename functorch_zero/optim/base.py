@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..across import Across, Fused, Pointwise, Refusing, WholeLeaf
 from ..errors import TransformError
-from ..tree import PyTree
+from ..tree import PyTree, storages
 from .scalars import has_scalars, init_widened, update_widened
 
 Init = Callable[..., Any]
@@ -247,18 +247,23 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
     def init(params: PyTree[Tensor]) -> tuple[Any, ...]:
         return tuple(part.init(params) for part in parts)
 
-    def one_by_one(functions: Sequence[Update]) -> Update:
-        def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[Any, tuple[Any, ...]]:
-            new = []
-            for function, old in zip(functions, state, strict=True):
-                updates, s = function(updates, old, params)
-                new.append(s)
-            return updates, tuple(new)
+    def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[Any, tuple[Any, ...]]:
+        new: list[Any] = []
+        for part, old in zip(parts, state, strict=True):
+            updates, s = part.update(updates, old, params)
+            new.append(s)
+        return updates, tuple(new)
 
-        return update
+    def in_place(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[Any, tuple[Any, ...]]:
+        new: list[Any] = []
+        for part, old in zip(parts, state, strict=True):
+            kept = storages((params, new))  # a part may have handed on what it keeps
+            run = part.in_place if kept.isdisjoint(storages(updates)) else None
+            updates, s = (run or part.update)(updates, old, params)
+            new.append(s)
+        return updates, tuple(new)
 
-    in_place = [part.in_place or part.update for part in parts]
-    return Pointwise(init, one_by_one([part.update for part in parts]), one_by_one(in_place))
+    return Pointwise(init, update, in_place if any(part.in_place for part in parts) else None)
 
 
 def value_of(number: float | Tensor | Schedule, count: Tensor) -> Any:

@@ -58,6 +58,13 @@ def add_scaled(x: Tensor, y: Tensor, factor: Number) -> Tensor:
     return torch.add(x, y, alpha=factor)
 
 
+def add_scaled_(x: Tensor, y: Tensor, factor: Number) -> Tensor:
+    """The same to the bit, in `x` where its dtype is the result's."""
+    if x.dtype != y.dtype:
+        return add_scaled(x, y, factor)
+    return x.add_(y * factor) if isinstance(factor, Tensor) or x.element_size() < 4 else x.add_(y, alpha=factor)
+
+
 def bias_correction(decay: Number, count: Tensor) -> Tensor:
     """`1 - decay**count`, 0-d float64: what a mean that began at zero lacks after `count` steps."""
     return 1 - decay ** count.double()

@@ -6,14 +6,15 @@ mentioned there is none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from optree import tree_map
 from torch import Tensor
 
-from .base import EmptyState, Schedule, Transform, init_empty, pointwise, step_count, tree_zeros_like, value_of
-from .elementwise import Number, Tree, add_scaled, bias_correction, clamp, elementwise, is_zero, number
+from .base import EmptyState, Schedule, Transform, Update, init_empty, pointwise, step_count, tree_zeros_like, value_of
+from .elementwise import Number, Tree, add_scaled, add_scaled_, bias_correction, clamp, elementwise, is_zero, number
 from .elementwise import ema as mean_of
 from .selection import Mask, masked
 from .states import CountState as CountState
@@ -73,13 +74,16 @@ def scale_by_learning_rate(learning_rate: Number | Schedule, *, flip_sign: bool 
         count = step_count()
         return ScaleByLearningRateState(count, number(value_of(learning_rate, count)))
 
-    def update(updates: Tree, state: ScaleByLearningRateState, params: Tree) -> tuple[Tree, ScaleByLearningRateState]:
-        rate = value_of(learning_rate, state.count)
-        factor = -rate if flip_sign else rate
-        kept = number(rate) if fixed is None else fixed
-        return elementwise(lambda u: u * factor, updates), ScaleByLearningRateState(state.count + 1, kept)
+    def by(multiply: Callable[[Tensor, Any], Tensor]) -> Update:
+        def update(updates: Tree, state: ScaleByLearningRateState, params: Tree) -> tuple[Any, Any]:
+            rate = value_of(learning_rate, state.count)
+            factor = -rate if flip_sign else rate
+            kept = number(rate) if fixed is None else fixed
+            return elementwise(lambda u: multiply(u, factor), updates), ScaleByLearningRateState(state.count + 1, kept)
 
-    return pointwise(init, update)
+        return update
+
+    return pointwise(init, by(torch.mul), in_place=by(Tensor.mul_))
 
 
 def scale_by_sign() -> Transform:
@@ -128,11 +132,14 @@ def add_decayed_weights(weight_decay: Number | Schedule = 0.0, mask: Mask | None
         mask: which leaves decay, as for `masked`; None for all.
     """
 
-    def update(updates: Tree, state: CountState, params: Tree) -> tuple[Tree, CountState]:
-        decay = value_of(weight_decay, state.count)
-        return elementwise(lambda u, p: add_scaled(u, p, decay), updates, params), CountState(state.count + 1)
+    def by(add: Callable[[Tensor, Tensor, Number], Tensor]) -> Update:
+        def update(updates: Tree, state: CountState, params: Tree) -> tuple[Any, Any]:
+            decay = value_of(weight_decay, state.count)
+            return elementwise(lambda u, p: add(u, p, decay), updates, params), CountState(state.count + 1)
 
-    decayed = pointwise(init_count, update)
+        return update
+
+    decayed = pointwise(init_count, by(add_scaled), in_place=by(add_scaled_))
     return decayed if mask is None else masked(decayed, mask)
 
 
