@@ -22,9 +22,7 @@ from .optim.base import Transform
 from .state_plan import placeholder, plan_of, plan_state
 from .tree import PyTree, has_values, select, storage_id
 
-_CHUNK = (
-    2**17
-)  # elements a pointwise update sees at a time on a CPU: temporaries stay in a cache, Python is little beside them
+_CHUNK = 2**17  # elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
 
 
 class Bunches:
@@ -229,7 +227,7 @@ def _stream(
         made_u, made_s = update({"": u[here]}, one.unflatten(given), {"": p[here]})
         made = [made_u[""], *optree.tree_leaves(made_s)]
         if u.numel() <= size and not any(donated):
-            return made
+            return [made[0], *(x.clone() if x.dim() and _share(x, made[0]) else x for x in made[1:])]
         if not out:
             fits = [d and x.dtype == m.dtype for d, x, m in zip(donated, [u, *state], made, strict=True)]
             out = [

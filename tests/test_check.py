@@ -241,7 +241,7 @@ def forgets_the_state(updates: Any, *others: Any) -> Any:
 @pytest.mark.parametrize("make", [pointwise, with_statistics, with_whole_leaves, with_whole_tree])
 def test_an_update_that_forgets_the_state_is_named(make: Any) -> None:
     transform, params = make(lambda params: (), forgets_the_state), {"w": torch.ones(2, 3)}
-    with pytest.raises(TransformError, match=r"test_check\.forgets_the_state must return \(updates, state\), got a"):
+    with pytest.raises(TransformError, match=r"forgets_the_state must return \(updates, state\), got a"):
         check_transform(transform, params=params)
 
 

@@ -11,7 +11,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from functorch_zero import optim
+from functorch_zero import bunches, optim
 from functorch_zero.across import Local
 from functorch_zero.errors import TransformError
 from functorch_zero.optim.base import describe
@@ -115,13 +115,40 @@ def test_adam_in_place_has_the_same_bits(n: int, dtype: torch.dtype) -> None:
 
 def test_what_is_not_the_same_in_place_is_found() -> None:
     def update(updates: Any, state: Any, params: Any) -> Any:
-        return tree_map(lambda u: u * 2, updates), state
+        return tree_map(lambda u: u * 2, updates), state + 1
 
-    def in_place(updates: Any, state: Any, params: Any) -> Any:
+    def another_number(updates: Any, state: Any, params: Any) -> Any:
         return tree_map(lambda u: u.mul_(2.5), updates), state
 
-    with pytest.raises(TransformError, match="makes other updates on ranks than unsharded"):
-        check_transform(optim.pointwise(lambda params: (), update, in_place=in_place))
+    def writes_params(updates: Any, state: Any, params: Any) -> Any:
+        tree_map(lambda p: p.mul_(0.99), params)
+        return tree_map(lambda u: u.mul_(2), updates), state
+
+    def counts_in_place(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u.mul_(2), updates), state.add_(1)
+
+    def forgets_to_count(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u.mul_(2), updates), state
+
+    for in_place, text in {
+        another_number: "in_place and update differ",
+        writes_params: "in_place writes over params",
+        counts_in_place: "in_place writes over params, or over a state leaf",
+        forgets_to_count: "in_place and update differ",
+    }.items():
+        transform = optim.pointwise(lambda params: torch.zeros(()), update, in_place=in_place)
+        with pytest.raises(TransformError, match=text):
+            check_claims(transform)  # as `shard` does
+        with pytest.raises(TransformError, match=text):
+            check_transform(transform)
+
+
+@pytest.mark.parametrize("chunk", [3, 8])
+def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a flat's chunks make is what the flat makes."""
+    monkeypatch.setattr(bunches, "_CHUNK", chunk)
+    for transform in (optim.adam(0.1), optim.sgd(0.1, momentum=0.9), optim.lion(0.1, weight_decay=0.2)):
+        check_transform(transform, seeds=(0,))
 
 
 @pytest.mark.parametrize("name", POINTWISE)

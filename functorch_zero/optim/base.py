@@ -83,8 +83,9 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
             every question. Trees may be any regrouping of the params' elements, so only elementwise operators will do,
             and no leaf is 0-d (a scalar's shape is (1,));
             state leaves that aren't shaped like a param (a step count) must not depend on the values.
-        in_place: the same to the bit, but what it returns may lie in the storage of the updates and of the state that
-            it was given. A sharded step takes it where these were donated: fewer temporaries, no copies.
+        in_place: the same to the bit, written over the updates and over state leaves shaped like params (over nothing
+            else: not over counts, nor params). A sharded step takes it where these were donated: fewer temporaries, no
+            copies.
 
     Sharded, it runs on pieces, bucket by bucket, without communication. `testing.check_transform` checks the claim.
 
@@ -111,7 +112,7 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
         lambda params, across: part.init(params),
         lambda updates, state, params, across: across.pointwise(part, updates, state, params),
         Needs.POINTWISE,
-        source=(init, update),
+        source=(init, update, in_place) if in_place else (init, update),
         plain=part,
     )
 
@@ -256,10 +257,12 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
 
     def in_place(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[Any, tuple[Any, ...]]:
         new: list[Any] = []
+        donated = storages(updates)
         for part, old in zip(parts, state, strict=True):
-            kept = storages((params, new))  # a part may have handed on what it keeps
-            run = part.in_place if kept.isdisjoint(storages(updates)) else None
-            updates, s = (run or part.update)(updates, old, params)
+            own = storages(updates) <= donated - storages(
+                new
+            )  # else a part has handed on what it, or its author, keeps
+            updates, s = (part.in_place if own and part.in_place else part.update)(updates, old, params)
             new.append(s)
         return updates, tuple(new)
 
@@ -341,7 +344,7 @@ def _returns_pair(author: Callable[..., Any], update: Callable[..., Any]) -> Cal
             return made
         kind = f"{len(made)} things" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise TransformError(
-            f"{author.__module__}.{author.__qualname__} must return (updates, state), got {kind}. "
+            f"{getattr(author, '__qualname__', repr(author))} must return (updates, state), got {kind}. "
             "Remedy: return the state, too; `()` where there is none"
         )
 

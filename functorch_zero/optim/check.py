@@ -31,6 +31,7 @@ from ..across import (
     total_of,
     without,
 )
+from ..errors import TransformError
 from ..tree import PyTree, paths, select
 from .base import Needs, Transform
 from .watch import Watch
@@ -66,7 +67,8 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
             belong to one structure (they have neither parts nor an author's functions, such as `scale_by_label`).
 
     Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative sums, matrix
-    products), random ones, values read on the host, and changes in place of what was given. Nothing is communicated.
+    products), random ones, values read on the host, and changes in place of what was given; and an `in_place` that is
+    not `update` to the bit. Nothing is communicated.
     `testing.check_transform` checks the numbers too.
 
     >>> from functorch_zero import optim
@@ -85,6 +87,8 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     for part in simple_parts(transform):
         if part.plain is not None:
             _run_watched(_alone(part.plain), tiny, name_of(part))
+            for dtype in (torch.float32, torch.float64):
+                _check_in_place(part.plain, dtype, name_of(part))
         elif params is None and part.needs > Needs.POINTWISE:
             _run_watched(part, tiny, name_of(part))
     if params is not None:
@@ -96,6 +100,30 @@ def _alone(part: Pointwise) -> Transform:
     return Transform(
         lambda params, across: part.init(params), lambda u, s, p, across: part.update(u, s, p), Needs.POINTWISE
     )
+
+
+def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
+    """`in_place` gives the bits of `update`, and writes to nothing but updates and what follows a param."""
+    if part.in_place is None:
+        return
+    g = torch.Generator().manual_seed(0)
+    params: Any = {"": torch.randn(NUM_HERE, generator=g, dtype=dtype)}
+    state, own = part.init(params), part.init(params)
+    for _ in range(NUM_STEPS):
+        updates: Any = {"": torch.randn(NUM_HERE, generator=g, dtype=dtype)}
+        kept = [params, [x for x in optree.tree_leaves(own) if x.shape != (NUM_HERE,)]]
+        before = tree_map(torch.clone, kept)
+        got, own = part.in_place(tree_map(torch.clone, updates), own, params)
+        _must_equal(before, kept, f"{name}: in_place writes over params, or over a state leaf that follows none")
+        expected, state = part.update(updates, state, params)
+        _must_equal((expected, state), (got, own), f"{name}: in_place and update differ, in {dtype}")
+
+
+def _must_equal(expected: Any, got: Any, story: str) -> None:
+    pairs = [*zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=False)]
+    alike = all(x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+    if not alike or optree.tree_structure(expected) != optree.tree_structure(got):
+        raise TransformError(f"{story}. Remedy: the same operators in the same order")
 
 
 def _run_watched(transform: Transform, params: PyTree[Tensor], name: str) -> None:
