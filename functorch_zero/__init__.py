@@ -20,11 +20,12 @@ from .finite import LossScale
 from .functional import functionalize
 from .groups import CheckedGroup, CountingGroup, Group, HybridGroup, ProcessGroup, Solo, ThreadGroup, launch
 from .handle import gather
+from .losses import Aux
 from .options import failing_together
 from .precision import Precision
 from .rounds import any_rank, rounds
 from .shard import shard
-from .step import Aux, TrainState, train_step
+from .step import TrainState, train_step
 from .tree import Params, named_leaves
 
 if TYPE_CHECKING:

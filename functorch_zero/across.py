@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .errors import TransformError
 from .layout import Extent
-from .tree import PyTree, select
+from .tree import PyTree, paths, select
 
 Tree = PyTree[Tensor]
 Dims = int | tuple[int, ...]
@@ -273,6 +273,8 @@ class Local:
         leaves, treedef = optree.tree_flatten(updates)
         states = treedef.flatten_up_to(state)
         results = [one_leaf(part, *leaf) for leaf in zip(leaves, states, optree.tree_leaves(params), strict=True)]
+        for path, update, old, (new, owned) in zip(paths(updates), leaves, states, results, strict=True):
+            check_whole(path, (update, old.state), (new, owned.state))
         return treedef.unflatten([u for u, _ in results]), treedef.unflatten([s for _, s in results])
 
     def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
@@ -294,6 +296,16 @@ class Refusing:
         raise TransformError(
             f"a pointwise transform asked across.{question}, so it isn't pointwise. "
             "Remedy: make it with optim.with_statistics"
+        )
+
+
+def check_whole(path: str, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:
+    """Refuse a whole-leaf author's result (update, state) of other shapes than what it was made of."""
+    shapes = [[tuple(x.shape) for x in optree.tree_leaves(pair)] for pair in (before, after)]
+    if shapes[0] != shapes[1]:
+        raise TransformError(
+            f"a whole-leaf update of leaf {path} must make an update and a state of the shapes that it was given: "
+            f"expected {shapes[0]}, got {shapes[1]}"
         )
 
 

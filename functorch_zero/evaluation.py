@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .errors import StructureError
+from .losses import Aux, Metrics, as_metric, if_weighty
 from .lowering import Seen
-from .step import Aux, Metrics, TrainState, as_metric, if_weighty, optimizer_view, replayed
+from .step import TrainState, optimizer_view, replayed
 from .tree import PyTree, merge, same_structure
 
 

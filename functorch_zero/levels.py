@@ -74,7 +74,7 @@ LEVELS = (
 def find_level(level: int | str) -> Level:
     """A level by number or name."""
     for known in LEVELS:
-        if level in (known.number, known.name):
+        if type(level) in (int, str) and level in (known.number, known.name):
             return known
     names = ", ".join(f"{known.number} ({known.name!r})" for known in LEVELS)
     raise ValueError(f"level must be one of {names}; got {level!r}")

@@ -20,7 +20,7 @@ from .groups.protocol import Group
 from .layout import Cut, Layout
 from .levels import AccumulateIn, Levels
 from .sharding import Sharding
-from .step import TrainState
+from .step import TrainState, check_state
 from .tree import paths
 
 
@@ -101,6 +101,7 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
 
 def sharding_of(state: TrainState, options: Options) -> Sharding:
     """How a state is cut, which must be as these options cut."""
+    check_state(state)
     sharding = state.sharding
     if sharding is None:
         raise StructureError("a sharded step was given a whole state. Remedy: `step.scatter(state)` first")
@@ -115,6 +116,11 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
                 remedy="gather it with the step that made it, then scatter it with this one",
             )
         )
+    if optree.tree_structure(state.params) != sharding.layout.treedef:
+        remedy = "replace leaves by tree_map, which keeps the tree: in a dict they have another order"
+        what = "state.params have another tree structure than those of `init`"
+        kind = type(state.params).__name__
+        raise StructureError(explain(what, got=f"a {kind}", rank=options.group.rank, remedy=remedy))
     return sharding
 
 

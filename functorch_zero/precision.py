@@ -51,7 +51,7 @@ class Precision:
             if given is not None and given not in FLOATS:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
                 remedy = "take one of these: sums and products of other dtypes are not defined on every device"
-                raise ValueError(explain(f"Precision.{field.name}", expected=known, got=given, remedy=remedy))
+                raise ValueError(explain(f"Precision.{field.name}", expected=known, got=repr(given), remedy=remedy))
 
     def dtypes(self, storage: torch.dtype) -> Dtypes | None:
         """What becomes of a leaf kept in `storage`; None: nothing, everything is done in that dtype."""

@@ -15,7 +15,7 @@ from .errors import GroupError
 from .finite import not_finite, refusal
 from .groups.protocol import Group
 from .layout import Layout
-from .step import as_metric
+from .losses import as_metric
 
 _CPU = torch.device("cpu")
 _WIDTH = 32  # the vector's length is a multiple of it, so that ranks whose metrics differ still send equal lengths

@@ -36,6 +36,7 @@ from .levels import (
     pieces_of,
     publish,
 )
+from .losses import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
 from .measures import Measures, check_reported
 from .optim.base import describe
 from .optim.check import check_claims
@@ -47,19 +48,7 @@ from .shares import in_range, shares_of, to_means
 from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
 from .state_plan import StatePlan
-from .step import (
-    Metrics,
-    Outcome,
-    TrainState,
-    TrainStep,
-    as_metric,
-    call_loss,
-    joined,
-    mark_trainable,
-    micro_batches,
-    replayed,
-    with_measured,
-)
+from .step import TrainState, TrainStep, mark_trainable, replayed, with_measured
 from .tree import PyTree, paths, select
 from .unit import Pass
 from .version import __version__
@@ -253,6 +242,8 @@ class ShardedTrainStep:
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
             with ranged("loss"):
                 outcome = call_loss(self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank)
+            if all(unit.entry is None for unit in run.runs):
+                raise independent(rank)
             check_not_empty(batch, outcome.loss, outcome.weight, rank)
             scale = self.unsharded.finite.scale(state.finite)
             shares = shares_of(outcome, layout, self.group.size, count, scale)

@@ -11,8 +11,9 @@ from .evaluation import EvalStep, call_eval
 from .groups import labelled
 from .groups.protocol import Group
 from .levels import evaluated, flats_of, make_sources, pieces_of
+from .losses import Metrics
 from .options import Options, check_batch, sharding_of, told
-from .step import Metrics, TrainState, replayed
+from .step import TrainState, replayed
 from .unit import Pass
 
 

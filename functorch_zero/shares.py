@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .finite import all_finite
 from .layout import Layout
-from .step import Outcome
+from .losses import Outcome
 
 F16_END = 65520.0  # what is not below it is infinite in float16
 

@@ -6,7 +6,7 @@ rank's pieces (params at level 3 only), and `sharding` says how they are cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,34 +23,26 @@ from .errors import StructureError, explain
 from .finite import Finite, FinitePolicy, LossScale, NonFinite, all_finite, not_finite, refusal
 from .handle import check_unchanged, versions_of
 from .layout import Cut, make_layout
+from .losses import (
+    LossFn,
+    Metrics,
+    Outcome,
+    as_metric,
+    call_loss,
+    if_weighty,
+    independent,
+    joined,
+    micro_batches,
+    weighted_mean,
+)
 from .lowering import Seen
 from .measures import Measures, check_names, check_reported
 from .optim.base import Transform
 from .sharding import Sharding
 from .state_plan import plan_state
-from .tree import Params, PyTree, mask_of, merge, named_leaves, paths, same_structure, select
+from .tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
-
-
-@dataclass(frozen=True)
-class Aux:
-    """What a loss returns beside the loss.
-
-    Attributes:
-        buffers: the new buffers, as `apply` returned them; None when nothing changed.
-        metrics: 0-d tensors or numbers by name, averaged like the loss.
-        weight: how much this batch counts (its number of tokens, say); None: each rank's batch counts the same. What
-            weighs 0 counts for nothing: neither its loss, metrics and gradients nor the buffers that it changed.
-    """
-
-    buffers: Mapping[str, Tensor] | None = None
-    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
-    weight: Tensor | float | None = None
-
-
-LossFn = Callable[[Any, Any, Any], Tensor | tuple[Tensor, Aux]]
-Metrics = dict[str, Tensor]
 
 
 class TrainState(NamedTuple):
@@ -63,15 +55,6 @@ class TrainState(NamedTuple):
     seed: Tensor | None  # 0-d int64, on the CPU; None: the global random state is used as it is
     sharding: Sharding | None = None  # how it is cut; None: it isn't
     finite: Finite | None = None  # steps skipped, and the loss scale; None: nothing is skipped
-
-
-class Outcome(NamedTuple):
-    """What one call of a loss gave."""
-
-    loss: Tensor  # 0-d
-    buffers: PyTree[Tensor]
-    metrics: Mapping[str, Tensor | float]
-    weight: Tensor | float | None
 
 
 @dataclass(frozen=True)
@@ -119,6 +102,7 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step on a whole batch; the state given stays valid."""
+        check_state(state)
         if state.sharding is not None:
             raise StructureError("an unsharded step was given a sharded state. Remedy: `sharded.gather(state)` first")
         grads, outcome = self.loss_and_grads(state, batch)
@@ -157,6 +141,8 @@ class TrainStep:
             scale = self.finite.scale(state.finite)
             seed = None if scale is None else outcome.loss.new_full((), scale)
             grads = torch.autograd.grad(outcome.loss, leaves, seed, allow_unused=True)
+            if all(g is None for g in grads):
+                raise independent()
         whole = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
         whole = whole if scale is None else [g / scale for g in whole]
         whole = [if_weighty(g, outcome.weight) for g in whole]
@@ -251,89 +237,12 @@ def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
     return metrics | measured
 
 
-def call_loss(loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None) -> Outcome:
-    """Call a user's loss and check what it returns."""
-    result = loss_fn(params, buffers, batch)
-    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, Aux())
-    if not isinstance(aux, Aux):
-        raise TypeError(f"a loss returns a tensor, or (tensor, fz.Aux(...)); got {type(aux).__name__} as the second")
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        what, remedy = "the loss is not a scalar", "reduce it, with .mean() for example"
-        raise StructureError(explain(what, expected="shape ()", got=got, rank=rank, remedy=remedy))
-    if not loss.requires_grad:
-        remedy = "compute it from `params` with gradients enabled, without detach or item"
-        raise StructureError(explain("the loss does not depend on any trained leaf", rank=rank, remedy=remedy))
-    new = (
-        buffers
-        if aux.buffers is None
-        else tree_map(lambda b: b if type(b) is Tensor and not b.requires_grad else b.detach(), aux.buffers)
-    )
-    same_structure(buffers, new, what="Aux.buffers", rank=rank)
-    new = tree_map(lambda old, b: b if b is old else if_weighty(b, aux.weight, old), buffers, new)
-    return Outcome(loss, new, aux.metrics, aux.weight)
-
-
-def micro_batches(batch: Any, count: int) -> list[Any]:
-    """The batch in `count` parts along dim 0 of its tensors; whatever has no dims is in all of them."""
-    if count == 1:
-        return [batch]
-    leaves, treedef = optree.tree_flatten(batch)
-    parts = [_parts(path, leaf, count) for path, leaf in zip(paths(batch), leaves, strict=True)]
-    return [treedef.unflatten([part[i] for part in parts]) for i in range(count)]
-
-
-def _parts(path: str, leaf: Any, count: int) -> list[Any]:
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-        return [leaf] * count
-    if 0 < len(leaf) < count:
-        remedy = "pass larger batches, or accumulate over fewer"
-        raise StructureError(explain("the batch is too small", path=path, expected=count, got=len(leaf), remedy=remedy))
-    return list(leaf.tensor_split(count))
-
-
-def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
-    """The mean of one value a micro-batch, by their weights; 0 where nothing has weight."""
-    weights = [as_metric(1.0 if o.weight is None else o.weight) for o in outcomes]
-    terms = [if_weighty(as_tensor(v), w) * w.to(as_tensor(v).device) for v, w in zip(values, weights, strict=True)]
-    total = sum(weights[1:], weights[0])
-    return sum(terms[1:], terms[0]) / torch.where(total == 0, 1, total).to(terms[0].device)
-
-
-def if_weighty(value: Tensor, weight: Tensor | float | None, otherwise: Tensor | float = 0) -> Tensor:
-    """The value, or zeros where the weight is 0: what weighs nothing counts for nothing, the mean of nothing too."""
-    if weight is None:
-        return value
-    if isinstance(weight, Tensor) and weight.device.type != "cpu":
-        return torch.where(weight == 0, otherwise, value)  # without waiting for the device
-    if float(weight) != 0:
-        return value
-    return otherwise if isinstance(otherwise, Tensor) else torch.full_like(value, otherwise)
-
-
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """What several micro-batches gave, as one."""
-    if len(outcomes) == 1:
-        return outcomes[0]
-    last = outcomes[-1]
-    metrics = {name: weighted_mean([o.metrics[name] for o in outcomes], outcomes) for name in last.metrics}
-    weight = None if last.weight is None else sum(as_tensor(o.weight) for o in outcomes)
-    return Outcome(weighted_mean([o.loss for o in outcomes], outcomes), last.buffers, metrics, weight)
-
-
-def as_tensor(value: Any) -> Tensor:
-    """A tensor, detached; numbers become 0-d ones."""
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-
-
-def as_metric(value: Tensor | float) -> Tensor:
-    """A metric as a 0-d floating-point tensor, since it will be averaged."""
-    metric = as_tensor(value)
-    if not metric.is_floating_point():
-        metric = metric.to(torch.get_default_dtype())
-    if metric.dim() != 0:
-        raise StructureError(f"a metric must be a number or a 0-d tensor, got shape {tuple(metric.shape)}")
-    return metric
+def check_state(state: Any) -> None:
+    """Refuse what is no state."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"a step takes (state, batch), and a state is what step.init made; got a {type(state).__name__}"
+        )
 
 
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
@@ -392,6 +301,3 @@ def _mix(*numbers: int) -> int:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
         mixed ^= mixed >> 31
     return mixed >> 1
-
-
-__all__ = ["Aux", "Params", "TrainState", "TrainStep", "train_step"]

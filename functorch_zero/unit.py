@@ -25,10 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from .collectives import is_flat, pack
 from .handle import check_unchanged, make_handles, versions_of
 from .layout import Content, Layout, Unit
+from .losses import if_weighty
 from .ranges import NOTHING
 from .sinks import Grads, Sink
 from .sources import Source
-from .step import if_weighty
 from .tree import storage_id
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from functorch_zero.functional import functionalize
-from functorch_zero.step import Aux
+from functorch_zero.losses import Aux
 from functorch_zero.units import Units
 
 Batch = dict[str, Tensor]

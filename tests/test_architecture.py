@@ -51,6 +51,7 @@ LEVELS = {
     "sinks": 3,
     "sources": 3,
     "unit": 3,
+    "losses": 1,
     "step": 3,
     "measures": 3,
     "evaluation": 3,

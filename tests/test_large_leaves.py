@@ -6,7 +6,7 @@ from torch import nn
 
 from functorch_zero import functionalize, layout, optim, train_step
 from functorch_zero.handle import gather
-from functorch_zero.step import Aux
+from functorch_zero.losses import Aux
 from functorch_zero.testing import assert_sharded_equals_unsharded
 
 

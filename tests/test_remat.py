@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from functorch_zero import optim
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
+from functorch_zero.losses import Aux
 from functorch_zero.shard import shard
-from functorch_zero.step import Aux, train_step
+from functorch_zero.step import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, Block, even

@@ -22,8 +22,9 @@ from functorch_zero.evaluation import EvalStep, eval_step
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.solo import Solo
+from functorch_zero.losses import Aux
 from functorch_zero.shard import ShardedTrainStep, shard
-from functorch_zero.step import Aux, train_step
+from functorch_zero.step import train_step
 from tests.compare import Run, assert_close, assert_equal_updates, train, train_by_rank, train_sharded
 from tests.models import ZOO, Batch, even, split, uneven
 
@@ -602,3 +603,33 @@ def test_padding_stays_zero(name: str, ranks: int, level: int, optimizer: str) -
     assert sum(padding for padding, _ in results)
     if name == "scalars" and level == 3:
         assert not all(held for _, held in results)  # some rank has padding only
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_params_in_another_tree_are_refused(level: int) -> None:
+    """A dict has its leaves in another order than a module has its parameters."""
+    _, params, buffers = functionalize(nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}))
+    step = train_step(lambda p, b, x: sum(leaf.square().sum() for leaf in p.values()), optim.sgd(0.1))
+
+    def on_a_rank(group):
+        sharded = shard(step, level=level, group=group)
+        state = sharded.init(params, buffers)
+        other = state._replace(params=dict(state.params.items()))
+        for use in (lambda s: sharded(s, torch.ones(4)), sharded.gather, sharded.describe):
+            with pytest.raises(StructureError, match=r"another tree structure.*got a dict.*tree_map"):
+                use(other)
+
+    run_ranks(on_a_rank, 1)
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_a_loss_of_other_tensors_is_refused(level: int) -> None:
+    own = torch.ones(3, requires_grad=True)
+    step = train_step(lambda p, b, x: (own * x).sum(), optim.adamw(0.1))
+
+    def on_a_rank(group):
+        sharded = shard(step, level=level, group=group)
+        with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+            sharded(sharded.init({"w": torch.ones(3, requires_grad=True)}), torch.ones(3))
+
+    run_ranks(on_a_rank, 1)

@@ -18,8 +18,9 @@ from functorch_zero.evaluation import eval_step
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.solo import Solo
+from functorch_zero.losses import Aux, as_metric
 from functorch_zero.shard import shard
-from functorch_zero.step import Aux, TrainState, as_metric, train_step
+from functorch_zero.step import TrainState, train_step
 from functorch_zero.tree import named_leaves
 from tests.compare import train
 from tests.models import MLP, ZOO
@@ -261,3 +262,27 @@ def test_a_loss_that_fails_leaves_the_state_usable() -> None:
         return sharded.gather(sharded(held, torch.ones(2, 5))[0]).params["w"]
 
     assert torch.equal(run(Solo()), expected.params["w"])
+
+
+def test_what_is_no_state_weight_or_metric_is_refused() -> None:
+    step, params = (
+        train_step(lambda p, b, x: (p["w"] - x).sum(), optim.sgd(0.1)),
+        {"w": torch.ones(3, requires_grad=True)},
+    )
+    with pytest.raises(TypeError, match=r"takes .state, batch., and .*got a dict"):
+        step(params, step.init(params))
+    for weight, text in ((-1, ">= 0"), (float("nan"), ">= 0"), (torch.tensor(-1.0), ">= 0"), ("3", "got str")):
+        weighted = train_step(lambda p, b, x, w=weight: ((p["w"] - x).sum(), Aux(weight=w)), optim.sgd(0.1))
+        with pytest.raises((StructureError, TypeError), match=text):
+            weighted(weighted.init(params), torch.ones(3))
+    named = train_step(lambda p, b, x: ((p["w"] - x).sum(), Aux(metrics={"loss": 1.0})), optim.sgd(0.1))
+    with pytest.raises(StructureError, match='called "loss"'):
+        named(named.init(params), torch.ones(3))
+
+
+def test_a_loss_of_other_tensors_is_refused() -> None:
+    """Of the module's own parameters, say: nothing would be trained."""
+    own = torch.ones(3, requires_grad=True)
+    step = train_step(lambda p, b, x: (own * x).sum(), optim.adamw(0.1))
+    with pytest.raises(StructureError, match=r"does not depend on any trained leaf.*with `apply` and not the module"):
+        step(step.init({"w": torch.ones(3, requires_grad=True)}), torch.ones(3))

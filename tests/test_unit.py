@@ -17,8 +17,9 @@ from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.handle import gather
+from functorch_zero.losses import Aux
 from functorch_zero.shard import shard
-from functorch_zero.step import Aux, train_step
+from functorch_zero.step import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, MLP, Block, Shared, even, rows, tokens, uneven
 

@@ -14,8 +14,9 @@ from functorch_zero import optim
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.layout import make_layout
+from functorch_zero.losses import Aux
 from functorch_zero.shard import shard
-from functorch_zero.step import Aux, train_step
+from functorch_zero.step import train_step
 from tests.models import GPT, Block, tokens
 
 RANKS = 2

@@ -11,13 +11,15 @@ from optree import tree_leaves, tree_map, tree_structure
 from functorch_zero import optim
 from functorch_zero.across import Local
 from functorch_zero.collectives import slice_tree
-from functorch_zero.errors import TransformError
+from functorch_zero.errors import PeerError, TransformError
 from functorch_zero.groups.counting import counted
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.layout import make_layout
-from functorch_zero.optim import roots
+from functorch_zero.optim import roots, with_whole_leaves
+from functorch_zero.shard import shard
 from functorch_zero.sharded import Sharded
 from functorch_zero.state_plan import plan_state
+from functorch_zero.step import train_step
 
 from .reference import (
     HOSTILE,
@@ -291,3 +293,28 @@ def test_soap_does_not_feel_last_bits_along_a_direction_without_gradients() -> N
     nudged = [tree_map(lambda x: x * (1 + 2e-16 * torch.randn_like(x)), g) for g in gradients]
     soap = optim.soap(falling, precondition_frequency=2)
     assert_same(run(soap, params, nudged), run(soap, params, gradients), 1e-11)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [lambda u, s: (u.mT, s), lambda u, s: (u, s.flatten()[:2]), lambda u, s: (u.flatten(), s)],
+    ids=["transposed", "another state", "flat"],
+)
+def test_results_of_other_shapes_are_refused(update: Any) -> None:
+    """Sharded, the pieces of a transposed update would be other elements' pieces."""
+    transform = with_whole_leaves(torch.zeros_like, update)
+    params = {"w": torch.randn(4, 6, requires_grad=True)}
+    step = train_step(lambda p, b, x: (p["w"] * x).sum(), transform)
+    with pytest.raises(TransformError, match=r"update of leaf w must make .* of the shapes that it was given"):
+        step(step.init(params), torch.randn(4, 6))
+
+    def on_a_rank(group: Any) -> None:
+        sharded = shard(step, level=3, group=group)
+        if group.rank == 0:  # the owner
+            with pytest.raises(TransformError, match="update of leaf w must make"):
+                sharded(sharded.init(params), torch.randn(4, 6))
+        else:
+            with pytest.raises(PeerError, match="update of leaf w must make"):
+                sharded(sharded.init(params), torch.randn(4, 6))
+
+    run_ranks(on_a_rank, 2)

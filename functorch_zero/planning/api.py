@@ -19,10 +19,11 @@ from ..errors import StructureError, TransformError
 from ..functional import Apply, functionalize
 from ..layout import Layout, Unit, make_layout
 from ..levels import AccumulateIn, CutStateOver, LevelRule, Levels, check_accumulate_in
+from ..losses import Aux, LossFn
 from ..optim.base import Transform
 from ..options import Options
 from ..policies import PrecisionRules
-from ..step import Aux, LossFn, TrainStep, mark_trainable
+from ..step import TrainStep, mark_trainable
 from ..tree import storage_id
 from ..units import Units
 from .balance import balance_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -59,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans of all levels, for each number of ranks. Exit code 1 when for one of these none fits."""
-    if args.activations < 0:
+    if not 0 <= args.activations < math.inf:
         raise ValueError(f"--activations must be at least 0, got {args.activations}")
     precision = Precision(compute=getattr(torch, args.compute)) if args.compute else None
     params = _shape(args).params(getattr(torch, args.dtype), precision)
@@ -87,7 +88,7 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
     if fitting:
         print(f"\nThe smallest level that fits: {fitting[0]}")
     else:
-        print(f"\nNo level fits: the least is {bytes_text(min(peaks))}. Remedy: more ranks, or smaller units")
+        print(f"\nNo level fits: the least is {bytes_text(min(peaks))}")
     return bool(fitting)
 
 
@@ -106,8 +107,11 @@ def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, b
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
 
@@ -136,4 +140,5 @@ def _optimizer(name: str) -> optim.Transform:
 
 
 def _takes_a_learning_rate(make: Any) -> bool:
-    return inspect.isfunction(make) and next(iter(inspect.signature(make).parameters), "") == "learning_rate"
+    own = inspect.isfunction(make) and not make.__name__.startswith("scale_by")
+    return own and next(iter(inspect.signature(make).parameters), "") == "learning_rate"

@@ -31,6 +31,8 @@ class Shape:
             least = 1 if name in ("layers", "width", "vocab", "heads") else 0
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide the heads, {self.heads}; got {self.kv_heads}")
         if not self.head_dim and self.width % self.heads:
             raise ValueError(f"heads must divide the width, {self.width}; got {self.heads}")
 
@@ -93,7 +95,8 @@ def read_config(path: Path) -> Shape:
         if not values and field in ("layers", "width", "vocab"):
             raise ValueError(f"{path} has none of {', '.join(keys)}")
         if values and type(values[0]) is not int:
-            raise ValueError(f"{path}: {keys[0]} must be an integer, got {values[0]!r}")
+            found_as = next(key for key in keys if config.get(key))
+            raise ValueError(f"{path}: {found_as} must be an integer, got {values[0]!r}")
         found |= {field: values[0]} if values else {}
     gated = str(config.get("hidden_act", "")).lower() in ("silu", "swiglu", "geglu", "gelu_pytorch_tanh")
     return Shape(**found, gated=gated, tied=bool(config.get("tie_word_embeddings", True)))  # as transformers does

@@ -18,9 +18,10 @@ from .. import reports
 from ..flats import Pieces
 from ..layout import Layout
 from ..levels import flats_of, level_of
+from ..losses import Aux, LossFn, Outcome
 from ..options import Options
 from ..shard import ShardedTrainStep
-from ..step import Aux, LossFn, Outcome, TrainState, TrainStep
+from ..step import TrainState, TrainStep
 from .live import LiveBytes
 from .recording import Noted, Recorder
 from .records import Collective, Sample

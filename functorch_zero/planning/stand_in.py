@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..handle import Handle
 from ..layout import Layout, LeafSpec, Unit
-from ..step import LossFn
+from ..losses import LossFn
 
 
 def one_leaf_a_bucket(layout: Layout) -> Layout:

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional import functionalize
+from ..losses import Aux
 from ..optim.base import Transform
-from ..step import Aux, TrainStep, train_step
+from ..step import TrainStep, train_step
 from ..tree import Params
 from ..units import Units
 

@@ -10,7 +10,8 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..step import Metrics, Outcome, TrainState, TrainStep, as_metric
+from ..losses import Metrics, Outcome, as_metric
+from ..step import TrainState, TrainStep
 from ..tree import PyTree
 
 JITTER = 16  # last places of a leaf's largest gradient, about what sums in another order differ by
