@@ -159,6 +159,9 @@ def test_ranks_that_call_different_things_are_told() -> None:
         else:
             group.broadcast(torch.ones(1), 0).wait()
 
+    def dtypes(group: ProcessGroup) -> None:
+        group.all_reduce(torch.ones(8, dtype=torch.int32 if group.rank else torch.float32)).wait()
+
     def sums(group: ProcessGroup) -> None:
         group.all_reduce(torch.ones(100_000 + 2 * group.rank)).wait()
 
@@ -176,6 +179,7 @@ def test_ranks_that_call_different_things_are_told() -> None:
         (sizes, "rank 0 all_gather of 40 bytes, rank 1 one of 44 bytes"),
         (sums, "rank 0 all_reduce of 200,000 bytes, rank 1 one of 200,004 bytes"),
         (operations, "rank 0 all_reduce, rank 1 all_reduce (max)"),
+        (dtypes, "rank 0 all_reduce of torch.float32, rank 1 one of torch.int32"),
         (sources, "rank 0 broadcast, rank 1 all_gather"),
     ]:
         first, second = on_ranks(lambda wrong=wrong: fn(wrong), 2)

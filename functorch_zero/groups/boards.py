@@ -17,6 +17,8 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 
+import torch
+
 Run = tuple[int, int]  # an address in some process, and how many bytes lie there
 
 KINDS = (
@@ -29,10 +31,11 @@ KINDS = (
     "exchange",
     "barrier",
 )
+DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 AT_ONCE = 128  # collectives on a board
 
 # A board's 64-bit words: three numbers, each in a cache line of its own; why its rank has left, in UTF-8; and the last
-# collectives that were begun, each with its kind, and for each rank an address and a number of bytes.
+# collectives that were begun, each with its kind and dtype, and for each rank an address and a number of bytes.
 _LEFT, _BEGUN, _READ, _WHY, _SHOWN = 0, 8, 16, 24, 56
 _TEXT = slice(8 * _WHY, 8 * _SHOWN)  # bytes
 _OFFER = struct.Struct("qqq16s")  # a process, its board's file descriptor, an address, what lies there
@@ -81,20 +84,21 @@ class Board:
         most = _TEXT.stop - _TEXT.start
         self._bytes[_TEXT] = text.encode()[:most].ljust(most, b"\0")
 
-    def show(self, number: int, kind: str, runs: Sequence[Run]) -> None:
+    def show(self, number: int, kind: str, dtype: torch.dtype, runs: Sequence[Run]) -> None:
         """Its rank has begun this collective, and shows each rank a run; the one AT_ONCE before it goes."""
-        words = array("q", [KINDS.index(kind)])
+        words = array("q", [KINDS.index(kind) + len(KINDS) * DTYPES.index(dtype)])
         for run in runs:
             words.extend(run)
         start = self._place(number)
         self._words[start : start + self._stride] = memoryview(words)
         self._words[_BEGUN] = number + 1
 
-    def shown(self, number: int, rank: int) -> tuple[str, Run]:
-        """A collective's kind, and the run shown to `rank`."""
+    def shown(self, number: int, rank: int) -> tuple[str, torch.dtype, Run]:
+        """A collective's kind and dtype, and the run shown to `rank`."""
         start = self._place(number)
         run = start + 1 + 2 * rank
-        return KINDS[self._words[start]], (self._words[run], self._words[run + 1])
+        dtype, kind = divmod(self._words[start], len(KINDS))
+        return KINDS[kind], DTYPES[dtype], (self._words[run], self._words[run + 1])
 
     def _place(self, number: int) -> int:
         return _SHOWN + number % AT_ONCE * self._stride

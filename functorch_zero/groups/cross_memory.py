@@ -53,9 +53,12 @@ class Transfer:
 
     number, alone = -1, False  # how many were begun before it
 
-    def __init__(self, owner: CrossMemory, kind: str, shown: Sequence[Run], take: Take, kept: object) -> None:
+    def __init__(
+        self, owner: CrossMemory, kind: str, shown: Sequence[Run], take: Take, kept: tuple[Tensor, ...]
+    ) -> None:
         self._owner = weakref.proxy(owner)  # which keeps this: a cycle would keep tensors until gc
-        self.kind, self.shown, self.kept = kind, shown, kept
+        self.kind, self.dtype, self.shown = kind, kept[0].dtype, shown
+        self.kept: tuple[Tensor, ...] | None = kept
         self.take: Take | None = take
 
     def wait(self) -> None:
@@ -122,8 +125,8 @@ class CrossMemory:
         def take(near: CrossMemory, theirs: list[Run]) -> None:
             near._add_up(own, own, theirs)
 
-        sums = Transfer(self, "all_reduce", runs, take, tensor)
-        shared = self._exchange("all_reduce", [_run(own)] * self.size, runs, tensor)
+        sums = Transfer(self, "all_reduce", runs, take, (tensor,))
+        shared = self._exchange("all_reduce", [_run(own)] * self.size, runs, (tensor,))
         shared.alone = True
         return self._begin(sums, shared)
 
@@ -132,7 +135,7 @@ class CrossMemory:
         run, nothing = _run(tensor), [(0, 0)] * self.size
         wanted = [run if r == source else (0, 0) for r in range(self.size)]
         shown = [run] * self.size if self.rank == source else nothing
-        return self._begin(self._exchange("broadcast", shown, wanted, tensor))
+        return self._begin(self._exchange("broadcast", shown, wanted, (tensor,)))
 
     def finish(self, transfer: Transfer) -> None:
         """Return when all ranks have read it; read meanwhile what can be read."""
@@ -161,7 +164,7 @@ class CrossMemory:
                 next_look = now + _LOOK_AROUND
                 gone = self._who_ended() or (self._who_is_late(transfer) if now - start > self._seconds else "")
 
-    def _exchange(self, kind: str, shown: Sequence[Run], wanted: Sequence[Run], kept: object) -> Transfer:
+    def _exchange(self, kind: str, shown: Sequence[Run], wanted: Sequence[Run], kept: tuple[Tensor, ...]) -> Transfer:
         """A collective that only moves data; what this rank shows to itself is moved at once."""
         (here, nbytes), (there, _) = shown[self.rank], wanted[self.rank]
         if here != there:
@@ -216,7 +219,7 @@ class CrossMemory:
             transfer = self._unshown[0]
             if (transfer.alone and transfer is not self._unread[0]) or transfer.number - AT_ONCE >= self._num_read():
                 return
-            self._board.show(transfer.number, transfer.kind, transfer.shown)
+            self._board.show(transfer.number, transfer.kind, transfer.dtype, transfer.shown)
             self._unshown.popleft()
 
     def _num_read(self) -> int:
@@ -225,9 +228,11 @@ class CrossMemory:
 
     def _shown_by(self, r: int, transfer: Transfer) -> Run:
         """What rank `r` shows to this one."""
-        kind, run = self._boards[r].shown(transfer.number, self.rank)
+        kind, dtype, run = self._boards[r].shown(transfer.number, self.rank)
         if kind != transfer.kind:
             raise self._different(transfer.kind, r, kind)
+        if dtype != transfer.dtype:
+            raise self._different(f"{kind} of {transfer.dtype}", r, f"one of {dtype}")
         return run
 
     def _read(self, r: int, shown: Run, wanted: Run) -> None:

@@ -22,7 +22,7 @@ class Plan:
         num_ranks: the ranks.
         rank: whose plan this is; ranks differ only in the leaves they own and in what of partial buckets is theirs.
         num_params: elements of all leaves.
-        params, gradients, state: a rank's, between steps; gradients from backward to update.
+        params, gradients, state: a rank's, between steps; gradients: reduced ones, from backward to update.
         gathered: the most there is of gathered params at a time.
         buffers: a model's buffers, on every rank.
         samples: memory from unit to unit, in the order of a step in its steady state.
