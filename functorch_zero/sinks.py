@@ -4,6 +4,10 @@ Note [order of reductions]: ranks must start the same collectives in the same or
 reach a unit. `Streaming` therefore starts in the reverse of the order of entries; for an entry that backward has
 passed by it sends zeros, and gathers what its backward would have gathered. `Accumulating` starts in the reverse of
 the layout's order, each unit once.
+
+Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is ready. So when it
+runs a node, entries that are newer have been passed by if they have no gradients by then. An entry's own number tells:
+it begins with that of the next node, and its place among the open ones sets apart entries without a node between them.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr as _next_node
 
 from .groups import labelled
 from .groups.axes import Axes
@@ -21,6 +26,7 @@ from .layout import Layout
 from .ranges import ranged
 
 Grads = Sequence[Tensor | None]
+Entry = tuple[int, ...]  # () is before all; see Note [where backward is]
 
 
 class Giver(Protocol):
@@ -32,8 +38,11 @@ class Giver(Protocol):
         """Its trained buckets' gradients as whole flats, those in `lent` not to be written to; None is zeros."""
         ...
 
-    def replay(self, entry: int) -> None:
-        """That entry's backward is over: start those of its gathers that it has not started itself."""
+    def replay(self, entry: Entry, *, last: bool) -> None:
+        """That entry's backward is over: start those of its gathers that it has not started itself.
+
+        The `last` one: none of the unit's is open any more.
+        """
         ...
 
     def let_go(self) -> None:
@@ -118,16 +127,20 @@ class Sink(Protocol):
         """Wait for the reduction under way."""
         ...
 
-    def enter(self, run: Giver) -> int:
+    def enter(self, run: Giver) -> Entry:
         """The unit has been entered; the number of this entry."""
         ...
 
-    def take(self, entry: int | None, run: Giver, grads: Grads) -> None:
+    def take(self, entry: Entry | None, run: Giver, grads: Grads) -> None:
         """The gradients of that entry's leaves, None for those that have none; no number for an entry in backward."""
         ...
 
-    def pass_by(self, entry: int) -> None:
+    def pass_by(self, entry: Entry) -> None:
         """Backward is at that entry: entries after it that have no gradients by now get none."""
+        ...
+
+    def reach(self, node: int) -> Giver | None:
+        """Backward runs autograd's node of that number, and has passed by what came after it. Whose entry is next."""
         ...
 
     def begin(self, runs: Sequence[Giver], *, last: bool) -> None:
@@ -153,36 +166,39 @@ class Streaming:
 
     def __init__(self, reducer: Reducer, streams: frozenset[int]):
         self._reducer, self._streams = reducer, streams
-        self._open: list[tuple[int, Giver]] = []  # entries that backward has not come to, in order of entry
-        self._entries = 0
+        self._open: list[tuple[Entry, Giver]] = []  # entries that backward has not come to, in order of entry
         self._pending: Counter[Giver] = Counter()  # how many of those entries a unit has
         self._flats: dict[int, Tensor] = {}  # whole gradients that add up
         self._last = True
 
-    def enter(self, run: Giver) -> int:
-        self._entries += 1
-        self._open.append((self._entries, run))
+    def enter(self, run: Giver) -> Entry:
+        number = _next_node(), len(self._open)
+        self._open.append((number, run))
         self._pending[run] += 1
-        return self._entries
+        return number
 
-    def take(self, entry: int | None, run: Giver, grads: Grads) -> None:
+    def take(self, entry: Entry | None, run: Giver, grads: Grads) -> None:
         if entry is not None:
             self.pass_by(entry)
         if self._open and self._open[-1][0] == entry:
-            self._reach()
+            self._close()
         else:
             run.done()
         self._send(run, grads)
 
-    def pass_by(self, entry: int) -> None:
+    def pass_by(self, entry: Entry) -> None:
         while self._open and self._open[-1][0] > entry:
-            self._send(self._reach(), None)
+            self._send(self._close(), None)
 
-    def _reach(self) -> Giver:
+    def reach(self, node: int) -> Giver | None:
+        self.pass_by((node + 1,))
+        return self._open[-1][1] if self._open else None
+
+    def _close(self) -> Giver:
         """Backward has passed the last of the open entries: whose it is. Its leaves go before gradients are packed."""
         number, run = self._open.pop()
         self._pending[run] -= 1
-        run.replay(number)
+        run.replay(number, last=not self._pending[run])
         return run
 
     def settle(self) -> None:
@@ -208,7 +224,7 @@ class Streaming:
         self._last, self._pending = last, Counter()
 
     def end(self) -> None:
-        self.pass_by(0)
+        self.pass_by(())
         self._pending.clear()  # units and sink refer to each other
         if self._last:  # what the last pass has not entered
             self._send_whole(sorted(self._flats, reverse=True))
@@ -236,14 +252,17 @@ class Accumulating:
     def begin(self, runs: Sequence[Giver], *, last: bool) -> None:
         self._waiting, self._last, self._pending = list(runs), last, {}
 
-    def enter(self, run: Giver) -> int:
+    def enter(self, run: Giver) -> Entry:
         self._pending[run] = self._pending.get(run, 0) + bool(run.trained)
-        return 0
+        return ()
 
-    def pass_by(self, entry: int) -> None:
+    def pass_by(self, entry: Entry) -> None:
         pass
 
-    def take(self, entry: int | None, run: Giver, grads: Grads) -> None:
+    def reach(self, node: int) -> None:
+        pass
+
+    def take(self, entry: Entry | None, run: Giver, grads: Grads) -> None:
         run.let_go()
         for b, flat in run.pack(grads):
             self._flats[b] = self._reducer.add(b, self._flats[b], flat) if b in self._flats else flat

@@ -27,7 +27,7 @@ from .handle import check_unchanged, make_handles, versions_of
 from .layout import Content, Layout, Unit
 from .losses import if_weighty
 from .ranges import NOTHING
-from .sinks import Grads, Sink
+from .sinks import Entry, Grads, Sink
 from .sources import Source
 from .tree import storage_id
 
@@ -38,14 +38,15 @@ class UnitRun:
     _leaves: Sequence[Tensor] | None = None
     _tracked = False  # whether gradients flow back from those leaves
     _depth = 0
-    entry: int | None = None  # the last one
+    entry: Entry | None = None  # the last one
+    _at_work = False  # whether it runs again for the backward of its own last open entry
 
     def __init__(self, unit: Unit, content: Content, source: Source, around: Pass):
         self.name, self._modules = unit.name or "root", unit.modules
         self.content, self.source, self._around = content, source, around
         self.trained: Sequence[int] = content.trained
         self._left: set[str] = set()
-        self.saved: Counter[int | None] = Counter()  # by entry: elements that its backward will ask for
+        self.saved: Counter[Entry | None] = Counter()  # by entry: elements that its backward will ask for
 
     def enter(self, module: str) -> Sequence[Tensor]:
         if self._depth == 0 and module in self._left:
@@ -76,12 +77,14 @@ class UnitRun:
 
     def _close(self) -> None:
         self._leaves = None
-        if self.source.drops and not self._around.stays(self):
+        if self.source.drops and not (self._at_work or self._around.stays(self)):
             self.drop()
 
     def whole_leaves(self, tracked: bool) -> tuple[Tensor, ...]:
         """The leaves, whole, bucket by bucket, for the loss alone. Of what is `tracked` the sink is told."""
-        if tracked:
+        if _in_backward():  # a recomputation, which brings no gradients of its own; its flats stay until they have come
+            self.entry, self._at_work = None, self._around.reach() is self
+        elif tracked:
             self.entry = self._join()
         self._around.fetch(self)
         return (*map(Tensor.detach, self.source.leaves()),)
@@ -92,23 +95,23 @@ class UnitRun:
             self._around.forget(self)
             self.source.drop()
 
-    def _join(self) -> int | None:
-        """Tell the sink of an entry; a recomputation's, in backward, brings no gradients of its own."""
-        if _in_backward():
-            return None
-        entry: int = self._around.sink.enter(self)
+    def _join(self) -> Entry:
+        """Tell the sink of an entry."""
+        entry: Entry = self._around.sink.enter(self)
         if self.source.drops and _hooked_by_others():
             self.saved[entry] += 1  # backward will run the unit again
         return entry
 
-    def replay(self, entry: int) -> None:
+    def replay(self, entry: Entry, *, last: bool) -> None:
         """That entry's backward is over: start those of its gathers that it has not started itself."""
         if entry in self.saved:
             self._around.fetch(self)
-        self.done()  # before the next unit comes
+        self._leaves = None
+        if last or not self._around.keeps:
+            self.drop()  # before the next unit comes
         self._around.prefetch()
 
-    def give(self, entry: int | None, grads: Grads) -> None:
+    def give(self, entry: Entry | None, grads: Grads) -> None:
         """Hand that entry's gradients to the sink; the next unit is on its way at the latest now."""
         self._around.sink.take(entry, self, grads)
         self._around.pass_on()
@@ -185,7 +188,7 @@ class Pass:
     ):
         self.layout, self.device = layout, device
         self.sink: Any = sink
-        self._keeps = keeps and sink is not None
+        self.keeps = keeps and sink is not None
         self.anchor: Any = torch.zeros((), device=device, requires_grad=True) if sink is not None else None
         self.runs = [*map(UnitRun, layout.units, layout.contents, sources, repeat(self))]
         self._staying = [flat for source in sources if not source.drops for flat in source.flats()]
@@ -200,7 +203,7 @@ class Pass:
         self._ended = False  # whether the loss has returned, and a backward is the pass's own
         self.weight: Tensor | float | None = None  # of the loss's batch, once it has returned
         self.share: Tensor | float | None = None  # what gradients are still to be multiplied by
-        self._in_use: tuple[UnitRun, int | None] | None = None  # the unit and entry that backward is at
+        self._in_use: tuple[UnitRun, Entry | None] | None = None  # the unit and entry that backward is at
         self._asked = 0  # how many of its saved leaves it has asked for,
         self._to_come = 0  # and how many elements of them it has yet to ask for
 
@@ -241,12 +244,19 @@ class Pass:
         self.trace.append(run.name)
         self._next = next(self._ahead, None)
 
+    def reach(self) -> Any:
+        """A unit runs again for backward, which has passed by what came after its node. Whose entry is next."""
+        node = torch._C._current_autograd_node() if self._ended else None
+        return None if node is None else self.sink.reach(node._sequence_nr())
+
     def stays(self, run: UnitRun) -> bool:
         """Whether a unit's flats stay when it is left: asked for, or because it is the next to be fetched again."""
+        if self.keeps:
+            return True
         again = self._next is run
         if again:
             self._follow(run)
-        return self._keeps or again
+        return again
 
     def forget(self, run: UnitRun) -> None:
         """The unit's flats are about to go: another storage may be known by the same number."""
@@ -254,7 +264,7 @@ class Pass:
 
     def watch(self) -> AbstractContextManager[None]:
         """Saved tensors that lie in gathered storage are kept as (unit, bucket, offset, size, stride)."""
-        if self.anchor is None or self._keeps or _hooked_by_others() or _transforms_active():
+        if self.anchor is None or self.keeps or _hooked_by_others() or _transforms_active():
             return NOTHING
         return saved_tensors_hooks(self._pack, self._unpack)
 
@@ -276,7 +286,7 @@ class Pass:
         return saved
 
     def _again(
-        self, at: tuple[UnitRun, int | None], k: int, dtype: torch.dtype, offset: int, size: Any, stride: Any
+        self, at: tuple[UnitRun, Entry | None], k: int, dtype: torch.dtype, offset: int, size: Any, stride: Any
     ) -> Tensor:
         """A view of the k-th flat of a unit, for the backward of an entry."""
         run, entry = at

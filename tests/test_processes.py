@@ -18,7 +18,16 @@ from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_by_rank, train_sharded
 from tests.models import MLP, ZOO, Shared, even, rows, uneven
-from tests.test_unit import Ordered, batches_of, build, some_rows_reach, with_negative_half
+from tests.test_unit import (
+    Ordered,
+    Skipping,
+    batches_of,
+    build,
+    half_chosen,
+    skipping,
+    some_rows_reach,
+    with_negative_half,
+)
 
 LEVELS = (0, 1, 2, 3)
 ROWS = 12
@@ -123,19 +132,27 @@ def test_an_exception_in_one_ranks_loss_ends_all(level: int) -> None:
 
 
 def test_a_rank_whose_loss_does_not_reach_a_unit() -> None:
-    """It takes part in the others' collectives all the same, gathers of backward included."""
-    batches = batches_of(with_negative_half)
+    """It takes part in the others' collectives all the same, gathers of backward included, recomputed units' too."""
+    batches, chosen = batches_of(with_negative_half), batches_of(half_chosen)
 
     def step() -> Any:
         apply, params, buffers = build(Shared)
         return train_step(some_rows_reach(apply), optim.sgd(0.05, momentum=0.9)), params, buffers
 
-    expected = train(*step(), batches)
-    runs = on_processes(
-        lambda group: {k: train_sharded(group, *step(), batches, even(12, 2), level=k) for k in LEVELS}, 2
-    )
+    def again() -> Any:
+        apply, params, buffers = build(lambda: Skipping("a b?* c*"))
+        return train_step(skipping(apply), optim.sgd(0.05, momentum=0.9)), params, buffers
+
+    expected = train(*step(), batches), train(*again(), chosen)
+
+    def run(group: Any) -> Any:
+        own = {k: train_sharded(group, *step(), batches, even(12, 2), level=k) for k in LEVELS}
+        return own, train_sharded(group, *again(), chosen, even(12, 2), level=3)
+
+    own, recomputed = on_processes(run, 2)[0]
     for level in LEVELS:
-        assert_equal_updates(expected, runs[0][level])
+        assert_equal_updates(expected[0], own[level])
+    assert_equal_updates(expected[1], recomputed)
 
 
 def test_leaves_without_elements() -> None:

@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from functorch_zero import optim
 from functorch_zero.functional import functionalize
-from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
+from functorch_zero.groups import CheckedGroup, CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.losses import Aux
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
+from tests import test_unit as unit_tests
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, Block, even
 from tests.test_memory import LiveBytes
@@ -224,6 +225,38 @@ def test_no_byte_more_is_sent(level: int) -> None:
         sharded(state, batches_of(num=1)[0])
         sent.append(sorted(group.calls, key=str))
     assert sent[0] == sent[1]
+
+
+def test_a_unit_that_runs_again_is_gathered_once_for_it() -> None:
+    """From the first step on, when no step before has shown the order."""
+    sent = []
+    for remat in (False, Stateful):
+        step, params, buffers = step_of(lambda: without_chance(Net()), units=Stateful, remat=remat)
+        group = CountingGroup(4)
+        sharded = shard(step, level=3, group=group)
+        state = sharded.init(params, buffers)
+        group.reset()
+        sharded(state, batches_of(num=1)[0])
+        sent.append(sorted(group.calls, key=str))
+    assert sent[0] == sent[1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
+    """It sends zeros, and gathers when the others run them again."""
+    batches = unit_tests.batches_of(unit_tests.half_chosen)
+
+    def make() -> tuple[Any, Any, Any]:
+        apply, params, buffers = build(lambda: unit_tests.Skipping("a b? c? a b?"), remat=True)
+        optimizer = optim.sgd(0.05, momentum=0.9)
+        return train_step(unit_tests.skipping(apply), optimizer, accumulate=accumulate), params, buffers
+
+    expected = train(*make(), batches)
+    for level in (2, 3):
+        run = lambda group, k=level: train_sharded(CheckedGroup(group), *make(), batches, even(12, 2), level=k)
+        runs = run_ranks(run, 2)
+        assert_same_on_all_ranks(runs)
+        assert_equal_updates(expected, runs[0])
 
 
 WIDTH, ROWS = 8, 512

@@ -492,6 +492,68 @@ def test_a_rank_whose_loss_does_not_reach_a_unit(level: int) -> None:
     check(some_rows_reach, Shared, with_negative_half, level, 3, sizes=uneven(12, 3))
 
 
+class Skipping(nn.Module):
+    """A row of regions such as "ab?*": units a and b, left out by rows that are not chosen, run again in backward."""
+
+    def __init__(self, regions: str):
+        super().__init__()
+        self.regions, self.head = regions.split(), nn.Linear(7, 3)
+        self.units = nn.ModuleDict({name: nn.Linear(7, 7) for name in sorted({*regions} - {*" ?*"})})
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        for region in self.regions:
+            run = nn.Sequential(*(nn.Sequential(self.units[name], nn.Tanh()) for name in region.rstrip("?*")))
+            y = checkpoint(run, x, use_reentrant=False) if "*" in region else run(x)
+            if "?" in region:
+                y = torch.where(chosen[:, None], y, x) if chosen.any() else x
+            x = y
+        return self.head(x)
+
+
+def skipping(apply: Any, inner: bool = False) -> Loss:
+    """The rows that have no negative target are chosen. `inner`: with a backward inside the loss."""
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, Aux]:
+        x = batch["x"].clone().requires_grad_()
+        output = apply(params, buffers, x, batch["y"][:, 0] > 0)[0]
+        slope = torch.autograd.grad(output.sum(), x, create_graph=True)[0] if inner else x[:0]
+        return (output - batch["y"]).square().mean() + slope.square().sum() / len(x), Aux(weight=len(x))
+
+    return loss_fn
+
+
+def half_chosen(n: int) -> Any:
+    """The first half of the rows are not chosen."""
+    made = rows(7, 3)(n)
+    made["y"] = made["y"].abs()
+    made["y"][: n // 2] *= -1
+    return made
+
+
+SKIPPED = ["a* b?", "a b?* c*", "a* b? c?", "a?* a* a?*", "a* bb?*", "a* bc?*", "a* ab?* ab* c?"]
+
+
+@pytest.mark.parametrize("level", (2, 3))
+@pytest.mark.parametrize("regions", SKIPPED[:5])
+def test_a_unit_that_one_ranks_loss_leaves_out_next_to_one_that_runs_again(regions: str, level: int) -> None:
+    check(skipping, lambda: Skipping(regions), half_chosen, level, 2)
+    check(skipping, lambda: Skipping(regions), half_chosen, level, 3, sizes=uneven(12, 3))
+
+
+@pytest.mark.parametrize("inner", (False, True))
+def test_units_left_out_with_params_that_stay(inner: bool) -> None:
+    """Nothing is gathered in backward, so ranks may differ in what it reaches, also inside the loss."""
+    for regions in SKIPPED:
+        loss = lambda apply: skipping(apply, inner)
+        check(loss, lambda r=regions: Skipping(r), half_chosen, 3, 2, reshard_after_forward=False)
+
+
+@pytest.mark.parametrize(("regions", "inner"), [("a* bc?*", False), ("a b? c", True)])
+def test_units_left_out_that_others_gather_in_an_order_nobody_can_know(regions: str, inner: bool) -> None:
+    with pytest.raises(GroupError, match=r"the same|different collectives"):
+        check(lambda apply: skipping(apply, inner), lambda: Skipping(regions), half_chosen, 3, 2)
+
+
 class Ordered(nn.Module):
     """Two units of one size, in either order."""
 
