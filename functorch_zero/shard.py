@@ -242,7 +242,7 @@ class ShardedTrainStep:
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
             with ranged("loss"):
                 outcome = call_loss(self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank)
-            if all(unit.entry is None for unit in run.runs):
+            if not any(unit.entered for unit in run.runs):
                 raise independent(rank)
             check_not_empty(batch, outcome.loss, outcome.weight, rank)
             scale = self.unsharded.finite.scale(state.finite)

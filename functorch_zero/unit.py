@@ -39,6 +39,7 @@ class UnitRun:
     _tracked = False  # whether gradients flow back from those leaves
     _depth = 0
     entry: Entry | None = None  # the last one
+    entered = False  # whether there has been one
     _at_work = False  # whether it runs again for the backward of its own last open entry
 
     def __init__(self, unit: Unit, content: Content, source: Source, around: Pass):
@@ -97,6 +98,7 @@ class UnitRun:
 
     def _join(self) -> Entry:
         """Tell the sink of an entry."""
+        self.entered = True
         entry: Entry = self._around.sink.enter(self)
         if self.source.drops and _hooked_by_others():
             self.saved[entry] += 1  # backward will run the unit again

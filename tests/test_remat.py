@@ -259,6 +259,13 @@ def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
         assert_equal_updates(expected, runs[0])
 
 
+def test_a_backward_inside_the_loss_that_runs_every_unit_again() -> None:
+    apply, params, buffers = build(lambda: unit_tests.Skipping("a b"), remat=True)
+    step = train_step(unit_tests.skipping(apply, inner=True), optim.sgd(0.05))
+    batches = unit_tests.batches_of(unit_tests.half_chosen)
+    assert_sharded_equals_unsharded(step, params, buffers, batches, levels=LEVELS, ranks=(2,))
+
+
 WIDTH, ROWS = 8, 512
 
 
