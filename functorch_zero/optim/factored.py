@@ -211,14 +211,12 @@ def scale_by_adafactor(
 
     def sizes_of(params: Tree, steps: Tree, across: Across) -> Tree:
         """Per leaf, what a step is multiplied by."""
-        asked = [params] * multiply_by_parameter_scale + [steps] * (clipping_threshold is not None)
-        norms = [across.norm(*asked)] if len(asked) == 1 else [*across.norm(*asked)]
-        sizes = tree_map(lambda s: s.new_ones(()), steps)
+        of_params, of_steps = (block_rms(norms, across) for norms in across.norm(params, steps))
+        sizes = tree_map(torch.ones_like, of_steps)
         if multiply_by_parameter_scale:
-            sizes = tree_map(lambda r: r.clamp(min=min_scale), block_rms(norms.pop(0), across))
+            sizes = tree_map(lambda r: r.clamp(min=min_scale), of_params)
         if clipping_threshold is not None:
-            rms = block_rms(norms.pop(), across)
-            sizes = tree_map(lambda a, r: a / (r / clipping_threshold).clamp(min=1), sizes, rms)
+            sizes = tree_map(lambda a, r: a / (r / clipping_threshold).clamp(min=1), sizes, of_steps)
         return sizes
 
     def init(params: Tree, across: Across) -> ScaleByFactoredRmsState:
