@@ -273,8 +273,8 @@ class Local:
         leaves, treedef = optree.tree_flatten(updates)
         states = treedef.flatten_up_to(state)
         results = [one_leaf(part, *leaf) for leaf in zip(leaves, states, optree.tree_leaves(params), strict=True)]
-        for path, update, old, (new, owned) in zip(paths(updates), leaves, states, results, strict=True):
-            check_whole(path, (update, old.state), (new, owned.state))
+        for i, (update, old, (new, owned)) in enumerate(zip(leaves, states, results, strict=True)):
+            check_whole(updates, i, (update, old.state), (new, owned.state))
         return treedef.unflatten([u for u, _ in results]), treedef.unflatten([s for _, s in results])
 
     def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
@@ -299,13 +299,13 @@ class Refusing:
         )
 
 
-def check_whole(path: str, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:
-    """Refuse a whole-leaf author's result (update, state) of other shapes than what it was made of."""
+def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:
+    """Refuse a whole-leaf author's (update, state) of the i-th leaf, of other shapes than what it was made of."""
     shapes = [[tuple(x.shape) for x in optree.tree_leaves(pair)] for pair in (before, after)]
     if shapes[0] != shapes[1]:
         raise TransformError(
-            f"a whole-leaf update of leaf {path} must make an update and a state of the shapes that it was given: "
-            f"expected {shapes[0]}, got {shapes[1]}"
+            f"a whole-leaf update of leaf {paths(tree)[i]} must make an update and a state of the shapes that it was "
+            f"given: expected {shapes[0]}, got {shapes[1]}"
         )
 
 

@@ -20,7 +20,7 @@ from .flats import Recall
 from .layout import Bucket, Layout
 from .optim.base import Transform
 from .state_plan import placeholder, plan_of, plan_state
-from .tree import PyTree, has_values, select, storage_id
+from .tree import PyTree, has_values, select, storage_id, storages
 
 _CHUNK = 2**17  # elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
 
@@ -79,7 +79,7 @@ class Bunches:
         """The storages that one bunch's updates have for themselves: elsewhere padding may be a leaf."""
         within = ({storage_id(updates[i]) for i in at} for at in self._at)
         times = Counter(storage for storages in within for storage in storages)
-        return {storage for storage, count in times.items() if count == 1} - {storage_id(p) for p in params}
+        return {storage for storage, count in times.items() if count == 1} - storages(params)
 
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flats that a tree's leaves lie in, one a bunch; packed into new ones where they don't lie in one."""

@@ -33,7 +33,7 @@ from .optim.base import Transform
 from .owners import Exchange, batches, run_batch
 from .pieces import reduce_piece, spread_over_piece
 from .state_plan import EVERYONE, owners_of
-from .tree import PyTree, paths, select, storage_id
+from .tree import PyTree, select, storage_id, storages
 
 
 class Sharded:
@@ -171,7 +171,7 @@ class Sharded:
         return tree_map(put_back, self._extents, tree)
 
     def keep(self, state: Any, *passing: Tree) -> Any:
-        taken = {storage_id(x) for tree in passing for x in optree.tree_leaves(tree)}
+        taken = storages(passing)
 
         def own(x: Any) -> Any:
             return x.clone() if isinstance(x, Tensor) and storage_id(x) in taken else x
@@ -221,12 +221,12 @@ class Sharded:
         owners = self._owners(part)
         asked = [leaves, optree.tree_leaves(params)] if part.wants_param else [leaves]
         whole = self._exchange.to_owners(asked, owners)
-        results, named = {}, paths(updates)
+        results = {}
         for batch in batches(part, whole[0]):
             given = [whole[-1][i] if part.wants_param else None for i in batch]
             new_u, new_s = run_batch(part, [whole[0][i] for i in batch], [states[i].state for i in batch], given)
             for i, made_u, made_s in zip(batch, new_u, new_s, strict=True):
-                check_whole(named[i], (whole[0][i], states[i].state), (made_u, made_s))
+                check_whole(updates, i, (whole[0][i], states[i].state), (made_u, made_s))
                 results[i] = made_u.to(leaves[i].dtype)
                 states[i] = Owned(made_s, states[i].leaf)
         return treedef.unflatten(self._exchange.from_owners(results, leaves, owners)), treedef.unflatten(states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -133,10 +133,11 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 def _optimizer(name: str) -> optim.Transform:
     """An optimizer by its name, with a learning rate that does not matter here."""
-    known = [made for made in dir(optim) if _takes_a_learning_rate(getattr(optim, made))]
+    known: dict[str, Callable[[float], optim.Transform]]
+    known = {made: make for made, make in vars(optim).items() if _takes_a_learning_rate(make)}
     if name not in known:
-        raise ValueError(f"--optimizer must be one of {', '.join(known)}; got {name!r}")
-    return getattr(optim, name)(1e-3)  # type: ignore[no-any-return]
+        raise ValueError(f"--optimizer must be one of {', '.join(sorted(known))}; got {name!r}")
+    return known[name](1e-3)
 
 
 def _takes_a_learning_rate(make: Any) -> bool:
