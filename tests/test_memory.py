@@ -23,10 +23,15 @@ UNIT = WIDTH * WIDTH * 8  # bytes of a block; activations are a hundredth of it
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages made under it that are still alive, and the most there were."""
+    """Counts the bytes of storages made under it that are still alive, and the most there were.
 
-    def __init__(self) -> None:
+    Args:
+        smallest: bytes of the smallest storage that counts.
+    """
+
+    def __init__(self, smallest: int = 0) -> None:
         super().__init__()
+        self._smallest = smallest
         self.now = self.peak = 0
         self._known: set[int] = set()
 
@@ -40,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if tensor.is_meta or storage._cdata in self._known:
+        if tensor.is_meta or storage._cdata in self._known or storage.nbytes() < self._smallest:
             return
         self._known.add(storage._cdata)
         self.now += storage.nbytes()
