@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CorruptError, commit, writer
-from functorch_zero.checkpoint.checksums import CHECKSUMS, ROWS, RUN, WORDS
+from functorch_zero.checkpoint.checksums import CHECKSUMS
+from functorch_zero.checkpoint.legacy import ROWS, RUN, WORDS, sums64
 from tests.checkpoints import assert_same, load_on, save_on
 
 ROW = 8 * WORDS
@@ -39,7 +41,6 @@ def written_out(data: bytes) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sums64_is_what_it_says(size: int) -> None:
-    sums64 = CHECKSUMS["sums64"]
     assert sums64([memoryview(noise(size))]) == written_out(noise(size))
     with torch.device("meta"):  # somebody's default device is not where files are read
         assert sums64([memoryview(noise(size))]) == written_out(noise(size))
@@ -95,19 +96,23 @@ def test_what_must_be_seen(name: str) -> None:
         assert seen(data)
 
 
-def test_a_checkpoint_with_the_other_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest names it: those written with crc32 are read, and their damage is seen."""
+@pytest.mark.parametrize("name", CHECKSUMS)
+def test_a_checkpoint_with_either_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The manifest names it. What older versions wrote with sums64 is read, and damage to it is seen."""
     for module in (writer, commit):
-        monkeypatch.setattr(module, "CHECKSUM", "crc32")
+        monkeypatch.setattr(module, "CHECKSUM", name)
     saved = save_on(tmp_path, 2, 3)
     monkeypatch.undo()
     folder = tmp_path / "step-000000000002"
     rows = json.loads((folder / "manifest.json").read_text().split("\n", 1)[1])
     file = folder / "rank-00001-of-00002.safetensors"
-    assert rows["checksum"] == "crc32" and rows["files"][0][2] == f"{zlib.crc32(file.read_bytes()):08x}"
-    assert_same(saved, load_on(tmp_path, 3, 1))
     data = bytearray(file.read_bytes())
+    expected = {"crc32": zlib.crc32, "sums64": written_out}[name](data)
+    assert rows["checksum"] == name and rows["files"][0][2] == f"{expected:08x}"
+    assert_same(saved, load_on(tmp_path, 3, 1))
+    assert checkpoint.verify(tmp_path) == {2: []}
     data[-1] ^= 1
     file.write_bytes(data)
+    assert file.name in checkpoint.verify(tmp_path)[2][0]
     with pytest.raises(CorruptError, match=file.name):
         load_on(tmp_path, 2, 3)

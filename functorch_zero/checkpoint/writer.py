@@ -17,7 +17,7 @@ from .manifest import File, Piece
 from .snapshot import Progress, Snapshot
 
 BLOCK = 2**22  # bytes that one checksum covers, and that are written at once
-CHECKSUM = "sums64"
+CHECKSUM = "crc32"
 _SECONDS_BETWEEN_REPORTS = 10.0
 
 log = logging.getLogger("functorch_zero.checkpoint")

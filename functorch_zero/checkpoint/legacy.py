@@ -1,0 +1,35 @@
+"""`sums64`, a checksum that older checkpoints have. It is checked where they are read, and never written.
+
+A block is cut into tables of 16 rows of 1921 64-bit integers; its last table may have fewer rows.
+Per table, the CRC-32 goes on over the sums of the columns, then the sums of the rows' runs of 113
+integers, then the bytes that fill no row (only the last table has any). Sums are modulo 2^64, and
+integers have their lowest byte first.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from .container import bytes_of
+
+ROWS, WORDS, RUN = 16, 1921, 113
+ROW = 8 * WORDS  # bytes
+TABLE = ROWS * ROW  # bytes
+
+
+def sums64(views: Sequence[memoryview]) -> int:
+    """The checksum of a block's bytes, which lie in several places. Memory: a copy of the block."""
+    block = bytearray().join(views)
+    found = 0
+    for start in range(0, len(block), TABLE):
+        table = block[start : start + TABLE]
+        num_rows = len(table) // ROW
+        if num_rows:
+            words = torch.frombuffer(table, dtype=torch.int64, count=num_rows * WORDS)
+            found = zlib.crc32(bytes_of(words.view(num_rows, WORDS).sum(0)), found)
+            found = zlib.crc32(bytes_of(words.view(-1, RUN).sum(1)), found)
+        found = zlib.crc32(table[num_rows * ROW :], found)
+    return found
