@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from functorch_zero import checkpoint, optim
 from functorch_zero.__main__ import main
 from functorch_zero.checkpoint import CheckpointError, CorruptError, exporting
+from functorch_zero.checkpoint.importing import map_file
 from functorch_zero.errors import StructureError
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
@@ -27,7 +28,7 @@ from functorch_zero.groups.solo import Solo
 from functorch_zero.shard import shard
 from functorch_zero.step import TrainState, train_step
 from functorch_zero.tree import Params
-from tests.checkpoints import assert_same, leftovers, make_step, save_on, trained
+from tests.checkpoints import assert_same, leftovers, make_step, on_ranks, save_on, trained
 from tests.models import GPT, ZOO, Block, ConvNet, cross_entropy
 
 
@@ -170,11 +171,53 @@ def test_files_of_others(tmp_path: Path) -> None:
         assert all(torch.equal(state.params[k], v.float().double()) for k, v in tensors.items())
     data = file.read_bytes()
     file.write_bytes(data[:-4])
-    with pytest.raises(CorruptError, match=r"model\.safetensors: 'norm.* does not fit"):
+    with pytest.raises(CorruptError, match=r"model\.safetensors: not a sound .*incomplete.*Remedy: fetch"):
         import_into(file, cast=True)
     file.unlink()
     with pytest.raises(CorruptError, match=r"model\.safetensors: No such file"):
         import_into(tmp_path, cast=True)
+
+
+def test_a_folder_of_links(tmp_path: Path) -> None:
+    """As Hugging Face's cache is laid out: names that are links to files named by their digests."""
+    tensors = {k: v.detach().contiguous() for k, v in make_step()[1].items()}
+    blobs, names = tmp_path / "blobs", tmp_path / "snapshots"
+    blobs.mkdir()
+    names.mkdir()
+    save_file(tensors, blobs / "0123")
+    (blobs / "4567").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    (names / "model-1.safetensors").symlink_to("../blobs/0123")
+    (names / "model.safetensors.index.json").symlink_to("../blobs/4567")
+    state = import_into(names)
+    assert all(torch.equal(state.params[k], v) for k, v in tensors.items())
+
+
+def test_files_are_mapped(tmp_path: Path) -> None:
+    """So that a rank has in memory only what it keeps."""
+
+    def anonymous() -> int:
+        rows = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(rows["RssAnon"].split()[0]) * 1024
+
+    save_file({"a": torch.ones(2**24), "b": torch.ones(2**24)}, tmp_path / "x.safetensors")
+    before = anonymous()
+    found = map_file(tmp_path / "x.safetensors")
+    assert found["a"].sum() == found["b"].sum() == 2**24
+    assert anonymous() - before < 2**24  # of 2**27
+
+
+def test_without_the_safetensors_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that says what to install, on every rank; everything else works."""
+    save_on(tmp_path / "root", 2, 3)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    out = checkpoint.export(tmp_path / "root", tmp_path / "out")
+
+    def load(step: Any, like: Any) -> None:
+        with pytest.raises(CheckpointError, match="Remedy: pip install safetensors"):
+            checkpoint.import_(out, step, like=like)
+
+    on_ranks(2, 3, load)
+    import_into({k: v.detach() for k, v in make_step()[1].items()})
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "..", ""])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import pickle
 import re
+import shutil
+import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,8 @@ from hypothesis import strategies as st
 
 from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CheckpointError, CorruptError
-from functorch_zero.checkpoint.catalogue import header_of
-from functorch_zero.checkpoint.container import parse_header
+from functorch_zero.checkpoint.checksums import CHECKSUMS
+from functorch_zero.checkpoint.importing import map_file
 from functorch_zero.checkpoint.manifest import NAME, encode_manifest, parse_manifest
 from functorch_zero.errors import StructureError
 from tests.checkpoints import make_step, save_on
@@ -123,8 +127,12 @@ def read(node: Any, at: tuple[Any, ...]) -> Any:
 def test_any_bytes(saved: Path, junk: bytes, seal: bool) -> None:
     with pytest.raises(CorruptError):
         parse_manifest(sealed(junk) if seal else junk, "it")
-    with pytest.raises(CorruptError):
-        parse_header(junk + b"!", 10**6, "it")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "x.safetensors"
+        for data in (junk, (len(junk) + 1).to_bytes(8, "little") + junk + b"!"):
+            file.write_bytes(data)
+            with pytest.raises(CorruptError, match=r"x\.safetensors: "):
+                map_file(file)
 
 
 def test_what_is_encoded_is_parsed(saved: Path) -> None:
@@ -199,23 +207,115 @@ def test_a_huge_manifest_is_not_read(saved: Path, tmp_path: Path) -> None:
     assert time.process_time() - start < 1
 
 
-@pytest.mark.parametrize("length", [0, 1, 10**8, 2**63, 2**64 - 1])
-def test_headers_of_any_length(tmp_path: Path, length: int) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(length.to_bytes(8, "little") + b"{}")
-    with pytest.raises(CorruptError):
-        header_of(path)
+def text_of(table: Any) -> bytes:
+    return json.dumps(table, separators=(",", ":")).encode()
+
+
+def rows_changed(**changes: Any) -> Callable[[Any], bytes]:
+    """A header in which every tensor says this."""
+    return lambda table: text_of({name: {**row, **changes} for name, row in table.items()})
+
+
+def twice(table: Any) -> bytes:
+    """A tensor twice, the same both times."""
+    name, row = next(iter(table.items()))
+    return text_of(table)[:-1] + b"," + text_of({name: row})[1:]
+
+
+def moved(by: int) -> Callable[[Any], bytes]:
+    """The last tensor ends at another place."""
+
+    def change(table: Any) -> bytes:
+        row = table[list(table)[-1]]
+        row["data_offsets"][1] += by
+        return text_of(table)
+
+    return change
+
+
+HEADERS: dict[str, Callable[[Any], bytes]] = {
+    "overlap": rows_changed(data_offsets=[0, 8]),
+    "a gap": lambda table: text_of(dict(list(table.items())[1:])),
+    "an end too late": moved(8),
+    "an end too early": moved(-8),
+    "offsets that fall": rows_changed(data_offsets=[8, 0]),
+    "negative offsets": rows_changed(data_offsets=[-8, 0]),
+    "an offset": rows_changed(data_offsets=[8]),
+    "another shape": rows_changed(shape=[10**6]),
+    "a huge shape": rows_changed(shape=[2**62, 2**62]),
+    "a negative shape": rows_changed(shape=[-1]),
+    "a shape of fractions": rows_changed(shape=[1.5]),
+    "a shape that is text": rows_changed(shape="1"),
+    "an unknown dtype": rows_changed(dtype="F99"),
+    "another dtype": rows_changed(dtype="U8"),
+    "no dtype": rows_changed(dtype=None),
+    "rows that are numbers": lambda table: text_of(dict.fromkeys(table, 1)),
+    "duplicate keys": twice,
+    "half of it": lambda table: text_of(table)[: len(text_of(table)) // 2],
+    "not text": lambda table: text_of(table).replace(b"params", b"param\xff"),
+    "NaN": lambda table: text_of({**table, "__metadata__": float("nan")}),
+    "deep": lambda table: b"[" * 100_000 + b"]" * 100_000,
+    "a list": lambda table: b"[]",
+    "no tensors": lambda table: b"{}",
+    "nothing": lambda table: b"",
+    "a pickle": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_that_are_refused(saved: Path, tmp_path: Path, name: str) -> None:
+    """In somebody's file that is imported; and in our own, with checksums that fit."""
+    root = tmp_path / "root"
+    shutil.copytree(saved, root)
+    own = root / "step-000000000002" / "rank-00001-of-00002.safetensors"
+    data = own.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, body = data[8 : 8 + length], data[8 + length :]
+    assert set(map_file(own)) == set(json.loads(header)) and checkpoint.verify(root) == {2: []}
+    bad = HEADERS[name](json.loads(header))
+    foreign = tmp_path / "model.safetensors"
+    foreign.write_bytes(len(bad).to_bytes(8, "little") + bad + body)
+    with pytest.raises(CorruptError, match=r"model\.safetensors: .*Remedy: fetch or write"):
+        map_file(foreign)
+    own.write_bytes(data[:8] + bad.ljust(length)[:length] + body)
+    reseal(own)
+    (problem,) = checkpoint.verify(root)[2]
+    assert problem == f"{own}: its header and the manifest differ. Remedy: load another step (`count=`)"
+
+
+def reseal(file: Path) -> None:
+    """Give the manifest the checksums of a file that was changed."""
+    path = file.parent / NAME
+    manifest = parse_manifest(path.read_bytes(), "it")
+    data = memoryview(file.read_bytes())
+    blocks = [data[i : i + manifest.block] for i in range(0, len(data), manifest.block)]
+    sums = "".join(f"{CHECKSUMS[manifest.checksum]([block]):08x}" for block in blocks)
+    files = tuple(f._replace(sums=sums) if f.name == file.name else f for f in manifest.files)
+    path.write_bytes(encode_manifest(dataclasses.replace(manifest, files=files)))
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 10**7, 10**8, 2**63, 2**64 - 1])
+def test_headers_of_any_length(saved: Path, tmp_path: Path, length: int) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(saved, root)
+    own = root / "step-000000000002" / "rank-00001-of-00002.safetensors"
+    own.write_bytes(length.to_bytes(8, "little") + own.read_bytes()[8:])
+    with pytest.raises(CorruptError, match=r"rank-00001-of-00002\.safetensors: .*Remedy: "):
+        map_file(own)
+    reseal(own)
+    (problem,) = checkpoint.verify(root)[2]
+    assert problem.startswith(f"{own}: ") and "Remedy: " in problem
 
 
 def test_a_header_over_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"")
-    with pytest.raises(CorruptError):
-        header_of(path)
+    with pytest.raises(CorruptError, match=r"x\.safetensors: ends at byte 0"):
+        map_file(path)
     path.write_bytes((10**8).to_bytes(8, "little"))
     os.truncate(path, 2 * 10**8)
     with pytest.raises(CorruptError, match="says that its header"):
-        header_of(path)
+        map_file(path)
 
 
 class Bomb:

@@ -6,16 +6,9 @@ import os
 import warnings
 from pathlib import Path
 
-from .container import DTYPES, MAX_HEADER, Entry, parse_header
+from .container import DTYPES, make_header, read_header
 from .errors import CheckpointError, CheckpointWarning, CorruptError
-from .folders import (
-    counts_in,
-    opened,
-    read_file,
-    read_into,
-    remove_folder,
-    step_folder,
-)
+from .folders import counts_in, opened, read_file, remove_folder, step_folder
 from .manifest import MAX_BYTES, NAME, File, Manifest, parse_manifest
 from .reader import check_size, read_through
 
@@ -114,29 +107,13 @@ def _problems(root: Path, count: int) -> list[str]:
 
 def _verify_file(path: Path, file: File, manifest: Manifest) -> None:
     read_through(path, file, manifest.block, manifest.checksum)
-    expected = {}
+    tensors = []
     for piece in file.pieces:
         leaf = manifest.leaves[piece.leaf]
-        expected[f"{leaf.path}@{piece.start}"] = Entry(leaf.dtype, (piece.numel,), piece.offset)
-    if header_of(path) != expected:
-        raise CorruptError(f"{path}: its header and the manifest differ")
-
-
-def header_of(path: Path) -> dict[str, Entry]:
-    """The tensors in a safetensors file.
-
-    Raises:
-        CorruptError: it isn't one.
-    """
-    with opened(path) as (descriptor, size):
-        start = bytearray(8)
-        read_into(descriptor, 0, path, memoryview(start))
-        length = int.from_bytes(start, "little")
-        if length > min(MAX_HEADER, size - 8):
-            raise CorruptError(f"{path}: says that its header has {length} bytes")
-        text = bytearray(length)
-        read_into(descriptor, 8, path, memoryview(text))
-        return parse_header(bytes(text), size, str(path))
+        tensors.append((f"{leaf.path}@{piece.start}", leaf.dtype, (piece.numel,)))
+    header, offsets = make_header(tensors)
+    if read_header(path) != header[8:] or offsets != [*(piece.offset for piece in file.pieces), file.size]:
+        raise CorruptError(f"{path}: its header and the manifest differ. Remedy: load another step (`count=`)")
 
 
 def keep(root: PathLike, *, last: int, every: int | None = None) -> list[int]:

@@ -1,7 +1,7 @@
-"""The safetensors container: 8 bytes with the length of a JSON header, the header, then the tensors' bytes.
+"""Our own files: 8 bytes with the length of a JSON header, the header, then the tensors' bytes, as safetensors has it.
 
-It is read and written here, without the safetensors package: that builds whole files in memory, and maps what it
-reads. A header is anybody's JSON, so it is parsed strictly and within bounds.
+They are written and read here. The safetensors package holds all the tensors of a file while it writes, and it maps
+what it reads: a mapped file that gets shorter kills the process. It reads the files of others (`importing`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import ctypes
 import json
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StructureError, explain
 from .errors import CorruptError
+from .folders import opened, read_into
 
 MAX_HEADER = 2**26  # bytes; the safetensors package takes 10**8
-MAX_DIMS = 64
-HUGE = 2**62  # no count of elements or bytes is larger
+INTACT = "Remedy: fetch or write the file again, or take another one"
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -43,22 +44,6 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Entry(NamedTuple):
-    """A tensor in a file."""
-
-    dtype: str  # a key of DTYPES
-    shape: tuple[int, ...]
-    start: int  # in bytes from the beginning of the file
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * DTYPES[self.dtype].itemsize
-
-
 def dtype_name(path: str, dtype: torch.dtype) -> str:
     """The container's name of a dtype.
 
@@ -74,70 +59,43 @@ def dtype_name(path: str, dtype: torch.dtype) -> str:
 
 def make_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, list[Entry]]:
-    """The first bytes of a file that holds these (name, dtype, shape) one after the other, and where each one lies.
+) -> tuple[bytes, list[int]]:
+    """The first bytes of a file that holds these (name, dtype, shape) one after the other, and the offset of each one
+    in the file, with that of the file's end.
 
     The header is padded so that data starts at a multiple of 64 bytes. Give wide dtypes first: readers want each
     tensor at a multiple of its element size.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts = [0]
     for name, dtype, shape in tensors:
-        start, end = end, end + prod(shape) * DTYPES[dtype].itemsize
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+        stop = starts[-1] + prod(shape) * DTYPES[dtype].itemsize
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[-1], stop]}
+        starts.append(stop)
+    text = json.dumps(table, separators=(",", ":")).encode()
     text = text.ljust(len(text) + -(len(text) + 8) % 64)
     base = 8 + len(text)
-    entries = [Entry(dtype, shape, base + header[name]["data_offsets"][0]) for name, dtype, shape in tensors]
-    return len(text).to_bytes(8, "little") + text, entries
+    return len(text).to_bytes(8, "little") + text, [base + start for start in starts]
 
 
-def parse_header(text: bytes, file_size: int, file: str) -> dict[str, Entry]:
-    """The tensors that a header (without its 8 bytes of length) describes.
+def read_header(path: Path) -> bytes:
+    """The header of a safetensors file as it stands there, without its length.
 
     Raises:
-        CorruptError: it isn't a safetensors header, or not one for a file of this size.
+        CorruptError: the file is missing, not a regular one, or shorter than its header.
     """
-    table = strict_json(text, file)
-    if not isinstance(table, dict):
-        raise CorruptError(f"{file}: the header is not a JSON object")
-    base = 8 + len(text)
-    entries = {name: _entry(name, row, base, file_size, file) for name, row in table.items() if name != "__metadata__"}
-    end = base
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if entry.start != end:
-            raise CorruptError(f"{file}: {name!r} does not begin where the tensor before it ends")
-        end += entry.nbytes
-    if end != file_size:
-        raise CorruptError(f"{file}: the header describes {end} bytes, the file has {file_size}")
-    return entries
-
-
-def _entry(name: str, row: Any, base: int, file_size: int, file: str) -> Entry:
-    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        raise CorruptError(f"{file}: {name!r} must have dtype, shape and data_offsets, and nothing else")
-    dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CorruptError(f"{file}: {name!r} has the unknown dtype {str(dtype)[:40]!r}")
-    check_shape(shape, f"{file}: the shape of {name!r}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_count(n) for n in offsets):
-        raise CorruptError(f"{file}: the offsets of {name!r} are not two sizes")
-    entry = Entry(dtype, tuple(shape), base + offsets[0])
-    if offsets[1] - offsets[0] != entry.nbytes or base + offsets[1] > file_size:
-        raise CorruptError(f"{file}: {name!r} says bytes {offsets}, which does not fit its shape or the file")
-    return entry
-
-
-def is_count(value: Any) -> bool:
-    """Whether it is an int that can count bytes; True and 1.0 are none."""
-    return type(value) is int and 0 <= value <= HUGE
-
-
-def check_shape(shape: Any, what: str) -> None:
-    """Raise `CorruptError` unless this is a shape of sane size."""
-    sane = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(is_count(n) for n in shape)
-    if not sane or prod(shape) > HUGE // 16:
-        raise CorruptError(f"{what} is not a shape: {str(shape)[:80]}")
+    with opened(path) as (descriptor, size):
+        prefix = bytearray(8)
+        read_into(descriptor, 0, path, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if length > min(MAX_HEADER, size - 8):
+            raise CorruptError(
+                f"{path}: says that its header has {length} bytes; expected at most {MAX_HEADER}, and no more than the "
+                f"file's {size}. {INTACT}"
+            )
+        header = bytearray(length)
+        read_into(descriptor, 8, path, memoryview(header))
+        return bytes(header)
 
 
 def strict_json(text: bytes, file: str) -> Any:
@@ -149,7 +107,7 @@ def strict_json(text: bytes, file: str) -> Any:
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{file}: not the JSON it should be: {str(error)[:200]}") from None
+        raise CorruptError(f"{file}: not the JSON it should be: {str(error)[:200]}. {INTACT}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

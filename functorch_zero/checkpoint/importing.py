@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +15,13 @@ from ..shard import ShardedTrainStep
 from ..step import TrainState, TrainStep, optimizer_view
 from .agreement import together
 from .blank import blank_state
-from .catalogue import header_of
-from .container import DTYPES, Entry, bytes_of, strict_json
+from .container import INTACT, read_header, strict_json
 from .errors import CorruptError
 from .exporting import INDEX, WEIGHTS, Aliases, aliases_of, name_in
-from .folders import opened, read_file, read_into
+from .folders import read_file
 from .places import Held, Step, contents_of, group_of
 
 MAX_INDEX = 2**26  # bytes
-_CHUNK = 2**22  # bytes read at once
 TREES = ("params", "buffers")
 
 
@@ -33,9 +30,7 @@ class Source(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    whole: Callable[[], Tensor] | None  # gives all of it
-    file: Path | None = None
-    entry: Entry | None = None
+    whole: Callable[[], Tensor]  # all of it; of a mapped file, what is looked at is read
 
 
 def import_(
@@ -51,7 +46,8 @@ def import_(
     """A first state with weights from safetensors files or a `state_dict`. Every rank of the step's group calls this.
 
     Each rank reads the elements it is to hold, and no others. The optimizer's state is made anew from them, since it
-    may begin as a copy of the weights. Memory beyond the state: 4 MiB. Two exchanges of JSON, and the optimizer's.
+    may begin as a copy of the weights. Files take the safetensors package, which maps them: they must stay as they are
+    meanwhile. No memory beyond the state. Two exchanges of JSON, and the optimizer's.
 
     Args:
         source: a `.safetensors` file, a folder with `model.safetensors` or `model.safetensors.index.json`, or tensors
@@ -67,11 +63,10 @@ def import_(
     Raises:
         StructureError: on every rank: names, shapes or dtypes are not `like`'s; they are named.
         CorruptError: a file is not what it should be; it is named.
+        CheckpointError: the safetensors package is not installed.
     """
     what = "import a state_dict" if isinstance(source, Mapping) else f"import {os.fspath(source)}"
-    return Import(what, lambda: dict(_sources(source)), step, like, aliases_of(aliases)).run(
-        allow_missing, allow_extra, cast
-    )
+    return Import(what, lambda: _sources(source), step, like, aliases_of(aliases)).run(allow_missing, allow_extra, cast)
 
 
 class Import:
@@ -158,24 +153,43 @@ def _by_name(held: Sequence[Held]) -> dict[str, Held]:
     return named
 
 
-def _sources(source: Any) -> Iterator[tuple[str, Source]]:
-    if isinstance(source, Mapping):
-        for name, tensor in source.items():
-            if not isinstance(tensor, Tensor):
-                raise StructureError(f"a state_dict holds tensors by name, got {type(tensor).__name__} for {name}")
-            yield name, Source(tuple(tensor.shape), tensor.dtype, partial(_itself, tensor))
-        return
-    for file, names in _files(Path(source)):
-        entries = header_of(file)
-        for name in entries if names is None else names:
-            if name not in entries:
+def _sources(source: Any) -> dict[str, Source]:
+    tensors = source if isinstance(source, Mapping) else dict(_tensors_in(Path(source)))
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise StructureError(f"a state_dict holds tensors by name, got {type(tensor).__name__} for {name}")
+    return {name: Source(tuple(tensor.shape), tensor.dtype, tensor.detach) for name, tensor in tensors.items()}
+
+
+def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file or folder by name, mapped."""
+    for file, names in _files(path):
+        found = map_file(file)
+        for name in found if names is None else names:
+            if name not in found:
                 raise CorruptError(f"{file}: lacks {name}, which the index says is in it")
-            entry = entries[name]
-            yield name, Source(entry.shape, DTYPES[entry.dtype], None, file, entry)
+            yield name, found[name]
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def map_file(file: Path) -> dict[str, Tensor]:
+    """A safetensors file's tensors by name, mapped: reading one reads the file. Links are followed, since Hugging
+    Face's cache is made of them.
+
+    Raises:
+        CorruptError: the file is missing, or no sound safetensors file.
+        ImportError: the safetensors package is not installed.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ImportError("weights in files take the safetensors package. Remedy: pip install safetensors") from None
+    file = file.resolve()
+    strict_json(read_header(file), str(file))  # the package itself takes one of two tensors of the same name
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CorruptError(f"{file}: not a sound safetensors file: {error}. {INTACT}") from None
 
 
 def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
@@ -184,7 +198,7 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
         return [(path, None)]
     if not (path / INDEX).exists():
         return [(path / WEIGHTS, None)]
-    index = strict_json(read_file(path / INDEX, MAX_INDEX), str(path / INDEX))
+    index = strict_json(read_file((path / INDEX).resolve(), MAX_INDEX), str(path / INDEX))
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CorruptError(f"{path / INDEX}: has no weight_map from names to files")
@@ -197,18 +211,7 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 def _fill(held: Held, source: Source) -> None:
-    """Put elements [start, stop) of a source into a leaf."""
-    if held.start == held.stop:
-        return
-    target = held.tensor.detach().view(-1)
-    if source.whole is not None:
-        target.copy_(source.whole().detach().reshape(-1)[held.start : held.stop])
-        return
-    assert source.file is not None and source.entry is not None
-    width = source.dtype.itemsize
-    room = torch.empty(max(1, _CHUNK // width), dtype=source.dtype)
-    with opened(source.file) as (descriptor, _):
-        for i in range(held.start, held.stop, room.numel()):
-            part = room[: min(room.numel(), held.stop - i)]
-            read_into(descriptor, source.entry.start + i * width, source.file, bytes_of(part))
-            target[i - held.start : i - held.start + part.numel()].copy_(part)
+    """Put this rank's elements of a source into a leaf."""
+    if held.start < held.stop:
+        flat = source.whole().detach().reshape(-1)
+        held.tensor.detach().view(-1).copy_(flat[held.start : held.stop])

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from .checksums import CHECKSUMS
-from .container import DTYPES, check_shape, is_count, strict_json
+from .container import DTYPES, strict_json
 from .errors import CorruptError
 
 FORMAT = "functorch_zero checkpoint"
@@ -23,6 +23,8 @@ NAME = "manifest.json"
 MAX_BYTES = 2**26
 MAX_RANKS = 99_999
 MIN_BLOCK, MAX_BLOCK = 2**12, 2**26
+MAX_DIMS = 64
+HUGE = 2**62  # no count of elements or bytes is larger
 
 
 class Leaf(NamedTuple):
@@ -128,7 +130,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     rows.need(isinstance(rows.value, dict) and rows.value.get("format") == FORMAT, f"not a {FORMAT}")
     rows.need(rows["version"] == VERSION and type(rows["version"]) is int, f"of version {_short(rows['version'])}")
     rows.need(set(rows.value) == _KEYS, f"has the keys {sorted(set(rows.value) ^ _KEYS)[:5]} too many or too few")
-    rows.need(is_count(rows["step"]), "the step is no count")
+    rows.need(_is_count(rows["step"]), "the step is no count")
     rows.need(type(rows["ranks"]) is int and 1 <= rows["ranks"] <= MAX_RANKS, "the number of ranks is none")
     rows.need(rows["level"] is None or (type(rows["level"]) is int and 0 <= rows["level"] <= 3), "no such level")
     named = isinstance(rows["checksum"], str) and rows["checksum"] in CHECKSUMS
@@ -174,6 +176,18 @@ def _body(data: bytes, where: str) -> Any:
     return strict_json(body, where)
 
 
+def _is_count(value: Any) -> bool:
+    """Whether it is an int that can count bytes; True and 1.0 are none."""
+    return type(value) is int and 0 <= value <= HUGE
+
+
+def _check_shape(shape: Any, what: str) -> None:
+    """Raise `CorruptError` unless this is a shape of sane size."""
+    sane = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(_is_count(n) for n in shape)
+    if not sane or prod(shape) > HUGE // 16:
+        raise CorruptError(f"{what} is not a shape: {str(shape)[:80]}")
+
+
 def _leaves(rows: _Checked) -> tuple[Leaf, ...]:
     table = rows["leaves"]
     rows.need(isinstance(table, list), "leaves is no list")
@@ -182,7 +196,7 @@ def _leaves(rows: _Checked) -> tuple[Leaf, ...]:
         rows.need(isinstance(row, list) and len(row) == 4 and isinstance(row[0], str), f"no leaf: {_short(row)}")
         path, dtype, shape, order = row
         rows.need(isinstance(dtype, str) and dtype in DTYPES, f"{path[:200]} has the unknown dtype {_short(dtype)}")
-        check_shape(shape, f"{rows.where}: the shape of {path[:200]}")
+        _check_shape(shape, f"{rows.where}: the shape of {path[:200]}")
         if order is not None:
             dims = isinstance(order, list) and all(type(n) is int for n in order)
             rows.need(dims and sorted(order) == list(range(len(shape))), f"{path[:200]} has no order of dims")
@@ -202,7 +216,7 @@ def _file(rows: _Checked, row: Any, name: str, leaves: tuple[Leaf, ...]) -> File
     rows.need(isinstance(row, list) and len(row) == 4, f"no entry of a file: {_short(row)}")
     rows.need(row[0] == name, f"expected the file {name}, got {_short(row[0])}")
     _, size, sums, pieces = row
-    rows.need(is_count(size), f"{name}: no size")
+    rows.need(_is_count(size), f"{name}: no size")
     blocks = -(-size // rows["block"])
     rows.need(isinstance(sums, str) and len(sums) == 8 * blocks, f"{name}: {blocks} blocks need as many checksums")
     rows.need(not set(sums) - set("0123456789abcdef"), f"{name}: checksums are hexadecimal")
@@ -210,7 +224,7 @@ def _file(rows: _Checked, row: Any, name: str, leaves: tuple[Leaf, ...]) -> File
     made, end = [], 8
     for numbers in pieces:
         rows.need(
-            isinstance(numbers, list) and len(numbers) == 4 and all(is_count(n) for n in numbers),
+            isinstance(numbers, list) and len(numbers) == 4 and all(_is_count(n) for n in numbers),
             f"{name}: no piece: {_short(numbers)}",
         )
         piece = Piece(*numbers)

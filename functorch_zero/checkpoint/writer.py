@@ -29,7 +29,7 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
     held = snapshot.contents.held
     names = [f"{held[p.leaf].path}@{p.start}" for p in parts]
     dtypes = [dtype_name(held[p.leaf].path, p.tensor.dtype) for p in parts]
-    header, entries = make_header([(n, d, (p.numel,)) for n, d, p in zip(names, dtypes, parts, strict=True)])
+    header, offsets = make_header([(n, d, (p.numel,)) for n, d, p in zip(names, dtypes, parts, strict=True)])
     out = BlockWriter(path, snapshot.progress)
     try:
         out.write(memoryview(header))
@@ -41,7 +41,7 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
         out.finish()
     finally:
         out.close()
-    pieces = (Piece(p.leaf, p.start, p.numel, e.start) for p, e in zip(parts, entries, strict=True))
+    pieces = (Piece(p.leaf, p.start, p.numel, at) for p, at in zip(parts, offsets[:-1], strict=True))
     return File(path.name, out.size, "".join(out.sums), tuple(pieces))
 
 
