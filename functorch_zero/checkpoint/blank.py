@@ -44,6 +44,5 @@ def _blank(leaf: Tensor, flats: dict[int, Tensor]) -> Tensor:
 
 def in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     """A copy whose dims lie in memory in this order, from the slowest to the fastest."""
-    lying = torch.empty([tensor.shape[dim] for dim in order], dtype=tensor.dtype, device=tensor.device)
-    copy = lying.permute([order.index(dim) for dim in range(tensor.dim())])
+    copy = torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)

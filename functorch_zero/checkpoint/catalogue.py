@@ -98,20 +98,21 @@ def _problems(root: Path, count: int) -> list[str]:
     problems = []
     for file in manifest.files:
         try:
-            _verify_file(folder / file.name, file, manifest)
+            _verify_file(folder, file, manifest)
         except (CorruptError, OSError) as error:
             problems.append(str(error))
     extra = sorted(set(os.listdir(folder)) - {NAME, *(file.name for file in manifest.files)})
     return problems + [f"{folder / name}: does not belong to the checkpoint" for name in extra[:10]]
 
 
-def _verify_file(path: Path, file: File, manifest: Manifest) -> None:
-    read_through(path, file, manifest.block, manifest.checksum)
+def _verify_file(folder: Path, file: File, manifest: Manifest) -> None:
+    read_through(folder, file, manifest)
     tensors = []
     for piece in file.pieces:
         leaf = manifest.leaves[piece.leaf]
         tensors.append((f"{leaf.path}@{piece.start}", leaf.dtype, (piece.numel,)))
     header, offsets = make_header(tensors)
+    path = folder / file.name
     if read_header(path) != header[8:] or offsets != [*(piece.offset for piece in file.pieces), file.size]:
         raise CorruptError(f"{path}: its header and the manifest differ. Remedy: load another step (`count=`)")
 

@@ -169,7 +169,5 @@ def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
             if piece.leaf == number
         ]
         if runs:
-            read_wanted(
-                folder / file.name, runs, size=file.size, block=manifest.block, sums=file, checksum=manifest.checksum
-            )
+            read_wanted(folder, file, manifest, runs)
     return whole

@@ -18,7 +18,7 @@ from .checksums import CHECKSUMS
 from .container import DTYPES, bytes_of
 from .errors import CorruptError
 from .folders import opened, read_into
-from .manifest import File
+from .manifest import File, Manifest
 
 _THREADS = 2
 _FEW_BLOCKS = 4
@@ -57,37 +57,33 @@ class _Run(NamedTuple):
         return w.target[w.first + (self.start - w.offset) // width : w.first + (self.stop - w.offset) // width]
 
 
-def read_wanted(
-    path: Path, wanted: Sequence[Wanted], *, size: int, block: int, sums: File | None = None, checksum: str = ""
-) -> None:
+def read_wanted(folder: Path, file: File, manifest: Manifest, wanted: Sequence[Wanted]) -> None:
     """Read runs of one file. Memory: two blocks.
 
     Args:
-        path: the file.
+        folder: the checkpoint's.
+        file: the file, one of the manifest's.
+        manifest: the checkpoint's.
         wanted: runs that don't overlap in the file, aligned to their element sizes.
-        size: what the file's size must be.
-        block: bytes read at once.
-        sums: the blocks' checksums; None: there are none.
-        checksum: which they are, a key of `CHECKSUMS`.
 
     Raises:
         CorruptError: the file is missing, of another size, or a block has another checksum.
     """
-    with opened(path) as (descriptor, found):
-        check_size(path, found, size)
+    path = folder / file.name
+    with opened(path) as (descriptor, size):
+        check_size(path, size, file.size)
         rooms = threading.local()
 
         def read(block_and_runs: tuple[int, list[_Run]]) -> None:
             start, runs = block_and_runs
             if not hasattr(rooms, "room"):
-                rooms.room = torch.empty(block, dtype=torch.uint8, device="cpu")
-            views = _views(rooms.room, start, min(start + block, size), runs)
+                rooms.room = torch.empty(manifest.block, dtype=torch.uint8, device="cpu")
+            views = _views(rooms.room, start, min(start + manifest.block, size), runs)
             read_into(descriptor, start, path, *views)
-            if sums is not None:
-                check_block(path, start, views, sums.sum_of(start // block), checksum)
+            _check_block(path, file, manifest, start, views)
             _convert(rooms.room, start, runs)
 
-        _for_each(read, list(_by_block(wanted, block)))
+        _for_each(read, list(_by_block(wanted, manifest.block)))
 
 
 def _for_each(work: Callable[[tuple[int, list[_Run]]], None], blocks: list[tuple[int, list[_Run]]]) -> None:
@@ -123,19 +119,20 @@ def _views(room: Tensor, start: int, stop: int, runs: Sequence[_Run]) -> list[me
     return [view for view in (*views, spare[at - start : stop - start]) if view]
 
 
-def read_through(path: Path, file: File, block: int, checksum: str) -> None:
+def read_through(folder: Path, file: File, manifest: Manifest) -> None:
     """Read a file from end to end for its checksums.
 
     Raises:
         CorruptError: as `read_wanted`.
     """
-    with opened(path) as (descriptor, found):
-        check_size(path, found, file.size)
-        room = memoryview(bytearray(block))
-        for start in range(0, file.size, block):
-            target = room[: min(block, file.size - start)]
-            read_into(descriptor, start, path, target)
-            check_block(path, start, [target], file.sum_of(start // block), checksum)
+    path = folder / file.name
+    with opened(path) as (descriptor, size):
+        check_size(path, size, file.size)
+        room = memoryview(bytearray(manifest.block))
+        for start in range(0, size, manifest.block):
+            view = room[: size - start]
+            read_into(descriptor, start, path, view)
+            _check_block(path, file, manifest, start, [view])
 
 
 def check_size(path: Path, found: int, expected: int) -> None:
@@ -144,9 +141,10 @@ def check_size(path: Path, found: int, expected: int) -> None:
         raise CorruptError(f"{path}: {found} bytes, and it must have {expected}")
 
 
-def check_block(path: Path, start: int, views: Sequence[memoryview], expected: int, checksum: str) -> None:
-    """Raise `CorruptError` unless a block has the checksum it must have."""
-    if CHECKSUMS[checksum](views) != expected:
+def _check_block(path: Path, file: File, manifest: Manifest, start: int, views: Sequence[memoryview]) -> None:
+    """Raise `CorruptError` unless the block that begins at this byte has the checksum it must have."""
+    found = CHECKSUMS[manifest.checksum](views)
+    if found != file.sum_of(start // manifest.block):
         stop = start + sum(map(len, views))
         raise CorruptError(f"{path}: bytes {start} to {stop} are damaged: their checksum differs")
 

@@ -136,10 +136,7 @@ class _Load:
                 held.tensor.copy_(before.tensor)
         folder = step_folder(self._root, manifest.step)
         for n, runs in sorted(wanted.items()):
-            file = manifest.files[n]
-            read_wanted(
-                folder / file.name, runs, size=file.size, block=manifest.block, sums=file, checksum=manifest.checksum
-            )
+            read_wanted(folder, manifest.files[n], manifest, runs)
         self._state = _finished(state, self._old._replace(held=new), manifest)
 
 
