@@ -171,7 +171,8 @@ def test_files_of_others(tmp_path: Path) -> None:
         assert all(torch.equal(state.params[k], v.float().double()) for k, v in tensors.items())
     data = file.read_bytes()
     file.write_bytes(data[:-4])
-    with pytest.raises(CorruptError, match=r"model\.safetensors: not a sound .*incomplete.*Remedy: fetch"):
+    refused = r"model\.safetensors: not a sound .*incomplete.*Remedy: fetch"
+    with pytest.raises(CorruptError, match=refused):
         import_into(file, cast=True)
     file.unlink()
     with pytest.raises(CorruptError, match=r"model\.safetensors: No such file"):
@@ -185,7 +186,8 @@ def test_a_folder_of_links(tmp_path: Path) -> None:
     blobs.mkdir()
     names.mkdir()
     save_file(tensors, blobs / "0123")
-    (blobs / "4567").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
+    (blobs / "4567").write_text(json.dumps(index))
     (names / "model-1.safetensors").symlink_to("../blobs/0123")
     (names / "model.safetensors.index.json").symlink_to("../blobs/4567")
     state = import_into(names)

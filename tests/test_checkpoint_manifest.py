@@ -280,7 +280,8 @@ def test_headers_that_are_refused(saved: Path, tmp_path: Path, name: str) -> Non
     own.write_bytes(data[:8] + bad.ljust(length)[:length] + body)
     reseal(own)
     (problem,) = checkpoint.verify(root)[2]
-    assert problem == f"{own}: its header and the manifest differ. Remedy: load another step (`count=`)"
+    remedy = "Remedy: load another step (`count=`)"
+    assert problem == f"{own}: its header and the manifest differ. {remedy}"
 
 
 def reseal(file: Path) -> None:

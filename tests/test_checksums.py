@@ -98,7 +98,7 @@ def test_what_must_be_seen(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHECKSUMS)
 def test_a_checkpoint_with_either_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The manifest names it. What older versions wrote with sums64 is read, and damage to it is seen."""
+    """The manifest names it. Files of older versions, with sums64, are read and checked."""
     for module in (writer, commit):
         monkeypatch.setattr(module, "CHECKSUM", name)
     saved = save_on(tmp_path, 2, 3)

@@ -112,9 +112,11 @@ def _verify_file(folder: Path, file: File, manifest: Manifest) -> None:
         leaf = manifest.leaves[piece.leaf]
         tensors.append((f"{leaf.path}@{piece.start}", leaf.dtype, (piece.numel,)))
     header, offsets = make_header(tensors)
+    promised = [*(piece.offset for piece in file.pieces), file.size]
     path = folder / file.name
-    if read_header(path) != header[8:] or offsets != [*(piece.offset for piece in file.pieces), file.size]:
-        raise CorruptError(f"{path}: its header and the manifest differ. Remedy: load another step (`count=`)")
+    if read_header(path) != header[8:] or offsets != promised:
+        remedy = "Remedy: load another step (`count=`)"
+        raise CorruptError(f"{path}: its header and the manifest differ. {remedy}")
 
 
 def keep(root: PathLike, *, last: int, every: int | None = None) -> list[int]:

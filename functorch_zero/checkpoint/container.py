@@ -1,7 +1,8 @@
-"""Our own files: 8 bytes with the length of a JSON header, the header, then the tensors' bytes, as safetensors has it.
+"""Our own files, in the format of safetensors: a JSON header with its length, then the tensors.
 
-They are written and read here. The safetensors package holds all the tensors of a file while it writes, and it maps
-what it reads: a mapped file that gets shorter kills the process. It reads the files of others (`importing`).
+They are written and read here. The safetensors package holds all the tensors of a file while it
+writes, and it maps what it reads: a mapped file that gets shorter kills the process. The package
+reads the files of others (`importing`).
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def dtype_name(path: str, dtype: torch.dtype) -> str:
 def make_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[int]]:
-    """The first bytes of a file that holds these (name, dtype, shape) one after the other, and the offset of each one
-    in the file, with that of the file's end.
+    """The first bytes of a file that holds these (name, dtype, shape) in a row, and their offsets.
 
-    The header is padded so that data starts at a multiple of 64 bytes. Give wide dtypes first: readers want each
+    The offsets count from the beginning of the file; the last one is that of its end. The header is
+    padded so that data starts at a multiple of 64 bytes. Give wide dtypes first: readers want each
     tensor at a multiple of its element size.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -90,8 +91,8 @@ def read_header(path: Path) -> bytes:
         length = int.from_bytes(prefix, "little")
         if length > min(MAX_HEADER, size - 8):
             raise CorruptError(
-                f"{path}: says that its header has {length} bytes; expected at most {MAX_HEADER}, and no more than the "
-                f"file's {size}. {INTACT}"
+                f"{path}: says that its header has {length} bytes; expected at most {MAX_HEADER}, "
+                f"and no more than the file's {size}. {INTACT}"
             )
         header = bytearray(length)
         read_into(descriptor, 8, path, memoryview(header))
@@ -107,7 +108,8 @@ def strict_json(text: bytes, file: str) -> Any:
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{file}: not the JSON it should be: {str(error)[:200]}. {INTACT}") from None
+        problem = f"not the JSON it should be: {str(error)[:200]}"
+        raise CorruptError(f"{file}: {problem}. {INTACT}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -45,9 +45,10 @@ def import_(
 ) -> TrainState:
     """A first state with weights from safetensors files or a `state_dict`. Every rank of the step's group calls this.
 
-    Each rank reads the elements it is to hold, and no others. The optimizer's state is made anew from them, since it
-    may begin as a copy of the weights. Files take the safetensors package, which maps them: they must stay as they are
-    meanwhile. No memory beyond the state. Two exchanges of JSON, and the optimizer's.
+    Each rank reads the elements it is to hold, and no others. The optimizer's state is made anew
+    from them, since it may begin as a copy of the weights. The safetensors package maps the files:
+    they must stay as they are meanwhile. No memory beyond the state. Two exchanges of JSON, and the
+    optimizer's.
 
     Args:
         source: a `.safetensors` file, a folder with `model.safetensors` or `model.safetensors.index.json`, or tensors
@@ -66,7 +67,8 @@ def import_(
         CheckpointError: the safetensors package is not installed.
     """
     what = "import a state_dict" if isinstance(source, Mapping) else f"import {os.fspath(source)}"
-    return Import(what, lambda: _sources(source), step, like, aliases_of(aliases)).run(allow_missing, allow_extra, cast)
+    job = Import(what, lambda: _sources(source), step, like, aliases_of(aliases))
+    return job.run(allow_missing, allow_extra, cast)
 
 
 class Import:
@@ -155,10 +157,13 @@ def _by_name(held: Sequence[Held]) -> dict[str, Held]:
 
 def _sources(source: Any) -> dict[str, Source]:
     tensors = source if isinstance(source, Mapping) else dict(_tensors_in(Path(source)))
+    found = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise StructureError(f"a state_dict holds tensors by name, got {type(tensor).__name__} for {name}")
-    return {name: Source(tuple(tensor.shape), tensor.dtype, tensor.detach) for name, tensor in tensors.items()}
+            got = f"{type(tensor).__name__} for {name}"
+            raise StructureError(f"a state_dict holds tensors by name, got {got}")
+        found[name] = Source(tuple(tensor.shape), tensor.dtype, tensor.detach)
+    return found
 
 
 def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -172,8 +177,9 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def map_file(file: Path) -> dict[str, Tensor]:
-    """A safetensors file's tensors by name, mapped: reading one reads the file. Links are followed, since Hugging
-    Face's cache is made of them.
+    """A safetensors file's tensors by name, mapped: reading one reads the file.
+
+    Links are followed, since Hugging Face's cache is made of them.
 
     Raises:
         CorruptError: the file is missing, or no sound safetensors file.
@@ -182,14 +188,16 @@ def map_file(file: Path) -> dict[str, Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ImportError("weights in files take the safetensors package. Remedy: pip install safetensors") from None
+        remedy = "Remedy: pip install safetensors"
+        raise ImportError(f"weights in files take the safetensors package. {remedy}") from None
     file = file.resolve()
-    strict_json(read_header(file), str(file))  # the package itself takes one of two tensors of the same name
+    strict_json(read_header(file), str(file))  # the package lets duplicate names pass
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise CorruptError(f"{file}: not a sound safetensors file: {error}. {INTACT}") from None
+        problem = f"not a sound safetensors file: {error}"
+        raise CorruptError(f"{file}: {problem}. {INTACT}") from None
 
 
 def _files(path: Path) -> list[tuple[Path, list[str] | None]]:

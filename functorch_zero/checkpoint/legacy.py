@@ -1,4 +1,4 @@
-"""`sums64`, a checksum that older checkpoints have. It is checked where they are read, and never written.
+"""`sums64`, a checksum that older checkpoints have: checked where they are read, never written.
 
 A block is cut into tables of 16 rows of 1921 64-bit integers; its last table may have fewer rows.
 Per table, the CRC-32 goes on over the sums of the columns, then the sums of the rows' runs of 113

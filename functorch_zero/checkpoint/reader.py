@@ -142,7 +142,7 @@ def check_size(path: Path, found: int, expected: int) -> None:
 
 
 def _check_block(path: Path, file: File, manifest: Manifest, start: int, views: Sequence[memoryview]) -> None:
-    """Raise `CorruptError` unless the block that begins at this byte has the checksum it must have."""
+    """Raise `CorruptError` unless the block that starts at this byte has the right checksum."""
     found = CHECKSUMS[manifest.checksum](views)
     if found != file.sum_of(start // manifest.block):
         stop = start + sum(map(len, views))

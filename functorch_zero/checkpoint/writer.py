@@ -27,9 +27,12 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
     """Write one rank's file and flush it to disk. Wide dtypes come first, so that every piece is aligned."""
     parts = sorted(snapshot.parts, key=lambda part: -part.tensor.element_size())  # stable
     held = snapshot.contents.held
-    names = [f"{held[p.leaf].path}@{p.start}" for p in parts]
-    dtypes = [dtype_name(held[p.leaf].path, p.tensor.dtype) for p in parts]
-    header, offsets = make_header([(n, d, (p.numel,)) for n, d, p in zip(names, dtypes, parts, strict=True)])
+    tensors = []
+    for part in parts:
+        path_of_leaf = held[part.leaf].path
+        dtype = dtype_name(path_of_leaf, part.tensor.dtype)
+        tensors.append((f"{path_of_leaf}@{part.start}", dtype, (part.numel,)))
+    header, offsets = make_header(tensors)
     out = BlockWriter(path, snapshot.progress)
     try:
         out.write(memoryview(header))
@@ -41,7 +44,9 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
         out.finish()
     finally:
         out.close()
-    pieces = (Piece(p.leaf, p.start, p.numel, at) for p, at in zip(parts, offsets[:-1], strict=True))
+    pieces = []
+    for part, offset in zip(parts, offsets[:-1], strict=True):
+        pieces.append(Piece(part.leaf, part.start, part.numel, offset))
     return File(path.name, out.size, "".join(out.sums), tuple(pieces))
 
 
