@@ -36,14 +36,12 @@ def outcome(fn: Callable[[], Any]) -> Ended:
         return Ended(None, type(error).__name__, str(error), time.monotonic() - start)
 
 
-def survivors(
-    fn: Callable[[ProcessGroup], Any], ranks: int, *, timeout: float = 20.0, cross_memory: bool = True
-) -> dict[int, Ended]:
+def survivors(fn: Callable[[ProcessGroup], Any], ranks: int, *, timeout: float = 20.0) -> dict[int, Ended]:
     """How the ranks ended that lived to tell. The others are killed when these are done."""
     with tempfile.TemporaryDirectory() as folder:
 
         def run() -> None:
-            group = ProcessGroup(timeout=timeout, cross_memory=cross_memory)
+            group = ProcessGroup(timeout=timeout)
             pids = [int(pid) for pid in group.exchange(str(os.getpid()).encode())]
             ended = outcome(lambda: fn(group))
             part = Path(folder) / f"{group.rank}.part"

@@ -39,6 +39,38 @@ def test_a_raw_collective_inside_a_transform_raises(transform, ranks):
         assert "inside a torch.func transform" in message and "Remedy" in message
 
 
+def inside(kind):
+    """The message of a group's own collective inside a transform."""
+    group = fz.ProcessGroup()
+    one, two = torch.ones(2), torch.ones(4)
+    calls = {
+        "all_gather": lambda: group.all_gather(two, one),
+        "reduce_scatter": lambda: group.reduce_scatter(one, two),
+        "all_reduce": lambda: group.all_reduce(one),
+        "all_reduce of much": lambda: group.all_reduce(torch.ones(100_000)),
+        "all_to_all": lambda: group.all_to_all(one, [1, 1], one.clone(), [1, 1]),
+        "broadcast": lambda: group.broadcast(one, 0),
+        "barrier": group.barrier,
+    }
+
+    def loss(x):
+        calls[kind]()
+        return x.sum()
+
+    with pytest.raises(RuntimeError) as error:
+        grad(loss)(torch.ones(3))
+    return str(error.value)
+
+
+KINDS = ["all_gather", "reduce_scatter", "all_reduce", "all_reduce of much", "all_to_all", "broadcast", "barrier"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_groups_collective_inside_a_transform_raises(kind):
+    for message in fz.launch(inside, 2, kind, start_method="fork", timeout=60):
+        assert "inside a torch.func transform" in message and "Remedy" in message
+
+
 def outside():
     fz.ProcessGroup()
     x = torch.ones(2)

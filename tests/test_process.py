@@ -139,6 +139,57 @@ def test_inputs_live_until_they_are_waited_for() -> None:
     assert on_ranks(fn, 2) == [[3.0, 3.0, 0.0]] * 2
 
 
+def test_many_at_once_finished_in_any_order() -> None:
+    count = 200
+
+    def fn() -> bool:
+        group = ProcessGroup()
+        outs = torch.empty(count, 2)
+        works = [group.all_gather(outs[i], torch.tensor([100.0 * i + group.rank])) for i in range(count)]
+        sums = [torch.full((20_000,), float(i + group.rank)) for i in range(3)]
+        works += [group.all_reduce(total) for total in sums]
+        for work in reversed(works):
+            work.wait()
+        expected = 100.0 * torch.arange(count)[:, None] + torch.arange(2)
+        return torch.equal(outs, expected) and [float(total[0]) for total in sums] == [1.0, 3.0, 5.0]
+
+    assert on_ranks(fn, 2) == [True, True]
+
+
+def test_a_tensor_is_free_once_it_was_waited_for() -> None:
+    """A rank may overwrite what it sent, also while another is late with its own part."""
+
+    def fn() -> list[float]:
+        group = ProcessGroup()
+        piece, out = torch.full((50_000,), float(group.rank)), torch.empty(100_000)
+        time.sleep(0.1 if group.rank == 0 else 0.0)
+        work = group.all_gather(out, piece)
+        time.sleep(0.4 if group.rank == 1 else 0.0)
+        work.wait()
+        piece.fill_(-1.0)
+        group.barrier()
+        return sorted(set(out.tolist()))
+
+    assert on_ranks(fn, 2) == [[0.0, 1.0]] * 2
+
+
+def test_a_closed_group_leaves_nothing_open() -> None:
+    def fn() -> bool:
+        held = ProcessGroup()
+        open_before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            group = ProcessGroup()
+            group.barrier()
+            group.close()
+        give_up = time.monotonic() + 10  # gloo closes connections in threads of its own
+        while len(os.listdir("/proc/self/fd")) > open_before and time.monotonic() < give_up:
+            time.sleep(0.01)
+        held.barrier()
+        return len(os.listdir("/proc/self/fd")) <= open_before
+
+    assert on_ranks(fn, 2) == [True, True]
+
+
 def test_what_it_may_be_made_of() -> None:
     def fn() -> list[object]:
         rank = dist.get_rank()

@@ -42,7 +42,7 @@ def refuse_collectives_in_transforms() -> Any:
 
 
 def refuse_in_transform(name: str) -> None:
-    """The same for a collective that is not torch's."""
+    """The same, for a collective that asks where its tensors lie: wrapped values lie nowhere."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         _refuser(name)()
 

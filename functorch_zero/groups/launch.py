@@ -273,7 +273,7 @@ def _indirectness(member: _Member) -> int:
 def _exit_text(code: int | None) -> str:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
-        gloo = ". Over sockets gloo may do so where ranks' collectives differ; fz.CheckedGroup names the calls"
+        gloo = ", as gloo does where ranks' collectives differ. Remedy: fz.CheckedGroup names the calls"
         return f"killed by {name}{gloo if -code == signal.SIGABRT else ''}"
     return (
         f"exit code {code}. Remedy: look for its output above; with start_method='spawn' the main module must be "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from .checks import (
     check_subgroup,
     failure_text,
 )
-from .cross_memory import CrossMemory, Transfer, connect
 from .guard import refuse_collectives_in_transforms, refuse_in_transform
 from .protocol import Done, ReduceOp, Work, check_reducible
 from .works import Then, TorchWork, as_bytes, copied, fold_into, nan_apart, through_host
@@ -48,8 +47,7 @@ class ProcessGroup:
 
     All these ranks must make it, in the same order among the groups that they make; it costs one barrier and one small
     all-gather. It communicates over a torch group of its own, so that `fail` can destroy it without touching the
-    caller's. A collective that takes longer than `timeout` (seconds, or a timedelta) fails. With
-    `cross_memory=False` on any rank, all use sockets.
+    caller's. A collective that takes longer than `timeout` (seconds, or a timedelta) fails.
 
     Attributes:
         rank: this rank's number, from 0 to size - 1.
@@ -66,8 +64,6 @@ class ProcessGroup:
       values.
     - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call and in `wait`, since
       gloo does not have all collectives for them.
-    - gloo among ranks of one machine that may read each other's memory (`cross_memory`, Linux on x86): all by reading
-      it. Sums are in rank order; different collectives are a `GroupError`.
     - one rank: copies, no communication.
 
     Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError` when one was lost
@@ -76,11 +72,7 @@ class ProcessGroup:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
-        *,
-        timeout: float | timedelta = 300.0,
-        cross_memory: bool = True,
+        self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | timedelta = 300.0
     ) -> None:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._works: set[weakref.ref[TorchWork]] = set()
@@ -91,8 +83,6 @@ class ProcessGroup:
         self._backends = torch_group.backends_of(parent)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self._torch_group: dist.ProcessGroup | None = None
-        self._near: CrossMemory | None = None  # moves what lies on the CPU, where it can
-        self._cross_memory = cross_memory
         self._token, self._times_rejoined = "", 0
         self._known_as = self.rank  # in what others are told
         if self.size > 1:
@@ -101,12 +91,6 @@ class ProcessGroup:
             except RuntimeError as error:
                 raise LostPeerError(f"rank {self.rank} could not connect to all ranks: {error}") from None
             self._token = self.exchange(os.urandom(16))[0].hex()
-            self._connect()
-
-    @property
-    def reads_memory(self) -> bool:
-        """Whether tensors on the CPU are read from the other ranks' memory, instead of sent."""
-        return self._near is not None
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own place in `out`."""
@@ -131,8 +115,6 @@ class ProcessGroup:
             return through_host(self.reduce_scatter, out, whole)
         if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
             return self._launch("reduce_scatter", "_reduce_scatter_base", out, whole)
-        if self._near and whole.is_cpu:
-            return self._start("reduce_scatter", self._near.reduce_scatter, out, whole)
         if self.size == 2:
             return self._swap_halves(out, whole)
         slices = torch.empty_like(whole).view(self.size, -1)  # (N, k): what each rank has for this one
@@ -150,12 +132,9 @@ class ProcessGroup:
             return Done()
         if self._must_stage(tensor):
             return through_host(lambda host, _: self.all_reduce(host, op), tensor, tensor)
-        near = self._near if tensor.is_cpu else None
         small = tensor.is_cpu and self.size * tensor.nbytes <= _SMALL
-        if small or tensor.dtype not in _KNOWN_TO_BACKENDS or (near and op == "max"):
+        if small or tensor.dtype not in _KNOWN_TO_BACKENDS:
             return self._gather_and_fold(tensor, op)
-        if near:
-            return self._start("all_reduce", near.all_reduce, tensor)
         if op == "sum":
             return self._launch("all_reduce", "allreduce", [tensor])
         values, finish = nan_apart(tensor)
@@ -182,8 +161,6 @@ class ProcessGroup:
             return Done()
         if self._must_stage(tensor):
             return through_host(lambda host, _: self.broadcast(host, source), tensor, tensor)
-        if self._near and tensor.is_cpu:
-            return self._start("broadcast", self._near.broadcast, tensor, source)
         options = dist.BroadcastOptions()
         options.rootRank = source
         return self._launch("broadcast", "broadcast", [as_bytes(tensor)], options)
@@ -240,22 +217,19 @@ class ProcessGroup:
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not all did: {error}"
             )
             raise self.why_left() from error.with_traceback(None)
-        self._connect()
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
         check_subgroup(self.rank, self.size, ranks)
         everyone = dist.get_process_group_ranks(self._parent)
-        made = self._like_this(torch_group.part_of(self._parent, [everyone[rank] for rank in ranks]))
+        part = torch_group.part_of(self._parent, [everyone[rank] for rank in ranks])
+        made = ProcessGroup(part, timeout=self._timeout)
         made._known_as = self._known_as
         return made
 
     def sibling(self) -> ProcessGroup:
         """Another group of the same ranks, with connections and a time limit of its own. Every rank calls this."""
-        return self._like_this(self._parent)
-
-    def _like_this(self, group: dist.ProcessGroup) -> ProcessGroup:
-        return ProcessGroup(group, timeout=self._timeout, cross_memory=self._cross_memory)
+        return ProcessGroup(self._parent, timeout=self._timeout)
 
     def close(self) -> None:
         """Give the connections back; other ranks that still wait for this one get an error."""
@@ -295,48 +269,33 @@ class ProcessGroup:
         """Where in torch's store this group's next failure is told, and nobody looks for an older one."""
         return torch_group.failure_key(f"{self._token}/{self._times_rejoined}")
 
-    def _connect(self) -> None:
-        """Find out whether these ranks can read each other's memory."""
-        if self._backends.get("cpu") == "gloo":
-            self._near = connect(self.rank, self.size, self.exchange, self._timeout, willing=self._cross_memory)
-
     def _leave(self) -> None:
         if self._torch_group is None:
             return
-        if self._near:
-            self._near.leave()
         for ref in list(self._works):  # a torch Work, even a finished one, keeps the connections open
             if (work := ref()) is not None:
                 work.abandon(self._times_rejoined)
         holder = [self._torch_group]
-        self._torch_group = self._near = None
+        self._torch_group = None
         torch_group.destroy(holder)
 
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
         """Start a collective by torch's own method of the group, asynchronous unless told otherwise."""
         if self._torch_group is None:
             raise self.why_left()
-        return self._start(kind, getattr(self._torch_group, method), *arguments)
-
-    def _start(self, kind: str, begin: Callable[..., Any], *arguments: Any) -> Work:
-        refuse_in_transform(kind)
         try:
-            handle = begin(*arguments)
-        except GroupError as error:  # found out now of a collective before
-            self.fail(error)
-            raise
+            handle = getattr(self._torch_group, method)(*arguments)
         except RuntimeError as error:
             cause = error.with_traceback(None)  # its frames hold the torch group, whose connections must close
             raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
-        work = TorchWork(self, kind, handle, () if isinstance(handle, Transfer) else arguments)
+        work = TorchWork(self, kind, handle, arguments)
         self._works.add(weakref.ref(work, self._works.discard))
         return work
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
-        if self._near and out.is_cpu:
-            return self._start(kind, self._near.all_gather, out, piece, kind)
         if self.size > 2 or self._backend(out) != "gloo":
             return self._launch(kind, "_allgather_base", as_bytes(out), as_bytes(piece))
+        refuse_in_transform(kind)
         halves = out.chunk(2)
         if halves[self.rank].data_ptr() != piece.data_ptr():
             halves[self.rank].copy_(piece)
@@ -349,8 +308,6 @@ class ProcessGroup:
 
     def _all_to_all(self, kind: str, out: Tensor, runs: Sequence[int], source: Tensor, in_runs: Sequence[int]) -> Work:
         """As `all_to_all`, with the sizes of runs in bytes."""
-        if self._near and out.is_cpu:
-            return self._start(kind, self._near.all_to_all, out, runs, source, in_runs, kind)
         return self._launch(kind, "alltoall_base", as_bytes(out), as_bytes(source), runs, in_runs)
 
     def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
@@ -360,16 +317,15 @@ class ProcessGroup:
         return Then(work, lambda: out.add_(halves[self.rank]))
 
     def _gather_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
-        kind = "all_reduce" if op == "sum" else "all_reduce (max)"
         if self.size == 2 and self._backend(tensor) == "gloo":
-            return self._swap_and_fold(kind, tensor, op)
+            return self._swap_and_fold(tensor, op)
         parts = tensor.new_empty(self.size, tensor.numel())
-        return Then(self._gather(kind, parts.view(-1), tensor), lambda: fold_into(tensor, parts, op))
+        return Then(self._gather("all_reduce", parts.view(-1), tensor), lambda: fold_into(tensor, parts, op))
 
-    def _swap_and_fold(self, kind: str, tensor: Tensor, op: ReduceOp) -> Work:
+    def _swap_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
         theirs = torch.empty_like(tensor)
         pair = (tensor, theirs) if self.rank == 0 else (theirs, tensor)  # in rank order, as on the other rank
-        work = self._swap(kind, theirs, tensor)
+        work = self._swap("all_reduce", theirs, tensor)
         return Then(work, lambda: (torch.add if op == "sum" else torch.maximum)(*pair, out=tensor))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:

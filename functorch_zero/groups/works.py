@@ -21,10 +21,6 @@ class Losing(Protocol):
         """This rank's number."""
         ...
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks, and leave the group."""
-        ...
-
     def lost(self, text: str) -> GroupError:
         """Leave the group, and return the error to raise."""
         ...
@@ -53,9 +49,6 @@ class TorchWork:
             return
         try:
             self._handle.wait()
-        except GroupError as error:  # the ranks have called different collectives
-            self._group.fail(error)
-            raise
         except RuntimeError as error:
             cause = error.with_traceback(None)
             raise self._group.lost(self._failure_text(cause)) from cause

@@ -33,7 +33,6 @@ class Adapter:
 
     level = 3
     options: ClassVar[dict[str, Any]] = {}
-    sockets = False  # where ranks could read each other's memory
 
     def __init__(self, model_fn: Callable[[], nn.Module], lr: float, world: int, impl: str):
         model = model_fn()
@@ -44,8 +43,7 @@ class Adapter:
             return loss
 
         step = fz.train_step(loss_fn, self.optimizer(lr))
-        group = {"group": fz.ProcessGroup(cross_memory=False)} if self.sockets else {}
-        self.run = fz.shard(step, level=self.level, **group, **self.options)
+        self.run = fz.shard(step, level=self.level, **self.options)
         self.state = self.run.init(params, buffers, seed=None)
         del model, params, buffers
         gc.collect()
@@ -99,9 +97,4 @@ ADAPTERS = {
     "fz_level2": Level2,
     "fz_level3": Level3,
     "fz_level3_keep": Level3Keep,
-}
-ADAPTERS |= {
-    f"{name}_sockets": type(f"{adapter.__name__}OverSockets", (adapter,), {"sockets": True})
-    for name, adapter in ADAPTERS.items()
-    if name != "fz_alone"
 }

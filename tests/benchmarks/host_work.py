@@ -1,8 +1,7 @@
 """What a step costs beside its tensors' arithmetic: `python tests/benchmarks/host_work.py --size small`.
 
 For each contender, in two fresh processes (gloo ranks, a thread each): the bytecodes that Python runs in a step of rank
-0, the C functions that it calls, and the page faults of a step, a median of 8 after 4 that warm up. Ranks that read
-each other's memory (`fz_level0` and so on) wait in Python, so that theirs depend on how long they wait.
+0, the C functions that it calls, and the page faults of a step, a median of 8 after 4 that warm up.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from contenders import ADAMW, PEERS, batch_of, model_fn
 
 RANKS = 2
 OURS = ("fz_level0", "fz_level1", "fz_level2", "fz_level3")
-NAMES = ("ddp", "zero_redundancy", "fully_shard", *(f"{name}_sockets" for name in OURS), *OURS)
+NAMES = ("ddp", "zero_redundancy", "fully_shard", *OURS)
 
 
 def measure(name: str, size: str) -> tuple[int, int, int]:

@@ -3,8 +3,7 @@
 `peers.py` gives each contender fresh processes, and so measures memory; between them the machine may have changed.
 Here all contenders' models are there at once, and each round takes one step of each (A B C ... A B C ...), from a
 barrier on, by the slower rank's clock. What is printed is the median over rounds of the ratio of two steps of one
-round. Two gloo ranks, a thread each, fused AdamW; ours read each other's memory, and, in the last rows, use sockets as
-the others do. `plain` and `fz_alone` don't communicate: plain torch, and `shard` at
+round. Two gloo ranks, a thread each, fused AdamW. `plain` and `fz_alone` don't communicate: plain torch, and `shard` at
 level 0 for one rank.
 """
 
@@ -32,10 +31,6 @@ AGAINST = [  # ours, theirs, and the ratio asked for: small, medium
     ("fz_level1", "zero_redundancy", 0.97, 0.93),
     ("fz_level0", "ddp", 1.00, 1.00),
     ("fz_alone", "plain", 1.03, 1.03),
-    ("fz_level3_sockets", "fully_shard", 0.78, 0.68),
-    ("fz_level3_keep_sockets", "fully_shard_keep", 0.85, 0.80),
-    ("fz_level1_sockets", "zero_redundancy", 0.97, 0.93),
-    ("fz_level0_sockets", "ddp", 1.00, 1.00),
 ]
 
 

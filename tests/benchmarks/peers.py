@@ -7,8 +7,8 @@ calmest counts. What is measured:
 - step: the slowest rank's time from a barrier on; the median of a turn's steps, and of the turns.
 - peak: the most memory resident in a step (VmHWM, reset through clear_refs), above what was resident before building;
   malloc is told to map each tensor by itself, so that freed ones count no more. In a process of its own, not timed.
-- sent: what a rank's sockets have sent a step, by the kernel's count (TCP_INFO), and what it has read of another rank's
-  memory. gloo's reduce-scatter, which `fully_shard` uses, moves what an all-reduce moves.
+- sent: what a rank's sockets have sent a step, by the kernel's count (TCP_INFO). gloo's reduce-scatter, which
+  `fully_shard` uses, moves what an all-reduce moves.
 
 Ratios of steps are taken within a turn, which cancels slow drift of the machine. Linux only.
 """

