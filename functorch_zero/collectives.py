@@ -1,8 +1,7 @@
-"""Between trees and buckets, and the three primitives the levels are made of.
+"""Between trees and buckets: `slice_tree` (tree -> pieces, local) and `all_gather_tree` (pieces -> tree).
 
-`slice_tree` (tree -> pieces, local), `all_gather_tree` (pieces -> tree), `reduce_scatter_flat` (full gradients ->
-this rank's piece of their sum). A *flat* is a bucket's 1-D tensor: whole (num_pieces * piece,) or one rank's (piece,).
-Leaves of a tree made here are views of their flat, and `flat_of_pieces` finds that flat again without a copy.
+A *flat* is a bucket's 1-D tensor: whole (num_pieces * piece,) or one rank's (piece,). Leaves of a tree made here are
+views of their flat, and `flat_of_pieces` finds that flat again without a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .groups.protocol import Group, Work
+from .groups.protocol import Group
 from .layout import Bucket, Layout
 from .tree import PyTree, storage_id
 
@@ -57,12 +56,6 @@ def is_flat(leaf: Tensor | None, bucket: Bucket, dtype: torch.dtype | None = Non
 def unpack(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     """The bucket's leaves, whole, as views of its whole flat."""
     return [*map(Tensor.view, _split(flat, bucket, 0)[1::2], bucket.shapes)]
-
-
-def piece_of(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
-    """The (piece,) of the whole flat that `rank` keeps: a view."""
-    first = bucket.first(rank)
-    return flat[first : first + bucket.piece]
 
 
 def cut(piece: Tensor, bucket: Bucket, rank: int) -> list[Tensor]:
@@ -139,12 +132,6 @@ def slice_bucket(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> list[Te
     return cut(flat, bucket, rank)
 
 
-def copy_tree(tree: PyTree[Tensor], layout: Layout) -> PyTree[Tensor]:
-    """Whole leaves -> copies of them, views of one new whole flat a bucket. No communication."""
-    leaves = optree.tree_leaves(tree)
-    return to_tree([copy_bucket(by_bucket(leaves, layout, b), bkt) for b, bkt in enumerate(layout.buckets)], layout)
-
-
 def copy_bucket(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
     """A bucket's whole leaves -> copies of them, views of one new flat."""
     own = [leaf.detach() for leaf in leaves]
@@ -168,12 +155,6 @@ def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTre
     for _, work, _ in started:
         work.wait()
     return to_tree([unpack(whole, layout.buckets[b]) for b, (whole, _, _) in enumerate(started)], layout)
-
-
-def reduce_scatter_flat(flat: Tensor, bucket: Bucket, group: Group) -> tuple[Tensor, Work]:
-    """Every rank's whole flat -> this rank's piece of their sum, in a new tensor that is ready when the work is."""
-    piece = flat.new_empty(bucket.piece)
-    return piece, group.reduce_scatter(piece, flat)
 
 
 def _here(leaves: Sequence[Tensor | None]) -> list[bool]:

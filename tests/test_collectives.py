@@ -1,4 +1,4 @@
-"""Trees to flats and back, and the primitives between ranks: bitwise round trips."""
+"""Trees to flats and back, and pieces between ranks: bitwise round trips."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch import Tensor
 from functorch_zero.collectives import (
     all_gather_tree,
     by_bucket,
-    copy_tree,
+    copy_bucket,
     cut,
     flat_of_leaves,
     flat_of_pieces,
     pack,
-    reduce_scatter_flat,
     slice_tree,
     to_tree,
     unpack,
@@ -61,11 +60,10 @@ def test_slices_gathered_are_the_tree(spec: Any, ranks: int) -> None:
 @given(specs, st.integers(1, 5))
 def test_flats_are_found_again_without_a_copy(spec: Any, num_ranks: int) -> None:
     tree, layout = make(spec, num_ranks)
-    copied = copy_tree(tree, layout)
-    assert same(copied, tree)
-    leaves = optree.tree_leaves(copied)
-    for b, bucket in enumerate(layout.buckets):
-        own = by_bucket(leaves, layout, b)
+    leaves = optree.tree_leaves(tree)
+    copied = [copy_bucket(by_bucket(leaves, layout, b), bucket) for b, bucket in enumerate(layout.buckets)]
+    assert same(to_tree(copied, layout), tree)
+    for own, bucket in zip(copied, layout.buckets, strict=True):
         whole = flat_of_leaves(own, bucket)
         assert not (bucket.offsets[-1] + bucket.numels[-1]) or whole.data_ptr() == own[0]._base.data_ptr()
         for rank in range(num_ranks):
@@ -100,8 +98,8 @@ def test_reduce_scatter_gives_pieces_of_the_sum(spec: Any, ranks: int) -> None:
         leaves, parts = optree.tree_leaves(tree), []
         for b, bucket in enumerate(layout.buckets):
             own = by_bucket(leaves, layout, b)
-            piece, work = reduce_scatter_flat(pack(own, bucket, device=own[0].device), bucket, group)
-            work.wait()
+            piece = own[0].new_empty(bucket.piece)
+            group.reduce_scatter(piece, pack(own, bucket, device=own[0].device)).wait()
             parts.append(cut(piece, bucket, group.rank))
         return all_gather_tree(to_tree(parts, layout), layout, group)
 
