@@ -27,6 +27,7 @@ from .rounds import any_rank, rounds
 from .shard import shard
 from .step import TrainState, train_step
 from .tree import Params, named_leaves
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import checkpoint, testing
@@ -72,8 +73,13 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The public names, and not the modules that define them."""
+    return sorted([*__all__, "__version__"])
+
+
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first asked for."""
+    """Import a name that takes a while to import when it is first used."""
     from importlib import import_module
 
     if name == "plan":

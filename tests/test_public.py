@@ -1,11 +1,14 @@
-"""The package as its users meet it."""
+"""The package as its users meet it: the names that it shows, and that type checkers find it."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import functorch_zero as fz
 
 ROOT = Path(__file__).parents[1]
 
@@ -14,6 +17,21 @@ def in_a_fresh_process(code: str, folder: Path) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_dir_shows_the_public_names() -> None:
+    assert dir(fz) == sorted([*fz.__all__, "__version__"])
+    assert {"shard", "plan", "checkpoint", "testing"} <= set(dir(fz))
+
+
+def test_every_name_that_dir_shows_is_there(tmp_path: Path) -> None:
+    """In a new process, where nothing has imported the lazy ones before."""
+    code = "import functorch_zero as fz; print([name for name in dir(fz) if getattr(fz, name, None) is None])"
+    assert in_a_fresh_process(code, tmp_path) == "[]"
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert fz.__version__ == importlib.metadata.version("functorch-zero")
 
 
 def test_type_checkers_find_an_editable_install(tmp_path: Path) -> None:
