@@ -101,7 +101,9 @@ def undisturbed(group: Any, level: int) -> list[Tensor]:
     return rank.whole()
 
 
-def fail_and_retry(group: Any, level: int, where: str, guilty: tuple[int, ...], donate: bool) -> list[Any]:
+def fail_and_retry(
+    group: Any, level: int, where: str, guilty: tuple[int, ...], donate: bool, expected: list[Tensor]
+) -> list[Any]:
     """Three steps, of which the second fails once; what was raised, and whether all is as if nothing had been."""
     rank = Rank(group, level, donate=donate)
     rank.take(0)
@@ -113,7 +115,7 @@ def fail_and_retry(group: Any, level: int, where: str, guilty: tuple[int, ...], 
     NOW.fails = ""
     rank.take(1)
     rank.take(2)
-    return [ended.error, ended.text, ended.seconds < SOON, intact, same(rank.whole(), undisturbed(group, level))]
+    return [ended.error, ended.text, ended.seconds < SOON, intact, same(rank.whole(), expected)]
 
 
 def check_retried(results: list[list[Any]], guilty: tuple[int, ...]) -> None:
@@ -138,7 +140,8 @@ def test_a_failed_step_is_tried_again_on_processes() -> None:
 
     def run() -> list[list[Any]]:
         group = ProcessGroup(timeout=20)
-        return [fail_and_retry(group, *case) for case in CASES]
+        expected = {level: undisturbed(group, level) for level in LEVELS}
+        return [fail_and_retry(group, *case, expected[case[0]]) for case in CASES]
 
     results = launch(run, RANKS, start_method="fork", timeout=100)
     for i, (_, _, guilty, _) in enumerate(CASES):
@@ -147,7 +150,10 @@ def test_a_failed_step_is_tried_again_on_processes() -> None:
 
 @pytest.mark.parametrize("case", CASES[:: len(CASES) // 6], ids=str)
 def test_a_failed_step_is_tried_again_on_threads(case: Any) -> None:
-    check_retried(run_ranks(lambda group: fail_and_retry(group, *case), 3), case[2])
+    def run(group: Any) -> list[Any]:
+        return fail_and_retry(group, *case, undisturbed(group, case[0]))
+
+    check_retried(run_ranks(run, 3), case[2])
 
 
 @pytest.mark.parametrize("threads", [True, False])
@@ -156,7 +162,12 @@ def test_a_failed_step_over_two_axes(threads: bool) -> None:
 
     def run(group: Any) -> list[Any]:
         mesh = HybridGroup(group, shard=2)
-        return [(mesh.barrier(), fail_and_retry(mesh, level, "loss", (3,), False))[1] for level in (1, 3)]
+        results = []
+        for level in (1, 3):
+            mesh.barrier()
+            expected = undisturbed(mesh, level)
+            results.append(fail_and_retry(mesh, level, "loss", (3,), False, expected))
+        return results
 
     if threads:
         results = run_ranks(run, 4)
