@@ -13,10 +13,15 @@ from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 
-COMMON = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("quick", max_examples=12, derandomize=True, **COMMON)
-settings.register_profile("thorough", max_examples=500, print_blob=True, **COMMON)  # pytest --hypothesis-profile ...
-settings.load_profile("quick")
+settings.register_profile(  # numbers of examples are in tests/tiers.py
+    "tests",
+    max_examples=12,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("tests")
 
 GRACE = 5.0  # seconds that a test's threads and processes have to end
 KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # the interpreter's own helpers

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from optree import tree_map
 from torch import nn
@@ -15,6 +14,7 @@ from functorch_zero.groups import counted, run_ranks
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.models import Shared
 from tests.test_memory import LiveBytes
+from tests.tiers import drawn
 
 
 def make(weighted, accumulate, dropout=0.0):
@@ -191,8 +191,7 @@ def test_whole_gradients_stay_and_pieces_do_not():
     assert peak("pieces") < 5 and peak("whole") > 8
 
 
-@settings(max_examples=12)
-@given(data=st.data())
+@drawn(data=st.data())
 def test_any_data_on_any_rank_at_any_level(data):
     """Ranks that have run out pass an empty batch; some_rows of each rank and step are drawn, none included."""
     ranks, level = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))

@@ -7,7 +7,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from functorch_zero.collectives import (
 )
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout import Layout, make_layout
+from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 kinds = st.sampled_from([torch.float32, torch.float64])
@@ -44,7 +44,7 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
 
 
-@given(specs, st.integers(1, 5))
+@drawn(specs, st.integers(1, 5))
 def test_slices_gathered_are_the_tree(spec: Any, ranks: int) -> None:
     def run(group: Any) -> bool:
         tree, layout = make(spec, ranks)
@@ -57,7 +57,7 @@ def test_slices_gathered_are_the_tree(spec: Any, ranks: int) -> None:
     assert all(run_ranks(run, ranks))
 
 
-@given(specs, st.integers(1, 5))
+@drawn(specs, st.integers(1, 5))
 def test_flats_are_found_again_without_a_copy(spec: Any, num_ranks: int) -> None:
     tree, layout = make(spec, num_ranks)
     leaves = optree.tree_leaves(tree)
@@ -73,7 +73,7 @@ def test_flats_are_found_again_without_a_copy(spec: Any, num_ranks: int) -> None
             assert torch.equal(found, piece)
 
 
-@given(specs, st.integers(1, 5))
+@drawn(specs, st.integers(1, 5))
 def test_pieces_that_lie_elsewhere_are_packed(spec: Any, num_ranks: int) -> None:
     tree, layout = make(spec, num_ranks)
     leaves = optree.tree_leaves(tree)
@@ -91,7 +91,7 @@ def test_pieces_that_lie_elsewhere_are_packed(spec: Any, num_ranks: int) -> None
             assert torch.equal(flat_of_pieces(shuffled, bucket, rank), piece)
 
 
-@given(specs, st.integers(1, 4))
+@drawn(specs, st.integers(1, 4))
 def test_reduce_scatter_gives_pieces_of_the_sum(spec: Any, ranks: int) -> None:
     def run(group: Any) -> Any:
         tree, layout = make(spec, ranks, seed=group.rank)

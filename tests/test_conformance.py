@@ -1,8 +1,8 @@
 """Every optimizer, sharded, is what it is unsharded: the table in `conformance/table.py`, run.
 
-Each row is run at four of its 32 combinations of level, ranks and dtype, so chosen that it sees every level, every
-number of ranks and both dtypes, and that which go together changes from row to row. FZ_FULL=1 runs all 32, in about
-half an hour of CPU time.
+A row has 32 cells: level, number of ranks, dtype. It is run at four of them, so chosen that it sees every level, every
+number of ranks and both dtypes: at one in the quick tier, at the others in the thorough one. Over each 32 rows the
+quick cells are all 32. The full tier runs every cell of every row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
-import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import optree
@@ -29,10 +29,10 @@ from functorch_zero.testing import Equality, assert_equal_updates, assert_equal_
 from functorch_zero.testing.strategies import known_optimizers
 from tests.conformance.table import TABLE, Row, decay, rate
 from tests.conformance.tree import batches, hostile, part_of
+from tests.tiers import FULL, THOROUGH, tiers
 
 LEVELS, RANKS, DTYPES = (0, 1, 2, 3), (1, 2, 3, 5), (torch.float32, torch.float64)
 NUM_STEPS = 5
-FULL = bool(os.environ.get("FZ_FULL"))
 
 
 class Case(NamedTuple):
@@ -50,14 +50,34 @@ def all_cases() -> list[Case]:
 
 
 def cases_of(row: int) -> list[Case]:
-    """Each level once, each number of ranks once, both dtypes twice, donated and not."""
-    if FULL:
-        return all_cases()
-    turn, swap = row % len(RANKS), row // len(RANKS)
-    return [
+    """Each level once, each number of ranks once, both dtypes twice, donated and not. The quick case comes first."""
+    turn, swap = row % len(RANKS), row // len(RANKS) + row // 16
+    cases = [
         Case(level, RANKS[(level + turn) % len(RANKS)], DTYPES[(level + swap) % 2], bool((level // 2 + row) % 2))
         for level in LEVELS
     ]
+    first = (row + row // len(LEVELS)) % len(LEVELS)
+    return cases[first:] + cases[:first]
+
+
+def runs() -> Iterator[Any]:
+    """Names of rows with some of their cases, for `parametrize`."""
+    for row, name in enumerate(TABLE):
+        quick, *thorough = cases_of(row)
+        yield pytest.param(name, [quick], id=f"{name}-quick")
+        yield pytest.param(name, thorough, id=f"{name}-thorough", marks=THOROUGH)
+        for level in LEVELS:
+            every = [case for case in all_cases() if case.level == level]
+            yield pytest.param(name, every, id=f"{name}-{level}", marks=FULL)
+
+
+def test_the_quick_cases_are_all_cells() -> None:
+    cells = {case[:3] for case in all_cases()}
+    assert len(cells) == 32
+    for start in range(len(TABLE) - 31):
+        assert {cases_of(row)[0][:3] for row in range(start, start + 32)} == cells
+    donated = {(case.level, case.donate) for case in (cases_of(row)[0] for row in range(len(TABLE)))}
+    assert donated == set(itertools.product(LEVELS, (False, True)))
 
 
 class Run(NamedTuple):
@@ -155,18 +175,11 @@ def claims_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("claims_checked_once")
-@pytest.mark.parametrize(
-    "levels", [(level,) for level in LEVELS] if FULL else [LEVELS], ids=lambda x: "".join(map(str, x))
-)
-@pytest.mark.parametrize("name", TABLE)
-def test_sharded_is_unsharded(name: str, levels: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "cases"), [*runs()])
+def test_sharded_is_unsharded(name: str, cases: list[Case]) -> None:
     row = TABLE[name]
-    expected: dict[torch.dtype, Run] = {}
-    for case in cases_of(list(TABLE).index(name)):
-        if case.level not in levels:
-            continue
-        if case.dtype not in expected:
-            expected[case.dtype] = run_whole(row, case.dtype)
+    expected = {dtype: run_whole(row, dtype) for dtype in {case.dtype for case in cases}}
+    for case in cases:
         assert_conforms(row, case, expected[case.dtype])
 
 
@@ -187,11 +200,14 @@ def test_a_compiled_chain_is_a_row_too() -> None:
     assert launch(conforms, 1, start_method="fork", timeout=110)[0] > 0
 
 
-@pytest.mark.parametrize("name", sorted(TABLE) if FULL else sorted(TABLE.keys() - known_optimizers())[::4])
-def test_claims_hold(name: str) -> None:
-    """Whole, cut at random and joined, pointwise parts give the same bits. FZ_FULL=1: all rows.
+OTHERS = sorted(TABLE.keys() - known_optimizers())  # those are in test_testing.py
 
-    By default every fourth; test_testing.py has the known optimizers, and `shard` watches every row's operators above.
+
+@pytest.mark.parametrize("name", tiers(OTHERS[::16], OTHERS[::4], sorted(TABLE)))
+def test_claims_hold(name: str) -> None:
+    """Whole, cut at random and joined, pointwise parts give the same bits.
+
+    Of some rows, but for the full tier; `shard` watches every row's operators above.
     """
     check_transform(TABLE[name].make(), seeds=(0,), steps=2, ranks=())
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.scripts import Ended, run_in_fork, run_script
+from tests.tiers import tiers
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SKIP = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
 PACKAGES = ["functorch_zero"] + [f"functorch_zero.{name}" for name in ("checkpoint", "optim", "planning", "testing")]
-TIMEOUT = 100  # seconds a page
 
 
 def blocks(text: str) -> tuple[str, list[tuple[int, str]]]:
@@ -44,30 +44,38 @@ def blocks(text: str) -> tuple[str, list[tuple[int, str]]]:
     return "\n".join(code) + "\n", skipped
 
 
-def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run all blocks of a page as one script, warnings as errors. A traceback's line numbers are the page's."""
+def script_of(page: Path, folder: Path) -> Path:
+    """All blocks of a page as one script. A traceback's line numbers are the page's."""
     code, _ = blocks(page.read_text())
     script = folder / f"{page.stem}.py"
     script.write_text(code)
-    command = [sys.executable, "-W", "error", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
+    return script
 
 
+@pytest.mark.parametrize("run", tiers([run_in_fork], [run_script]), ids=lambda run: run.__name__)
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())[0].strip()], ids=lambda p: p.stem)
-def test_blocks_run(page: Path, tmp_path: Path) -> None:
-    result = run_page(page, tmp_path)
-    assert result.returncode == 0, f"{page.name}\n{result.stdout}\n{result.stderr}"
+def test_blocks_run(page: Path, run: Callable[..., Ended], tmp_path: Path) -> None:
+    out = run(script_of(page, tmp_path), folder=tmp_path).check()
     for text in re.findall(r"^prints\n\n```text\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
-        assert text in result.stdout, f"{page.name} says that it prints what it does not:\n{text}"
+        assert text in out, f"{page.name} says that it prints what it does not:\n{text}"
 
 
-def test_a_wrong_block_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [run_in_fork, run_script])
+def test_a_wrong_block_fails(run: Callable[..., Ended], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
-    result = run_page(page, tmp_path)
-    assert result.returncode != 0
+    result = run(script_of(page, tmp_path), folder=tmp_path)
+    assert result.returncode == 1
     assert "line 8" in result.stderr
+
+
+@pytest.mark.parametrize("run", [run_in_fork, run_script])
+def test_a_warning_fails(run: Callable[..., Ended], tmp_path: Path) -> None:
+    script = tmp_path / "warns.py"
+    script.write_text("import warnings\nwarnings.warn('of something')\n")
+    result = run(script, folder=tmp_path)
+    assert result.returncode == 1
+    assert "UserWarning: of something" in result.stderr
 
 
 def test_a_block_is_skipped_only_with_a_reason() -> None:
@@ -132,10 +140,14 @@ def test_links_between_pages_exist() -> None:
     assert not broken
 
 
-def test_the_readme_gives_the_command_that_ci_runs() -> None:
-    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
-    assert "pytest" in command
-    assert command in (ROOT / "README.md").read_text().splitlines()
+def test_ci_runs_the_readmes_test_command() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    (command,) = [line for line in lines if line.endswith("pytest -n auto")]
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_ci_runs_the_thorough_tests() -> None:
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == ".venv/bin/pytest -m thorough -n auto"
 
 
 def test_every_page_is_in_the_navigation() -> None:

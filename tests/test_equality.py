@@ -1,13 +1,12 @@
 """Sharded = unsharded: every level, 1 to 5 ranks, each kind of optimizer, every model of the zoo.
 
-FZ_FULL=1 runs the full product; else each test takes a part of it that covers every pair of choices.
+The quick tier runs 35 cases of 1400, in which every pair of choices is; the thorough tier 140, the full tier all.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.compare import (
     train_sharded,
 )
 from tests.models import ZOO, even, uneven
+from tests.tiers import FULL, tiers
 
 LEVELS = (0, 1, 2, 3)
 RANKS = (1, 2, 3, 4, 5)
@@ -71,26 +71,50 @@ def check(name: str, optimizer: str, level: int, ranks: int, weighted: bool, **o
         assert not any(torch.equal(old.buffers[path], new.buffers[path]) for path in new.buffers), "BatchNorm's move"
 
 
-def product() -> Iterator[tuple[str, str, int, int, bool]]:
-    """All choices, or a part with every pair of (model, level), (model, optimizer), (level, ranks), and so on."""
-    everything = itertools.product(
-        enumerate(ZOO), enumerate(OPTIMIZERS), enumerate(LEVELS), enumerate(RANKS), (False, True)
-    )
-    for (m, name), (o, optimizer), (_, level), (r, ranks), weighted in everything:
-        chosen = (m + o + level + r) % 5 == 0 and (m + level + o // 2 + r // 2) % 2 == weighted
-        if chosen or os.environ.get("FZ_FULL"):
-            yield name, optimizer, level, ranks, weighted
+Case = tuple[str, str, int, int, bool]
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_sharded_is_unsharded(name: str) -> None:
+def product() -> list[Case]:
+    """All choices: model, optimizer, level, ranks, weighted."""
+    return [*itertools.product(ZOO, OPTIMIZERS, LEVELS, RANKS, (False, True))]
+
+
+def few() -> Iterator[Case]:
+    """The fewest with every pair of (model, optimizer), (model, level), (level, ranks), and so on."""
+    for (m, name), (o, optimizer) in itertools.product(enumerate(ZOO), enumerate(OPTIMIZERS)):
+        level, ranks = LEVELS[(3 * o + m // 2) % 4], RANKS[(m + o) % 5]
+        yield name, optimizer, level, ranks, bool((m // 2 + o // 2) % 2)
+
+
+def more() -> Iterator[Case]:
+    """Every pair several times."""
+    models, optimizers = list(ZOO), list(OPTIMIZERS)
     for case in product():
+        m, o, level, r = models.index(case[0]), optimizers.index(case[1]), case[2], RANKS.index(case[3])
+        if (m + o + level + r) % 5 == 0 and (m + level + o // 2 + r // 2) % 2 == case[4]:
+            yield case
+
+
+@pytest.mark.parametrize("part", tiers([few], [more]), ids=lambda part: part.__name__)
+@pytest.mark.parametrize("name", ZOO)
+def test_sharded_is_unsharded(name: str, part: Callable[[], Iterator[Case]]) -> None:
+    for case in part():
         if case[0] == name:
             check(*case)
 
 
-def test_the_part_covers_every_pair() -> None:
-    chosen = list(product())
+@FULL
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ZOO)
+def test_sharded_is_unsharded_in_every_case(name: str, optimizer: str, level: int) -> None:
+    for ranks, weighted in itertools.product(RANKS, (False, True)):
+        check(name, optimizer, level, ranks, weighted)
+
+
+@pytest.mark.parametrize("part", [few, more])
+def test_a_part_covers_every_pair(part: Callable[[], Iterator[Case]]) -> None:
+    chosen = list(part())
     choices = (list(ZOO), list(OPTIMIZERS), list(LEVELS), list(RANKS), [False, True])
     for (i, a), (j, b) in itertools.combinations(enumerate(choices), 2):
         missing = set(itertools.product(a, b)) - {(case[i], case[j]) for case in chosen}

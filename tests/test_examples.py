@@ -1,37 +1,31 @@
-"""Every example runs at a small size, as a user would start it, with warnings as errors."""
+"""Every example runs at a small size, with warnings as errors: in a fork, and as a user would start it."""
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import functorch_zero as fz
+from tests.scripts import run_command, run_in_fork, run_script
+from tests.tiers import THOROUGH, tiers
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-TIMEOUT = 100  # seconds a run
-
 SMALL_LM = ["--size", "tiny", "--steps", "6"]
 
 
-def run(*command: str) -> str:
-    """The standard output of an example."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT, env=environment, stdin=subprocess.DEVNULL
-    )
-    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
+RunExample = Callable[..., str]
 
 
-def run_example(name: str, *options: str) -> str:
-    return run(sys.executable, "-W", "error", str(EXAMPLES / name), *options)
+@pytest.fixture(params=tiers([run_in_fork], [run_script]), ids=["fork", "script"])
+def run_example(request: pytest.FixtureRequest, tmp_path: Path) -> RunExample:
+    """The output of an example, by its file's name and options."""
+    return lambda name, *options: request.param(EXAMPLES / name, *options, folder=tmp_path).check()
 
 
 def held_out_losses(out: str) -> tuple[float, float]:
@@ -53,27 +47,28 @@ def test_train_lm_knows_its_optimizers() -> None:
 
 
 @pytest.mark.parametrize(("level", "optimizer"), [("1", "lamb"), ("3", "muon")])
-def test_train_lm(level: str, optimizer: str) -> None:
+def test_train_lm(run_example: RunExample, level: str, optimizer: str) -> None:
     out = run_example("train_lm.py", "--level", level, "--optimizer", optimizer, *SMALL_LM)
     before, after = held_out_losses(out)
     assert after < before - 0.1
     assert "rank 1 holds" in out
 
 
-def test_train_lm_prints_the_same_losses_on_1_and_3_ranks() -> None:
+def test_train_lm_prints_the_same_losses_on_1_and_3_ranks(run_example: RunExample) -> None:
     """The batch is the step's, not the rank's: the number of ranks changes nothing but rounding."""
     one, three = (held_out_losses(run_example("train_lm.py", "--ranks", n, *SMALL_LM)) for n in ("1", "3"))
     assert one == pytest.approx(three, abs=2e-3)
 
 
+@THOROUGH
 def test_train_lm_under_torchrun() -> None:
     script = str(EXAMPLES / "train_lm.py")
-    out = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, *SMALL_LM)
-    before, after = held_out_losses(out)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    before, after = held_out_losses(run_command(*torchrun, script, *SMALL_LM).check())
     assert after < before - 0.1
 
 
-def test_digits() -> None:
+def test_digits(run_example: RunExample) -> None:
     rows = [line.split() for line in run_example("digits.py", "--steps", "30").splitlines() if line.startswith("level")]
     assert [row[1] for row in rows] == ["0", "1", "2", "3"]
     assert all(float(row[2].removesuffix("%")) > 85 for row in rows)
@@ -82,19 +77,19 @@ def test_digits() -> None:
     assert held == sorted(held, reverse=True) and held[3] < 0.6 * held[0]
 
 
-def test_custom_transform() -> None:
+def test_custom_transform(run_example: RunExample) -> None:
     assert "equal" in run_example("custom_transform.py")
 
 
-def test_property_test() -> None:
+def test_property_test(run_example: RunExample) -> None:
     assert "equal" in run_example("property_test.py", "--examples", "3")
 
 
-def test_pinn() -> None:
+def test_pinn(run_example: RunExample) -> None:
     run_example("pinn.py", "--steps", "20")
 
 
-def test_lora() -> None:
+def test_lora(run_example: RunExample) -> None:
     lines = run_example("lora.py", "--steps", "60").splitlines()
     rows = {line[:25].strip(): [word.rstrip("%") for word in line[25:].split()] for line in lines if "->" in line}
     assert [*rows][:2] == ["all trained, level 0", "all trained, level 3"] and len(rows) == 5
@@ -105,7 +100,7 @@ def test_lora() -> None:
     assert adapted[0][3] < 0.1 * float(rows["all trained, level 0"][4])
 
 
-def test_resume(tmp_path: Path) -> None:
+def test_resume(run_example: RunExample, tmp_path: Path) -> None:
     """What happens to it is in test_restarts.py."""
     first = run_example("resume.py", "--steps", "4", "--every", "2", "--root", str(tmp_path))
     again = run_example("resume.py", "--steps", "4", "--every", "2", "--root", str(tmp_path))

@@ -8,7 +8,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from functorch_zero.precision import Precision
 from functorch_zero.shard import shard
 from functorch_zero.step import TrainState, train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
+from tests.tiers import drawn
 
 LEVELS = (0, 1, 2, 3)
 F16 = torch.float16
@@ -190,8 +190,7 @@ def history(step: Any, state: TrainState, batches: Any) -> tuple[list[tuple[floa
     return found, state
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(st.sampled_from(LEVELS), st.integers(1, 4), st.integers(8, 24), st.integers(1, 3))
+@drawn(st.sampled_from(LEVELS), st.integers(1, 4), st.integers(8, 24), st.integers(1, 3))
 def test_the_scales_history_is_one_processs(level: int, ranks: int, power: int, interval: int) -> None:
     scale = LossScale(initial=2.0**power, interval=interval)
     step, params, buffers = half_step(scale)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.handshake import agree, content_digests, first_difference
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
+from tests.tiers import drawn
 
 
 class Given:
@@ -146,14 +146,14 @@ plain = st.recursive(
 )
 
 
-@given(plain, plain)
+@drawn(plain, plain)
 def test_first_difference(a: Any, b: Any) -> None:
     field, x, y = first_difference({"x": a}, {"x": b})
     if a != b:
         assert x != y and "x" in field
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=4))
+@drawn(st.lists(st.integers(0, 2), min_size=1, max_size=4))
 def test_agreement_is_equality(numbers: list[int]) -> None:
     def run(group: Any) -> bool:
         try:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from optree import tree_leaves
 
@@ -23,12 +22,12 @@ from tests.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
 from tests.test_processes import OPTIMIZERS, on_processes
 from tests.test_unit import batches_of, some_rows_reach, with_negative_half
 from tests.test_unit import build as build_module
+from tests.tiers import drawn
 
 LEVELS = (0, 1, 2, 3)
 
 
-@settings(max_examples=15)
-@given(data=st.data())
+@drawn(data=st.data())
 def test_any_mesh_any_level_any_optimizer(data: Any) -> None:
     case = data.draw(fst.modules())
     shard_axis, replicas = data.draw(st.sampled_from([(2, 2), (1, 2), (2, 1), (3, 2), (2, 3)]))

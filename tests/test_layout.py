@@ -9,13 +9,13 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from functorch_zero.functional import functionalize
 from functorch_zero.layout import ALIGNMENT, Cut, Extent, Layout, default_units, make_layout
 from functorch_zero.tree import Params, UnitSpec, paths
+from tests.tiers import drawn
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool)
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
@@ -45,7 +45,7 @@ def paths_of(tree: Any) -> list[str]:
     return paths(optree.tree_map(lambda x: 0, tree, is_leaf=is_leaf))
 
 
-@given(trees, worlds)
+@drawn(trees, worlds)
 def test_every_element_is_in_exactly_one_piece(tree: Any, num_ranks: int) -> None:
     layout, _ = layout_of(tree, num_ranks)
     extents = [optree.tree_leaves(layout.extents(rank)) for rank in range(num_ranks)]
@@ -61,7 +61,7 @@ def test_every_element_is_in_exactly_one_piece(tree: Any, num_ranks: int) -> Non
         assert sum(extents[rank][i].num_here for rank in range(num_ranks)) == prod(leaf.shape)
 
 
-@given(trees, worlds)
+@drawn(trees, worlds)
 def test_buckets_are_aligned_and_hold_one_kind(tree: Any, num_ranks: int) -> None:
     layout, _ = layout_of(tree, num_ranks)
     seen = []
@@ -83,7 +83,7 @@ def test_buckets_are_aligned_and_hold_one_kind(tree: Any, num_ranks: int) -> Non
     assert sorted(b for unit in layout.units for b in unit.buckets) == list(range(len(layout.buckets)))
 
 
-@given(trees, worlds)
+@drawn(trees, worlds)
 def test_the_same_on_every_rank(tree: Any, num_ranks: int) -> None:
     first, _ = layout_of(tree, num_ranks)
     second, _ = layout_of(tree, num_ranks)
@@ -91,7 +91,7 @@ def test_the_same_on_every_rank(tree: Any, num_ranks: int) -> None:
     assert first.places == second.places
 
 
-@given(trees, worlds)
+@drawn(trees, worlds)
 def test_parts_are_what_each_rank_keeps_and_the_padding_between(tree: Any, num_ranks: int) -> None:
     layout, _ = layout_of(tree, num_ranks)
     for bucket in layout.buckets:

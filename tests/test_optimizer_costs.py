@@ -38,7 +38,7 @@ def level_of(name: str) -> int:
 
 def tree(small: bool) -> Any:
     """Params; few where the square of their number is kept."""
-    return gpt_tree(5, 2, 1, 3) if small else gpt_tree(30, 8, 2, 6)
+    return gpt_tree(5, 2, 1, 3) if small else gpt_tree(30, 8, 1, 6)
 
 
 def nbytes(x: Any) -> int:

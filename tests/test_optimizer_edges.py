@@ -17,9 +17,11 @@ from functorch_zero import optim
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.conformance.table import POINTWISE, STATISTICS, TABLE, WHOLE, WRAPPERS
+from tests.tiers import tiers
 
 SHAPES: dict[str, tuple[int, ...]] = {"thin": (1, 9), "column": (4, 1), "one": (1, 1), "bias": (3,), "gain": ()}
 ROWS = 8  # a power of two: gradients have the same bits on every number of ranks
+Edge = tuple[tuple[float | None, ...], int]  # kinds of batches, and the number of ranks
 ROW_NAMES = [*STATISTICS, *WHOLE, *WRAPPERS, "adamw", "adabelief", "schedule_free_adamw"]
 
 
@@ -66,19 +68,18 @@ def run(name: str, data: list[dict[str, Tensor]], level: int, ranks: int) -> Non
         assert_equal_values((state.params, state.opt_state), (got.params, got.opt_state), what="the states", context=at)
 
 
-@pytest.mark.parametrize("name", ROW_NAMES)
-def test_thin_and_few_and_zero(name: str) -> None:
-    """Five ranks have fewer matrices than they are."""
-    level = 1 + ROW_NAMES.index(name) % 3
-    run(name, batches(None, 0, None, 0), level, 5)
-    run(name, batches(0, 0, None), level, 2)
+ZEROS: list[Edge] = [((0, None, 0), 4)]  # four ranks have fewer matrices than they are
+MORE_ZEROS: list[Edge] = [((None, 0, None, 0), 5), ((0, 0, None), 2)]
+NOT_FINITE: list[Edge] = [((None, math.nan, None), 2)]
+MORE_NOT_FINITE: list[Edge] = [((None, math.nan, None), 3), ((None, math.inf, None), 2)]
 
 
+@pytest.mark.parametrize("edges", tiers([ZEROS, NOT_FINITE], [MORE_ZEROS, MORE_NOT_FINITE]), ids=str)
 @pytest.mark.parametrize("name", ROW_NAMES)
-def test_one_rank_is_not_finite(name: str) -> None:
+def test_gradients_of_zero_and_not_finite(name: str, edges: list[Edge]) -> None:
     level = 1 + ROW_NAMES.index(name) % 3
-    run(name, batches(None, math.nan, None), level, 3)
-    run(name, batches(None, math.inf, None), level, 2)
+    for kinds, ranks in edges:
+        run(name, batches(*kinds), level, ranks)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +29,7 @@ from functorch_zero.testing import Equality, assert_equal_values
 from functorch_zero.testing.oracle import Run, Start, Step, run_in_parts, run_whole
 from functorch_zero.testing.sharded import Comparison
 from tests.models import split
+from tests.tiers import drawn, tiers
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -413,31 +413,36 @@ def test_each_alone(name: str) -> None:
     check(drawn_case((name,), random.Random(name).choice))
 
 
-@settings(max_examples=4 * settings.default.max_examples)
-@given(cases())
+@drawn(cases())
 def test_pairs(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("seed", range(settings.default.max_examples // 12))
+@pytest.mark.parametrize("seed", tiers([0], range(1, 4), range(4, 44)))
 def test_as_many_as_go_together(seed: int) -> None:
+    """The first without the compiler, beside which all else is quick."""
     rng, chosen = random.Random(seed), Case((), 2, 1, None, "sgd")
-    for name in rng.sample([*OPTIONS], len(OPTIONS)):
+    names = [name for name in OPTIONS if seed or name != "compiled units"]
+    for name in rng.sample(names, len(names)):
         more = chosen._replace(names=tuple(sorted((*chosen.names, name), key=[*OPTIONS].index)))
         if chosen.option.beside(OPTIONS[name]) is not None and more.refusal is None:
             chosen = more
     check(drawn_case(chosen.names, rng.choice))
 
 
-def test_what_is_refused() -> None:
-    """At construction, and nothing else is, at any level."""
+@pytest.mark.parametrize("pairs", tiers([[*PAIRS][::5]], [[*PAIRS]]), ids=len)
+def test_nothing_else_is_refused(pairs: list[tuple[str, str]]) -> None:
+    """At construction, at any level."""
     group = CountingGroup(2)
-    for names in PAIRS:
+    for names in pairs:
         possible = [case for level in LEVELS if (case := Case(names, level, 1, None, "sgd")).refusal is None]
         step = build(possible[0]).step if possible else None
         for case in possible:
             mesh = HybridGroup(group, shard=1) if "mesh" in case.option.loop else group
             fz.shard(step, group=mesh, **placed(case))
+
+
+def test_what_is_refused() -> None:
     for pair in REFUSED:
         names = tuple(name for name in OPTIONS if name in pair)
         (level,) = pair & {*LEVELS} or {2}
@@ -445,11 +450,12 @@ def test_what_is_refused() -> None:
         check(Case(names, level, 2, None, optimizer))
 
 
+@pytest.mark.parametrize("num_pairs", tiers([4], [20]))
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_on_processes(ranks: int) -> None:
+def test_on_processes(ranks: int, num_pairs: int) -> None:
     """Pairs that are drawn here, all in one launch."""
     rng, some = random.Random(ranks), []
-    while len(some) < 10:
+    while len(some) < num_pairs:
         case = drawn_case(rng.choice([*PAIRS]), rng.choice)
         if case.ranks == ranks and case.refusal is None:
             some.append(case)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from optree import tree_leaves
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, t
 from tests.models import even
 from tests.test_memory import LiveBytes
 from tests.test_processes import on_processes
+from tests.tiers import THOROUGH, drawn
 
 WIDTH, DEPTH, SMALL = 32, 4, 2
 
@@ -76,8 +76,7 @@ def some_levels(seed: int) -> LevelRule:
     return lambda path, leaf: random.Random(f"{seed} {path}").randrange(4)
 
 
-@settings(max_examples=15)
-@given(data=st.data())
+@drawn(data=st.data())
 def test_any_level_for_any_leaf_and_any_of_them_frozen(data: Any) -> None:
     case = data.draw(fst.modules())
     ranks = data.draw(st.sampled_from([1, 2, 3, 4]))
@@ -98,14 +97,21 @@ def test_any_level_for_any_leaf_and_any_of_them_frozen(data: Any) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_on_processes(ranks: int) -> None:
+EVERY, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "part"),
+    [(2, EVEN), (3, ODD), pytest.param(2, EVERY, marks=THOROUGH), pytest.param(3, EVERY, marks=THOROUGH)],
+)
+def test_on_processes(ranks: int, part: slice) -> None:
     optimizers = {
         "adamw": lambda: optim.adamw(0.01),
         "clip+lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01)),
         "muon": lambda: optim.muon(0.02),
     }
-    cases = [(o, rule, t) for o in optimizers for rule in RULES for t in (is_adapter, lambda path, leaf: True)]
+    trained = (is_adapter, lambda path, leaf: True)
+    cases = [(o, rule, t) for t in trained for o in optimizers for rule in RULES][part]
 
     def run(group: Any) -> list[Run]:
         return [

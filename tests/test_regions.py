@@ -23,6 +23,7 @@ from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import Block
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_by_rank, train_sharded
 from tests.test_remat import Net, Stateful, assert_same_runs, batches_of
+from tests.tiers import THOROUGH
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it
 LEVELS = (0, 1, 2, 3)
@@ -61,10 +62,17 @@ def gpt(**options: Any) -> tuple[Any, Any, Any]:
 COMPILED = {"compile": Block, "compile_options": {"backend": counting, "fullgraph": True}}
 
 
-@pytest.mark.parametrize("more", [{}, {"remat": Block}])
-def test_sharded_is_unsharded_from_one_compilation(more: Any) -> None:
+@pytest.mark.parametrize(
+    ("levels", "more"),
+    [
+        pytest.param((3,), {}, id="quick"),
+        pytest.param(LEVELS, {}, id="levels", marks=THOROUGH),
+        pytest.param((0, 3), {"remat": Block}, id="remat", marks=THOROUGH),
+    ],
+)
+def test_sharded_is_unsharded_from_one_compilation(levels: Any, more: Any) -> None:
     batches = models.gpt().batches(2, 6)
-    assert_sharded_equals_unsharded(*gpt(**COMPILED, **more), batches, levels=(0, 3) if more else LEVELS, ranks=(2, 3))
+    assert_sharded_equals_unsharded(*gpt(**COMPILED, **more), batches, levels=levels, ranks=(2, 3))
     assert len(compiles) == 2, "for the first number of rows, and then for any"
     assert_equal_updates(train(*gpt(), batches), train(*gpt(**COMPILED, **more), batches))
 
@@ -167,6 +175,7 @@ def with_inductor() -> float:
     return max(float((end[p] - made.states[-1].params[p]).detach().abs().max()) for p in start) / size
 
 
+@THOROUGH
 @pytest.mark.skipif(not _can_compile("cpu"), reason="needs a C++ compiler")
 def test_inductor() -> None:
     (difference,) = launch(with_inductor, 1, start_method="fork", timeout=150)  # the compiler leaves threads behind

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.reports import average
+from tests.tiers import drawn
 
 weights = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=5)
 
 
-@given(weights, st.integers(0, 40))
+@drawn(weights, st.integers(0, 40))
 def test_means_are_weighted(given_weights: list[float], num_metrics: int) -> None:
     def run(group: Any) -> Any:
         metrics = {f"m{i}": torch.tensor(float(group.rank + i)) for i in range(num_metrics)}
@@ -55,7 +55,7 @@ def test_what_weighs_nothing_counts_for_nothing() -> None:
         assert math.isnan(report.metrics["a"])
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=4))
+@drawn(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_flags_are_anyones(flags: list[list[bool]]) -> None:
     for report in run_ranks(lambda group: average({}, 0.0, group, (), flags[group.rank]), len(flags)):
         assert report.flags == [any(column) for column in zip(*flags, strict=True)]

@@ -19,6 +19,7 @@ import pytest
 from functorch_zero import checkpoint
 from functorch_zero.groups import launch
 from tests.checkpoints import leftovers
+from tests.tiers import THOROUGH
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "resume.py"
@@ -86,6 +87,7 @@ ENVIRONMENT = os.environ | {
 }  # fmt: skip
 
 
+@THOROUGH
 def test_under_torchrun(tmp_path: Path, undisturbed: dict[int, str]) -> None:
     """E1. Killed inside a save."""
     command = torchrun("--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1",
@@ -104,6 +106,7 @@ def free_port() -> int:
         return port
 
 
+@THOROUGH
 def test_two_agents_shrink_to_one(tmp_path: Path) -> None:
     """E2. An agent is killed; its rank goes with it, and the other agent's resumes alone."""
     root, logs = tmp_path / "root", [tmp_path / "0", tmp_path / "1"]

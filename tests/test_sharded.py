@@ -8,7 +8,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from optree import tree_map
 from torch import Tensor
@@ -21,6 +20,7 @@ from functorch_zero.groups import counted, run_ranks
 from functorch_zero.groups.solo import Solo
 from functorch_zero.layout import Layout, make_layout
 from functorch_zero.sharded import Sharded
+from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 trees = st.lists(shapes, min_size=1, max_size=6).filter(lambda found: any(torch.Size(s).numel() for s in found))
@@ -58,7 +58,7 @@ QUESTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-@given(spec=trees, ranks=st.integers(1, 5))
+@drawn(spec=trees, ranks=st.integers(1, 5))
 def test_answers_are_those_about_whole_tensors(question: str, spec: Any, ranks: int) -> None:
     ask = QUESTIONS[question]
     a, _ = make(spec, ranks)
@@ -76,7 +76,7 @@ def test_answers_are_those_about_whole_tensors(question: str, spec: Any, ranks: 
         close(answer, expected)
 
 
-@given(spec=trees, ranks=st.integers(1, 5))
+@drawn(spec=trees, ranks=st.integers(1, 5))
 def test_spread_is_the_inverse_direction(spec: Any, ranks: int) -> None:
     tree, _ = make(spec, ranks)
     dim = lambda shape: len(shape) - 1 if shape else None
@@ -94,7 +94,7 @@ def test_spread_is_the_inverse_direction(spec: Any, ranks: int) -> None:
         close(got, expected)
 
 
-@given(spec=trees, ranks=st.integers(1, 4), keep=st.lists(st.booleans(), min_size=6, max_size=6))
+@drawn(spec=trees, ranks=st.integers(1, 4), keep=st.lists(st.booleans(), min_size=6, max_size=6))
 def test_select_narrows(spec: Any, ranks: int, keep: list[bool]) -> None:
     tree, layout = make(spec, ranks)
     mask = layout.treedef.unflatten(keep[: len(spec)])
@@ -121,7 +121,7 @@ def whole_leaf(batched: bool) -> optim.Transform:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@given(spec=trees, ranks=st.integers(1, 4))
+@drawn(spec=trees, ranks=st.integers(1, 4))
 def test_whole_leaves_at_their_owners(batched: bool, spec: Any, ranks: int) -> None:
     tree, _ = make(spec, ranks)
     grads, _ = make(spec, ranks, seed=1)
@@ -146,7 +146,7 @@ def test_whole_leaves_at_their_owners(batched: bool, spec: Any, ranks: int) -> N
     assert sum(kept for _, _, kept in results) == sum(x.numel() for x in tree.values()), "state at the owners only"
 
 
-@given(spec=trees, ranks=st.integers(1, 4))
+@drawn(spec=trees, ranks=st.integers(1, 4))
 def test_the_whole_tree(spec: Any, ranks: int) -> None:
     def update(u: Any, s: Any, p: Any) -> Any:
         total = sum(x.sum() for x in optree.tree_leaves(u))

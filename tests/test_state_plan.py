@@ -7,7 +7,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from functorch_zero.layout import make_layout
 from functorch_zero.shard import shard
 from functorch_zero.state_plan import StatePlan, assign_owners, plan_state
 from functorch_zero.step import train_step
+from tests.tiers import drawn
 
 PARAMS = {
     "matrix": torch.zeros(3, 4),
@@ -75,7 +75,7 @@ def test_masked_out_leaves_have_no_state() -> None:
     assert leaf.leaf == sorted(PARAMS).index("vector")
 
 
-@given(st.lists(st.floats(0, 100), max_size=20), st.integers(1, 6))
+@drawn(st.lists(st.floats(0, 100), max_size=20), st.integers(1, 6))
 def test_owners_are_balanced(costs: list[float], num_ranks: int) -> None:
     owners = assign_owners(costs, num_ranks)
     assert owners == assign_owners(list(costs), num_ranks) and all(0 <= owner < num_ranks for owner in owners)

@@ -39,6 +39,7 @@ from functorch_zero.testing import (
     models,
     strategies,
 )
+from tests.tiers import drawn
 
 F64 = torch.float64
 
@@ -431,51 +432,44 @@ def test_right_transforms_pass(name: str) -> None:
 # Strategies
 
 
-@given(strategies.trees())
+@drawn(strategies.trees())
 def test_trees_are_trees_of_tensors(tree: Any) -> None:
     leaves = optree.tree_leaves(tree)
     assert all(isinstance(leaf, Tensor) and leaf.dim() <= 4 for leaf in leaves)
     assert any(leaf.requires_grad and leaf.numel() for leaf in leaves)
 
 
-def draws(strategy: Any, what: Any) -> bool:
-    """Whether a strategy draws an example of which `what` is true."""
+def examples(strategy: Any) -> list[Any]:
+    """Two hundred of a strategy's."""
     found = []
 
     @settings(max_examples=200)
     @given(strategy)
     def look(example: Any) -> None:
-        found.append(bool(what(example)))
+        found.append(example)
 
     look()
-    return any(found)
+    return found
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        lambda leaves: any(x.dim() == 0 for x in leaves),
-        lambda leaves: any(x.numel() == 0 for x in leaves),
-        lambda leaves: any(x.dim() == 4 for x in leaves),
-        lambda leaves: any(not x.requires_grad for x in leaves),
-        lambda leaves: len({x.dtype for x in leaves}) > 1,
-    ],
-)
-def test_trees_are_hostile(what: Any) -> None:
-    assert draws(strategies.trees().map(optree.tree_leaves), what)
-
-
-def test_trees_hold_none() -> None:
-    assert draws(strategies.trees(), lambda tree: None in optree.tree_leaves(tree, none_is_leaf=True))
+def test_trees_are_hostile() -> None:
+    trees = examples(strategies.trees())
+    assert any(None in optree.tree_leaves(tree, none_is_leaf=True) for tree in trees)
+    leaves = [optree.tree_leaves(tree) for tree in trees]
+    for dim in range(5):
+        assert any(x.dim() == dim for some in leaves for x in some), f"no leaf of {dim} dims"
+    assert any(x.numel() == 0 for some in leaves for x in some)
+    assert any(not x.requires_grad for some in leaves for x in some)
+    assert any(len({x.dtype for x in some}) > 1 for some in leaves)
 
 
 def test_every_kind_of_model_is_drawn() -> None:
-    names = {"mlp", "frozen_mlp", "gpt", "convnet", "shared", "unused", "scalars", "mixed"}
-    for name in names:
-        assert draws(strategies.modules(), lambda case, name=name: case.name.startswith(name))
+    drawn_names = {case.name for case in examples(strategies.modules())}
+    for name in ("mlp", "frozen_mlp", "gpt", "convnet", "shared", "unused", "scalars", "mixed"):
+        assert any(drawn_name.startswith(name) for drawn_name in drawn_names), name
 
 
-@given(st.data())
+@drawn(st.data())
 def test_used_leaves_have_gradients(data: st.DataObject) -> None:
     case = data.draw(strategies.modules())
     step, params, buffers = case.step(optim.sgd(0.1))
@@ -485,8 +479,7 @@ def test_used_leaves_have_gradients(data: st.DataObject) -> None:
     assert_equal_updates(state.params, expected, expected, unused=case.unused)
 
 
-@given(st.data())
-@settings(max_examples=12)
+@drawn(st.data())
 def test_drawn_steps_are_equal_on_ranks(data: st.DataObject) -> None:
     case, ranks = data.draw(strategies.modules()), data.draw(strategies.world_sizes())
     optimizer = data.draw(strategies.optimizers(["sgd, momentum", "adamw", "clip + lamb", "adafactor"]))

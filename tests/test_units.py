@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from functorch_zero.functional import functionalize
 from tests.models import GPT, MLP, Block
+from tests.tiers import drawn
 
 
 def units_of(model: nn.Module, units: Any = None) -> dict[str, tuple[str, ...]]:
@@ -115,7 +115,7 @@ def test_no_match_is_an_error() -> None:
             functionalize(MLP(), units=units)
 
 
-@given(st.lists(st.sampled_from([nn.Linear, nn.LayerNorm, Block, nn.Embedding, "blocks.*", "*.1", "head"]), min_size=1))
+@drawn(st.lists(st.sampled_from([nn.Linear, nn.LayerNorm, Block, nn.Embedding, "blocks.*", "*.1", "head"]), min_size=1))
 def test_every_leaf_is_in_one_unit(units: list[Any]) -> None:
     for tied in (True, False):
         with torch.device("meta"):

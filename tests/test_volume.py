@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +37,7 @@ class Counts:
         self.total = sum(self.volume.values())
 
 
-def build(depth: int = 6) -> tuple[Any, Any, Any]:
+def build(depth: int = 4) -> tuple[Any, Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = GPT(vocab=40, width=16, depth=depth, length=40, tied=False)
@@ -50,6 +51,7 @@ def build(depth: int = 6) -> tuple[Any, Any, Any]:
     return loss_fn, params, buffers
 
 
+@cache
 def step_counts(level: int, optimizer: optim.Transform | None = None, **options: Any) -> tuple[list[Counts], Any]:
     """The counts of each of a few steps on one rank, and the layout."""
     loss_fn, params, buffers = build()
@@ -115,8 +117,9 @@ def test_the_optimizers_own(level: int) -> None:
         assert b.num == a.num and b.small == a.small + 2
     owned, _ = step_counts(level, optim.muon(0.01))
     for a, b in zip(plain, owned, strict=True):
-        assert b.num["all_to_all"] == 2 and b.volume.pop("all_to_all") <= 2
-        assert {kind: n for kind, n in b.num.items() if kind != "all_to_all"} == a.num and b.volume == a.volume
+        assert b.num["all_to_all"] == 2 and b.volume["all_to_all"] <= 2
+        for found, expected in ((b.num, a.num), (b.volume, a.volume)):
+            assert {kind: n for kind, n in found.items() if kind != "all_to_all"} == expected
 
 
 def test_level_0_needs_nothing_for_an_optimizer() -> None:

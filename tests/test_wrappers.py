@@ -20,6 +20,7 @@ from functorch_zero.groups.threads import run_ranks
 from functorch_zero.optim.check import check_claims
 from functorch_zero.tree import named_leaves, paths
 from tests.parity.cases import assert_close, decayed_matrices, gradients, hostile_tree, run
+from tests.tiers import tiers
 
 
 def by_shape(path: str, leaf: Tensor) -> str:
@@ -93,9 +94,14 @@ def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize(("level", "ranks"), [(0, 2), (1, 2), (3, 3)])
-@pytest.mark.parametrize("name", WRAPPED)
-def test_sharded_is_unsharded(name: str, level: int, ranks: int) -> None:
+PLACES = [(0, 2), (1, 2), (3, 3)]  # level and number of ranks
+ONE_PLACE_EACH = [(name, PLACES[i % 3]) for i, name in enumerate(WRAPPED)]
+OTHER_PLACES = [(name, PLACES[(i + k) % 3]) for i, name in enumerate(WRAPPED) for k in (1, 2)]
+
+
+@pytest.mark.parametrize("case", tiers(ONE_PLACE_EACH, OTHER_PLACES), ids=str)
+def test_sharded_is_unsharded(case: tuple[str, tuple[int, int]]) -> None:
+    name, (level, ranks) = case
     params = tree_map(lambda p: p.contiguous().requires_grad_(), hostile_tree())
     step = fz.train_step(loss_fn, WRAPPED[name]())
     batches = torch.randn(4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

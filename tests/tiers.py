@@ -1,0 +1,51 @@
+"""Three tiers of tests: quick, which plain `pytest` runs, `pytest -m thorough` and `pytest -m full`.
+
+Each is a set of its own. A test or a parameter without a mark is quick.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+THOROUGH, FULL = pytest.mark.thorough, pytest.mark.full
+FULL_RUNS = 10  # of one drawn test: each ends within the time limit, and they run side by side
+
+Test = Callable[..., None]
+
+
+def tiers(quick: Iterable[Any] = (), thorough: Iterable[Any] = (), full: Iterable[Any] = ()) -> list[Any]:
+    """Values for `parametrize`, each in its tier."""
+    marked = [pytest.param(value, marks=THOROUGH) for value in thorough]
+    return [*quick, *marked, *(pytest.param(value, marks=FULL) for value in full)]
+
+
+def drawn(
+    *strategies: Any, quick: int = 12, thorough: int = 48, full: int = 500, **named: Any
+) -> Callable[[Test], Test]:
+    """Hypothesis's `given`, with a number of examples per tier.
+
+    The quick and the thorough tier draw the same examples every time, the full tier new ones.
+    """
+    runs = [pytest.param(full // FULL_RUNS, True, marks=FULL, id=f"full-{k}") for k in range(FULL_RUNS)]
+    runs.append(pytest.param(thorough, False, marks=THOROUGH, id="thorough"))
+    runs.append(pytest.param(quick, False, id="quick"))
+
+    def decorate(test: Test) -> Test:
+        @pytest.mark.parametrize(("num_examples", "new"), runs)
+        def run(num_examples: int, new: bool, **others: Any) -> None:
+            chosen = settings(max_examples=num_examples, derandomize=not new, print_blob=new)
+            chosen(given(*strategies, **named)(test))(**others)
+
+        own = inspect.signature(run).parameters
+        kept = [p for p in inspect.signature(test).parameters.values() if p.name not in named]
+        others = kept[: len(kept) - len(strategies)]  # parameters of other marks, and fixtures
+        run.__signature__ = inspect.Signature([*others, own["num_examples"], own["new"]])  # type: ignore[attr-defined]
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        return run
+
+    return decorate
