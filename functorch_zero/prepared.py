@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .flats import Pieces, Recall
 from .groups import labelled
-from .heap import keep_freed_memory
 from .layout import Layout
 from .levels import flats_of_leaves
 from .optim.base import split_fused
@@ -23,7 +22,6 @@ class Prepared:
     """What a sharded step derives once from a layout."""
 
     def __init__(self, step: TrainStep, layout: Layout, options: Options):
-        keep_freed_memory()
         group = options.axes.optimizer
         self.layout = layout
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)

@@ -27,7 +27,6 @@ LEVELS = {
     "remat": 1,
     "regions": 1,
     "ranges": 0,
-    "heap": 0,
     "units": 1,
     "policies": 1,
     "finite": 1,

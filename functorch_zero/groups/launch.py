@@ -226,10 +226,7 @@ def _exit_text(code: int | None) -> str:
             "module must be importable and guarded by `if __name__ == '__main__'`"
         )
     if code == -signal.SIGABRT:
-        return (
-            "killed by SIGABRT, as by gloo where ranks' collectives differ. "
-            "Remedy: fz.CheckedGroup names the calls"
-        )
+        return "killed by SIGABRT, as by gloo where ranks' collectives differ. Remedy: fz.CheckedGroup names the calls"
     return f"killed by {signal.Signals(-code).name}"
 
 
