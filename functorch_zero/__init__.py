@@ -22,11 +22,12 @@ from .groups import CheckedGroup, CountingGroup, Group, HybridGroup, ProcessGrou
 from .handle import gather
 from .losses import Aux
 from .options import failing_together
+from .params import Params
 from .precision import Precision
 from .rounds import any_rank, rounds
 from .shard import shard
 from .step import TrainState, train_step
-from .tree import Params, named_leaves
+from .tree import named_leaves
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -20,9 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import StructureError, explain
 from .functional import without_values
-from .handshake import content_digests
-from .tree import PyTree, paths
-from .units import ancestors
+from .tree import PyTree, ancestors, content_digests, paths
 
 Init = Callable[[str, nn.Module], Any]
 

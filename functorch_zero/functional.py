@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from .errors import StructureError, explain
 from .handle import Handle
 from .lowering import lower
+from .params import Params, UnitSpec
 from .places import Place, entering, found, put, used
 from .policies import Policies, PrecisionRules, cast_floats, find_policies
-from .ranges import ranged
+from .profiling import ranged
 from .regions import Region, check_options
 from .remat import recomputed
-from .tree import Params, UnitSpec
 from .units import Units, choose_modules, find_units
 
 MAX_SKELETONS = 16

@@ -6,15 +6,8 @@ import hashlib
 import json
 from typing import Any
 
-import optree
-import torch
-from torch import Tensor
-
 from .errors import MismatchError
 from .groups.protocol import Group
-from .tree import PyTree, paths
-
-_CHUNK = 2**20  # bytes that a digest looks at together: it makes some copies of them
 
 
 def agree(group: Group, facts: dict[str, Any]) -> None:
@@ -60,23 +53,6 @@ def first_difference(a: Any, b: Any, field: str = "") -> tuple[str, Any, Any]:
 
 class _Absent:
     """Stands for a field that one side does not have."""
-
-
-def content_digests(tree: PyTree[Tensor]) -> dict[str, Any]:
-    """A digest of each leaf's values, by path; leaves on the meta device have none."""
-    named = zip(paths(tree), optree.tree_leaves(tree), strict=True)
-    return {path: _digest(leaf.detach()) for path, leaf in named if leaf.device.type != "meta"}
-
-
-def _digest(leaf: Tensor) -> str:
-    """Of the bytes, so that NaNs compare equal to themselves; weighted by position, so that a swap shows."""
-    data, total = leaf.contiguous().reshape(-1).view(torch.uint8), 0
-    for start in range(0, data.numel(), _CHUNK):
-        part = data[start : start + _CHUNK]
-        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
-        position = torch.arange(1, words.numel() + 1, device=words.device).add_(start // 8).mul_(2).add_(1)
-        total += int(((words ^ (words >> 29)) * position).sum())
-    return f"{total & (2**64 - 1):016x}"
 
 
 def _short(value: Any) -> str:

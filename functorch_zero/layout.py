@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from .params import Params, UnitSpec
 from .precision import Dtypes, Precision, short
-from .tree import Params, PyTree, UnitSpec, paths
+from .tree import PyTree, paths
 
 LARGE = 2**23  # bytes of a leaf from which on a bucket of its own pays, at levels 2 and 3
 ALIGNMENT = 64  # bytes; a leaf, and a rank's piece, start at a multiple of it

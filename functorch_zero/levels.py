@@ -40,8 +40,7 @@ from .groups.protocol import Group, Work
 from .layout import Bucket, Cut, Layout
 from .sinks import Accumulating, Reducer, Sink, Streaming
 from .sources import Gathered, Resident, Source
-from .tree import PyTree, paths, storage_id
-from .units import ancestors, path_matches
+from .tree import PyTree, ancestors, path_matches, paths, storage_id
 
 AccumulateIn = Literal["pieces", "whole"]
 CutStateOver = Literal["shard", "both"]

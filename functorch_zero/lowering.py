@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .handle import check_unchanged, make_handles, versions_of
+from .params import Params, UnitSpec
 from .precision import Dtypes
-from .tree import Params, PyTree, UnitSpec
+from .tree import PyTree
 
 
 def lower(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from .errors import StructureError, explain
 from .precision import Precision
-from .units import UnitRule, ancestors, matches
+from .tree import ancestors
+from .units import UnitRule, matches
 
 PrecisionRules = Precision | Mapping[UnitRule, Precision] | None
 

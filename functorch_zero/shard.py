@@ -19,7 +19,7 @@ from .finite import all_finite
 from .groups import as_group, labelled
 from .groups.axes import axes_of
 from .groups.protocol import Group
-from .handshake import agree, content_digests
+from .handshake import agree
 from .layout import Layout, make_layout
 from .levels import (
     AccumulateIn,
@@ -42,14 +42,14 @@ from .optim.base import describe
 from .optim.check import check_claims
 from .options import Options, check_batch, check_not_empty, sharding_of, told
 from .prepared import Prepared
-from .ranges import ranged
+from .profiling import ranged
 from .sharded_evaluation import ShardedEvalStep
 from .shares import in_range, shares_of, to_means
 from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
 from .state_plan import StatePlan
 from .step import TrainState, TrainStep, mark_trainable, replayed, with_measured
-from .tree import PyTree, paths, select
+from .tree import PyTree, content_digests, paths, select
 from .unit import Pass
 from .version import __version__
 from .watches import Watches

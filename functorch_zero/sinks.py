@@ -23,7 +23,7 @@ from .groups import labelled
 from .groups.axes import Axes
 from .groups.protocol import Group, Work
 from .layout import Layout
-from .ranges import ranged
+from .profiling import ranged
 
 Grads = Sequence[Tensor | None]
 Entry = tuple[int, ...]  # () is before all; see Note [where backward is]

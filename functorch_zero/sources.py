@@ -14,7 +14,7 @@ from .groups.protocol import Done, Group, Work
 from .handle import check_unchanged, versions_of
 from .layout import Bucket
 from .lowering import lower
-from .ranges import ranged
+from .profiling import ranged
 
 Buckets = Sequence[Bucket]
 _BASE, _DTYPES = map(attrgetter, ("_base", "dtypes"))

@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
 
 import optree
-import torch.utils._pytree as torch_pytree
+import torch
 from optree import tree_map
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import StructureError, explain
-from .precision import Precision
+from .params import Params
 
 T = TypeVar("T")
 PyTree: TypeAlias = T | Any  # any tree whose leaves are T; optree's own type knows the built-in containers only
-register: Any = optree.register_pytree_node
-
-
-@dataclass(frozen=True)
-class UnitSpec:
-    """Leaves that are gathered and freed together, and the modules whose calls enter them."""
-
-    name: str
-    modules: tuple[str, ...]  # paths of the modules that use the leaves, in the order they are called
-    leaves: tuple[str, ...]  # dotted paths of the leaves
-    precisions: tuple[Precision, ...] = ()  # of each leaf; empty: none has a policy
-
-    @property
-    def policies(self) -> dict[str, Precision]:
-        """By leaf, the policies given."""
-        return dict(zip(self.leaves, self.precisions, strict=True)) if self.precisions else {}
-
-
-class Params(dict[str, Any]):
-    """A model's parameters: a dict from dotted path to leaf, which also carries the model's `units`.
-
-    It is a pytree node of its own for optree and for torch, in insertion order, so `tree_map` over it gives a
-    `Params` again. `dict(params)` forgets the units.
-    """
-
-    def __init__(self, leaves: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), units: tuple[UnitSpec, ...] = ()):
-        super().__init__(leaves)
-        self.units = units
-
-
-def _flatten_params(params: Params) -> tuple[list[Any], tuple[tuple[str, ...], tuple[UnitSpec, ...]], tuple[str, ...]]:
-    keys = tuple(params)
-    return list(params.values()), (keys, params.units), keys
-
-
-def _unflatten_params(context: tuple[tuple[str, ...], tuple[UnitSpec, ...]], leaves: Iterable[Any]) -> Params:
-    keys, units = context
-    return Params(zip(keys, leaves, strict=True), units)
-
-
-register(Params, _flatten_params, _unflatten_params, namespace=optree.registry.__GLOBAL_NAMESPACE)
-torch_pytree.register_pytree_node(
-    Params, lambda p: _flatten_params(p)[:2], lambda leaves, context: _unflatten_params(context, leaves)
-)
 
 
 def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
@@ -150,3 +106,35 @@ def same_structure(expected: PyTree[Any], got: PyTree[Any], *, what: str, rank: 
             remedy="pass a tree with the structure of the params that `init` was given",
         )
     )
+
+
+_CHUNK = 2**20  # bytes that a digest looks at together: it makes some copies of them
+
+
+def content_digests(tree: PyTree[Tensor]) -> dict[str, Any]:
+    """A digest of each leaf's values, by path; leaves on the meta device have none."""
+    named = zip(paths(tree), optree.tree_leaves(tree), strict=True)
+    return {path: _digest(leaf.detach()) for path, leaf in named if leaf.device.type != "meta"}
+
+
+def _digest(leaf: Tensor) -> str:
+    """Of the bytes, so that NaNs compare equal to themselves; weighted by position, so that a swap shows."""
+    data, total = leaf.contiguous().reshape(-1).view(torch.uint8), 0
+    for start in range(0, data.numel(), _CHUNK):
+        part = data[start : start + _CHUNK]
+        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
+        position = torch.arange(1, words.numel() + 1, device=words.device).add_(start // 8).mul_(2).add_(1)
+        total += int(((words ^ (words >> 29)) * position).sum())
+    return f"{total & (2**64 - 1):016x}"
+
+
+def path_matches(path: str, pattern: str) -> bool:
+    """Name by name: "layers.*" is each layer, not what is inside it."""
+    names, patterns = path.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+def ancestors(path: str) -> list[str]:
+    """The path itself, its parents, and the root, innermost first."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]

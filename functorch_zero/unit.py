@@ -26,7 +26,7 @@ from .collectives import is_flat, pack
 from .handle import check_unchanged, make_handles, versions_of
 from .layout import Content, Layout, Unit
 from .losses import if_weighty
-from .ranges import NOTHING
+from .profiling import NOTHING
 from .sinks import Entry, Grads, Sink
 from .sources import Source
 from .tree import storage_id

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .tree import UnitSpec
+from .params import UnitSpec
+from .tree import ancestors, path_matches
 
 UnitRule = type[nn.Module] | Callable[[str, nn.Module], bool] | str
 Units = UnitRule | Sequence[UnitRule] | None
@@ -93,24 +93,12 @@ def matches(units: Units, model: nn.Module, path: str, module: nn.Module) -> boo
     return any(matches(rule, model, path, module) for rule in units)
 
 
-def path_matches(path: str, pattern: str) -> bool:
-    """Name by name: "layers.*" is each layer, not what is inside it."""
-    names, patterns = path.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
-
-
 def _is_opened_child(model: nn.Module, path: str) -> bool:
     """Whether only containers lie between the model and this module, which is not one itself."""
     container = nn.ModuleList | nn.ModuleDict | nn.Sequential
     parents = path.split(".")[:-1]
     between = [model.get_submodule(".".join(parents[:i])) for i in range(1, len(parents) + 1)]
     return all(isinstance(m, container) for m in between) and not isinstance(model.get_submodule(path), container)
-
-
-def ancestors(path: str) -> list[str]:
-    """The path itself, its parents, and the root, innermost first."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
 
 
 def _innermost(path: str, chosen: set[str]) -> str | None:

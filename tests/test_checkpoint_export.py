@@ -25,9 +25,9 @@ from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.groups.solo import Solo
+from functorch_zero.params import Params
 from functorch_zero.shard import shard
 from functorch_zero.step import TrainState, train_step
-from functorch_zero.tree import Params
 from tests.checkpoints import assert_same, leftovers, make_step, on_ranks, save_on, trained
 from tests.models import GPT, ZOO, Block, ConvNet, cross_entropy
 

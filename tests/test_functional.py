@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from functorch_zero.errors import StructureError
 from functorch_zero.functional import Apply, functionalize
-from functorch_zero.tree import Params
+from functorch_zero.params import Params
 from tests.models import GPT, MLP, Block, ConvNet, Shared
 
 ROWS = {"mlp": (MLP, (4, 7)), "convnet": (ConvNet, (4, 1, 6, 6)), "shared": (Shared, (4, 5))}

@@ -17,9 +17,10 @@ from functorch_zero.broadcast import broadcast
 from functorch_zero.errors import MismatchError, PeerError, StructureError
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
-from functorch_zero.handshake import agree, content_digests, first_difference
+from functorch_zero.handshake import agree, first_difference
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
+from functorch_zero.tree import content_digests
 from tests.tiers import drawn
 
 

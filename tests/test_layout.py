@@ -14,7 +14,8 @@ from torch import nn
 
 from functorch_zero.functional import functionalize
 from functorch_zero.layout import ALIGNMENT, Cut, Extent, Layout, default_units, make_layout
-from functorch_zero.tree import Params, UnitSpec, paths
+from functorch_zero.params import Params, UnitSpec
+from functorch_zero.tree import paths
 from tests.tiers import drawn
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64, torch.bool)

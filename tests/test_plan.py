@@ -23,10 +23,10 @@ from functorch_zero.errors import StructureError, TransformError
 from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.counting import Call, counted
 from functorch_zero.optim import Needs
+from functorch_zero.params import Params, UnitSpec
 from functorch_zero.planning import Collective, Plan, zero_bytes
 from functorch_zero.planning.recording import Journal, imagined_axes
 from functorch_zero.testing import models, run_ranks
-from functorch_zero.tree import Params, UnitSpec
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
 from tests.tiers import tiers

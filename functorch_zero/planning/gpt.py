@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ..params import Params, UnitSpec
 from ..precision import Precision
-from ..tree import Params, UnitSpec
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..functional import functionalize
 from ..losses import Aux
 from ..optim.base import Transform
+from ..params import Params
 from ..step import TrainStep, train_step
-from ..tree import Params
 from ..units import Units
 
 Batch = dict[str, Tensor]

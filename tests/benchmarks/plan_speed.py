@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from functorch_zero import optim, plan
 from functorch_zero.layout import make_layout
-from functorch_zero.tree import Params, UnitSpec
+from functorch_zero.params import Params, UnitSpec
 
 
 def many_leaves(num_units: int, num_leaves: int) -> Params:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import functorch_zero as fz
-from functorch_zero.tree import Params
+from functorch_zero.params import Params
 
 NUM_ROWS = 8  # a power of two: dividing by it is exact
 NUM_STEPS = 6
