@@ -35,7 +35,7 @@ from .collectives import (
 from .errors import StructureError, explain
 from .flats import Pieces
 from .groups import labelled
-from .groups.axes import Axes
+from .groups.mesh import Axes
 from .groups.protocol import Group, Work
 from .layout import Bucket, Cut, Layout
 from .sinks import Accumulating, Reducer, Sink, Streaming

@@ -15,7 +15,7 @@ from torch import Tensor
 from .buffers import BufferRule
 from .errors import GroupError, NonFiniteError, StructureError, explain
 from .groups import rejoin
-from .groups.axes import Axes
+from .groups.mesh import Axes
 from .groups.protocol import Group
 from .layout import Cut, Layout
 from .levels import AccumulateIn, Levels

@@ -17,7 +17,7 @@ from .errors import StructureError
 from .evaluation import EvalStep
 from .finite import all_finite
 from .groups import as_group, labelled
-from .groups.axes import axes_of
+from .groups.mesh import axes_of
 from .groups.protocol import Group
 from .handshake import agree
 from .layout import Layout, make_layout

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr as _next_node
 
 from .groups import labelled
-from .groups.axes import Axes
+from .groups.mesh import Axes
 from .groups.protocol import Group, Work
 from .layout import Layout
 from .profiling import ranged

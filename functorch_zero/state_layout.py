@@ -10,7 +10,7 @@ from optree import tree_map
 from torch import Tensor
 
 from .collectives import cut
-from .groups.axes import Axes
+from .groups.mesh import Axes
 from .groups.protocol import Group
 from .layout import Layout
 from .levels import all_gather_params, hold

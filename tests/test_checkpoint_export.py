@@ -24,7 +24,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
-from functorch_zero.groups.solo import Solo
+from functorch_zero.groups.single import Solo
 from functorch_zero.params import Params
 from functorch_zero.shard import shard
 from functorch_zero.step import TrainState, train_step

@@ -7,7 +7,7 @@ from torch._guards import CompileContext
 from functorch_zero import optim
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import launch
-from functorch_zero.groups.solo import Solo
+from functorch_zero.groups.single import Solo
 from functorch_zero.handle import gather
 from functorch_zero.optim import compilation
 from functorch_zero.shard import shard

@@ -23,8 +23,8 @@ from torch import Tensor
 from functorch_zero import optim
 from functorch_zero.errors import GroupError, PeerError, StructureError
 from functorch_zero.groups import CheckedGroup, LabelledGroup, ProcessGroup, Work, labelled, launch, run_ranks
-from functorch_zero.groups.hybrid import HybridGroup
-from functorch_zero.groups.solo import Solo
+from functorch_zero.groups.mesh import HybridGroup
+from functorch_zero.groups.single import Solo
 from functorch_zero.options import failing_together
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step

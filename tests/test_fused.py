@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from functorch_zero import optim
-from functorch_zero.groups.solo import Solo
+from functorch_zero.groups.single import Solo
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 

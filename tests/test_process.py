@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from functorch_zero.errors import GroupError, PeerError
 from functorch_zero.groups import CountingGroup, Group, ProcessGroup, as_group, launch
-from functorch_zero.groups.works import TorchWork
+from functorch_zero.groups.work import TorchWork
 from tests.collectives import CHECKS, check_all
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")

@@ -21,7 +21,7 @@ from functorch_zero.errors import DonatedError, GroupError, StructureError, Tran
 from functorch_zero.evaluation import EvalStep, eval_step
 from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
-from functorch_zero.groups.solo import Solo
+from functorch_zero.groups.single import Solo
 from functorch_zero.losses import Aux
 from functorch_zero.shard import ShardedTrainStep, shard
 from functorch_zero.step import train_step

@@ -17,7 +17,7 @@ from functorch_zero.across import Local
 from functorch_zero.collectives import all_gather_tree, slice_tree
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import counted, run_ranks
-from functorch_zero.groups.solo import Solo
+from functorch_zero.groups.single import Solo
 from functorch_zero.layout import Layout, make_layout
 from functorch_zero.sharded import Sharded
 from tests.tiers import drawn

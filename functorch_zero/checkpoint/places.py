@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
-from ..groups.solo import Solo
+from ..groups.single import Solo
 from ..layout import Layout
 from ..levels import level_of
 from ..options import sharding_of

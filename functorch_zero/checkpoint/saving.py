@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..groups import sibling
 from ..groups.protocol import Group
-from ..groups.solo import Solo
+from ..groups.single import Solo
 from ..shard import ShardedTrainStep
 from ..step import TrainState
 from .commit import SaveJob

@@ -1,14 +1,13 @@
 """Groups of ranks and their collectives: processes, threads, or one process that counts."""
 
 from .counting import Call, CountedGroup, CountingGroup, counted
+from .debug import CheckedGroup, LabelledGroup, labelled
 from .forwarding import rejoin, sibling
-from .given import as_group
-from .hybrid import HybridGroup
-from .labels import CheckedGroup, LabelledGroup, labelled
 from .launch import launch
+from .mesh import HybridGroup, as_group
 from .process import ProcessGroup
 from .protocol import Done, Group, ReduceOp, Work
-from .solo import Solo
+from .single import Solo
 from .threads import ThreadGroup, run_ranks
 
 __all__ = [

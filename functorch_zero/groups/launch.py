@@ -28,7 +28,7 @@ import torch.multiprocessing
 
 from ..errors import GroupError, PeerError
 from .checks import failure_text, ranks_text
-from .torch_group import WORLD_FAILURE_KEY, publish_failure
+from .torch_distributed import WORLD_FAILURE_KEY, publish_failure
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import GroupError, LostPeerError, PeerError
-from . import torch_group
+from . import torch_distributed
 from .checks import (
     check_all_gather,
     check_all_to_all,
@@ -28,9 +28,9 @@ from .checks import (
     check_subgroup,
     failure_text,
 )
-from .guard import refuse_collectives_in_transforms, refuse_in_transform
+from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
 from .protocol import Done, ReduceOp, Work, check_reducible
-from .works import Then, TorchWork, as_bytes, copied, fold_into, nan_apart, through_host
+from .work import Then, TorchWork, as_bytes, copied, fold_into, nan_apart, through_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,15 +79,15 @@ class ProcessGroup:
         self._errors: dict[int, GroupError] = {}  # why this rank left, by how often it had come back before
         self._closed = False
         refuse_collectives_in_transforms()
-        self._parent = parent = torch_group.parent_group(group)
-        self._backends = torch_group.backends_of(parent)
+        self._parent = parent = torch_distributed.parent_group(group)
+        self._backends = torch_distributed.backends_of(parent)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self._torch_group: dist.ProcessGroup | None = None
         self._token, self._times_rejoined = "", 0
         self._known_as = self.rank  # in what others are told
         if self.size > 1:
             try:
-                self._torch_group = torch_group.own_group(parent, self._timeout)
+                self._torch_group = torch_distributed.own_group(parent, self._timeout)
             except RuntimeError as error:
                 raise LostPeerError(f"rank {self.rank} could not connect to all ranks: {error}") from None
             self._token = self.exchange(os.urandom(16))[0].hex()
@@ -188,7 +188,7 @@ class ProcessGroup:
             return
         text = failure_text(self._known_as, error)
         self._error = GroupError(f"{text}, and so left this group. Remedy: call rejoin() on all ranks")
-        torch_group.publish_failure(self._failure_key, text)
+        torch_distributed.publish_failure(self._failure_key, text)
         self._leave()
 
     def rejoin(self) -> None:
@@ -205,13 +205,13 @@ class ProcessGroup:
             return
         if self._closed or isinstance(self._error, LostPeerError):
             raise self.why_left()
-        if ended := torch_group.world_failure():
+        if ended := torch_distributed.world_failure():
             raise PeerError(ended)
         reason = self._error
         self._times_rejoined += 1
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:
-            self._torch_group = torch_group.named_group(self._parent, name, self._timeout)
+            self._torch_group = torch_distributed.named_group(self._parent, name, self._timeout)
         except RuntimeError as error:
             self._error = LostPeerError(
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not all did: {error}"
@@ -222,7 +222,7 @@ class ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
         check_subgroup(self.rank, self.size, ranks)
         everyone = dist.get_process_group_ranks(self._parent)
-        part = torch_group.part_of(self._parent, [everyone[rank] for rank in ranks])
+        part = torch_distributed.part_of(self._parent, [everyone[rank] for rank in ranks])
         made = ProcessGroup(part, timeout=self._timeout)
         made._known_as = self._known_as
         return made
@@ -245,7 +245,7 @@ class ProcessGroup:
         """
         if self._error is None:
             self._leave()
-            published = torch_group.read_failure(self._failure_key)
+            published = torch_distributed.read_failure(self._failure_key)
             self._error = PeerError(published) if published else LostPeerError(text)
         return self.why_left()
 
@@ -267,7 +267,7 @@ class ProcessGroup:
     @property
     def _failure_key(self) -> str:
         """Where in torch's store this group's next failure is told, and nobody looks for an older one."""
-        return torch_group.failure_key(f"{self._token}/{self._times_rejoined}")
+        return torch_distributed.failure_key(f"{self._token}/{self._times_rejoined}")
 
     def _leave(self) -> None:
         if self._torch_group is None:
@@ -277,7 +277,7 @@ class ProcessGroup:
                 work.abandon(self._times_rejoined)
         holder = [self._torch_group]
         self._torch_group = None
-        torch_group.destroy(holder)
+        torch_distributed.destroy(holder)
 
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
         """Start a collective by torch's own method of the group, asynchronous unless told otherwise."""

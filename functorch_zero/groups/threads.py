@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..errors import GroupError, PeerError
-from .baton import Circle, Combine, Meeting, Signature, World
 from .checks import (
     check_all_gather,
     check_all_to_all,
@@ -30,6 +29,7 @@ from .checks import (
     ranks_text,
 )
 from .protocol import ReduceOp, Work, check_reducible
+from .thread_scheduler import Circle, Combine, Meeting, Signature, World
 
 T = TypeVar("T")
 

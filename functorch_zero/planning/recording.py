@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..groups.axes import Axes, axes_of
 from ..groups.counting import CountedGroup
-from ..groups.labels import LabelledGroup
+from ..groups.debug import LabelledGroup
+from ..groups.mesh import Axes, axes_of
 from ..groups.protocol import Done, ReduceOp, Work
 from ..levels import check_cut_state_over
 from ..sources import Source

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.collectives import slice_tree
-from functorch_zero.groups.solo import Solo
+from functorch_zero.groups.single import Solo
 from functorch_zero.layout import make_layout
 from functorch_zero.sharded import Sharded
 

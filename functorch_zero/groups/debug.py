@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GroupError, LostPeerError, PeerError
-from .baton import Signature
 from .checks import ranks_text
 from .forwarding import Forwarding
 from .protocol import Group, ReduceOp, Work
+from .thread_scheduler import Signature
 
 
 class LabelledGroup(Forwarding):

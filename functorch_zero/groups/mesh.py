@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from .debug import labelled
 from .forwarding import Forwarding
+from .process import ProcessGroup
 from .protocol import Group, Work
-from .works import Then
+from .single import Solo
+from .torch_distributed import parent_group, part_of, rows_of_mesh
+from .work import Then
 
 
 @runtime_checkable
@@ -120,3 +128,71 @@ class Reordered(Forwarding):
     def exchange(self, payload: bytes) -> list[bytes]:
         payloads = self.inner.exchange(payload)
         return [payloads[rank] for rank in self._inner_of]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The groups that a rank is in.
+
+    Attributes:
+        world: all ranks.
+        shard: the ranks that hold the pieces of one copy of the params.
+        replicate: the ranks that hold the same piece of different copies.
+        optimizer: the ranks among which each element has one that updates it, in the order of their pieces.
+    """
+
+    world: Group
+    shard: Group
+    replicate: Group
+    optimizer: Group
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The groups that are not the same, or of one rank."""
+        distinct = {id(group): group for group in (self.world, self.shard, self.replicate, self.optimizer)}
+        return [group for group in distinct.values() if group.size > 1]
+
+    def at(self, label: str) -> Axes:
+        """The same, for collectives that belong to `label`."""
+        groups = (self.world, self.shard, self.replicate, self.optimizer)
+        return Axes(*(labelled(group, label) for group in groups))
+
+    @property
+    def number(self) -> int:
+        """Which of the pieces that the optimizer's ranks hold is this rank's."""
+        return self.optimizer.rank
+
+    @property
+    def both(self) -> bool:
+        """Whether gradients and optimizer state are cut over both axes, the replicate axis inside the shard axis."""
+        return self.optimizer.size > self.shard.size
+
+
+def axes_of(group: Group, *, both: bool = False) -> Axes:
+    """Those of a group; `both` cuts the state over the replicate axis, too.
+
+    Raises:
+        ValueError: the group has one axis, and can't.
+    """
+    if isinstance(group, HybridGroup):
+        return Axes(group, group.shard, group.replicate, group.by_piece() if both else group.shard)
+    if both:
+        raise ValueError(
+            'cut_state_over="both" needs a group with a replicate and a shard axis, and this one has one axis, over '
+            "which state is cut at levels 1 to 3. Remedy: HybridGroup(group, shard=...), or a DeviceMesh of two dims"
+        )
+    return Axes(group, group, Solo(), group)
+
+
+def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
+    """`group` itself if it is a `Group`, else a `ProcessGroup` over torch's group or mesh (None: all ranks).
+
+    A mesh of two dims, (replicate, shard), becomes a `HybridGroup`.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is not None and (rows := rows_of_mesh(group)) is not None:
+        everyone = sorted(rank for row in rows for rank in row)
+        parent = part_of(parent_group(None), everyone)
+        return HybridGroup.of_rows(ProcessGroup(parent), [[everyone.index(rank) for rank in row] for row in rows])
+    return ProcessGroup(group)
