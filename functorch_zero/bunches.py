@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from .across import Pointwise, Tree
-from .collectives import cut, flat_of_pieces
-from .flats import Recall
+from .collectives import Recall, cut, flat_of_pieces
 from .layout import Bucket, Layout
 from .optim.base import Transform
 from .state_plan import placeholder, plan_of, plan_state

@@ -7,16 +7,18 @@ views of their flat, and `flat_of_pieces` finds that flat again without a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate, compress, repeat
-from operator import attrgetter, is_, is_not, not_
+from operator import attrgetter, call, is_, is_not, not_
 from typing import Any, TypeGuard
+from weakref import ref
 
 import optree
 import torch
 from torch import Tensor
 
-from .groups.protocol import Group
 from .layout import Bucket, Layout
+from .levels import level_of
 from .tree import PyTree, storage_id
 
 _BASE, _DTYPE, _SHAPE = map(attrgetter, ("_base", "dtype", "shape"))
@@ -144,19 +146,6 @@ def filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) 
     return own if fill is None else fill([layout.leaves[n].path for n in layout.buckets[b].leaves], own)
 
 
-def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTree[Tensor]:
-    """Pieces -> whole leaves on every rank. One all-gather a bucket: S bytes arrive in all."""
-    leaves = optree.tree_leaves(tree)
-    started = []
-    for b, bucket in enumerate(layout.buckets):
-        piece = flat_of_pieces(by_bucket(leaves, layout, b), bucket, group.rank)
-        whole = piece.new_empty(bucket.numel)
-        started.append((whole, group.all_gather(whole, piece), piece))
-    for _, work, _ in started:
-        work.wait()
-    return to_tree([unpack(whole, layout.buckets[b]) for b, (whole, _, _) in enumerate(started)], layout)
-
-
 def _here(leaves: Sequence[Tensor | None]) -> list[bool]:
     return [*map(is_not, leaves, repeat(None))]
 
@@ -166,3 +155,109 @@ def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torc
     if len(dtypes) > 1:
         raise TypeError(f"the leaves of one bucket must share a dtype, got {sorted(map(str, dtypes))}")
     return dtypes.pop()
+
+
+def hold(params: PyTree[Tensor], layout: Layout, rank: int, fill: Fill | None = None) -> PyTree[Tensor]:
+    """Whole leaves -> what a rank keeps of them between steps, in storage of its own.
+
+    `fill` gives the values of one bucket's leaves at a time, for trees without.
+    """
+    leaves = optree.tree_leaves(params)
+    parts = []
+    for b, bucket in enumerate(layout.buckets):
+        own = filled(leaves, layout, b, fill)
+        if level_of(bucket).cuts_params:
+            parts.append(slice_bucket(own, bucket.held, bucket.held_by(rank)))
+        else:
+            parts.append(copy_bucket(own, bucket))
+    return to_tree(parts, layout)
+
+
+def flats_of(params: PyTree[Tensor], layout: Layout, rank: int) -> list[Tensor]:
+    """The flats that hold the params between steps: pieces at level 3, else whole."""
+    return flats_of_leaves(optree.tree_leaves(params), layout, rank)
+
+
+def flats_of_leaves(leaves: Sequence[Tensor], layout: Layout, rank: int) -> list[Tensor]:
+    """The same, of the leaves in tree order."""
+    flats = []
+    for b, bucket in enumerate(layout.buckets):
+        own = by_bucket(leaves, layout, b)
+        if level_of(bucket).cuts_params:
+            flats.append(flat_of_pieces(own, bucket.held, bucket.held_by(rank)))
+        else:
+            flats.append(flat_of_leaves(own, bucket))
+    return flats
+
+
+def pieces_of(flats: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
+    """What the optimizer sees of the params: this rank's pieces of the trained leaves, views of the flats."""
+    trained = [_own(f, bucket, rank) for f, bucket in zip(flats, layout.buckets, strict=True) if bucket.trainable]
+    return Pieces(trained, layout, rank)
+
+
+def grads_of(reduced: dict[int, Tensor], flats: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
+    """The reduced gradient flats; zeros for what no loss reached."""
+    trained = [(b, bucket.piece) for b, bucket in enumerate(layout.buckets) if bucket.trainable]
+    return Pieces([reduced[b] if b in reduced else flats[b].new_zeros(piece) for b, piece in trained], layout, rank)
+
+
+def _own(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
+    """Of a flat that is held between steps, this rank's (piece,): a view."""
+    count = bucket.cut.num_pieces // bucket.cut.num_held
+    first = rank % count * bucket.piece
+    return flat if bucket.piece == flat.numel() else flat[first : first + bucket.piece]
+
+
+_BASE, _SHAPE, _DTYPE = map(attrgetter, ("_base", "shape", "dtype"))
+
+
+class Pieces:
+    """This rank's pieces of the trained leaves: a flat (piece,) for each trained bucket.
+
+    Args:
+        flats: in the order of the layout's buckets.
+    """
+
+    def __init__(self, flats: Sequence[Tensor], layout: Layout, rank: int):
+        self.flats, self._layout, self._rank = list(flats), layout, rank
+
+    @cached_property
+    def tree(self) -> PyTree[Tensor]:
+        """The tree of pieces, 1-D views of the flats; None where a leaf is frozen."""
+        flats = iter(self.flats)
+        parts: list[Sequence[Any]] = [
+            cut(next(flats), bucket, self._rank) if bucket.trainable else [None] * len(bucket.leaves)
+            for bucket in self._layout.buckets
+        ]
+        return to_tree(parts, self._layout)
+
+
+class Recall:
+    """`find(leaves)`, the flats that leaves lie in, which looks no closer while the leaves are those of the last time.
+
+    A step is given the leaves that the last one returned, where storage is donated. They are remembered weakly, and
+    asked whether they still lie where they lay: `leaf.data = other` leaves an object what it is.
+    """
+
+    def __init__(self, find: Callable[[Sequence[Tensor]], list[Tensor]]):
+        self._find = find
+        self._leaves: list[Callable[[], Tensor | None]] = []
+        self._as_they_were: list[list[Any]] = []
+        self._firsts: list[int] = []  # for each flat, a leaf that is a view of it
+
+    def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        same = len(leaves) == len(self._leaves) and all(map(is_, map(call, self._leaves), leaves))
+        if same and _places(leaves) == self._as_they_were:
+            return [*map(_BASE, map(leaves.__getitem__, self._firsts))]
+        flats = self._find(leaves)
+        known = {id(base): i for i, base in enumerate(map(_BASE, leaves))}
+        self._leaves = []
+        if {*map(type, leaves)} == {Tensor} and all(id(flat) in known for flat in flats):
+            self._leaves, self._as_they_were = [*map(ref, leaves)], _places(leaves)
+            self._firsts = [known[id(flat)] for flat in flats]
+        return flats
+
+
+def _places(leaves: Sequence[Tensor]) -> list[list[Any]]:
+    return [[*map(fact, leaves)] for fact in (Tensor.data_ptr, _SHAPE, _DTYPE, Tensor.is_contiguous)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import optree
 import torch
@@ -18,7 +18,7 @@ from .groups import rejoin
 from .groups.mesh import Axes
 from .groups.protocol import Group
 from .layout import Cut, Layout
-from .levels import AccumulateIn, Levels
+from .levels import Levels
 from .sharding import Sharding
 from .step import TrainState, check_state
 from .tree import paths
@@ -152,3 +152,28 @@ def failing_together(step: Any) -> AbstractContextManager[None]:
         step: a sharded train or eval step.
     """
     return told(*step.options.axes.groups)
+
+
+AccumulateIn = Literal["pieces", "whole"]
+
+
+CutStateOver = Literal["shard", "both"]
+
+
+def check_accumulate_in(value: Any, levels: Levels) -> AccumulateIn | None:
+    """The choice, if it is one that the level has."""
+    if value not in (None, *get_args(AccumulateIn)):
+        raise ValueError(f"accumulate_in must be one of {get_args(AccumulateIn)} or None, got {value!r}")
+    if value == "pieces" and levels.number in (0, 1):
+        raise ValueError(
+            f"level {levels.number} keeps whole gradients until the update, so they can't add up in pieces. "
+            "Remedy: level 2, which is level 1 with gradients in pieces"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def check_cut_state_over(value: Any) -> CutStateOver:
+    """The choice, if it is one."""
+    if value not in get_args(CutStateOver):
+        raise ValueError(f"cut_state_over must be one of {get_args(CutStateOver)}, got {value!r}")
+    return value  # type: ignore[no-any-return]

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .flats import Pieces, Recall
+from .collectives import Pieces, Recall, flats_of_leaves
 from .groups import labelled
 from .layout import Layout
-from .levels import flats_of_leaves
 from .optim.base import split_fused
 from .options import Options
 from .sharded import Sharded

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
+from .collectives import flats_of, grads_of, hold, pieces_of
 from .deferred import Deferred, Made
 from .description import Description, describe_state
 from .errors import StructureError
@@ -21,26 +22,22 @@ from .groups.mesh import axes_of
 from .groups.protocol import Group
 from .handshake import agree
 from .layout import Layout, make_layout
-from .levels import (
-    AccumulateIn,
-    CutStateOver,
-    LevelRule,
-    Levels,
-    check_accumulate_in,
-    check_cut_state_over,
-    flats_of,
-    grads_of,
-    hold,
-    make_sink,
-    make_sources,
-    pieces_of,
-    publish,
-)
+from .levels import LevelRule, Levels
 from .losses import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
 from .measures import Measures, check_reported
 from .optim.base import describe
 from .optim.check import check_claims
-from .options import Options, check_batch, check_not_empty, sharding_of, told
+from .options import (
+    AccumulateIn,
+    CutStateOver,
+    Options,
+    check_accumulate_in,
+    check_batch,
+    check_cut_state_over,
+    check_not_empty,
+    sharding_of,
+    told,
+)
 from .prepared import Prepared
 from .profiling import ranged
 from .sharded_evaluation import ShardedEvalStep
@@ -49,6 +46,7 @@ from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
 from .state_plan import StatePlan
 from .step import TrainState, TrainStep, mark_trainable, replayed, with_measured
+from .step_params import make_sink, make_sources, publish
 from .tree import PyTree, content_digests, paths, select
 from .unit import Pass
 from .version import __version__

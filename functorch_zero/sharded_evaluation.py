@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from . import reports
+from .collectives import flats_of, pieces_of
 from .evaluation import EvalStep, call_eval
 from .groups import labelled
 from .groups.protocol import Group
-from .levels import evaluated, flats_of, make_sources, pieces_of
 from .losses import Metrics
 from .options import Options, check_batch, sharding_of, told
 from .step import TrainState, replayed
+from .step_params import evaluated, make_sources
 from .unit import Pass
 
 

@@ -9,14 +9,14 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .collectives import cut
+from .collectives import cut, hold
 from .groups.mesh import Axes
 from .groups.protocol import Group
 from .layout import Layout
-from .levels import all_gather_params, hold
 from .sharding import Sharding
 from .state_plan import StateLeaf, StatePlan
 from .step import TrainState
+from .step_params import all_gather_params
 
 
 def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) -> Any:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functorch_zero.collectives import (
-    all_gather_tree,
     by_bucket,
     copy_bucket,
     cut,
@@ -24,6 +23,7 @@ from functorch_zero.collectives import (
 )
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout import Layout, make_layout
+from functorch_zero.step_params import all_gather_tree
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -19,12 +19,12 @@ import torch
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.collectives import all_gather_tree
 from functorch_zero.groups import launch
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.optim import compilation
 from functorch_zero.optim.base import split_fused
 from functorch_zero.optim.check import check_claims, name_of
+from functorch_zero.step_params import all_gather_tree
 from functorch_zero.testing import Equality, assert_equal_updates, assert_equal_values, check_transform
 from functorch_zero.testing.strategies import known_optimizers
 from tests.conformance.table import TABLE, Row, decay, rate

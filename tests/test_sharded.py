@@ -14,12 +14,13 @@ from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.across import Local
-from functorch_zero.collectives import all_gather_tree, slice_tree
+from functorch_zero.collectives import slice_tree
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.groups.single import Solo
 from functorch_zero.layout import Layout, make_layout
 from functorch_zero.sharded import Sharded
+from functorch_zero.step_params import all_gather_tree
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -18,10 +18,10 @@ from ..buffers import check_buffer_rule
 from ..errors import StructureError, TransformError
 from ..functional import Apply, functionalize
 from ..layout import Layout, Unit, make_layout
-from ..levels import AccumulateIn, CutStateOver, LevelRule, Levels, check_accumulate_in
+from ..levels import LevelRule, Levels
 from ..losses import Aux, LossFn
 from ..optim.base import Transform
-from ..options import Options
+from ..options import AccumulateIn, CutStateOver, Options, check_accumulate_in
 from ..policies import PrecisionRules
 from ..step import TrainStep, mark_trainable
 from ..tree import storage_id

@@ -10,7 +10,7 @@ from ..groups.counting import CountedGroup
 from ..groups.debug import LabelledGroup
 from ..groups.mesh import Axes, axes_of
 from ..groups.protocol import Done, ReduceOp, Work
-from ..levels import check_cut_state_over
+from ..options import check_cut_state_over
 from ..sources import Source
 from ..tree import has_values
 from .records import Collective

@@ -13,7 +13,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..across import Local, Owned, Pointwise, Tree, WholeLeaf, one_leaf
-from ..collectives import all_gather_tree, slice_tree
+from ..collectives import slice_tree
 from ..errors import StructureError, TransformError
 from ..groups import run_ranks
 from ..groups.protocol import Group
@@ -21,6 +21,7 @@ from ..layout import make_layout
 from ..optim.base import Needs, Transform
 from ..optim.check import check_claims, name_of, simple_parts
 from ..sharded import Sharded
+from ..step_params import all_gather_tree
 from ..tree import PyTree, paths
 from .compare import Equality, Grade, assert_equal_updates, assert_equal_values
 

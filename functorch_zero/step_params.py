@@ -1,0 +1,172 @@
+"""A step's params: gathered for a loss, published after an update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import optree
+import torch
+from torch import Tensor
+
+from .collectives import _own, by_bucket, cut, flat_of_pieces, flats_of, to_tree, unpack
+from .groups import labelled
+from .groups.mesh import Axes
+from .groups.protocol import Group, Work
+from .layout import Bucket, Layout
+from .levels import level_of
+from .options import AccumulateIn
+from .sinks import Accumulating, Reducer, Sink, Streaming
+from .sources import Gathered, Resident, Source
+from .tree import PyTree, storage_id
+
+
+def all_gather_params(params: PyTree[Tensor], layout: Layout, axes: Axes) -> PyTree[Tensor]:
+    """What a rank keeps -> whole leaves. One all-gather a bucket of level 3."""
+    flats = flats_of(params, layout, axes.number)
+    started = []
+    for b, bucket in enumerate(layout.buckets):
+        if level_of(bucket).cuts_params:
+            whole = flats[b].new_empty(bucket.numel)
+            started.append(axes.shard.all_gather(whole, flats[b]))
+            flats[b] = whole
+    for work in started:
+        work.wait()
+    return to_tree([unpack(flat, bucket) for flat, bucket in zip(flats, layout.buckets, strict=True)], layout)
+
+
+def make_sink(layout: Layout, axes: Axes, log: list[str], accumulate_in: AccumulateIn | None = None) -> Sink:
+    """Where a step's gradients go."""
+    reducer = Reducer(layout, axes, log)
+    rows = [level_of(bucket) for bucket in layout.buckets if bucket.trainable]
+    gathered = any(level_of(bucket).cuts_params for bucket in layout.buckets)
+    if not gathered and not any(row.streams for row in rows):
+        return Accumulating(reducer)
+    streams = [b for b, bkt in enumerate(layout.buckets) if level_of(bkt).streams and accumulate_in != "whole"]
+    return Streaming(reducer, frozenset(streams))
+
+
+def make_sources(
+    flats: Sequence[Tensor], layout: Layout, axes: Axes, log: list[str], params: PyTree[Tensor] = None
+) -> list[Source]:
+    """Where a pass's whole leaves come from, unit by unit. `params` may have been cut from the flats already."""
+    sources: list[Source] = []
+    leaves = optree.tree_leaves(params)
+    for unit, content in zip(layout.units, layout.contents, strict=True):
+        own, sharded = [*map(flats.__getitem__, unit.buckets)], [level_of(b).cuts_params for b in content.buckets]
+        if content.rounds or any(sharded):
+            group = labelled(axes.shard, f"{unit.name or 'root'}/gather")
+            sources.append(Gathered(own, content.buckets, sharded, group, log, unit.name))
+        else:
+            held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
+            sources.append(Resident(own, content.buckets, held))
+    return sources
+
+
+def publish(
+    params: PyTree[Tensor],
+    flats: Sequence[Tensor],
+    updates: PyTree[Tensor] | None,
+    layout: Layout,
+    axes: Axes,
+    *,
+    donate: bool,
+) -> PyTree[Tensor]:
+    """params + updates, as kept between steps; with updates None the flats hold the sums already.
+
+    Levels 1 and 2: one all-gather a bucket, each started when that bucket is ready.
+    """
+    rank = axes.number
+    moved = {} if updates is None else dict(zip(_trained_numbers(layout), optree.tree_leaves(updates), strict=True))
+    leaves, started = list(optree.tree_leaves(params)), []
+    for bucket, flat in zip(layout.buckets, flats, strict=True):
+        if not bucket.trainable:
+            continue
+        new = flat if donate else torch.empty_like(flat)
+        if updates is not None:
+            old_piece, piece = (_own(x, bucket, rank) for x in (flat, new))
+            update = flat_of_pieces([moved[n] for n in bucket.leaves], bucket, rank)
+            torch.add(old_piece, update.to(flat.dtype), out=piece)
+        if over := _held_over(bucket, axes):
+            started.append(_Spreading(new, bucket, over))
+        first = leaves[bucket.leaves[0]]
+        if new is not flat or (first._base is not flat and not _lies_in(first, flat)):
+            cuts = level_of(bucket).cuts_params
+            views = cut(new, bucket.held, bucket.held_by(rank)) if cuts else unpack(new, bucket)
+            for n, view in zip(bucket.leaves, views, strict=True):
+                leaves[n] = view
+    while started:
+        started = [spreading for spreading in started if spreading.go_on()]
+    return layout.treedef.unflatten(leaves)
+
+
+class _Spreading:
+    """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather along each axis."""
+
+    def __init__(self, held: Tensor, bucket: Bucket, over: Sequence[Group]):
+        self._stages: list[tuple[Group, Tensor, Tensor]] = []
+        for axis in over:
+            group = labelled(axis, f"{bucket.name}/publish")
+            piece = held.view(group.size, -1)[group.rank]
+            self._stages.append((group, held, piece))
+            held = piece
+        self._work = self._next()
+
+    def _next(self) -> Work | None:
+        if not self._stages:
+            return None
+        group, out, piece = self._stages.pop()
+        return group.all_gather(out, piece)
+
+    def go_on(self) -> bool:
+        """Wait for the all-gather under way, and start the next one, if there is one."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._next()
+        return self._work is not None
+
+
+def _held_over(bucket: Bucket, axes: Axes) -> list[Group]:
+    """The axes along which what is held between steps is cut further, outermost first."""
+    level = level_of(bucket)
+    shard = [axes.shard] if level.cuts_state and not level.cuts_params else []
+    return shard + ([axes.replicate] if level.cuts_state and axes.both else [])
+
+
+def evaluated(chosen: PyTree[Tensor], flats: Sequence[Tensor], layout: Layout, axes: Axes) -> list[Tensor]:
+    """The flats that would hold the params between steps if the trained ones were `chosen`, this rank's pieces.
+
+    Levels 1 and 2: one all-gather a bucket, all under way at once.
+    """
+    leaves, held, started = iter(optree.tree_leaves(chosen)), [], []
+    pieces = {n: next(leaves) for n in _trained_numbers(layout)}
+    for bucket, flat in zip(layout.buckets, flats, strict=True):
+        if bucket.trainable:
+            own = flat_of_pieces([pieces[n].reshape(-1) for n in bucket.leaves], bucket, axes.number)
+            flat = torch.empty_like(flat)
+            _own(flat, bucket, axes.number).copy_(own)
+            started.append(_Spreading(flat, bucket, _held_over(bucket, axes)))
+        held.append(flat)
+    while started:
+        started = [spreading for spreading in started if spreading.go_on()]
+    return held
+
+
+def _trained_numbers(layout: Layout) -> list[int]:
+    return [i for i, leaf in enumerate(layout.leaves) if leaf.trainable]
+
+
+def _lies_in(leaf: Tensor, flat: Tensor) -> bool:
+    return storage_id(leaf) == storage_id(flat)
+
+
+def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTree[Tensor]:
+    """Pieces -> whole leaves on every rank. One all-gather a bucket: S bytes arrive in all."""
+    leaves = optree.tree_leaves(tree)
+    started = []
+    for b, bucket in enumerate(layout.buckets):
+        piece = flat_of_pieces(by_bucket(leaves, layout, b), bucket, group.rank)
+        whole = piece.new_empty(bucket.numel)
+        started.append((whole, group.all_gather(whole, piece), piece))
+    for _, work, _ in started:
+        work.wait()
+    return to_tree([unpack(whole, layout.buckets[b]) for b, (whole, _, _) in enumerate(started)], layout)
