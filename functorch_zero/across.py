@@ -21,7 +21,7 @@ from optree import tree_map
 from torch import Tensor
 
 from .errors import TransformError
-from .layout import Extent
+from .layout.extent import Extent
 from .tree import PyTree, paths, select
 
 Tree = PyTree[Tensor]

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .layout import Bucket, Layout
+from .layout.layout import Bucket, Layout
 from .precision import short
 from .state_plan import StateLeaf, StatePlan
 from .tree import PyTree, storage_id

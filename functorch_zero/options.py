@@ -17,9 +17,9 @@ from .errors import GroupError, NonFiniteError, StructureError, explain
 from .groups import rejoin
 from .groups.mesh import Axes
 from .groups.protocol import Group
-from .layout import Cut, Layout
-from .levels import Levels
-from .sharding import Sharding
+from .layout.layout import Cut, Layout
+from .layout.levels import Levels
+from .layout.sharding import Sharding
 from .step import TrainState, check_state
 from .tree import paths
 

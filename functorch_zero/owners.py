@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .across import WholeLeaf
 from .groups.protocol import Group
-from .layout import Extent, Layout
+from .layout.extent import Extent
+from .layout.layout import Layout
 from .state_plan import EVERYONE
 
 

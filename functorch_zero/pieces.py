@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .across import sum_dtype, without
 from .groups.protocol import ReduceOp
-from .layout import Extent
+from .layout.extent import Extent
 
 
 class _Rows(NamedTuple):

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .collectives import Pieces, Recall, flats_of_leaves
 from .groups import labelled
-from .layout import Layout
+from .layout.flat_buffers import Pieces, Recall, flats_of_leaves
+from .layout.layout import Layout
 from .optim.base import split_fused
 from .options import Options
 from .sharded import Sharded

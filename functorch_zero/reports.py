@@ -10,11 +10,11 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .collectives import cut
 from .errors import GroupError
 from .finite import not_finite, refusal
 from .groups.protocol import Group
-from .layout import Layout
+from .layout.flat_buffers import cut
+from .layout.layout import Layout
 from .losses import as_metric
 
 _CPU = torch.device("cpu")

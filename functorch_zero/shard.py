@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
-from .collectives import flats_of, grads_of, hold, pieces_of
 from .deferred import Deferred, Made
 from .description import Description, describe_state
 from .errors import StructureError
@@ -21,8 +20,10 @@ from .groups import as_group, labelled
 from .groups.mesh import axes_of
 from .groups.protocol import Group
 from .handshake import agree
-from .layout import Layout, make_layout
-from .levels import LevelRule, Levels
+from .layout.build import make_layout
+from .layout.flat_buffers import flats_of, grads_of, hold, pieces_of
+from .layout.layout import Layout
+from .layout.levels import LevelRule, Levels
 from .losses import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
 from .measures import Measures, check_reported
 from .optim.base import describe

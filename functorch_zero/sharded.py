@@ -28,7 +28,8 @@ from .across import (
 from .bunches import Bunches
 from .errors import TransformError
 from .groups.protocol import Group, ReduceOp
-from .layout import Extent, Layout
+from .layout.extent import Extent
+from .layout.layout import Layout
 from .optim.base import Transform
 from .owners import Exchange, batches, run_batch
 from .pieces import reduce_piece, spread_over_piece

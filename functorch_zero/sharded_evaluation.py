@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from . import reports
-from .collectives import flats_of, pieces_of
 from .evaluation import EvalStep, call_eval
 from .groups import labelled
 from .groups.protocol import Group
+from .layout.flat_buffers import flats_of, pieces_of
 from .losses import Metrics
 from .options import Options, check_batch, sharding_of, told
 from .step import TrainState, replayed

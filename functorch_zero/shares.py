@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .finite import all_finite
-from .layout import Layout
+from .layout.layout import Layout
 from .losses import Outcome
 
 F16_END = 65520.0  # what is not below it is infinite in float16

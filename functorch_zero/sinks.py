@@ -22,7 +22,7 @@ from torch._C._autograd import _get_sequence_nr as _next_node
 from .groups import labelled
 from .groups.mesh import Axes
 from .groups.protocol import Group, Work
-from .layout import Layout
+from .layout.layout import Layout
 from .profiling import ranged
 
 Grads = Sequence[Tensor | None]

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .collectives import unpack
 from .groups.protocol import Done, Group, Work
 from .handle import check_unchanged, versions_of
-from .layout import Bucket
+from .layout.flat_buffers import unpack
+from .layout.layout import Bucket
 from .lowering import lower
 from .profiling import ranged
 

@@ -9,11 +9,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .collectives import cut, hold
 from .groups.mesh import Axes
 from .groups.protocol import Group
-from .layout import Layout
-from .sharding import Sharding
+from .layout.flat_buffers import cut, hold
+from .layout.layout import Layout
+from .layout.sharding import Sharding
 from .state_plan import StateLeaf, StatePlan
 from .step import TrainState
 from .step_params import all_gather_params

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .across import Dim, Local, Owned, Tree, WholeLeaf, dims_of, without
 from .errors import TransformError
-from .layout import Extent, Layout
+from .layout.extent import Extent
+from .layout.layout import Layout
 from .tree import PyTree, select
 
 EVERYONE = -1  # the owner of a leaf that every rank has whole

@@ -22,7 +22,9 @@ from .description import Description, describe_state
 from .errors import StructureError, explain
 from .finite import Finite, FinitePolicy, LossScale, NonFinite, all_finite, not_finite, refusal
 from .handle import check_unchanged, versions_of
-from .layout import Cut, make_layout
+from .layout.build import make_layout
+from .layout.layout import Cut
+from .layout.sharding import Sharding
 from .losses import (
     LossFn,
     Metrics,
@@ -38,7 +40,6 @@ from .losses import (
 from .lowering import Seen
 from .measures import Measures, check_names, check_reported
 from .optim.base import Transform
-from .sharding import Sharding
 from .state_plan import plan_state
 from .tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select
 

@@ -8,12 +8,12 @@ import optree
 import torch
 from torch import Tensor
 
-from .collectives import _own, by_bucket, cut, flat_of_pieces, flats_of, to_tree, unpack
 from .groups import labelled
 from .groups.mesh import Axes
 from .groups.protocol import Group, Work
-from .layout import Bucket, Layout
-from .levels import level_of
+from .layout.flat_buffers import _own, by_bucket, cut, flat_of_pieces, flats_of, to_tree, unpack
+from .layout.layout import Bucket, Layout
+from .layout.levels import level_of
 from .options import AccumulateIn
 from .sinks import Accumulating, Reducer, Sink, Streaming
 from .sources import Gathered, Resident, Source

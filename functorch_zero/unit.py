@@ -22,9 +22,9 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from .collectives import is_flat, pack
 from .handle import check_unchanged, make_handles, versions_of
-from .layout import Content, Layout, Unit
+from .layout.flat_buffers import is_flat, pack
+from .layout.layout import Content, Layout, Unit
 from .losses import if_weighty
 from .profiling import NOTHING
 from .sinks import Entry, Grads, Sink

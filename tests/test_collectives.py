@@ -10,7 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functorch_zero.collectives import (
+from functorch_zero.groups import run_ranks
+from functorch_zero.layout.build import make_layout
+from functorch_zero.layout.flat_buffers import (
     by_bucket,
     copy_bucket,
     cut,
@@ -21,8 +23,7 @@ from functorch_zero.collectives import (
     to_tree,
     unpack,
 )
-from functorch_zero.groups import run_ranks
-from functorch_zero.layout import Layout, make_layout
+from functorch_zero.layout.layout import Layout
 from functorch_zero.step_params import all_gather_tree
 from tests.tiers import drawn
 

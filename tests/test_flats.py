@@ -13,7 +13,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.collectives import Recall
+from functorch_zero.layout.flat_buffers import Recall
 
 
 def views_and_finder() -> tuple[Tensor, list[Tensor], Recall, list[int]]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from functorch_zero import functionalize, layout, optim, train_step
+from functorch_zero import functionalize, optim, train_step
 from functorch_zero.handle import gather
+from functorch_zero.layout import layout
 from functorch_zero.losses import Aux
 from functorch_zero.testing import assert_sharded_equals_unsharded
 

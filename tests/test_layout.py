@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from functorch_zero.functional import functionalize
-from functorch_zero.layout import ALIGNMENT, Cut, Extent, Layout, default_units, make_layout
+from functorch_zero.layout.build import ALIGNMENT, default_units, make_layout
+from functorch_zero.layout.extent import Extent
+from functorch_zero.layout.layout import Cut, Layout
 from functorch_zero.params import Params, UnitSpec
 from functorch_zero.tree import paths
 from tests.tiers import drawn

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.collectives import flat_of_pieces
 from functorch_zero.groups import run_ranks
-from functorch_zero.layout import make_layout
+from functorch_zero.layout.build import make_layout
+from functorch_zero.layout.flat_buffers import flat_of_pieces
 
 LEVELS = (0, 1, 2, 3)
 

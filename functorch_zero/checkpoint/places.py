@@ -19,8 +19,8 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
 from ..groups.single import Solo
-from ..layout import Layout
-from ..levels import level_of
+from ..layout.layout import Layout
+from ..layout.levels import level_of
 from ..options import sharding_of
 from ..shard import ShardedTrainStep
 from ..state_plan import StateLeaf

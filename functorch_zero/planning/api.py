@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from ..buffers import check_buffer_rule
 from ..errors import StructureError, TransformError
 from ..functional import Apply, functionalize
-from ..layout import Layout, Unit, make_layout
-from ..levels import LevelRule, Levels
+from ..layout.build import make_layout
+from ..layout.layout import Layout, Unit
+from ..layout.levels import LevelRule, Levels
 from ..losses import Aux, LossFn
 from ..optim.base import Transform
 from ..options import AccumulateIn, CutStateOver, Options, check_accumulate_in

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import optim
-from ..levels import LEVELS
+from ..layout.levels import LEVELS
 from ..precision import Precision
 from .api import plan
 from .gpt import Shape, read_config

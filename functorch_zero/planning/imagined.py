@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import reports
-from ..collectives import Pieces, flats_of
-from ..layout import Layout
-from ..levels import level_of
+from ..layout.flat_buffers import Pieces, flats_of
+from ..layout.layout import Layout
+from ..layout.levels import level_of
 from ..losses import Aux, LossFn, Outcome
 from ..options import Options
 from ..shard import ShardedTrainStep

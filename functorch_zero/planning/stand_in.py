@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..handle import Handle
-from ..layout import Layout, LeafSpec, Unit
+from ..layout.layout import Layout, LeafSpec, Unit
 from ..losses import LossFn
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..buffers import BufferRule
 from ..groups import HybridGroup, run_ranks
 from ..groups.protocol import Group
-from ..levels import LevelRule
+from ..layout.levels import LevelRule
 from ..shard import shard
 from ..step import TrainState, TrainStep
 from ..tree import PyTree, paths

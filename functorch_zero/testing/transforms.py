@@ -13,11 +13,11 @@ from optree import tree_map
 from torch import Tensor
 
 from ..across import Local, Owned, Pointwise, Tree, WholeLeaf, one_leaf
-from ..collectives import slice_tree
 from ..errors import StructureError, TransformError
 from ..groups import run_ranks
 from ..groups.protocol import Group
-from ..layout import make_layout
+from ..layout.build import make_layout
+from ..layout.flat_buffers import slice_tree
 from ..optim.base import Needs, Transform
 from ..optim.check import check_claims, name_of, simple_parts
 from ..sharded import Sharded

@@ -24,10 +24,10 @@ import torch
 from optree import tree_map
 
 from functorch_zero import optim
-from functorch_zero.collectives import slice_tree
 from functorch_zero.groups import Group, ProcessGroup, launch
 from functorch_zero.groups.single import Solo
-from functorch_zero.layout import make_layout
+from functorch_zero.layout.build import make_layout
+from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim.newton_schulz import newton_schulz
 from functorch_zero.sharded import Sharded
 

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from functorch_zero import optim, plan
-from functorch_zero.layout import make_layout
+from functorch_zero.layout.build import make_layout
 from functorch_zero.params import Params, UnitSpec
 
 

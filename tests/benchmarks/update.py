@@ -20,9 +20,9 @@ from optree import tree_leaves
 from torch import Tensor
 
 from functorch_zero import optim
-from functorch_zero.collectives import slice_tree
 from functorch_zero.groups.single import Solo
-from functorch_zero.layout import make_layout
+from functorch_zero.layout.build import make_layout
+from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.sharded import Sharded
 
 NUM_LEAVES = 8

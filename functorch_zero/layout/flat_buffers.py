@@ -17,9 +17,9 @@ import optree
 import torch
 from torch import Tensor
 
+from ..tree import PyTree, storage_id
 from .layout import Bucket, Layout
 from .levels import level_of
-from .tree import PyTree, storage_id
 
 _BASE, _DTYPE, _SHAPE = map(attrgetter, ("_base", "dtype", "shape"))
 Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]  # leaves by path -> the same with their values

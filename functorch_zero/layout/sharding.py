@@ -9,7 +9,7 @@ import optree
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .errors import DonatedError
+from ..errors import DonatedError
 from .layout import Layout
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import StructureError, explain
+from ..errors import StructureError, explain
+from ..tree import PyTree, ancestors, path_matches, paths
 from .layout import Bucket, Cut
-from .tree import PyTree, ancestors, path_matches, paths
 
 LevelRule = int | str | Mapping[str, int | str] | Callable[[str, Any], int | str]
 
