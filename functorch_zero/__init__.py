@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import optim
 from .broadcast import broadcast
-from .deferred import deferred
 from .errors import (
     DonatedError,
     GroupError,
@@ -17,10 +16,11 @@ from .errors import (
 )
 from .evaluation import eval_step
 from .finite import LossScale
-from .functional import functionalize
 from .groups import CheckedGroup, CountingGroup, Group, HybridGroup, ProcessGroup, Solo, ThreadGroup, launch
-from .handle import gather
 from .losses import Aux
+from .model.deferred_init import deferred
+from .model.functionalize import functionalize
+from .model.lazy_param import gather
 from .options import failing_together
 from .params import Params
 from .precision import Precision

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .errors import StructureError
 from .losses import Aux, Metrics, as_metric, if_weighty
-from .lowering import Seen
+from .model.casting import Seen
 from .step import TrainState, optimizer_view, replayed
 from .tree import PyTree, merge, same_structure
 

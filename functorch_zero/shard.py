@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Required, TypedDict, Unpack, overload
 
 import optree
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
-from .deferred import Deferred, Made
 from .description import Description, describe_state
 from .errors import StructureError
 from .evaluation import EvalStep
@@ -26,6 +26,7 @@ from .layout.layout import Layout
 from .layout.levels import LevelRule, Levels
 from .losses import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
 from .measures import Measures, check_reported
+from .model.deferred_init import Deferred
 from .optim.base import describe
 from .optim.check import check_claims
 from .options import (
@@ -375,3 +376,16 @@ def shard(
         check_accumulate_in(accumulate_in, levels),
     )
     return ShardedTrainStep(step, options) if isinstance(step, TrainStep) else ShardedEvalStep(step, options)
+
+
+class Made:
+    """`Deferred.fill_leaves`, and digests of all that it gives."""
+
+    def __init__(self, values: Deferred):
+        self._values = values
+        self.digests: dict[str, Any] = {}
+
+    def __call__(self, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
+        made = self._values.fill_leaves(names, leaves)
+        self.digests |= content_digests(dict(zip(names, made, strict=True)))
+        return made

@@ -10,10 +10,10 @@ from typing import Protocol
 from torch import Tensor
 
 from .groups.protocol import Done, Group, Work
-from .handle import check_unchanged, versions_of
 from .layout.flat_buffers import unpack
 from .layout.layout import Bucket
-from .lowering import lower
+from .model.casting import lower
+from .model.lazy_param import check_unchanged, versions_of
 from .profiling import ranged
 
 Buckets = Sequence[Bucket]

@@ -17,11 +17,9 @@ from optree import tree_map
 from torch import Tensor
 
 from .across import Across, Local
-from .deferred import Deferred
 from .description import Description, describe_state
 from .errors import StructureError, explain
 from .finite import Finite, FinitePolicy, LossScale, NonFinite, all_finite, not_finite, refusal
-from .handle import check_unchanged, versions_of
 from .layout.build import make_layout
 from .layout.layout import Cut
 from .layout.sharding import Sharding
@@ -37,8 +35,10 @@ from .losses import (
     micro_batches,
     weighted_mean,
 )
-from .lowering import Seen
 from .measures import Measures, check_names, check_reported
+from .model.casting import Seen
+from .model.deferred_init import Deferred
+from .model.lazy_param import check_unchanged, versions_of
 from .optim.base import Transform
 from .state_plan import plan_state
 from .tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from .handle import check_unchanged, make_handles, versions_of
 from .layout.flat_buffers import is_flat, pack
 from .layout.layout import Content, Layout, Unit
 from .losses import if_weighty
+from .model.lazy_param import check_unchanged, make_handles, versions_of
 from .profiling import NOTHING
 from .sinks import Entry, Grads, Sink
 from .sources import Source

@@ -28,9 +28,9 @@ import torch._dynamo  # noqa: F401  # once, not in every forked rank
 
 from functorch_zero import checkpoint, optim
 from functorch_zero.checkpoint import CheckpointError
-from functorch_zero.functional import functionalize
 from functorch_zero.groups import ProcessGroup, launch
 from functorch_zero.losses import Aux
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import DonatedError, MismatchError, StructureError
-from functorch_zero.functional import functionalize
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.losses import Aux
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
 from functorch_zero.step import TrainState, TrainStep, train_step
 from functorch_zero.tree import named_leaves

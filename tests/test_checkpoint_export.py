@@ -21,10 +21,10 @@ from functorch_zero.__main__ import main
 from functorch_zero.checkpoint import CheckpointError, CorruptError, exporting
 from functorch_zero.checkpoint.importing import map_file
 from functorch_zero.errors import StructureError
-from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.groups.single import Solo
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.params import Params
 from functorch_zero.shard import shard
 from functorch_zero.step import TrainState, train_step

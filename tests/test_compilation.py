@@ -8,7 +8,7 @@ from functorch_zero import optim
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import launch
 from functorch_zero.groups.single import Solo
-from functorch_zero.handle import gather
+from functorch_zero.model.lazy_param import gather
 from functorch_zero.optim import compilation
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from functorch_zero import optim
-from functorch_zero.deferred import deferred
 from functorch_zero.errors import MismatchError, StructureError
-from functorch_zero.functional import functionalize
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
+from functorch_zero.model.deferred_init import deferred
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 from tests.models import GPT, Block, ConvNet

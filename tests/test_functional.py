@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from functorch_zero.errors import StructureError
-from functorch_zero.functional import Apply, functionalize
+from functorch_zero.model.functionalize import Apply, functionalize
 from functorch_zero.params import Params
 from tests.models import GPT, MLP, Block, ConvNet, Shared
 

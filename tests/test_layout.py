@@ -12,10 +12,10 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from functorch_zero.functional import functionalize
 from functorch_zero.layout.build import ALIGNMENT, default_units, make_layout
 from functorch_zero.layout.extent import Extent
 from functorch_zero.layout.layout import Cut, Layout
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.params import Params, UnitSpec
 from functorch_zero.tree import paths
 from tests.tiers import drawn

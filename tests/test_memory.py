@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from functorch_zero import optim
-from functorch_zero.functional import functionalize
 from functorch_zero.groups import CountingGroup
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 

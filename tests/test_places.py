@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from functorch_zero.handle import Handle, make_handles
-from functorch_zero.places import Place, entering, found
+from functorch_zero.model.lazy_param import Handle, make_handles
+from functorch_zero.model.slots import Place, entering, found
 
 
 class Told:

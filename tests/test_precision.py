@@ -17,7 +17,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
-from functorch_zero.lowering import Seen
+from functorch_zero.model.casting import Seen
 from functorch_zero.precision import Dtypes, Precision
 from functorch_zero.shard import shard
 from functorch_zero.step import TrainStep, train_step

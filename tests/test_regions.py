@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from functorch_zero import optim
-from functorch_zero.functional import functionalize
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.losses import Aux
+from functorch_zero.model.compile import check_options
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.optim.compilation import _can_compile
-from functorch_zero.regions import check_options
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models

@@ -12,9 +12,9 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from functorch_zero import optim
-from functorch_zero.functional import functionalize
 from functorch_zero.groups import CheckedGroup, CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.losses import Aux
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.evaluation import eval_step
-from functorch_zero.functional import functionalize
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.single import Solo
 from functorch_zero.losses import Aux, as_metric
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
 from functorch_zero.step import TrainState, train_step
 from functorch_zero.tree import named_leaves

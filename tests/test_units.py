@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from functorch_zero.functional import functionalize
+from functorch_zero.model.functionalize import functionalize
 from tests.models import GPT, MLP, Block
 from tests.tiers import drawn
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from functorch_zero import optim
-from functorch_zero.functional import functionalize
 from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.losses import Aux
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 from tests.models import GPT, Block, tokens

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import Apply
+from ..model.functionalize import Apply
 from .catalogue import chosen
 from .container import DTYPES, bytes_of, make_header
 from .errors import CheckpointError

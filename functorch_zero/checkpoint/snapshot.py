@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..handle import versions_of
+from ..model.lazy_param import versions_of
 from ..optim.base import describe
 from ..shard import ShardedTrainStep
 from ..step import TrainState, TrainStep

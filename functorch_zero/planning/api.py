@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from ..buffers import check_buffer_rule
 from ..errors import StructureError, TransformError
-from ..functional import Apply, functionalize
 from ..layout.build import make_layout
 from ..layout.layout import Layout, Unit
 from ..layout.levels import LevelRule, Levels
 from ..losses import Aux, LossFn
+from ..model.casting import PrecisionRules
+from ..model.functionalize import Apply, functionalize
+from ..model.units import Units
 from ..optim.base import Transform
 from ..options import AccumulateIn, CutStateOver, Options, check_accumulate_in
-from ..policies import PrecisionRules
 from ..step import TrainStep, mark_trainable
 from ..tree import storage_id
-from ..units import Units
 from .balance import balance_of
 from .imagined import ImaginedStep
 from .live import ValueNeeded

@@ -14,9 +14,9 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ..handle import Handle
 from ..layout.layout import Layout, LeafSpec, Unit
 from ..losses import LossFn
+from ..model.lazy_param import Handle
 
 
 def one_leaf_a_bucket(layout: Layout) -> Layout:

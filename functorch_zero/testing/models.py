@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import functionalize
 from ..losses import Aux
+from ..model.functionalize import functionalize
+from ..model.units import Units
 from ..optim.base import Transform
 from ..params import Params
 from ..step import TrainStep, train_step
-from ..units import Units
 
 Batch = dict[str, Tensor]
 

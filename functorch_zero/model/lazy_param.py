@@ -13,8 +13,8 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .errors import StructureError
-from .tree import PyTree
+from ..errors import StructureError
+from ..tree import PyTree
 
 
 class Entrance(Protocol):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .params import UnitSpec
-from .tree import ancestors, path_matches
+from ..params import UnitSpec
+from ..tree import ancestors, path_matches
 
 UnitRule = type[nn.Module] | Callable[[str, nn.Module], bool] | str
 Units = UnitRule | Sequence[UnitRule] | None

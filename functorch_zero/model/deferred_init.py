@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import StructureError, explain
-from .functional import without_values
-from .tree import PyTree, ancestors, content_digests, paths
+from ..errors import StructureError, explain
+from ..tree import PyTree, ancestors, paths
+from .copying import without_values
 
 Init = Callable[[str, nn.Module], Any]
 
@@ -133,19 +133,6 @@ class Deferred:
                 )
             )
         return x if x.device == self._device else x.to(self._device)
-
-
-class Made:
-    """`Deferred.fill_leaves`, and digests of all that it gives."""
-
-    def __init__(self, values: Deferred):
-        self._values = values
-        self.digests: dict[str, Any] = {}
-
-    def __call__(self, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
-        made = self._values.fill_leaves(names, leaves)
-        self.digests |= content_digests(dict(zip(names, made, strict=True)))
-        return made
 
 
 class _Place:

@@ -12,7 +12,7 @@ from itertools import compress, repeat
 from operator import attrgetter, getitem, is_, itemgetter, setitem
 from typing import Any
 
-from .handle import Entrance
+from .lazy_param import Entrance
 
 Place = tuple[dict[str, Any], str, str]  # a module's own dict of tensors, the name there, the leaf's path
 _DICT, _NAME, _LEAF = map(itemgetter, range(3))

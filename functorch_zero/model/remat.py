@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .places import Place, found, put
+from .slots import Place, found, put
 
 
 def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callable[..., Any]:
