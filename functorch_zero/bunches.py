@@ -14,9 +14,9 @@ import optree
 import torch
 from torch import Tensor
 
-from .across import Pointwise, Tree
 from .layout.flat_buffers import Recall, cut, flat_of_pieces
 from .layout.layout import Bucket, Layout
+from .optim.across import Pointwise, Tree
 from .optim.base import Transform
 from .state_plan import placeholder, plan_of, plan_state
 from .tree import PyTree, has_values, select, storage_id, storages

@@ -10,7 +10,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .across import Across, sum_dtype, total_of
+from .optim.across import Across, sum_dtype, total_of
 from .optim.states import state_metrics
 from .tree import PyTree
 

@@ -28,7 +28,7 @@ from .losses import Metrics, Outcome, as_metric, call_loss, independent, joined,
 from .measures import Measures, check_reported
 from .model.deferred_init import Deferred
 from .optim.base import describe
-from .optim.check import check_claims
+from .optim.claims.check import check_claims
 from .options import (
     AccumulateIn,
     CutStateOver,

@@ -11,7 +11,12 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .across import (
+from .bunches import Bunches
+from .errors import TransformError
+from .groups.protocol import Group, ReduceOp
+from .layout.extent import Extent
+from .layout.layout import Layout
+from .optim.across import (
     Dim,
     Owned,
     Pointwise,
@@ -25,11 +30,6 @@ from .across import (
     sum_dtype,
     total_of,
 )
-from .bunches import Bunches
-from .errors import TransformError
-from .groups.protocol import Group, ReduceOp
-from .layout.extent import Extent
-from .layout.layout import Layout
 from .optim.base import Transform
 from .owners import Exchange, batches, run_batch
 from .pieces import reduce_piece, spread_over_piece

@@ -16,7 +16,6 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .across import Across, Local
 from .description import Description, describe_state
 from .errors import StructureError, explain
 from .finite import Finite, FinitePolicy, LossScale, NonFinite, all_finite, not_finite, refusal
@@ -39,6 +38,7 @@ from .measures import Measures, check_names, check_reported
 from .model.casting import Seen
 from .model.deferred_init import Deferred
 from .model.lazy_param import check_unchanged, versions_of
+from .optim.across import Across, Local
 from .optim.base import Transform
 from .state_plan import plan_state
 from .tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select

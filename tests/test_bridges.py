@@ -12,9 +12,9 @@ from optree import tree_map
 from torch import Tensor
 
 from functorch_zero import optim
-from functorch_zero.across import Local
 from functorch_zero.errors import StructureError, TransformError
-from functorch_zero.optim.check import check_claims
+from functorch_zero.optim.across import Local
+from functorch_zero.optim.claims.check import check_claims
 from functorch_zero.tree import paths
 from tests.parity.cases import assert_close, gradients, hostile_tree, run, stacked
 

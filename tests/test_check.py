@@ -16,7 +16,7 @@ from functorch_zero import optim
 from functorch_zero.errors import TransformError
 from functorch_zero.optim import Transform, pointwise, with_statistics, with_whole_leaves, with_whole_tree
 from functorch_zero.optim.base import init_empty
-from functorch_zero.optim.check import check_claims, name_of, simple_parts
+from functorch_zero.optim.claims.check import check_claims, name_of, simple_parts
 from functorch_zero.testing import check_transform
 
 

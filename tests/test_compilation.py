@@ -9,7 +9,7 @@ from functorch_zero.errors import TransformError
 from functorch_zero.groups import launch
 from functorch_zero.groups.single import Solo
 from functorch_zero.model.lazy_param import gather
-from functorch_zero.optim import compilation
+from functorch_zero.optim.kernels import compiled
 from functorch_zero.shard import shard
 from functorch_zero.step import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -44,9 +44,9 @@ def params_of(dtype):
 
 def check_every_level():
     """How many kernels were made meanwhile."""
-    made, backend = set(), compilation._backend
+    made, backend = set(), compiled._backend
     # torch starts over with one whose numbers it does not find in inductor's cache on the disk: that is no other kernel
-    compilation._backend = lambda *args: made.add(CompileContext.current_compile_id()) or backend(*args)
+    compiled._backend = lambda *args: made.add(CompileContext.current_compile_id()) or backend(*args)
     batches = [{"x": torch.randn(6, dtype=torch.float64)} for _ in range(3)]
     for scale, levels in ((0.5, (0, 1, 3)), (0.75, (2,))):
         optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.compiled(own_chain(scale)))
@@ -55,7 +55,7 @@ def check_every_level():
     return len(made)
 
 
-@pytest.mark.skipif(not compilation._can_compile("cpu"), reason="needs a C++ compiler")
+@pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
 def test_a_compiled_chain_is_the_chain_at_every_level():
     once_a_chain = [2]  # for all levels, ranks and sizes
     assert launch(check_every_level, 1, start_method="fork", timeout=100) == once_a_chain  # it leaves threads behind
@@ -97,7 +97,7 @@ def run_handing_on():
     return apart
 
 
-@pytest.mark.skipif(not compilation._can_compile("cpu"), reason="needs a C++ compiler")
+@pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
 def test_a_state_may_be_what_the_update_was_given():
     (apart,) = launch(run_handing_on, 1, start_method="fork", timeout=100)
     assert apart.keys() == HANDED_ON.keys() and max(apart.values()) < 1e-12, apart
@@ -107,12 +107,12 @@ def test_it_runs_only_on_donated_storage_and_with_a_compiler(monkeypatch):
     def never(*args):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(compilation, "_backend", never)
+    monkeypatch.setattr(compiled, "_backend", never)
     step = train_step(loss_fn, optim.compiled(own_chain()))
     batch, params = {"x": torch.ones(2)}, params_of(torch.float32)
     keeping = shard(step, level=0, group=Solo(), donate=False)
     expected, _ = keeping(keeping.init(params), batch)
-    monkeypatch.setattr(compilation, "_can_compile", lambda device: False)
+    monkeypatch.setattr(compiled, "_can_compile", lambda device: False)
     without = shard(step, level=0, group=Solo(), donate=True)
     got, _ = without(without.init(params), batch)
     assert all(

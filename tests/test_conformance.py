@@ -21,9 +21,9 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.groups import launch
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
-from functorch_zero.optim import compilation
 from functorch_zero.optim.base import split_fused
-from functorch_zero.optim.check import check_claims, name_of
+from functorch_zero.optim.claims.check import check_claims, name_of
+from functorch_zero.optim.kernels import compiled
 from functorch_zero.step_params import all_gather_tree
 from functorch_zero.testing import Equality, assert_equal_updates, assert_equal_values, check_transform
 from functorch_zero.testing.strategies import known_optimizers
@@ -183,7 +183,7 @@ def test_sharded_is_unsharded(name: str, cases: list[Case]) -> None:
         assert_conforms(row, case, expected[case.dtype])
 
 
-@pytest.mark.skipif(not compilation._can_compile("cpu"), reason="needs a C++ compiler")
+@pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
 def test_a_compiled_chain_is_a_row_too() -> None:
     """In a process of its own, since torch's compiler leaves threads behind."""
     ours = [optim.scale_by_adam(), optim.add_decayed_weights(decay), optim.scale_by_learning_rate(rate)]

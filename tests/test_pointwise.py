@@ -12,10 +12,10 @@ from optree import tree_map
 from torch import Tensor
 
 from functorch_zero import bunches, optim
-from functorch_zero.across import Local
 from functorch_zero.errors import TransformError
+from functorch_zero.optim.across import Local
 from functorch_zero.optim.base import describe
-from functorch_zero.optim.check import check_claims
+from functorch_zero.optim.claims.check import check_claims
 from functorch_zero.testing import check_transform
 from functorch_zero.testing.transforms import hostile_params
 from tests.parity.cases import (

@@ -13,13 +13,13 @@ from optree import tree_map
 from torch import Tensor
 
 from functorch_zero import optim
-from functorch_zero.across import Local
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.groups.single import Solo
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.layout.layout import Layout
+from functorch_zero.optim.across import Local
 from functorch_zero.sharded import Sharded
 from functorch_zero.step_params import all_gather_tree
 from tests.tiers import drawn

@@ -9,11 +9,11 @@ import torch
 from optree import tree_leaves, tree_map, tree_structure
 
 from functorch_zero import optim
-from functorch_zero.across import Local
 from functorch_zero.groups.counting import counted
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
+from functorch_zero.optim.across import Local
 from functorch_zero.sharded import Sharded
 from functorch_zero.state_plan import plan_state
 

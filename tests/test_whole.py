@@ -9,13 +9,14 @@ import torch
 from optree import tree_leaves, tree_map, tree_structure
 
 from functorch_zero import optim
-from functorch_zero.across import Local
 from functorch_zero.errors import PeerError, TransformError
 from functorch_zero.groups.counting import counted
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
-from functorch_zero.optim import roots, with_whole_leaves
+from functorch_zero.optim import with_whole_leaves
+from functorch_zero.optim.across import Local
+from functorch_zero.optim.transforms import matrix_roots
 from functorch_zero.shard import shard
 from functorch_zero.sharded import Sharded
 from functorch_zero.state_plan import plan_state
@@ -189,7 +190,7 @@ def test_eigenvectors_that_do_not_converge(monkeypatch: pytest.MonkeyPatch) -> N
         raise torch.linalg.LinAlgError("no")
 
     monkeypatch.setattr(torch.linalg, "eigh", fail)
-    values, vectors = roots.eigh(a)
+    values, vectors = matrix_roots.eigh(a)
     assert calls == [torch.float32, torch.float64]
     assert values.tolist() == [[2.0, 3.0]] and vectors.tolist() == [[[1.0, 0.0], [0.0, 1.0]]]
 

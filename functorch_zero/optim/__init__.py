@@ -1,6 +1,23 @@
 """Optimizers as pure transforms that declare what they must see of a tensor."""
 
-from .aliases import (
+from .base import Needs, Schedule, Transform, chain, pointwise, with_statistics, with_whole_leaves, with_whole_tree
+from .interop.frameworks import from_optax, from_torch, from_torchopt
+from .interop.torch_state_dicts import export_torch_state, import_torch_state
+from .kernels.compiled import compiled
+from .optimizers.non_pointwise import (
+    adafactor,
+    fromage,
+    full_matrix_adagrad,
+    lamb,
+    lars,
+    lbfgs,
+    muon,
+    novograd,
+    shampoo,
+    sm3,
+    soap,
+)
+from .optimizers.pointwise import (
     adabelief,
     adadelta,
     adagrad,
@@ -20,43 +37,6 @@ from .aliases import (
     sign_sgd,
     yogi,
 )
-from .base import Needs, Schedule, Transform, chain, pointwise, with_statistics, with_whole_leaves, with_whole_tree
-from .bridges import from_optax, from_torch, from_torchopt
-from .compilation import compiled
-from .distance import prodigy
-from .eigenbasis import scale_by_soap
-from .factored import scale_by_adafactor, scale_by_factored_rms, scale_by_sm3
-from .hyperparams import hyperparams, inject_hyperparams, observe, reduce_on_plateau, with_hyperparams
-from .kronecker import scale_by_shampoo
-from .large import adafactor, fromage, full_matrix_adagrad, lamb, lars, lbfgs, muon, novograd, shampoo, sm3, soap
-from .moments import (
-    scale_by_adam,
-    scale_by_adamax,
-    scale_by_ademamix,
-    scale_by_amsgrad,
-    scale_by_belief,
-    scale_by_lion,
-    scale_by_nadam,
-    scale_by_radam,
-    scale_by_yogi,
-)
-from .newton_schulz import orthogonalize
-from .pointwise import (
-    add_decayed_weights,
-    clip,
-    ema,
-    identity,
-    nan_to_num,
-    scale,
-    scale_by_learning_rate,
-    scale_by_schedule,
-    scale_by_sign,
-    set_to_zero,
-    trace,
-    zero_nans,
-)
-from .quasi_newton import scale_by_lbfgs
-from .schedule_free import schedule_free, schedule_free_adamw, schedule_free_eval_params, schedule_free_sgd
 from .schedules import (
     constant_schedule,
     cosine_decay_schedule,
@@ -74,10 +54,37 @@ from .schedules import (
     warmup_exponential_decay_schedule,
     warmup_stable_decay_schedule,
 )
-from .selection import freeze, masked, partition, scale_by_label
-from .squares import scale_by_adadelta, scale_by_rms, scale_by_rprop, scale_by_rss, scale_by_stddev
 from .states import find_states, replace_states, state_metrics
-from .statistics import (
+from .transforms.adam import (
+    scale_by_adam,
+    scale_by_adamax,
+    scale_by_ademamix,
+    scale_by_amsgrad,
+    scale_by_belief,
+    scale_by_lion,
+    scale_by_nadam,
+    scale_by_radam,
+    scale_by_yogi,
+)
+from .transforms.basic import (
+    add_decayed_weights,
+    clip,
+    ema,
+    identity,
+    nan_to_num,
+    scale,
+    scale_by_learning_rate,
+    scale_by_schedule,
+    scale_by_sign,
+    set_to_zero,
+    trace,
+    zero_nans,
+)
+from .transforms.factored import scale_by_adafactor, scale_by_factored_rms, scale_by_sm3
+from .transforms.full_matrix_adagrad import scale_by_full_matrix_adagrad, scale_by_full_matrix_adagrad_tree
+from .transforms.lbfgs import scale_by_lbfgs
+from .transforms.muon import orthogonalize
+from .transforms.norms import (
     adaptive_grad_clip,
     clip_by_block_rms,
     clip_by_global_norm,
@@ -86,9 +93,23 @@ from .statistics import (
     scale_by_param_block_rms,
     scale_by_trust_ratio,
 )
-from .torch_states import export_torch_state, import_torch_state
-from .whole import scale_by_full_matrix_adagrad, scale_by_full_matrix_adagrad_tree
-from .wrappers import apply_if_finite, ema_params, lookahead, maybe_update, multi_steps, named_chain, params_ema, sam
+from .transforms.prodigy import prodigy
+from .transforms.rms import scale_by_adadelta, scale_by_rms, scale_by_rprop, scale_by_rss, scale_by_stddev
+from .transforms.schedule_free import schedule_free, schedule_free_adamw, schedule_free_eval_params, schedule_free_sgd
+from .transforms.shampoo import scale_by_shampoo
+from .transforms.soap import scale_by_soap
+from .wrappers.hyperparams import hyperparams, inject_hyperparams, observe, reduce_on_plateau, with_hyperparams
+from .wrappers.masking import freeze, masked, partition, scale_by_label
+from .wrappers.wrappers import (
+    apply_if_finite,
+    ema_params,
+    lookahead,
+    maybe_update,
+    multi_steps,
+    named_chain,
+    params_ema,
+    sam,
+)
 
 __all__ = [
     "Needs",

@@ -20,10 +20,10 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..across import Across, Fused, Pointwise, Refusing, WholeLeaf
 from ..errors import TransformError
 from ..tree import PyTree, storages
-from .scalars import has_scalars, init_widened, update_widened
+from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
+from .zero_dim import has_scalars, init_widened, update_widened
 
 Init = Callable[..., Any]
 Update = Callable[..., tuple[Any, Any]]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .elementwise import Number, number
+from .arithmetic import Number, number
 
 Count = Tensor | int
 Schedule = Callable[[Count], Any]

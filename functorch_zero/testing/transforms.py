@@ -12,14 +12,14 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..across import Local, Owned, Pointwise, Tree, WholeLeaf, one_leaf
 from ..errors import StructureError, TransformError
 from ..groups import run_ranks
 from ..groups.protocol import Group
 from ..layout.build import make_layout
 from ..layout.flat_buffers import slice_tree
+from ..optim.across import Local, Owned, Pointwise, Tree, WholeLeaf, one_leaf
 from ..optim.base import Needs, Transform
-from ..optim.check import check_claims, name_of, simple_parts
+from ..optim.claims.check import check_claims, name_of, simple_parts
 from ..sharded import Sharded
 from ..step_params import all_gather_tree
 from ..tree import PyTree, paths

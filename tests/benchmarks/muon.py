@@ -28,7 +28,7 @@ from functorch_zero.groups import Group, ProcessGroup, launch
 from functorch_zero.groups.single import Solo
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
-from functorch_zero.optim.newton_schulz import newton_schulz
+from functorch_zero.optim.transforms.muon import newton_schulz
 from functorch_zero.sharded import Sharded
 
 NUM_MATRICES = 24

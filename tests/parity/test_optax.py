@@ -14,7 +14,7 @@ from optree import tree_map
 from torch import Tensor
 
 from functorch_zero import optim
-from functorch_zero.across import Local
+from functorch_zero.optim.across import Local
 from tests.parity.cases import assert_close, gradients, run, stacked
 
 jax = pytest.importorskip("jax", reason="optax is the oracle: pip install functorch-zero[test]")

@@ -14,11 +14,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from functorch_zero.across import Local
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim import Transform
+from functorch_zero.optim.across import Local
 from functorch_zero.sharded import Sharded
 
 Arrays = dict[str, np.ndarray]

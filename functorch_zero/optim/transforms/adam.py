@@ -12,8 +12,8 @@ import torch
 from optree import tree_map, tree_map_
 from torch import Tensor
 
-from .base import Schedule, Transform, pointwise, step_count, tree_zeros_like, value_of
-from .elementwise import Number, Tree, bias_correction, elementwise, ema, ema_of_squares, full_like, is_zero, number
+from ..arithmetic import Number, Tree, bias_correction, elementwise, ema, ema_of_squares, full_like, is_zero, number
+from ..base import Schedule, Transform, pointwise, step_count, tree_zeros_like, value_of
 
 
 class ScaleByAdamState(NamedTuple):

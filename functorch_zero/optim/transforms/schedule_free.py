@@ -12,13 +12,13 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .base import Schedule, Transform, chain, step_count, value_of
-from .elementwise import Number, Tree, elementwise, is_zero, number
-from .pointwise import add_decayed_weights, scale_by_learning_rate
-from .schedules import warmup_constant_schedule
-from .squares import scale_by_rms
-from .states import find_states
-from .wrappers import InnerInit, InnerUpdate, wrapper
+from ..arithmetic import Number, Tree, elementwise, is_zero, number
+from ..base import Schedule, Transform, chain, step_count, value_of
+from ..schedules import warmup_constant_schedule
+from ..states import find_states
+from ..wrappers.wrappers import InnerInit, InnerUpdate, wrapper
+from .basic import add_decayed_weights, scale_by_learning_rate
+from .rms import scale_by_rms
 
 
 class ScheduleFreeState(NamedTuple):

@@ -9,11 +9,11 @@ import optree
 import torch
 from torch import Tensor
 
+from ...errors import TransformError, explain
+from ...tree import PyTree, paths
 from ..across import Across, sum_dtype
-from ..errors import TransformError, explain
-from ..tree import PyTree, paths
-from .base import Transform, with_whole_leaves, with_whole_tree
-from .roots import if_finite, solve_root
+from ..base import Transform, with_whole_leaves, with_whole_tree
+from .matrix_roots import if_finite, solve_root
 
 Tree = PyTree[Tensor]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..across import Across, Pointwise
-from .base import Transform, pointwise, step_count, value_of
-from .elementwise import Tree, elementwise, number
-from .states import find_states, replace_states
+from ..arithmetic import Tree, elementwise, number
+from ..base import Transform, pointwise, step_count, value_of
+from ..states import find_states, replace_states
 
 
 class InjectHyperparamsState(NamedTuple):

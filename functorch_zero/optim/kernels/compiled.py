@@ -19,9 +19,9 @@ import optree
 import torch
 from torch import Tensor
 
+from ...errors import TransformError
 from ..across import Fused, Pointwise
-from ..errors import TransformError
-from .base import Transform
+from ..base import Transform
 
 _numbers = itertools.count()
 _one_at_a_time = threading.Lock()  # ranks that are threads would each make the kernel that none has made yet

@@ -16,6 +16,8 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from ...errors import TransformError
+from ...tree import PyTree, paths, select
 from ..across import (
     Dim,
     Local,
@@ -31,10 +33,8 @@ from ..across import (
     total_of,
     without,
 )
-from ..errors import TransformError
-from ..tree import PyTree, paths, select
-from .base import Needs, Transform
-from .watch import Watch
+from ..base import Needs, Transform
+from .operators import Watch
 
 NUM_STEPS = 2  # the first step and another: some updates treat the first one differently
 NUM_HERE = 3  # elements of each leaf that the made-up rank holds

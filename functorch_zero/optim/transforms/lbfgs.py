@@ -13,10 +13,10 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
+from ...tree import PyTree
 from ..across import Across
-from ..tree import PyTree
-from .base import Transform, step_count, tree_zeros_like, with_statistics
-from .elementwise import elementwise, pick
+from ..arithmetic import elementwise, pick
+from ..base import Transform, step_count, tree_zeros_like, with_statistics
 
 Tree = PyTree[Tensor]
 

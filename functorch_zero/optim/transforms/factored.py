@@ -13,11 +13,11 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
+from ...tree import PyTree
 from ..across import Across, sum_dtype
-from ..tree import PyTree
-from .base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
-from .elementwise import Number, elementwise
-from .statistics import block_rms, safe_square, times
+from ..arithmetic import Number, elementwise
+from ..base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
+from .norms import block_rms, safe_square, times
 
 Tree = PyTree[Tensor]
 FactoredDims = Callable[[tuple[int, ...]], tuple[int, int] | None]

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...tree import PyTree
 from ..across import sum_dtype
-from ..tree import PyTree
-from .base import EmptyState, Transform, pointwise, tree_zeros_like, with_whole_leaves
-from .elementwise import Number, elementwise, ema
+from ..arithmetic import Number, elementwise, ema
+from ..base import EmptyState, Transform, pointwise, tree_zeros_like, with_whole_leaves
 
 Tree = PyTree[Tensor]
 Matrices = Callable[[tuple[int, ...]], tuple[int, int, int]]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..across import Fused
-from .base import Schedule, value_of
-from .elementwise import number
-from .moments import ScaleByAdamState
-from .states import CountState, ScaleByLearningRateState
+from ..arithmetic import number
+from ..base import Schedule, value_of
+from ..states import CountState, ScaleByLearningRateState
+from ..transforms.adam import ScaleByAdamState
 
 AdamWState = tuple[ScaleByAdamState, CountState, ScaleByLearningRateState]
 

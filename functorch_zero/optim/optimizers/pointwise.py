@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .base import Schedule, Transform, chain
-from .elementwise import Number, is_zero, number
-from .fused import fused_adamw
-from .moments import (
+from ..arithmetic import Number, is_zero, number
+from ..base import Schedule, Transform, chain
+from ..kernels.fused_adamw import fused_adamw
+from ..transforms.adam import (
     scale_by_adam,
     scale_by_adamax,
     scale_by_ademamix,
@@ -23,7 +23,7 @@ from .moments import (
     scale_by_radam,
     scale_by_yogi,
 )
-from .pointwise import (
+from ..transforms.basic import (
     add_decayed_weights,
     identity,
     scale,
@@ -32,8 +32,8 @@ from .pointwise import (
     scale_by_sign,
     trace,
 )
-from .selection import Mask
-from .squares import scale_by_adadelta, scale_by_rms, scale_by_rprop, scale_by_rss, scale_by_stddev
+from ..transforms.rms import scale_by_adadelta, scale_by_rms, scale_by_rprop, scale_by_rss, scale_by_stddev
+from ..wrappers.masking import Mask
 
 
 def _coupled(

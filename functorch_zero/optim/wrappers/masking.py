@@ -16,12 +16,12 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from ...errors import StructureError, explain
+from ...tree import PyTree, merge, paths, select
 from ..across import Across
-from ..errors import StructureError, explain
-from ..tree import PyTree, merge, paths, select
-from .base import EmptyState, Needs, Schedule, Transform, step_count, value_of
-from .elementwise import Tree, on_leaf
-from .states import CountState
+from ..arithmetic import Tree, on_leaf
+from ..base import EmptyState, Needs, Schedule, Transform, step_count, value_of
+from ..states import CountState
 
 Labels = PyTree[Any] | Callable[[str, Tensor], Any]
 Mask = PyTree[bool] | Callable[[str, Tensor], bool]

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import TransformError
-from ..tree import PyTree
+from ...errors import TransformError
+from ...tree import PyTree
 
 _HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

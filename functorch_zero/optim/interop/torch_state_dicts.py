@@ -14,13 +14,19 @@ import optree
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
-from ..tree import paths
-from .bridges import FromTorchState
-from .moments import ScaleByAdamaxState, ScaleByAdamState, ScaleByAmsgradState, ScaleByNadamState
-from .pointwise import TraceState
-from .squares import ScaleByAdaDeltaState, ScaleByRmsState, ScaleByRpropState, ScaleByRssState, ScaleByStddevState
-from .states import CountState, ScaleByLearningRateState, find_states, replace_states
+from ...errors import StructureError, explain
+from ...tree import paths
+from ..states import CountState, ScaleByLearningRateState, find_states, replace_states
+from ..transforms.adam import ScaleByAdamaxState, ScaleByAdamState, ScaleByAmsgradState, ScaleByNadamState
+from ..transforms.basic import TraceState
+from ..transforms.rms import (
+    ScaleByAdaDeltaState,
+    ScaleByRmsState,
+    ScaleByRpropState,
+    ScaleByRssState,
+    ScaleByStddevState,
+)
+from .frameworks import FromTorchState
 
 # Our fields that are like params, and torch's names for them.
 _LIKE_PARAMS: dict[type[Any], dict[str, str]] = {

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..across import sum_dtype
-from .base import Transform, step_count, with_whole_leaves
-from .newton_schulz import Matrices, matrices
-from .roots import if_finite, inverse_root
+from ..base import Transform, step_count, with_whole_leaves
+from .matrix_roots import if_finite, inverse_root
+from .muon import Matrices, matrices
 
 Graft = Literal["sgd", "adagrad", "rmsprop"]
 

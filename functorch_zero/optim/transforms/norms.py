@@ -13,11 +13,11 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
+from ...tree import PyTree
 from ..across import Across, Dims, sum_dtype, total_of
-from ..tree import PyTree
-from .base import EmptyState, Schedule, Transform, init_empty, step_count, tree_zeros_like, value_of, with_statistics
-from .elementwise import elementwise
-from .states import CountState, init_count
+from ..arithmetic import elementwise
+from ..base import EmptyState, Schedule, Transform, init_empty, step_count, tree_zeros_like, value_of, with_statistics
+from ..states import CountState, init_count
 
 Tree = PyTree[Tensor]
 

@@ -13,13 +13,13 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .base import EmptyState, Schedule, Transform, Update, init_empty, pointwise, step_count, tree_zeros_like, value_of
-from .elementwise import Number, Tree, add_scaled, add_scaled_, bias_correction, clamp, elementwise, is_zero, number
-from .elementwise import ema as mean_of
-from .selection import Mask, masked
-from .states import CountState as CountState
-from .states import ScaleByLearningRateState
-from .states import init_count as init_count
+from ..arithmetic import Number, Tree, add_scaled, add_scaled_, bias_correction, clamp, elementwise, is_zero, number
+from ..arithmetic import ema as mean_of
+from ..base import EmptyState, Schedule, Transform, Update, init_empty, pointwise, step_count, tree_zeros_like, value_of
+from ..states import CountState as CountState
+from ..states import ScaleByLearningRateState
+from ..states import init_count as init_count
+from ..wrappers.masking import Mask, masked
 
 
 def identity() -> Transform:

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Schedule, Transform, chain, value_of
-from .eigenbasis import scale_by_soap
-from .elementwise import Number, is_zero
-from .factored import scale_by_adafactor, scale_by_sm3
-from .kronecker import Graft, scale_by_shampoo
-from .moments import scale_by_adam
-from .newton_schulz import MUON_COEFFICIENTS, Matrices, Scaling, orthogonalize, scale_by_momentum
-from .pointwise import add_decayed_weights, ema, scale, scale_by_learning_rate, trace
-from .quasi_newton import scale_by_lbfgs
-from .selection import Labels, Mask, masked, partition
-from .statistics import scale_by_novograd, scale_by_trust_ratio
-from .whole import scale_by_full_matrix_adagrad, scale_by_full_matrix_adagrad_tree
+from ..arithmetic import Number, is_zero
+from ..base import Schedule, Transform, chain, value_of
+from ..transforms.adam import scale_by_adam
+from ..transforms.basic import add_decayed_weights, ema, scale, scale_by_learning_rate, trace
+from ..transforms.factored import scale_by_adafactor, scale_by_sm3
+from ..transforms.full_matrix_adagrad import scale_by_full_matrix_adagrad, scale_by_full_matrix_adagrad_tree
+from ..transforms.lbfgs import scale_by_lbfgs
+from ..transforms.muon import MUON_COEFFICIENTS, Matrices, Scaling, orthogonalize, scale_by_momentum
+from ..transforms.norms import scale_by_novograd, scale_by_trust_ratio
+from ..transforms.shampoo import Graft, scale_by_shampoo
+from ..transforms.soap import scale_by_soap
+from ..wrappers.masking import Labels, Mask, masked, partition
 
 
 def lamb(

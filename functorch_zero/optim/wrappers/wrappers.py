@@ -16,9 +16,9 @@ from optree import tree_map
 from torch import Tensor
 
 from ..across import Across, Pointwise
-from .base import Needs, Schedule, Transform, chain, step_count, tree_zeros_like, value_of
-from .elementwise import Number, Tree, add_scaled, elementwise, ema, pick
-from .states import find_states
+from ..arithmetic import Number, Tree, add_scaled, elementwise, ema, pick
+from ..base import Needs, Schedule, Transform, chain, step_count, tree_zeros_like, value_of
+from ..states import find_states
 
 InnerInit = Callable[[Tree], Any]
 InnerUpdate = Callable[[Tree, Any, Tree], tuple[Tree, Any]]

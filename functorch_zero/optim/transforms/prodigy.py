@@ -8,10 +8,10 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
+from ...tree import PyTree
 from ..across import Across, sum_dtype
-from ..tree import PyTree
-from .base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
-from .elementwise import Number, elementwise
+from ..arithmetic import Number, elementwise
+from ..base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
 
 Tree = PyTree[Tensor]
 

@@ -11,9 +11,9 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import explain
-from .base import Needs, Transform, pointwise, step_count, with_whole_leaves, with_whole_tree
-from .elementwise import Tree
+from ...errors import explain
+from ..arithmetic import Tree
+from ..base import Needs, Transform, pointwise, step_count, with_whole_leaves, with_whole_tree
 
 Pair = Any  # a NamedTuple or tuple (init, update), or an object with these attributes
 

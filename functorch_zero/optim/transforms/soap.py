@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..across import sum_dtype
-from .base import Transform, step_count, with_whole_leaves
-from .kronecker import is_due
-from .newton_schulz import Matrices, matrices
-from .roots import if_finite
+from ..base import Transform, step_count, with_whole_leaves
+from .matrix_roots import if_finite
+from .muon import Matrices, matrices
+from .shampoo import is_due
 
 
 def without_rounding(x: Tensor) -> Tensor:

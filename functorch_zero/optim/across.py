@@ -20,9 +20,9 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .errors import TransformError
-from .layout.extent import Extent
-from .tree import PyTree, paths, select
+from ..errors import TransformError
+from ..layout.extent import Extent
+from ..tree import PyTree, paths, select
 
 Tree = PyTree[Tensor]
 Dims = int | tuple[int, ...]

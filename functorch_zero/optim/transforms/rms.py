@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import Transform, pointwise, step_count, tree_zeros_like
-from .elementwise import Number, Tree, bias_correction, clamp, elementwise, ema, ema_of_squares, full_like
+from ..arithmetic import Number, Tree, bias_correction, clamp, elementwise, ema, ema_of_squares, full_like
+from ..base import Transform, pointwise, step_count, tree_zeros_like
 
 
 class ScaleByRssState(NamedTuple):
