@@ -14,10 +14,7 @@ from .errors import (
     StructureError,
     TransformError,
 )
-from .evaluation import eval_step
-from .finite import LossScale
 from .groups import CheckedGroup, CountingGroup, Group, HybridGroup, ProcessGroup, Solo, ThreadGroup, launch
-from .losses import Aux
 from .model.deferred_init import deferred
 from .model.functionalize import functionalize
 from .model.lazy_param import gather
@@ -26,7 +23,11 @@ from .params import Params
 from .precision import Precision
 from .rounds import any_rank, rounds
 from .shard import shard
-from .step import TrainState, train_step
+from .step.evaluate import eval_step
+from .step.loss import Aux
+from .step.nonfinite import LossScale
+from .step.state import TrainState
+from .step.train import train_step
 from .tree import named_leaves
 from .version import __version__ as __version__
 

@@ -20,7 +20,7 @@ from .groups.protocol import Group
 from .layout.layout import Cut, Layout
 from .layout.levels import Levels
 from .layout.sharding import Sharding
-from .step import TrainState, check_state
+from .step.state import TrainState, check_state
 from .tree import paths
 
 

@@ -13,7 +13,7 @@ from .optim.base import split_fused
 from .options import Options
 from .sharded import Sharded
 from .state_plan import StatePlan, plan_state
-from .step import TrainStep
+from .step.train import TrainStep
 from .tree import PyTree, same_structure
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .errors import GroupError
-from .finite import not_finite, refusal
 from .groups.protocol import Group
 from .layout.flat_buffers import cut
 from .layout.layout import Layout
-from .losses import as_metric
+from .step.loss import as_metric
+from .step.nonfinite import not_finite, refusal
 
 _CPU = torch.device("cpu")
 _WIDTH = 32  # the vector's length is a multiple of it, so that ranks whose metrics differ still send equal lengths

@@ -14,8 +14,6 @@ from . import reports
 from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
 from .description import Description, describe_state
 from .errors import StructureError
-from .evaluation import EvalStep
-from .finite import all_finite
 from .groups import as_group, labelled
 from .groups.mesh import axes_of
 from .groups.protocol import Group
@@ -24,8 +22,6 @@ from .layout.build import make_layout
 from .layout.flat_buffers import flats_of, grads_of, hold, pieces_of
 from .layout.layout import Layout
 from .layout.levels import LevelRule, Levels
-from .losses import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
-from .measures import Measures, check_reported
 from .model.deferred_init import Deferred
 from .optim.base import describe
 from .optim.claims.check import check_claims
@@ -47,7 +43,13 @@ from .shares import in_range, shares_of, to_means
 from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
 from .state_plan import StatePlan
-from .step import TrainState, TrainStep, mark_trainable, replayed, with_measured
+from .step.evaluate import EvalStep
+from .step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
+from .step.metrics import Measures, check_reported
+from .step.nonfinite import all_finite
+from .step.rng import replayed
+from .step.state import TrainState
+from .step.train import TrainStep, mark_trainable, with_measured
 from .step_params import make_sink, make_sources, publish
 from .tree import PyTree, content_digests, paths, select
 from .unit import Pass

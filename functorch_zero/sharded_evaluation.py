@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from . import reports
-from .evaluation import EvalStep, call_eval
 from .groups import labelled
 from .groups.protocol import Group
 from .layout.flat_buffers import flats_of, pieces_of
-from .losses import Metrics
 from .options import Options, check_batch, sharding_of, told
-from .step import TrainState, replayed
+from .step.evaluate import EvalStep, call_eval
+from .step.loss import Metrics
+from .step.rng import replayed
+from .step.state import TrainState
 from .step_params import evaluated, make_sources
 from .unit import Pass
 

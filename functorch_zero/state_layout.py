@@ -15,7 +15,7 @@ from .layout.flat_buffers import cut, hold
 from .layout.layout import Layout
 from .layout.sharding import Sharding
 from .state_plan import StateLeaf, StatePlan
-from .step import TrainState
+from .step.state import TrainState
 from .step_params import all_gather_params
 
 

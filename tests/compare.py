@@ -12,7 +12,8 @@ from torch import Tensor
 
 from functorch_zero.groups.protocol import Group
 from functorch_zero.shard import shard
-from functorch_zero.step import TrainState, TrainStep
+from functorch_zero.step.state import TrainState
+from functorch_zero.step.train import TrainStep
 from functorch_zero.tree import named_leaves
 from tests.models import Batch, split
 

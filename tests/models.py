@@ -13,9 +13,9 @@ import torch.fx.experimental.symbolic_shapes  # with sympy; both once, not in ev
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from functorch_zero.losses import Aux
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.model.units import Units
+from functorch_zero.step.loss import Aux
 
 Batch = dict[str, Tensor]
 

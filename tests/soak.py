@@ -29,10 +29,10 @@ import torch._dynamo  # noqa: F401  # once, not in every forked rank
 from functorch_zero import checkpoint, optim
 from functorch_zero.checkpoint import CheckpointError
 from functorch_zero.groups import ProcessGroup, launch
-from functorch_zero.losses import Aux
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
-from functorch_zero.step import train_step
+from functorch_zero.step.loss import Aux
+from functorch_zero.step.train import train_step
 
 EVERY = 5  # steps from one checkpoint to the next
 FAULTS = ("kill", "stop", "raise", "full", "none")

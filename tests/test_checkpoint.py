@@ -17,10 +17,11 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import DonatedError, MismatchError, StructureError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
-from functorch_zero.losses import Aux
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
-from functorch_zero.step import TrainState, TrainStep, train_step
+from functorch_zero.step.loss import Aux
+from functorch_zero.step.state import TrainState
+from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.tree import named_leaves
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
 from tests.models import ZOO, even, split

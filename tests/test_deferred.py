@@ -16,7 +16,7 @@ from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.model.deferred_init import deferred
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
-from functorch_zero.step import train_step
+from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, ConvNet
 from tests.test_memory import LiveBytes
 

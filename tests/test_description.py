@@ -15,7 +15,7 @@ from functorch_zero.errors import DonatedError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.precision import Precision
 from functorch_zero.shard import shard
-from functorch_zero.step import train_step
+from functorch_zero.step.train import train_step
 from functorch_zero.testing import models
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -16,7 +16,7 @@ import torch
 
 from functorch_zero import optim
 from functorch_zero.groups import run_ranks
-from functorch_zero.step import train_step
+from functorch_zero.step.train import train_step
 from tests.compare import (
     Run,
     assert_equal_updates,

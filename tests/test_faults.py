@@ -27,7 +27,7 @@ from functorch_zero.groups.mesh import HybridGroup
 from functorch_zero.groups.single import Solo
 from functorch_zero.options import failing_together
 from functorch_zero.shard import shard
-from functorch_zero.step import train_step
+from functorch_zero.step.train import train_step
 from tests.collectives import check_all
 from tests.compare import train
 from tests.faults import SOON, Trigger, outcome, survivors

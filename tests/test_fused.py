@@ -6,7 +6,7 @@ import torch
 from functorch_zero import optim
 from functorch_zero.groups.single import Solo
 from functorch_zero.shard import shard
-from functorch_zero.step import train_step
+from functorch_zero.step.train import train_step
 
 
 def loss_fn(params, buffers, batch):

@@ -19,7 +19,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.handshake import agree, first_difference
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
-from functorch_zero.step import train_step
+from functorch_zero.step.train import train_step
 from functorch_zero.tree import content_digests
 from tests.tiers import drawn
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from functorch_zero import optim
 from functorch_zero.groups import run_ranks
-from functorch_zero.losses import Aux
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.step import train_step
+from functorch_zero.step.loss import Aux
+from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
 

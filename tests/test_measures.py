@@ -13,11 +13,11 @@ from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, StructureError
-from functorch_zero.evaluation import eval_step
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
-from functorch_zero.losses import Aux
 from functorch_zero.shard import shard
-from functorch_zero.step import train_step
+from functorch_zero.step.evaluate import eval_step
+from functorch_zero.step.loss import Aux
+from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.oracle import split
 

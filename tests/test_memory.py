@@ -16,7 +16,7 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
-from functorch_zero.step import train_step
+from functorch_zero.step.train import train_step
 
 WIDTH, DEPTH, ROWS = 64, 12, 2
 UNIT = WIDTH * WIDTH * 8  # bytes of a block; activations are a hundredth of it

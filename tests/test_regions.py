@@ -13,12 +13,12 @@ from torch.func import grad, vmap
 
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
-from functorch_zero.losses import Aux
 from functorch_zero.model.compile import check_options
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.optim.kernels.compiled import _can_compile
 from functorch_zero.shard import shard
-from functorch_zero.step import train_step
+from functorch_zero.step.loss import Aux
+from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import Block
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_by_rank, train_sharded

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from functorch_zero import optim
 from functorch_zero.errors import DonatedError, GroupError, StructureError, TransformError
-from functorch_zero.evaluation import EvalStep, eval_step
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.single import Solo
-from functorch_zero.losses import Aux
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import ShardedTrainStep, shard
-from functorch_zero.step import train_step
+from functorch_zero.step.evaluate import EvalStep, eval_step
+from functorch_zero.step.loss import Aux
+from functorch_zero.step.train import train_step
 from tests.compare import Run, assert_close, assert_equal_updates, train, train_by_rank, train_sharded
 from tests.models import ZOO, Batch, even, split, uneven
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
-from functorch_zero.evaluation import eval_step
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.single import Solo
-from functorch_zero.losses import Aux, as_metric
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.shard import shard
-from functorch_zero.step import TrainState, train_step
+from functorch_zero.step.evaluate import eval_step
+from functorch_zero.step.loss import Aux, as_metric
+from functorch_zero.step.state import TrainState
+from functorch_zero.step.train import train_step
 from functorch_zero.tree import named_leaves
 from tests.compare import train
 from tests.models import MLP, ZOO

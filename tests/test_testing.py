@@ -19,7 +19,6 @@ from torch import Tensor
 import functorch_zero.testing.sharded as sharded_module
 from functorch_zero import optim, testing
 from functorch_zero.errors import StructureError, TransformError
-from functorch_zero.losses import Aux
 from functorch_zero.optim.base import (
     Transform,
     init_empty,
@@ -29,7 +28,8 @@ from functorch_zero.optim.base import (
     with_whole_tree,
 )
 from functorch_zero.shard import ShardedTrainStep
-from functorch_zero.step import train_step
+from functorch_zero.step.loss import Aux
+from functorch_zero.step.train import train_step
 from functorch_zero.testing import (
     Equality,
     assert_equal_updates,

@@ -20,7 +20,7 @@ from functorch_zero.optim.transforms import matrix_roots
 from functorch_zero.shard import shard
 from functorch_zero.sharded import Sharded
 from functorch_zero.state_plan import plan_state
-from functorch_zero.step import train_step
+from functorch_zero.step.train import train_step
 
 from .reference import (
     HOSTILE,

@@ -6,7 +6,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..step import TrainState
+from ..step.state import TrainState
 
 
 def blank_state(like: TrainState, *, reuse: bool) -> TrainState:

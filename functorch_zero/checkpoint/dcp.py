@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ..groups.dcp import list_tensors, read_tensor, write_tensors
-from ..step import TrainState
+from ..step.state import TrainState
 from .catalogue import chosen
 from .exporting import Aliases, PathLike, aliases_of, named_leaves_in, read_leaf
 from .folders import Temporary

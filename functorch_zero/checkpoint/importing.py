@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import StructureError
 from ..shard import ShardedTrainStep
-from ..step import TrainState, TrainStep, optimizer_view
+from ..step.state import TrainState
+from ..step.train import TrainStep, optimizer_view
 from .agreement import together
 from .blank import blank_state
 from .container import INTACT, read_header, strict_json

@@ -24,7 +24,8 @@ from ..layout.levels import level_of
 from ..options import sharding_of
 from ..shard import ShardedTrainStep
 from ..state_plan import StateLeaf
-from ..step import TrainState, TrainStep
+from ..step.state import TrainState
+from ..step.train import TrainStep
 from ..tree import paths
 
 Step = TrainStep | ShardedTrainStep

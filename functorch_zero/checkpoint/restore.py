@@ -13,7 +13,7 @@ import torch
 
 from ..errors import MismatchError, StructureError
 from ..shard import ShardedTrainStep
-from ..step import TrainState
+from ..step.state import TrainState
 from ..tree import paths
 from .agreement import together
 from .blank import blank_state, in_order

@@ -17,7 +17,7 @@ from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.single import Solo
 from ..shard import ShardedTrainStep
-from ..step import TrainState
+from ..step.state import TrainState
 from .commit import SaveJob
 from .places import Step, group_of
 from .snapshot import Progress, Snapshot, snapshot_of

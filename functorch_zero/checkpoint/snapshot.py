@@ -12,7 +12,8 @@ import torch
 from ..model.lazy_param import versions_of
 from ..optim.base import describe
 from ..shard import ShardedTrainStep
-from ..step import TrainState, TrainStep
+from ..step.state import TrainState
+from ..step.train import TrainStep
 from .errors import CheckpointError
 from .places import Contents, Part, Step, contents_of, group_of, parts_to_save
 

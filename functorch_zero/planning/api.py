@@ -19,13 +19,13 @@ from ..errors import StructureError, TransformError
 from ..layout.build import make_layout
 from ..layout.layout import Layout, Unit
 from ..layout.levels import LevelRule, Levels
-from ..losses import Aux, LossFn
 from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
 from ..options import AccumulateIn, CutStateOver, Options, check_accumulate_in
-from ..step import TrainStep, mark_trainable
+from ..step.loss import Aux, LossFn
+from ..step.train import TrainStep, mark_trainable
 from ..tree import storage_id
 from .balance import balance_of
 from .imagined import ImaginedStep

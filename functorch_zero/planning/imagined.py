@@ -18,10 +18,11 @@ from .. import reports
 from ..layout.flat_buffers import Pieces, flats_of
 from ..layout.layout import Layout
 from ..layout.levels import level_of
-from ..losses import Aux, LossFn, Outcome
 from ..options import Options
 from ..shard import ShardedTrainStep
-from ..step import TrainState, TrainStep
+from ..step.loss import Aux, LossFn, Outcome
+from ..step.state import TrainState
+from ..step.train import TrainStep
 from .live import LiveBytes
 from .recording import Noted, Recorder
 from .records import Collective, Sample

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..layout.layout import Layout, LeafSpec, Unit
-from ..losses import LossFn
 from ..model.lazy_param import Handle
+from ..step.loss import LossFn
 
 
 def one_leaf_a_bucket(layout: Layout) -> Layout:

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..losses import Aux
 from ..model.functionalize import functionalize
 from ..model.units import Units
 from ..optim.base import Transform
 from ..params import Params
-from ..step import TrainStep, train_step
+from ..step.loss import Aux
+from ..step.train import TrainStep, train_step
 
 Batch = dict[str, Tensor]
 

@@ -10,8 +10,9 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..losses import Metrics, Outcome, as_metric
-from ..step import TrainState, TrainStep
+from ..step.loss import Metrics, Outcome, as_metric
+from ..step.state import TrainState
+from ..step.train import TrainStep
 from ..tree import PyTree
 
 JITTER = 16  # last places of a leaf's largest gradient, about what sums in another order differ by

@@ -18,7 +18,8 @@ from ..groups import HybridGroup, run_ranks
 from ..groups.protocol import Group
 from ..layout.levels import LevelRule
 from ..shard import shard
-from ..step import TrainState, TrainStep
+from ..step.state import TrainState
+from ..step.train import TrainStep
 from ..tree import PyTree, paths
 from .compare import Equality, Grade, ProvesNothing, apart, assert_equal_updates, assert_equal_values, is_visible
 from .oracle import Run, Start, Step, run_in_parts, run_whole, split

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .errors import NonFiniteError
+from ..errors import NonFiniteError
 
 NonFinite = Literal["raise", "skip", "pass"]
 

@@ -10,11 +10,13 @@ import optree
 import torch
 from torch import Tensor
 
-from .errors import StructureError
-from .losses import Aux, Metrics, as_metric, if_weighty
-from .model.casting import Seen
-from .step import TrainState, optimizer_view, replayed
-from .tree import PyTree, merge, same_structure
+from ..errors import StructureError
+from ..model.casting import Seen
+from ..tree import PyTree, merge, same_structure
+from .loss import Aux, Metrics, as_metric, if_weighty
+from .rng import replayed
+from .state import TrainState
+from .train import optimizer_view
 
 
 @dataclass(frozen=True)

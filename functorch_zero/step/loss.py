@@ -12,8 +12,8 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .errors import StructureError, explain
-from .tree import PyTree, paths, same_structure
+from ..errors import StructureError, explain
+from ..tree import PyTree, paths, same_structure
 
 
 @dataclass(frozen=True)

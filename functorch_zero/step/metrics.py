@@ -10,9 +10,9 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .optim.across import Across, sum_dtype, total_of
-from .optim.states import state_metrics
-from .tree import PyTree
+from ..optim.across import Across, sum_dtype, total_of
+from ..optim.states import state_metrics
+from ..tree import PyTree
 
 NORMS = ("grad_norm", "update_norm", "param_norm")
 

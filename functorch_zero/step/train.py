@@ -6,23 +6,27 @@ rank's pieces (params at level 3 only), and `sharding` says how they are cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from optree import tree_map
 from torch import Tensor
 
-from .description import Description, describe_state
-from .errors import StructureError, explain
-from .finite import Finite, FinitePolicy, LossScale, NonFinite, all_finite, not_finite, refusal
-from .layout.build import make_layout
-from .layout.layout import Cut
-from .layout.sharding import Sharding
-from .losses import (
+from ..description import Description, describe_state
+from ..errors import StructureError, explain
+from ..layout.build import make_layout
+from ..layout.layout import Cut
+from ..model.casting import Seen
+from ..model.deferred_init import Deferred
+from ..model.lazy_param import check_unchanged, versions_of
+from ..optim.across import Across, Local
+from ..optim.base import Transform
+from ..state_plan import plan_state
+from ..tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select
+from .loss import (
     LossFn,
     Metrics,
     Outcome,
@@ -34,28 +38,12 @@ from .losses import (
     micro_batches,
     weighted_mean,
 )
-from .measures import Measures, check_names, check_reported
-from .model.casting import Seen
-from .model.deferred_init import Deferred
-from .model.lazy_param import check_unchanged, versions_of
-from .optim.across import Across, Local
-from .optim.base import Transform
-from .state_plan import plan_state
-from .tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select
+from .metrics import Measures, check_names, check_reported
+from .nonfinite import FinitePolicy, LossScale, NonFinite, all_finite, not_finite, refusal
+from .rng import replayed
+from .state import TrainState, check_state
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
-
-
-class TrainState(NamedTuple):
-    """Everything a training run carries from one step to the next."""
-
-    step: Tensor  # 0-d int64, on the CPU
-    params: PyTree[Tensor]  # whole; at level 3 this rank's pieces
-    buffers: PyTree[Tensor]  # whole, on every rank
-    opt_state: Any  # at levels 1 to 3 in pieces where it follows a param
-    seed: Tensor | None  # 0-d int64, on the CPU; None: the global random state is used as it is
-    sharding: Sharding | None = None  # how it is cut; None: it isn't
-    finite: Finite | None = None  # steps skipped, and the loss scale; None: nothing is skipped
 
 
 @dataclass(frozen=True)
@@ -238,14 +226,6 @@ def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
     return metrics | measured
 
 
-def check_state(state: Any) -> None:
-    """Refuse what is no state."""
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"a step takes (state, batch), and a state is what step.init made; got a {type(state).__name__}"
-        )
-
-
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
     """The same leaves, with `requires_grad` saying which are trained."""
     leaves = optree.tree_leaves(params)
@@ -280,25 +260,3 @@ def optimizer_view(params: PyTree[Tensor]) -> tuple[PyTree[Tensor], Across]:
     """The trained leaves, detached, and the questions about them."""
     view = select(tree_map(torch.detach, params), trained(params))
     return view, Local(view)
-
-
-@contextmanager
-def replayed(seed: Tensor | None, step: Tensor, rank: int, device: torch.device, micro: int = 0) -> Iterator[None]:
-    """Random numbers as a function of (seed, step, rank, micro-batch); the global state is as before afterwards."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(_mix(int(seed), int(step), rank, micro))
-        yield
-
-
-def _mix(*numbers: int) -> int:
-    """One 63-bit seed of several numbers (splitmix64's finaliser, after each)."""
-    mixed = 0
-    for number in numbers:
-        mixed = (mixed + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        mixed ^= mixed >> 31
-    return mixed >> 1

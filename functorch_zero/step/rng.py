@@ -1,0 +1,31 @@
+"""Random numbers of a step, as a function of seed, step, rank and micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def replayed(seed: Tensor | None, step: Tensor, rank: int, device: torch.device, micro: int = 0) -> Iterator[None]:
+    """Random numbers as a function of (seed, step, rank, micro-batch); the global state is as before afterwards."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(_mix(int(seed), int(step), rank, micro))
+        yield
+
+
+def _mix(*numbers: int) -> int:
+    """One 63-bit seed of several numbers (splitmix64's finaliser, after each)."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        mixed ^= mixed >> 31
+    return mixed >> 1

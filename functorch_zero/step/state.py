@@ -1,0 +1,31 @@
+"""`TrainState`: all that a training run carries from one step to the next."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..layout.sharding import Sharding
+from ..tree import PyTree
+from .nonfinite import Finite
+
+
+class TrainState(NamedTuple):
+    """Everything a training run carries from one step to the next."""
+
+    step: Tensor  # 0-d int64, on the CPU
+    params: PyTree[Tensor]  # whole; at level 3 this rank's pieces
+    buffers: PyTree[Tensor]  # whole, on every rank
+    opt_state: Any  # at levels 1 to 3 in pieces where it follows a param
+    seed: Tensor | None  # 0-d int64, on the CPU; None: the global random state is used as it is
+    sharding: Sharding | None = None  # how it is cut; None: it isn't
+    finite: Finite | None = None  # steps skipped, and the loss scale; None: nothing is skipped
+
+
+def check_state(state: Any) -> None:
+    """Refuse what is no state."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"a step takes (state, batch), and a state is what step.init made; got a {type(state).__name__}"
+        )
