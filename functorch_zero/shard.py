@@ -38,9 +38,10 @@ from .options import (
 )
 from .prepared import Prepared
 from .profiling import ranged
+from .runtime.reduce import Sink
+from .runtime.unit import Pass
 from .sharded_evaluation import ShardedEvalStep
 from .shares import in_range, shares_of, to_means
-from .sinks import Sink
 from .state_layout import gather_state, lay_out_state, scatter_state
 from .state_plan import StatePlan
 from .step.evaluate import EvalStep
@@ -52,7 +53,6 @@ from .step.state import TrainState
 from .step.train import TrainStep, mark_trainable, with_measured
 from .step_params import make_sink, make_sources, publish
 from .tree import PyTree, content_digests, paths, select
-from .unit import Pass
 from .version import __version__
 from .watches import Watches
 

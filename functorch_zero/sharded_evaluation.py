@@ -11,12 +11,12 @@ from .groups import labelled
 from .groups.protocol import Group
 from .layout.flat_buffers import flats_of, pieces_of
 from .options import Options, check_batch, sharding_of, told
+from .runtime.unit import Pass
 from .step.evaluate import EvalStep, call_eval
 from .step.loss import Metrics
 from .step.rng import replayed
 from .step.state import TrainState
 from .step_params import evaluated, make_sources
-from .unit import Pass
 
 
 class ShardedEvalStep:

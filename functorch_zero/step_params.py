@@ -15,8 +15,8 @@ from .layout.flat_buffers import _own, by_bucket, cut, flat_of_pieces, flats_of,
 from .layout.layout import Bucket, Layout
 from .layout.levels import level_of
 from .options import AccumulateIn
-from .sinks import Accumulating, Reducer, Sink, Streaming
-from .sources import Gathered, Resident, Source
+from .runtime.reduce import Accumulating, Reducer, Sink, Streaming
+from .runtime.unshard import Gathered, Resident, Source
 from .tree import PyTree, storage_id
 
 

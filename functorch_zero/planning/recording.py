@@ -11,7 +11,7 @@ from ..groups.debug import LabelledGroup
 from ..groups.mesh import Axes, axes_of
 from ..groups.protocol import Done, ReduceOp, Work
 from ..options import check_cut_state_over
-from ..sources import Source
+from ..runtime.unshard import Source
 from ..tree import has_values
 from .records import Collective
 

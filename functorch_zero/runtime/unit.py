@@ -22,14 +22,14 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from .layout.flat_buffers import is_flat, pack
-from .layout.layout import Content, Layout, Unit
-from .model.lazy_param import check_unchanged, make_handles, versions_of
-from .profiling import NOTHING
-from .sinks import Entry, Grads, Sink
-from .sources import Source
-from .step.loss import if_weighty
-from .tree import storage_id
+from ..layout.flat_buffers import is_flat, pack
+from ..layout.layout import Content, Layout, Unit
+from ..model.lazy_param import check_unchanged, make_handles, versions_of
+from ..profiling import NOTHING
+from ..step.loss import if_weighty
+from ..tree import storage_id
+from .reduce import Entry, Grads, Sink
+from .unshard import Source
 
 
 class UnitRun:

@@ -19,11 +19,11 @@ from typing import Protocol
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr as _next_node
 
-from .groups import labelled
-from .groups.mesh import Axes
-from .groups.protocol import Group, Work
-from .layout.layout import Layout
-from .profiling import ranged
+from ..groups import labelled
+from ..groups.mesh import Axes
+from ..groups.protocol import Group, Work
+from ..layout.layout import Layout
+from ..profiling import ranged
 
 Grads = Sequence[Tensor | None]
 Entry = tuple[int, ...]  # () is before all; see Note [where backward is]

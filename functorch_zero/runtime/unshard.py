@@ -9,12 +9,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .groups.protocol import Done, Group, Work
-from .layout.flat_buffers import unpack
-from .layout.layout import Bucket
-from .model.casting import lower
-from .model.lazy_param import check_unchanged, versions_of
-from .profiling import ranged
+from ..groups.protocol import Done, Group, Work
+from ..layout.flat_buffers import unpack
+from ..layout.layout import Bucket
+from ..model.casting import lower
+from ..model.lazy_param import check_unchanged, versions_of
+from ..profiling import ranged
 
 Buckets = Sequence[Bucket]
 _BASE, _DTYPES = map(attrgetter, ("_base", "dtypes"))
