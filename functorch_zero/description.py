@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .layout.layout import Bucket, Layout
 from .precision import short
-from .state_plan import StateLeaf, StatePlan
+from .sharded_optim.state_plan import StateLeaf, StatePlan
 from .tree import PyTree, storage_id
 
 

@@ -11,8 +11,8 @@ from .layout.flat_buffers import Pieces, Recall, flats_of_leaves
 from .layout.layout import Layout
 from .optim.base import split_fused
 from .options import Options
-from .sharded import Sharded
-from .state_plan import StatePlan, plan_state
+from .sharded_optim.across import Sharded
+from .sharded_optim.state_plan import StatePlan, plan_state
 from .step.train import TrainStep
 from .tree import PyTree, same_structure
 

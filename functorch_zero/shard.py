@@ -41,9 +41,9 @@ from .profiling import ranged
 from .runtime.reduce import Sink
 from .runtime.unit import Pass
 from .sharded_evaluation import ShardedEvalStep
+from .sharded_optim.state_plan import StatePlan
 from .shares import in_range, shares_of, to_means
 from .state_layout import gather_state, lay_out_state, scatter_state
-from .state_plan import StatePlan
 from .step.evaluate import EvalStep
 from .step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
 from .step.metrics import Measures, check_reported

@@ -14,7 +14,7 @@ from .groups.protocol import Group
 from .layout.flat_buffers import cut, hold
 from .layout.layout import Layout
 from .layout.sharding import Sharding
-from .state_plan import StateLeaf, StatePlan
+from .sharded_optim.state_plan import StateLeaf, StatePlan
 from .step.state import TrainState
 from .step_params import all_gather_params
 

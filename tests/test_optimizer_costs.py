@@ -18,7 +18,7 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.counting import Call
 from functorch_zero.optim import Needs, Transform
-from functorch_zero.state_plan import StatePlan, plan_state
+from functorch_zero.sharded_optim.state_plan import StatePlan, plan_state
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
 

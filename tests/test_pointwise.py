@@ -11,11 +11,12 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from functorch_zero import bunches, optim
+from functorch_zero import optim
 from functorch_zero.errors import TransformError
 from functorch_zero.optim.across import Local
 from functorch_zero.optim.base import describe
 from functorch_zero.optim.claims.check import check_claims
+from functorch_zero.sharded_optim import pointwise
 from functorch_zero.testing import check_transform
 from functorch_zero.testing.transforms import hostile_params
 from tests.parity.cases import (
@@ -147,7 +148,7 @@ def test_what_is_not_the_same_in_place_is_found() -> None:
 @pytest.mark.parametrize("chunk", [3, 8])
 def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flat's chunks make the same as the flat. The leaves are small, since a chunk is a few elements here."""
-    monkeypatch.setattr(bunches, "_CHUNK", chunk)
+    monkeypatch.setattr(pointwise, "_CHUNK", chunk)
     params = hostile_params(large=False)
     for transform in (optim.adam(0.1), optim.sgd(0.1, momentum=0.9), optim.lion(0.1, weight_decay=0.2)):
         check_transform(transform, params=params, seeds=(0,))

@@ -14,8 +14,8 @@ from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim.across import Local
-from functorch_zero.sharded import Sharded
-from functorch_zero.state_plan import plan_state
+from functorch_zero.sharded_optim.across import Sharded
+from functorch_zero.sharded_optim.state_plan import plan_state
 
 from .reference import HOSTILE, assert_same, assert_sharded, decay, falling, gradients_for, run, tensors, trajectory
 from .reference import statistics as oracles

@@ -23,7 +23,7 @@ from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..options import sharding_of
 from ..shard import ShardedTrainStep
-from ..state_plan import StateLeaf
+from ..sharded_optim.state_plan import StateLeaf
 from ..step.state import TrainState
 from ..step.train import TrainStep
 from ..tree import paths

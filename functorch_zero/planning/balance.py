@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..layout.layout import Layout
 from ..optim.base import Needs, Transform
-from ..state_plan import EVERYONE, make_planner
+from ..sharded_optim.state_plan import EVERYONE, make_planner
 from .records import Balance, Owned
 
 

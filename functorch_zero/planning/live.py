@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..state_plan import is_placeholder
+from ..sharded_optim.state_plan import is_placeholder
 from ..tree import has_values, storage_id
 from .records import KINDS
 

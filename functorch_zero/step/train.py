@@ -24,7 +24,7 @@ from ..model.deferred_init import Deferred
 from ..model.lazy_param import check_unchanged, versions_of
 from ..optim.across import Across, Local
 from ..optim.base import Transform
-from ..state_plan import plan_state
+from ..sharded_optim.state_plan import plan_state
 from ..tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select
 from .loss import (
     LossFn,

@@ -29,7 +29,7 @@ from functorch_zero.groups.single import Solo
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim.transforms.muon import newton_schulz
-from functorch_zero.sharded import Sharded
+from functorch_zero.sharded_optim.across import Sharded
 
 NUM_MATRICES = 24
 BAR = 0.65

@@ -23,7 +23,7 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.counting import Call
 from functorch_zero.layout.build import make_layout
-from functorch_zero.sharded import Sharded
+from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.tree import named_leaves
 from tests.conformance.gpt import gpt_tree
 

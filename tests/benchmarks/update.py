@@ -23,7 +23,7 @@ from functorch_zero import optim
 from functorch_zero.groups.single import Solo
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
-from functorch_zero.sharded import Sharded
+from functorch_zero.sharded_optim.across import Sharded
 
 NUM_LEAVES = 8
 

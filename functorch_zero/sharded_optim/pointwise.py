@@ -14,12 +14,12 @@ import optree
 import torch
 from torch import Tensor
 
-from .layout.flat_buffers import Recall, cut, flat_of_pieces
-from .layout.layout import Bucket, Layout
-from .optim.across import Pointwise, Tree
-from .optim.base import Transform
+from ..layout.flat_buffers import Recall, cut, flat_of_pieces
+from ..layout.layout import Bucket, Layout
+from ..optim.across import Pointwise, Tree
+from ..optim.base import Transform
+from ..tree import PyTree, has_values, select, storage_id, storages
 from .state_plan import placeholder, plan_of, plan_state
-from .tree import PyTree, has_values, select, storage_id, storages
 
 _CHUNK = 2**17  # elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
 

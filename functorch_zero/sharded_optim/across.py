@@ -11,12 +11,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .bunches import Bunches
-from .errors import TransformError
-from .groups.protocol import Group, ReduceOp
-from .layout.extent import Extent
-from .layout.layout import Layout
-from .optim.across import (
+from ..errors import TransformError
+from ..groups.protocol import Group, ReduceOp
+from ..layout.extent import Extent
+from ..layout.layout import Layout
+from ..optim.across import (
     Dim,
     Owned,
     Pointwise,
@@ -30,11 +29,12 @@ from .optim.across import (
     sum_dtype,
     total_of,
 )
-from .optim.base import Transform
-from .owners import Exchange, batches, run_batch
-from .pieces import reduce_piece, spread_over_piece
+from ..optim.base import Transform
+from ..tree import PyTree, select, storage_id, storages
+from .dim_reductions import reduce_piece, spread_over_piece
+from .pointwise import Bunches
 from .state_plan import EVERYONE, owners_of
-from .tree import PyTree, select, storage_id, storages
+from .whole_leaf import Exchange, batches, run_batch
 
 
 class Sharded:

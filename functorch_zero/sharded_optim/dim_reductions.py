@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .groups.protocol import ReduceOp
-from .layout.extent import Extent
-from .optim.across import sum_dtype, without
+from ..groups.protocol import ReduceOp
+from ..layout.extent import Extent
+from ..optim.across import sum_dtype, without
 
 
 class _Rows(NamedTuple):

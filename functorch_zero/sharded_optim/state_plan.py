@@ -16,11 +16,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .errors import TransformError
-from .layout.extent import Extent
-from .layout.layout import Layout
-from .optim.across import Dim, Local, Owned, Tree, WholeLeaf, dims_of, without
-from .tree import PyTree, select
+from ..errors import TransformError
+from ..layout.extent import Extent
+from ..layout.layout import Layout
+from ..optim.across import Dim, Local, Owned, Tree, WholeLeaf, dims_of, without
+from ..tree import PyTree, select
 
 EVERYONE = -1  # the owner of a leaf that every rank has whole
 

@@ -9,10 +9,10 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .groups.protocol import Group
-from .layout.extent import Extent
-from .layout.layout import Layout
-from .optim.across import WholeLeaf
+from ..groups.protocol import Group
+from ..layout.extent import Extent
+from ..layout.layout import Layout
+from ..optim.across import WholeLeaf
 from .state_plan import EVERYONE
 
 
