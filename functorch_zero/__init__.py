@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from . import optim
-from .broadcast import broadcast
 from .errors import (
     DonatedError,
     GroupError,
@@ -18,11 +17,11 @@ from .groups import CheckedGroup, CountingGroup, Group, HybridGroup, ProcessGrou
 from .model.deferred_init import deferred
 from .model.functionalize import functionalize
 from .model.lazy_param import gather
-from .options import failing_together
 from .params import Params
 from .precision import Precision
-from .rounds import any_rank, rounds
-from .shard import shard
+from .sharded.api import shard
+from .sharded.failures import failing_together
+from .sharded.loop import any_rank, broadcast, rounds
 from .step.evaluate import eval_step
 from .step.loss import Aux
 from .step.nonfinite import LossScale

@@ -13,7 +13,8 @@ from torch import Tensor
 from functorch_zero import checkpoint, optim
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
-from functorch_zero.shard import ShardedTrainStep, shard
+from functorch_zero.sharded.api import shard
+from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.state import TrainState
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.tree import paths

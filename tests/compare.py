@@ -11,7 +11,7 @@ from optree import tree_map
 from torch import Tensor
 
 from functorch_zero.groups.protocol import Group
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import TrainState
 from functorch_zero.step.train import TrainStep
 from functorch_zero.tree import named_leaves

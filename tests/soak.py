@@ -30,7 +30,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.checkpoint import CheckpointError
 from functorch_zero.groups import ProcessGroup, launch
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 

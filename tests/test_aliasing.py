@@ -6,7 +6,7 @@ from optree import tree_map
 
 from functorch_zero import optim
 from functorch_zero.groups import run_ranks
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 

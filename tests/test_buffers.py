@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from functorch_zero import optim
-from functorch_zero.buffers import check_buffer_rule, replaced, sync_buffers
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
+from functorch_zero.sharded.buffers import check_buffer_rule, replaced, sync_buffers
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 

@@ -18,7 +18,7 @@ from functorch_zero.errors import DonatedError, MismatchError, StructureError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.state import TrainState
 from functorch_zero.step.train import TrainStep, train_step

@@ -17,7 +17,7 @@ from functorch_zero.checkpoint import CheckpointError, writer
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.groups.single import Solo
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import TrainState
 from tests.checkpoints import assert_same, load_on, make_step, on_ranks, trained
 from tests.models import ZOO, even, split

@@ -26,7 +26,7 @@ from functorch_zero.groups.protocol import Group
 from functorch_zero.groups.single import Solo
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.params import Params
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import TrainState
 from functorch_zero.step.train import train_step
 from tests.checkpoints import assert_same, leftovers, make_step, on_ranks, save_on, trained

@@ -20,7 +20,7 @@ from functorch_zero.checkpoint.folders import Temporary
 from functorch_zero.errors import GroupError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import TrainState
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
 

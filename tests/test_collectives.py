@@ -24,7 +24,7 @@ from functorch_zero.layout.flat_buffers import (
     unpack,
 )
 from functorch_zero.layout.layout import Layout
-from functorch_zero.step_params import all_gather_tree
+from functorch_zero.sharded.params import all_gather_tree
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -10,7 +10,7 @@ from functorch_zero.groups import launch
 from functorch_zero.groups.single import Solo
 from functorch_zero.model.lazy_param import gather
 from functorch_zero.optim.kernels import compiled
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
 

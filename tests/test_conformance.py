@@ -24,7 +24,7 @@ from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.optim.base import split_fused
 from functorch_zero.optim.claims.check import check_claims, name_of
 from functorch_zero.optim.kernels import compiled
-from functorch_zero.step_params import all_gather_tree
+from functorch_zero.sharded.params import all_gather_tree
 from functorch_zero.testing import Equality, assert_equal_updates, assert_equal_values, check_transform
 from functorch_zero.testing.strategies import known_optimizers
 from tests.conformance.table import TABLE, Row, decay, rate

@@ -15,7 +15,7 @@ from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.model.deferred_init import deferred
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, ConvNet
 from tests.test_memory import LiveBytes

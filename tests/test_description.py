@@ -14,7 +14,7 @@ from functorch_zero import optim
 from functorch_zero.errors import DonatedError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.precision import Precision
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import models
 

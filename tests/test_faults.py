@@ -25,8 +25,8 @@ from functorch_zero.errors import GroupError, PeerError, StructureError
 from functorch_zero.groups import CheckedGroup, LabelledGroup, ProcessGroup, Work, labelled, launch, run_ranks
 from functorch_zero.groups.mesh import HybridGroup
 from functorch_zero.groups.single import Solo
-from functorch_zero.options import failing_together
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
+from functorch_zero.sharded.failures import failing_together
 from functorch_zero.step.train import train_step
 from tests.collectives import check_all
 from tests.compare import train

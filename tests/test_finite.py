@@ -16,7 +16,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import MismatchError, NonFiniteError, StructureError
 from functorch_zero.groups import ProcessGroup, counted, launch, run_ranks
 from functorch_zero.precision import Precision
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.nonfinite import Finite, FinitePolicy, LossScale, all_finite
 from functorch_zero.step.state import TrainState
 from functorch_zero.step.train import train_step

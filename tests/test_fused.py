@@ -5,7 +5,7 @@ import torch
 
 from functorch_zero import optim
 from functorch_zero.groups.single import Solo
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 
 

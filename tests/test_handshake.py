@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from functorch_zero import optim
-from functorch_zero.broadcast import broadcast
 from functorch_zero.errors import MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
-from functorch_zero.handshake import agree, first_difference
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import shard
+from functorch_zero.sharded.agreement import agree, first_difference
+from functorch_zero.sharded.api import shard
+from functorch_zero.sharded.loop import broadcast
 from functorch_zero.step.train import train_step
 from functorch_zero.tree import content_digests
 from tests.tiers import drawn

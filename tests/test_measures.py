@@ -14,7 +14,7 @@ from torch import Tensor
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 
 WIDTH, DEPTH, ROWS = 64, 12, 2

@@ -19,7 +19,7 @@ from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.model.casting import Seen
 from functorch_zero.precision import Dtypes, Precision
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import GPT, Block

@@ -15,7 +15,7 @@ from torch.func import grad, hessian, jvp, vmap
 from functorch_zero import optim
 from functorch_zero.errors import GroupError, MismatchError, PeerError
 from functorch_zero.groups import ProcessGroup, launch
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_by_rank, train_sharded
 from tests.models import MLP, ZOO, Shared, even, rows, uneven

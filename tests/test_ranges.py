@@ -8,7 +8,7 @@ import torch
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 from functorch_zero.profiling import NOTHING, ranged
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.testing import models
 
 

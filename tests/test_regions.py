@@ -16,7 +16,7 @@ from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.model.compile import check_options
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.optim.kernels.compiled import _can_compile
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models

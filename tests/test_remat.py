@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from functorch_zero import optim
 from functorch_zero.groups import CheckedGroup, CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded

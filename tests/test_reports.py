@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.groups import counted, run_ranks
-from functorch_zero.reports import average
+from functorch_zero.sharded.agreement import average
 from tests.tiers import drawn
 
 weights = st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=5)

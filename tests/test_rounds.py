@@ -10,8 +10,8 @@ import torch
 from functorch_zero import optim
 from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
-from functorch_zero.rounds import any_rank, rounds
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
+from functorch_zero.sharded.loop import any_rank, rounds
 from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step

@@ -21,7 +21,8 @@ from functorch_zero.errors import DonatedError, GroupError, StructureError, Tran
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.single import Solo
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import ShardedTrainStep, shard
+from functorch_zero.sharded.api import shard
+from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.evaluate import EvalStep, eval_step
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step

@@ -20,8 +20,8 @@ from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.layout.layout import Layout
 from functorch_zero.optim.across import Local
+from functorch_zero.sharded.params import all_gather_tree
 from functorch_zero.sharded_optim.across import Sharded
-from functorch_zero.step_params import all_gather_tree
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

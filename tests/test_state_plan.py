@@ -13,7 +13,7 @@ from torch import Tensor
 from functorch_zero import optim
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout.build import make_layout
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.sharded_optim.state_plan import StatePlan, assign_owners, plan_state
 from functorch_zero.step.train import train_step
 from tests.tiers import drawn

@@ -17,7 +17,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.single import Solo
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss import Aux, as_metric
 from functorch_zero.step.state import TrainState

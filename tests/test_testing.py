@@ -27,7 +27,7 @@ from functorch_zero.optim.base import (
     with_whole_leaves,
     with_whole_tree,
 )
-from functorch_zero.shard import ShardedTrainStep
+from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import (

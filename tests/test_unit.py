@@ -17,7 +17,7 @@ from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.model.lazy_param import gather
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded

@@ -15,7 +15,7 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, tokens

@@ -17,7 +17,7 @@ from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim import with_whole_leaves
 from functorch_zero.optim.across import Local
 from functorch_zero.optim.transforms import matrix_roots
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.sharded_optim.state_plan import plan_state
 from functorch_zero.step.train import train_step

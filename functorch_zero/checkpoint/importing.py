@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StructureError
-from ..shard import ShardedTrainStep
+from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
 from ..step.train import TrainStep, optimizer_view
 from .agreement import together

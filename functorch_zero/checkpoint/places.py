@@ -21,8 +21,8 @@ from ..groups.protocol import Group
 from ..groups.single import Solo
 from ..layout.layout import Layout
 from ..layout.levels import level_of
-from ..options import sharding_of
-from ..shard import ShardedTrainStep
+from ..sharded.checks import sharding_of
+from ..sharded.train import ShardedTrainStep
 from ..sharded_optim.state_plan import StateLeaf
 from ..step.state import TrainState
 from ..step.train import TrainStep

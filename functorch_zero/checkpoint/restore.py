@@ -12,7 +12,7 @@ import optree
 import torch
 
 from ..errors import MismatchError, StructureError
-from ..shard import ShardedTrainStep
+from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
 from ..tree import paths
 from .agreement import together

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.single import Solo
-from ..shard import ShardedTrainStep
+from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
 from .commit import SaveJob
 from .places import Step, group_of

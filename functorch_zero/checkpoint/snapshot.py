@@ -11,7 +11,7 @@ import torch
 
 from ..model.lazy_param import versions_of
 from ..optim.base import describe
-from ..shard import ShardedTrainStep
+from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
 from ..step.train import TrainStep
 from .errors import CheckpointError

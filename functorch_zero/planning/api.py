@@ -14,7 +14,6 @@ from optree import PyTree, tree_map
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from ..buffers import check_buffer_rule
 from ..errors import StructureError, TransformError
 from ..layout.build import make_layout
 from ..layout.layout import Layout, Unit
@@ -23,7 +22,8 @@ from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
-from ..options import AccumulateIn, CutStateOver, Options, check_accumulate_in
+from ..sharded.buffers import check_buffer_rule
+from ..sharded.options import AccumulateIn, CutStateOver, Options, check_accumulate_in
 from ..step.loss import Aux, LossFn
 from ..step.train import TrainStep, mark_trainable
 from ..tree import storage_id

@@ -14,12 +14,12 @@ from optree import PyTree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .. import reports
 from ..layout.flat_buffers import Pieces, flats_of
 from ..layout.layout import Layout
 from ..layout.levels import level_of
-from ..options import Options
-from ..shard import ShardedTrainStep
+from ..sharded import agreement
+from ..sharded.options import Options
+from ..sharded.train import ShardedTrainStep
 from ..step.loss import Aux, LossFn, Outcome
 from ..step.state import TrainState
 from ..step.train import TrainStep
@@ -109,7 +109,7 @@ class ImaginedStep(ShardedTrainStep):
         self.reduced = sum(flat.nbytes for flat in made[0].values())
         return made
 
-    def _report(self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]) -> reports.Report:
+    def _report(self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]) -> agreement.Report:
         """The same all-reduce, of numbers that are there, and the buffers that were written to."""
         self._enter("metrics")
         before, (after, treedef) = optree.tree_leaves(state.buffers), optree.tree_flatten(outcome.buffers)

@@ -10,8 +10,8 @@ from ..groups.counting import CountedGroup
 from ..groups.debug import LabelledGroup
 from ..groups.mesh import Axes, axes_of
 from ..groups.protocol import Done, ReduceOp, Work
-from ..options import check_cut_state_over
 from ..runtime.unshard import Source
+from ..sharded.options import check_cut_state_over
 from ..tree import has_values
 from .records import Collective
 

@@ -15,7 +15,6 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..description import Description, describe_state
 from ..errors import StructureError, explain
 from ..layout.build import make_layout
 from ..layout.layout import Cut
@@ -24,6 +23,7 @@ from ..model.deferred_init import Deferred
 from ..model.lazy_param import check_unchanged, versions_of
 from ..optim.across import Across, Local
 from ..optim.base import Transform
+from ..sharded.describe import Description, describe_state
 from ..sharded_optim.state_plan import plan_state
 from ..tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select
 from .loss import (

@@ -13,11 +13,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..buffers import BufferRule
 from ..groups import HybridGroup, run_ranks
 from ..groups.protocol import Group
 from ..layout.levels import LevelRule
-from ..shard import shard
+from ..sharded.api import shard
+from ..sharded.buffers import BufferRule
 from ..step.state import TrainState
 from ..step.train import TrainStep
 from ..tree import PyTree, paths

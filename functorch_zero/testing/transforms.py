@@ -20,8 +20,8 @@ from ..layout.flat_buffers import slice_tree
 from ..optim.across import Local, Owned, Pointwise, Tree, WholeLeaf, one_leaf
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
+from ..sharded.params import all_gather_tree
 from ..sharded_optim.across import Sharded
-from ..step_params import all_gather_tree
 from ..tree import PyTree, paths
 from .compare import Equality, Grade, assert_equal_updates, assert_equal_values
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from functorch_zero import checkpoint, launch, optim, train_step
 from functorch_zero.groups import ProcessGroup
-from functorch_zero.shard import shard
+from functorch_zero.sharded.api import shard
 
 LEAVES = 64
 WRITES = ("raw write", "save", "dcp save")

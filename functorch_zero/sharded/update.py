@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from .groups import labelled
-from .layout.flat_buffers import Pieces, Recall, flats_of_leaves
-from .layout.layout import Layout
-from .optim.base import split_fused
+from ..groups import labelled
+from ..layout.flat_buffers import Pieces, Recall, flats_of_leaves
+from ..layout.layout import Layout
+from ..optim.base import split_fused
+from ..sharded_optim.across import Sharded
+from ..sharded_optim.state_plan import StatePlan, plan_state
+from ..step.train import TrainStep
+from ..tree import PyTree, same_structure
 from .options import Options
-from .sharded_optim.across import Sharded
-from .sharded_optim.state_plan import StatePlan, plan_state
-from .step.train import TrainStep
-from .tree import PyTree, same_structure
 
 
 class Prepared:

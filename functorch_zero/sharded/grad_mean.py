@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout.layout import Layout
-from .step.loss import Outcome
-from .step.nonfinite import all_finite
+from ..layout.layout import Layout
+from ..step.loss import Outcome
+from ..step.nonfinite import all_finite
 
 F16_END = 65520.0  # what is not below it is infinite in float16
 

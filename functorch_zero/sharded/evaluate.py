@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 
-from . import reports
-from .groups import labelled
-from .groups.protocol import Group
-from .layout.flat_buffers import flats_of, pieces_of
-from .options import Options, check_batch, sharding_of, told
-from .runtime.unit import Pass
-from .step.evaluate import EvalStep, call_eval
-from .step.loss import Metrics
-from .step.rng import replayed
-from .step.state import TrainState
-from .step_params import evaluated, make_sources
+from ..groups import labelled
+from ..groups.protocol import Group
+from ..layout.flat_buffers import flats_of, pieces_of
+from ..runtime.unit import Pass
+from ..step.evaluate import EvalStep, call_eval
+from ..step.loss import Metrics
+from ..step.rng import replayed
+from ..step.state import TrainState
+from . import agreement
+from .checks import check_batch, sharding_of
+from .failures import told
+from .options import Options
+from .params import evaluated, make_sources
 
 
 class ShardedEvalStep:
@@ -50,6 +52,6 @@ class ShardedEvalStep:
             with replayed(state.seed, state.step, self.group.rank, flats[0].device):
                 metrics, weight = call_eval(self.unsharded.fn, run.handles(), state.buffers, batch)
             run.finish()
-            report = reports.average(metrics, weight, labelled(self.group, "evaluation/metrics"), log)
+            report = agreement.average(metrics, weight, labelled(self.group, "evaluation/metrics"), log)
             self._trace = run.trace
             return report.metrics

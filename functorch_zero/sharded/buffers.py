@@ -10,8 +10,8 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .groups.protocol import Group
-from .tree import PyTree, storage_id
+from ..groups.protocol import Group
+from ..tree import PyTree, storage_id
 
 BufferRule = Literal["mean", "rank0", "local"]
 

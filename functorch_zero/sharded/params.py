@@ -8,16 +8,16 @@ import optree
 import torch
 from torch import Tensor
 
-from .groups import labelled
-from .groups.mesh import Axes
-from .groups.protocol import Group, Work
-from .layout.flat_buffers import _own, by_bucket, cut, flat_of_pieces, flats_of, to_tree, unpack
-from .layout.layout import Bucket, Layout
-from .layout.levels import level_of
+from ..groups import labelled
+from ..groups.mesh import Axes
+from ..groups.protocol import Group, Work
+from ..layout.flat_buffers import _own, by_bucket, cut, flat_of_pieces, flats_of, to_tree, unpack
+from ..layout.layout import Bucket, Layout
+from ..layout.levels import level_of
+from ..runtime.reduce import Accumulating, Reducer, Sink, Streaming
+from ..runtime.unshard import Gathered, Resident, Source
+from ..tree import PyTree, storage_id
 from .options import AccumulateIn
-from .runtime.reduce import Accumulating, Reducer, Sink, Streaming
-from .runtime.unshard import Gathered, Resident, Source
-from .tree import PyTree, storage_id
 
 
 def all_gather_params(params: PyTree[Tensor], layout: Layout, axes: Axes) -> PyTree[Tensor]:

@@ -9,14 +9,14 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .groups.mesh import Axes
-from .groups.protocol import Group
-from .layout.flat_buffers import cut, hold
-from .layout.layout import Layout
-from .layout.sharding import Sharding
-from .sharded_optim.state_plan import StateLeaf, StatePlan
-from .step.state import TrainState
-from .step_params import all_gather_params
+from ..groups.mesh import Axes
+from ..groups.protocol import Group
+from ..layout.flat_buffers import cut, hold
+from ..layout.layout import Layout
+from ..layout.sharding import Sharding
+from ..sharded_optim.state_plan import StateLeaf, StatePlan
+from ..step.state import TrainState
+from .params import all_gather_params
 
 
 def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) -> Any:

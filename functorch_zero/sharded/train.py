@@ -3,58 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Required, TypedDict, Unpack, overload
+from typing import Any
 
 import optree
 import torch
 from optree import tree_map
 from torch import Tensor
 
-from . import reports
-from .buffers import BufferRule, apart, check_buffer_rule, replaced, sync_buffers
-from .description import Description, describe_state
-from .errors import StructureError
-from .groups import as_group, labelled
-from .groups.mesh import axes_of
-from .groups.protocol import Group
-from .handshake import agree
-from .layout.build import make_layout
-from .layout.flat_buffers import flats_of, grads_of, hold, pieces_of
-from .layout.layout import Layout
-from .layout.levels import LevelRule, Levels
-from .model.deferred_init import Deferred
-from .optim.base import describe
-from .optim.claims.check import check_claims
-from .options import (
-    AccumulateIn,
-    CutStateOver,
-    Options,
-    check_accumulate_in,
-    check_batch,
-    check_cut_state_over,
-    check_not_empty,
-    sharding_of,
-    told,
-)
-from .prepared import Prepared
-from .profiling import ranged
-from .runtime.reduce import Sink
-from .runtime.unit import Pass
-from .sharded_evaluation import ShardedEvalStep
-from .sharded_optim.state_plan import StatePlan
-from .shares import in_range, shares_of, to_means
-from .state_layout import gather_state, lay_out_state, scatter_state
-from .step.evaluate import EvalStep
-from .step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
-from .step.metrics import Measures, check_reported
-from .step.nonfinite import all_finite
-from .step.rng import replayed
-from .step.state import TrainState
-from .step.train import TrainStep, mark_trainable, with_measured
-from .step_params import make_sink, make_sources, publish
-from .tree import PyTree, content_digests, paths, select
-from .version import __version__
-from .watches import Watches
+from ..errors import StructureError
+from ..groups import labelled
+from ..groups.protocol import Group
+from ..layout.build import make_layout
+from ..layout.flat_buffers import flats_of, grads_of, hold, pieces_of
+from ..layout.layout import Layout
+from ..model.deferred_init import Deferred
+from ..optim.base import describe
+from ..optim.claims.check import check_claims
+from ..profiling import ranged
+from ..runtime.reduce import Sink
+from ..runtime.unit import Pass
+from ..sharded_optim.state_plan import StatePlan
+from ..step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
+from ..step.metrics import Measures, check_reported
+from ..step.nonfinite import all_finite
+from ..step.rng import replayed
+from ..step.state import TrainState
+from ..step.train import TrainStep, mark_trainable, with_measured
+from ..tree import PyTree, content_digests, paths, select
+from ..version import __version__
+from . import agreement
+from .agreement import agree
+from .background import Watches
+from .buffers import apart, replaced, sync_buffers
+from .checks import check_batch, check_not_empty, sharding_of
+from .describe import Description, describe_state
+from .failures import told
+from .grad_mean import in_range, shares_of, to_means
+from .options import Options
+from .params import make_sink, make_sources, publish
+from .state import gather_state, lay_out_state, scatter_state
+from .update import Prepared
 
 
 class ShardedTrainStep:
@@ -147,7 +135,7 @@ class ShardedTrainStep:
             fine = not policy.looks or (not changed.pop() and all_finite([metrics["loss"]]))
             finite = policy.next(state.finite, fine=fine)
             if not fine and policy.nonfinite == "raise":
-                reports.refuse(int(state.step), outcome.loss, reduced, layout, self._rank, self.group)
+                agreement.refuse(int(state.step), outcome.loss, reduced, layout, self._rank, self.group)
             with torch.no_grad():
                 to_means(reduced, None if outcome.weight is None else total, policy.scale(state.finite))
                 group, buffers = labelled(self.group, "step/buffers"), state.buffers
@@ -257,11 +245,11 @@ class ShardedTrainStep:
         metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
         return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
 
-    def _report(self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]) -> reports.Report:
+    def _report(self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]) -> agreement.Report:
         """What all ranks know after backward: metrics, the sum of weights, which buffers any changed, and `more`."""
         flags = [*replaced(state.buffers, outcome.buffers), *more, self.watches.failed()]
         seen = {"loss": outcome.loss, **outcome.metrics}
-        report = reports.average(seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags)
+        report = agreement.average(seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags)
         self.watches.raise_if(report.flags.pop())
         return report
 
@@ -313,71 +301,6 @@ class ShardedTrainStep:
             "values of buffers": {} if o.buffers == "local" else content_digests(buffers),
             "seed": seed,
         }
-
-
-class _Options(TypedDict, total=False):
-    """The arguments of `shard`."""
-
-    level: Required[LevelRule]
-    group: Any
-    donate: bool
-    buffers: BufferRule
-    reshard_after_forward: bool
-    accumulate_in: AccumulateIn | None
-    cut_state_over: CutStateOver
-
-
-@overload
-def shard(step: TrainStep, **options: Unpack[_Options]) -> ShardedTrainStep: ...
-@overload
-def shard(step: EvalStep, **options: Unpack[_Options]) -> ShardedEvalStep: ...
-def shard(
-    step: TrainStep | EvalStep,
-    *,
-    level: LevelRule,
-    group: Any = None,
-    donate: bool = True,
-    buffers: BufferRule = "mean",
-    reshard_after_forward: bool = True,
-    accumulate_in: AccumulateIn | None = None,
-    cut_state_over: CutStateOver = "shard",
-) -> ShardedTrainStep | ShardedEvalStep:
-    """The same step for the ranks of a group: it returns what the unsharded step returns, or says why it can't.
-
-    Args:
-        step: made by `train_step` or `eval_step`.
-        level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too; 3 or "fsdp",
-            params too. Or levels by leaf: a mapping from patterns of paths, `{"": 3, "*.adapter": 1}`, of which the
-            innermost that names a leaf or a tree around it counts; or a function `(path, leaf) -> level`.
-        group: a `Group`, a torch process group, a DeviceMesh, or None for torch's default group. A `HybridGroup`, or a
-            mesh of two dims (replicate, shard), keeps pieces inside the shard axis and copies along the other.
-        donate: the step may reuse the storage of the state it is given, which can't be used again then.
-        buffers: what becomes of buffers that ranks have changed differently: their mean (integers: of the first that
-            counts), rank 0's, or each rank keeps its own. Where a batch weighs 0 they stay as they are, and don't count
-            in the mean.
-        reshard_after_forward: at level 3, free a unit's params after forward and gather them again in backward
-            (least memory), or keep them (least traffic).
-        accumulate_in: with `train_step(accumulate=k)`, what gradients add up in over the micro-batches: "pieces", each
-            reduced at once (least memory: S/N), or "whole", reduced once a step (least traffic). None: the level's
-            own, pieces at levels 2 and 3, whole at 0 and 1, which have no pieces to offer.
-        cut_state_over: with a group of two axes, "shard": each replica has all of the optimizer's state, or "both": it
-            is cut over the replicas, too, which then also share the optimizer's work.
-
-    Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2; level 3: at most 3, 2
-    when not resharding. After Rajbhandari et al., "ZeRO" (2020).
-    """
-    if not isinstance(step, TrainStep | EvalStep):
-        raise TypeError(f"shard takes what train_step or eval_step made, got {type(step).__name__}")
-    levels = Levels(level)
-    options = Options(
-        levels,
-        axes_of(as_group(group), both=check_cut_state_over(cut_state_over) == "both"),
-        donate,
-        check_buffer_rule(buffers),
-        reshard_after_forward,
-        check_accumulate_in(accumulate_in, levels),
-    )
-    return ShardedTrainStep(step, options) if isinstance(step, TrainStep) else ShardedEvalStep(step, options)
 
 
 class Made:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .errors import PeerError
+from ..errors import PeerError
 
 
 class Watch(Protocol):

@@ -9,10 +9,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .layout.layout import Bucket, Layout
-from .precision import short
-from .sharded_optim.state_plan import StateLeaf, StatePlan
-from .tree import PyTree, storage_id
+from ..layout.layout import Bucket, Layout
+from ..precision import short
+from ..sharded_optim.state_plan import StateLeaf, StatePlan
+from ..tree import PyTree, storage_id
 
 
 class Row(NamedTuple):

@@ -1,0 +1,67 @@
+"""Batches and states that a sharded step refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..layout.sharding import Sharding
+from ..step.state import TrainState, check_state
+from ..tree import paths
+from .options import Options, Place
+
+
+def check_batch(batch: Any, device: torch.device, rank: int) -> None:
+    """Refuse a batch on another kind of device than the params; single numbers may be anywhere."""
+    for n, leaf in enumerate(optree.tree_leaves(batch)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type != device.type:
+            raise StructureError(
+                explain(
+                    "the batch is on the wrong device",
+                    path=paths(batch)[n],
+                    expected=device,
+                    got=leaf.device,
+                    rank=rank,
+                    remedy="move it with tree_map(lambda x: x.to(device), batch)",
+                )
+            )
+
+
+def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, rank: int) -> None:
+    """Refuse a loss that is the mean of nothing, NaN, and would count as much as the others'."""
+    if weight is not None:
+        return
+    for n, leaf in enumerate(optree.tree_leaves(batch)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and not len(leaf) and bool(loss.isnan()):
+            what, path = "the batch is empty, and its loss NaN", paths(batch)[n]
+            remedy = "give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts for nothing"
+            raise StructureError(explain(what, path=path, rank=rank, remedy=remedy))
+
+
+def sharding_of(state: TrainState, options: Options) -> Sharding:
+    """How a state is cut, which must be as these options cut."""
+    check_state(state)
+    sharding = state.sharding
+    if sharding is None:
+        raise StructureError("a sharded step was given a whole state. Remedy: `step.scatter(state)` first")
+    got = Place(sharding.level, sharding.layout.num_ranks, sharding.rank, sharding.mesh)
+    if got != options.place:
+        raise StructureError(
+            explain(
+                "the state was sharded for another level, group or rank",
+                expected=options.place,
+                got=got,
+                rank=options.group.rank,
+                remedy="gather it with the step that made it, then scatter it with this one",
+            )
+        )
+    if optree.tree_structure(state.params) != sharding.layout.treedef:
+        remedy = "replace leaves by tree_map, which keeps the tree: in a dict they have another order"
+        what = "state.params have another tree structure than those of `init`"
+        kind = type(state.params).__name__
+        raise StructureError(explain(what, got=f"a {kind}", rank=options.group.rank, remedy=remedy))
+    return sharding

@@ -1,0 +1,87 @@
+"""What `shard` was asked for, what its steps refuse, and how the other ranks hear of a failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+from ..groups.mesh import Axes
+from ..groups.protocol import Group
+from ..layout.layout import Cut, Layout
+from ..layout.levels import Levels
+from ..layout.sharding import Sharding
+from .buffers import BufferRule
+
+
+class Place(NamedTuple):
+    """Where a rank's part of a state lies; as in `Sharding`."""
+
+    level: int | None
+    num_pieces: int
+    rank: int
+    mesh: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        level = "several levels" if self.level is None else f"level {self.level}"
+        replicas, ranks, number = self.mesh
+        mesh = f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}" if replicas > 1 else ""
+        return f"{level}, {self.num_pieces} ranks, rank {self.rank}{mesh}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `shard` was asked for."""
+
+    levels: Levels
+    axes: Axes
+    donate: bool
+    buffers: BufferRule
+    reshard_after_forward: bool
+    accumulate_in: AccumulateIn | None = None
+
+    @property
+    def group(self) -> Group:
+        """All ranks."""
+        return self.axes.world
+
+    @cached_property
+    def place(self) -> Place:
+        """Where this rank's part of a state lies."""
+        axes = self.axes
+        mesh = axes.replicate.size, axes.shard.size, axes.number
+        return Place(self.levels.number, axes.optimizer.size, self.group.rank, mesh)
+
+    def sharding(self, layout: Layout) -> Sharding:
+        """What a state that is cut so says of itself."""
+        return Sharding(layout, self.place.level, self.place.rank, self.place.mesh)
+
+    def cut_of(self, path: str, leaf: Any) -> Cut:
+        """How a leaf is cut."""
+        replicate = self.axes.replicate.size if self.axes.both else 1
+        return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
+
+
+AccumulateIn = Literal["pieces", "whole"]
+
+
+CutStateOver = Literal["shard", "both"]
+
+
+def check_accumulate_in(value: Any, levels: Levels) -> AccumulateIn | None:
+    """The choice, if it is one that the level has."""
+    if value not in (None, *get_args(AccumulateIn)):
+        raise ValueError(f"accumulate_in must be one of {get_args(AccumulateIn)} or None, got {value!r}")
+    if value == "pieces" and levels.number in (0, 1):
+        raise ValueError(
+            f"level {levels.number} keeps whole gradients until the update, so they can't add up in pieces. "
+            "Remedy: level 2, which is level 1 with gradients in pieces"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def check_cut_state_over(value: Any) -> CutStateOver:
+    """The choice, if it is one."""
+    if value not in get_args(CutStateOver):
+        raise ValueError(f"cut_state_over must be one of {get_args(CutStateOver)}, got {value!r}")
+    return value  # type: ignore[no-any-return]
