@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .checkpoint import CheckpointError
 from .checkpoint import command as checkpoint
-from .planning import command as plan
+from .planning import cli as plan
 
 COMMANDS = (checkpoint, plan)
 

@@ -13,10 +13,8 @@ import torch
 from functorch_zero import optim, plan
 from functorch_zero.__main__ import main
 from functorch_zero.planning import Plan
-from functorch_zero.planning.gpt import Shape, read_config
-from functorch_zero.planning.picture import figure_of_levels, figure_of_step
-from functorch_zero.planning.records import KINDS
-from functorch_zero.planning.table import bytes_text
+from functorch_zero.planning.decoder import Shape, read_config
+from functorch_zero.planning.report import KINDS, bytes_text, figure_of_levels, figure_of_step
 
 LLAMA = ["plan", "--layers", "32", "--width", "4096", "--vocab", "32000", "--hidden", "11008", "--gated"]
 

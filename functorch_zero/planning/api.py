@@ -27,12 +27,9 @@ from ..sharded.options import AccumulateIn, CutStateOver, Options, check_accumul
 from ..step.loss import Aux, LossFn
 from ..step.train import TrainStep, mark_trainable
 from ..tree import storage_id
-from .balance import balance_of
-from .imagined import ImaginedStep
-from .live import ValueNeeded
-from .recording import Journal, imagined_axes
-from .report import Plan
-from .stand_in import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
+from .live_bytes import ValueNeeded
+from .report import Plan, balance_of
+from .trace import ImaginedStep, Journal, imagined_axes, loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
 
 
 def plan(

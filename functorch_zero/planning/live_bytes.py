@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..sharded_optim.state_plan import is_placeholder
 from ..tree import has_values, storage_id
-from .records import KINDS
+from .report import KINDS
 
 _aten = torch.ops.aten
 _MAKERS = {_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided}

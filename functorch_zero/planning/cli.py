@@ -16,11 +16,8 @@ from .. import optim
 from ..layout.levels import LEVELS
 from ..precision import Precision
 from .api import plan
-from .gpt import Shape, read_config
-from .paper import zero_bytes
-from .picture import draw_levels
-from .report import Plan
-from .table import align, bytes_text
+from .decoder import Shape, read_config
+from .report import Plan, align, bytes_text, draw_levels, zero_bytes
 
 _GB = 1e9
 

@@ -1,0 +1,403 @@
+"""A sharded step on tensors without values: the step itself does what it does on a real rank, and is watched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from optree import PyTree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..groups.counting import CountedGroup
+from ..groups.debug import LabelledGroup
+from ..groups.mesh import Axes, axes_of
+from ..groups.protocol import Done, ReduceOp, Work
+from ..layout.flat_buffers import Pieces, flats_of
+from ..layout.layout import Layout, LeafSpec, Unit
+from ..layout.levels import level_of
+from ..model.lazy_param import Handle
+from ..runtime.unshard import Source
+from ..sharded import agreement
+from ..sharded.options import Options, check_cut_state_over
+from ..sharded.train import ShardedTrainStep
+from ..step.loss import Aux, LossFn, Outcome
+from ..step.state import TrainState
+from ..step.train import TrainStep
+from ..tree import has_values
+from .live_bytes import LiveBytes
+from .report import Collective, Sample
+
+
+class ImaginedStep(ShardedTrainStep):
+    """One step on a rank that is not there.
+
+    Args:
+        step: its loss and optimizer.
+        options: of `shard`, with a `Recorder` for a group.
+        layout: of params and of the optimizer's state.
+        pass_layout: what the loss is run on, of the same units and buckets.
+        fake: the mode of the tensors without values; None: the meta device.
+
+    Attributes:
+        samples: memory from moment to moment, of the step that was run last.
+        reduced: bytes of the gradients that it gave to the optimizer.
+    """
+
+    def __init__(
+        self, step: TrainStep, options: Options, layout: Layout, pass_layout: Layout, fake: FakeTensorMode | None
+    ):
+        super().__init__(replace(step, loss_fn=self._watched(step.loss_fn)), options)
+        assert isinstance(options.group, Recorder)
+        self._journal, self._layout, self._pass_layout = options.group.journal, layout, pass_layout
+        self.live = LiveBytes(fake, self._sample)
+        self._journal.notice, self._journal.on_call = self._adopt, self._name
+        self._only_buckets = fake is None and layout is pass_layout  # of an optimizer that treats all elements alike
+        self.samples: list[Sample] = []
+        self._highest = 0  # bytes of the last sample
+        self.reduced = 0
+
+    def run(
+        self, params: PyTree[Tensor], buffers: PyTree[Tensor], batch: Any, *, order: Sequence[str] | None = None
+    ) -> TrainState:
+        """Run the first step, but with the order of units known, as from the second one on. Returns its state.
+
+        `order`: the units as the pass fetches them, where that is known; else one more pass finds it out.
+        """
+        whole = nullcontext() if self._only_buckets else self.live
+        with whole:
+            state = self.scatter(self.unsharded.init(params, buffers, seed=None))
+        with whole, _uncompiled():
+            if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
+                if order is None:
+                    self._backward(state, batch, flats_of(state.params, self._layout, self._rank), self._layout)
+                else:
+                    self._trace = list(order)
+            for kind, tree in ((None, (params, buffers, batch)), ("params", state[1:3]), ("state", state.opt_state)):
+                self.live.adopt([x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], kind)
+            self._journal.recorded.clear()
+            self.samples.clear()
+            self(state, batch)
+        assert order is None or not self._trace or self._trace == list(order), "units came in another order"
+        return state
+
+    def _watched(self, loss_fn: LossFn) -> LossFn:
+        """The loss, before and after which the phase changes. A weight is a number, since nobody knows its value."""
+
+        def loss(params: Any, buffers: Any, batch: Any) -> Any:
+            for run in {handle.entrance for handle in optree.tree_leaves(params)}:
+                run.source = Noted(run.source, run.name, self._journal)
+            self._enter("forward")
+            result = loss_fn(params, buffers, batch)
+            self._enter("backward")
+            if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux):
+                given, aux = result
+                return given, replace(aux, weight=None if aux.weight is None else 1.0)
+            return result
+
+        return loss
+
+    def _make_layout(self, params: PyTree[Tensor]) -> Layout:
+        return self._layout
+
+    def _prepare(self, layout: Layout) -> Any:
+        return _Announced(super()._prepare(layout), self._enter, idle=self._only_buckets)
+
+    def _backward(self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout) -> Any:
+        state = state._replace(params=None)  # which may be cut in another way
+        with self.live if self._only_buckets else nullcontext():  # nothing is made before and after
+            made = super()._backward(state, batch, flats, self._pass_layout)
+        self.reduced = sum(flat.nbytes for flat in made[0].values())
+        return made
+
+    def _report(self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]) -> agreement.Report:
+        """The same all-reduce, of numbers that are there, and the buffers that were written to."""
+        self._enter("metrics")
+        before, (after, treedef) = optree.tree_leaves(state.buffers), optree.tree_flatten(outcome.buffers)
+        kept = [o if self.live.is_untouched_copy(n, o) else n for o, n in zip(before, after, strict=True)]
+        metrics, buffers = dict.fromkeys(outcome.metrics, 0.0), treedef.unflatten(kept)
+        with self.live.paused():
+            known = outcome._replace(loss=torch.zeros(()), metrics=metrics, buffers=buffers)
+            report = super()._report(state, known, log, more)
+        self._enter("buffers")
+        return report
+
+    def _enter(self, phase: str) -> None:
+        self._journal.enter(phase)
+        self._sample()
+
+    def _adopt(self, kind: str, tensor: Tensor) -> None:
+        self.live.adopt([tensor], kind)
+        self._sample()
+
+    def _name(self, collective: Collective) -> None:
+        """Where params are not gathered, the unit in use is known when its gradients are reduced."""
+        if (
+            collective.unit
+            and collective.phase == "backward"
+            and self.samples
+            and self.samples[-1].moment == "backward"
+        ):
+            self.samples[-1] = self.samples[-1]._replace(moment=f"backward of {collective.unit}")
+
+    def _sample(self) -> None:
+        """What is here at this moment: of each unit in each phase the highest sample is kept."""
+        phase, unit = self._journal.phase, self._journal.unit
+        moment = f"{phase} of {unit}" if unit and phase in ("forward", "backward") else phase
+        new = not self.samples or self.samples[-1].moment != moment
+        if new or self.live.total >= self._highest:
+            self._highest = self.live.total
+            self.samples[len(self.samples) - (not new) :] = [Sample(moment, **self.live.now)]
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled regions run operator by operator: there is nothing to compile for without values."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+class _Announced:
+    """A prepared update that says when it begins and ends; an idle one works in place, and takes no room."""
+
+    def __init__(self, prepared: Any, enter: Callable[[str], None], *, idle: bool) -> None:
+        self._prepared, self._enter, self._idle = prepared, enter, idle
+        self.plan, self.across, self.flats = prepared.plan, prepared.across, prepared.flats
+
+    def update(self, grads: Pieces, state: Any, params: Pieces) -> Any:
+        self._enter("optimizer")
+        made = (None, state) if self._idle else self._prepared.update(grads, state, params)
+        self._enter("publish")
+        return made
+
+
+Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
+
+
+class Journal:
+    """What all recorders of a step write to.
+
+    Attributes:
+        phase: of the step.
+        unit: in use.
+        recorded: the collectives so far.
+        notice: told which tensors hold gathered params and gradients.
+        on_call: told of each collective.
+    """
+
+    def __init__(self) -> None:
+        self.phase, self.unit = "forward", ""
+        self.recorded: list[Collective] = []
+        self.notice: Notice = lambda kind, tensor: None
+        self.on_call: Callable[[Collective], None] = lambda collective: None
+
+    def enter(self, phase: str) -> None:
+        """The next phase of the step."""
+        self.phase, self.unit = phase, ""
+
+
+class Recorder(LabelledGroup):
+    """Rank `rank` of `size`: every collective is recorded with its phase and unit, and leaves its tensors as they are.
+
+    Args:
+        name: which ranks these are.
+        swaps: whether a reduce-scatter takes room for what the other ranks send, as over gloo.
+    """
+
+    def __init__(self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool, label: str = "") -> None:
+        super().__init__(_Silent(rank, size), label)
+        self.journal, self.name, self.swaps = journal, name, swaps
+        self._counting = CountedGroup(self.inner)
+
+    def at(self, label: str) -> Recorder:
+        return Recorder(self.rank, self.size, self.journal, name=self.name, swaps=self.swaps, label=label)
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        if self._in_pass:
+            self.journal.notice("gathered", out)
+        return self._noted(self._counting.all_gather(out, piece))
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        self.journal.notice("gradients", out)
+        self.journal.notice("gradients", whole)
+        self._noted(self._counting.reduce_scatter(out, whole))
+        return _Holding(whole.new_empty(whole.numel()) if self.swaps and self.size > 2 else None)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        if has_values(tensor) and op == "sum":
+            tensor.mul_(self.size)  # as if every rank had the same
+        if self._in_pass:
+            self.journal.notice("gradients", tensor)
+        return self._noted(self._counting.all_reduce(tensor, op))
+
+    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+        return self._noted(self._counting.all_to_all(out, out_sizes, source, in_sizes))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self._noted(self._counting.broadcast(tensor, source))
+
+    @property
+    def _in_pass(self) -> bool:
+        return self.journal.phase in ("forward", "backward")
+
+    def _noted(self, work: Work) -> Work:
+        where = self.label.partition("/")[0].partition("[")[0]
+        phase = "optimizer" if where == "optimizer" else self.journal.phase
+        unit = "" if where in ("step", "optimizer") else where
+        call = self._counting.calls[-1]
+        made = Collective(phase, call.kind, unit, call.dtype, call.num_elements, call.sent_bytes, self.name)
+        self.journal.recorded.append(made)
+        self.journal.on_call(made)
+        return work
+
+
+def imagined_axes(
+    rank: int, size: int, journal: Journal, shard: int | None, cut_state_over: str, *, swaps: bool
+) -> Axes:
+    """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard` ranks along its shard axis."""
+
+    def group(rank: int, size: int, name: str) -> Recorder:
+        return Recorder(rank, size, journal, name=f"{name} {size}" if size > 1 else "itself", swaps=swaps)
+
+    world, both = group(rank, size, "all"), check_cut_state_over(cut_state_over) == "both"
+    if shard is None:
+        return axes_of(world, both=both)
+    if shard < 1 or size % shard:
+        raise ValueError(f"shard must divide the number of ranks, {size}, so that all replicas are alike; got {shard}")
+    (replica, place), num_replicas = divmod(rank, shard), size // shard
+    pieces = group(place, shard, "shard")
+    by_piece = group(place * num_replicas + replica, size, "all") if both else pieces  # as `HybridGroup.by_piece`
+    return Axes(world, pieces, group(replica, num_replicas, "replicate"), by_piece)
+
+
+class Noted:
+    """A source that says when its unit is in use."""
+
+    def __init__(self, source: Source, name: str, journal: Journal) -> None:
+        self._source, self._name, self._journal = source, name, journal
+        self.drops, self.passing = source.drops, source.passing
+        self.start, self.leaves, self.drop = source.start, source.leaves, source.drop
+
+    @property
+    def here(self) -> list[Tensor] | None:
+        self._journal.unit = self._name
+        return self._source.here
+
+    def flats(self) -> list[Tensor]:
+        self._journal.unit = self._name
+        return self._source.flats()
+
+
+class _Holding:
+    """Finished work that held room while it was under way: over gloo, what the other ranks sent."""
+
+    def __init__(self, room: Tensor | None) -> None:
+        self._room = room
+
+    def wait(self) -> None:
+        self._room = None
+
+
+class _Silent:
+    """A group whose collectives do nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        return Done()
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return Done()
+
+    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return Done()
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return [payload] * self.size
+
+    def barrier(self) -> None:
+        return None
+
+    def fail(self, error: BaseException) -> None:
+        return None
+
+
+def one_leaf_a_bucket(layout: Layout) -> Layout:
+    """The same units and buckets, each bucket with one leaf that fills it, or nearly, where several leaves do."""
+    buckets = []
+    for b, bucket in enumerate(layout.buckets):
+        fills = bucket.numels == (bucket.numel,)  # then its gradient needs no copy
+        buckets.append(replace(bucket, leaves=(b,), shapes=((bucket.numel - (not fills),),), offsets=(0,)))
+    leaves = [LeafSpec(b.name, b.shapes[0], b.dtype, b.trainable, b.cut, b.dtypes) for b in buckets]
+    return replace(
+        layout, leaves=tuple(leaves), buckets=tuple(buckets), treedef=optree.tree_structure([0] * len(buckets))
+    )
+
+
+def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
+    """A loss on such a layout; `num_saved`: how many leaves a unit's backward needs (two stand for more)."""
+
+    def loss(params: list[Handle], buffers: Any, batch: Any) -> Tensor:
+        x = torch.zeros(())
+        for unit in layout.units:
+            entrance, saved = params[unit.buckets[0]].entrance, min(num_saved(unit), 2)
+            if not unit.modules:
+                x = _Use.apply(x, saved, *entrance.touch())  # type: ignore[no-untyped-call]
+            for path in unit.modules:
+                leaves = entrance.enter(path)
+                if path == unit.modules[-1]:
+                    with entrance.watch():
+                        x = _Use.apply(x, saved, *leaves)  # type: ignore[no-untyped-call]
+                del leaves  # as a module's places let go of them
+                entrance.leave(path)
+        return x
+
+    return loss
+
+
+def order_of_units(layout: Layout, num_saved: Callable[[Unit], int], *, keeps: bool) -> list[str]:
+    """The order in which this loss fetches units, forward and, unless they are kept, backward."""
+    again = [unit.name or "root" for unit in layout.units if unit.modules and num_saved(unit) and not keeps]
+    return [*(unit.name or "root" for unit in layout.units), *reversed(again)]
+
+
+class _Use(torch.autograd.Function):
+    """Forward: x. Backward asks for some of the leaves, and gives all of them a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_saved: int, *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(*(leaves[0] for _ in range(num_saved)))
+        ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        grads = [
+            torch.empty(shape, dtype=dtype, device=device) if need else None
+            for (shape, dtype, device), need in zip(ctx.like, needed, strict=True)
+        ]
+        return grad, None, *grads
+
+
+def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
+    """Linear maps, convolutions and norms need their weights in backward and not their biases; a lookup needs none."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    lookups = {f"{path}.weight".lstrip(".") for path, m in modules if isinstance(m, nn.Embedding)}
+
+    def num_saved(unit: Unit) -> int:
+        paths = [layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves]
+        return sum(path not in lookups and not path.rpartition(".")[2].startswith("bias") for path in paths)
+
+    return num_saved
