@@ -19,7 +19,7 @@ from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
-from functorch_zero.testing.oracle import split
+from functorch_zero.testing.step import split
 
 LEVELS = (0, 1, 2, 3)
 MIXED = {"": 3, "layers.0": 0, "layers.1": 1}

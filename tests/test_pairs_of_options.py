@@ -26,8 +26,7 @@ from functorch_zero import optim
 from functorch_zero.errors import NonFiniteError
 from functorch_zero.groups import CheckedGroup, CountingGroup, HybridGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.testing import Equality, assert_equal_values
-from functorch_zero.testing.oracle import Run, Start, Step, run_in_parts, run_whole
-from functorch_zero.testing.sharded import Comparison
+from functorch_zero.testing.step import Comparison, Run, Start, Step, run_in_parts, run_whole
 from tests.models import split
 from tests.tiers import drawn, tiers
 

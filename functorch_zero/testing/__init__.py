@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..groups import run_ranks
-from .compare import Equality, assert_equal_updates, assert_equal_values
-from .sharded import assert_sharded_equals_unsharded
+from .equality import Equality, assert_equal_updates, assert_equal_values
+from .step import assert_sharded_equals_unsharded
 from .transforms import check_transform
 
 if TYPE_CHECKING:

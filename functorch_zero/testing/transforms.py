@@ -23,7 +23,7 @@ from ..optim.claims.check import check_claims, name_of, simple_parts
 from ..sharded.params import all_gather_tree
 from ..sharded_optim.across import Sharded
 from ..tree import PyTree, paths
-from .compare import Equality, Grade, assert_equal_updates, assert_equal_values
+from .equality import Equality, Grade, assert_equal_updates, assert_equal_values
 
 BITWISE, REORDERED = Equality("bitwise"), Equality("reordered")
 
