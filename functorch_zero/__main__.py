@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .checkpoint import CheckpointError
-from .checkpoint import command as checkpoint
+from .checkpoint import cli as checkpoint
 from .planning import cli as plan
 
 COMMANDS = (checkpoint, plan)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from functorch_zero import checkpoint
-from functorch_zero.checkpoint import CheckpointError, writer
+from functorch_zero.checkpoint import CheckpointError, block_io
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.groups.single import Solo
@@ -29,14 +29,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
-        write = writer.write_all
+        write = block_io.write_all
 
         def wait_and_write(*args: Any) -> None:
             self.reached.set()
             assert self.open.wait(20)
             write(*args)
 
-        monkeypatch.setattr(writer, "write_all", wait_and_write)
+        monkeypatch.setattr(block_io, "write_all", wait_and_write)
 
 
 def solo_step(*, donate: bool) -> tuple[Any, TrainState]:
@@ -95,7 +95,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "write_all", full)
+    monkeypatch.setattr(block_io, "write_all", full)
 
 
 @pytest.mark.parametrize("asked", ["result", "save", "async_save", "wait"])

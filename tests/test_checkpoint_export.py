@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from functorch_zero import checkpoint, optim
 from functorch_zero.__main__ import main
-from functorch_zero.checkpoint import CheckpointError, CorruptError, exporting
-from functorch_zero.checkpoint.importing import map_file
+from functorch_zero.checkpoint import CheckpointError, CorruptError, convert
+from functorch_zero.checkpoint.convert import map_file
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
@@ -108,7 +108,7 @@ def test_buffers_and_averages(tmp_path: Path) -> None:
 def test_memory_is_that_of_a_leaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_on(tmp_path / "root", 2, 3)
     alive, most = [0], [0]
-    read = exporting.read_leaf
+    read = convert.read_leaf
 
     def counted(*args: Any) -> torch.Tensor:
         tensor = read(*args)
@@ -117,7 +117,7 @@ def test_memory_is_that_of_a_leaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         weakref.finalize(tensor, lambda: alive.__setitem__(0, alive[0] - 1))
         return tensor
 
-    monkeypatch.setattr(exporting, "read_leaf", counted)
+    monkeypatch.setattr(convert, "read_leaf", counted)
     checkpoint.export(tmp_path / "root", tmp_path / "out")
     assert most[0] == 1
 

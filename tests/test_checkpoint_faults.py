@@ -16,7 +16,7 @@ import pytest
 
 from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CheckpointError, CorruptError
-from functorch_zero.checkpoint.folders import Temporary
+from functorch_zero.checkpoint.files import Temporary
 from functorch_zero.errors import GroupError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group

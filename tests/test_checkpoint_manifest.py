@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CheckpointError, CorruptError
 from functorch_zero.checkpoint.checksums import CHECKSUMS
-from functorch_zero.checkpoint.importing import map_file
+from functorch_zero.checkpoint.convert import map_file
 from functorch_zero.checkpoint.manifest import NAME, encode_manifest, parse_manifest
 from functorch_zero.errors import StructureError
 from tests.checkpoints import make_step, save_on

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from functorch_zero import checkpoint
-from functorch_zero.checkpoint import CorruptError, commit, writer
+from functorch_zero.checkpoint import CorruptError, block_io, save_job
 from functorch_zero.checkpoint.checksums import CHECKSUMS
 from functorch_zero.checkpoint.legacy import ROWS, RUN, WORDS, sums64
 from tests.checkpoints import assert_same, load_on, save_on
@@ -99,7 +99,7 @@ def test_what_must_be_seen(name: str) -> None:
 @pytest.mark.parametrize("name", CHECKSUMS)
 def test_a_checkpoint_with_either_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The manifest names it. Files of older versions, with sums64, are read and checked."""
-    for module in (writer, commit):
+    for module in (block_io, save_job):
         monkeypatch.setattr(module, "CHECKSUM", name)
     saved = save_on(tmp_path, 2, 3)
     monkeypatch.undo()

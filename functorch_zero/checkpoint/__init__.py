@@ -1,12 +1,11 @@
 """Checkpoints that load at any level, world size and choice of units, and say so when they are damaged."""
 
 from .catalogue import keep, latest, verify
+from .convert import export, import_
 from .dcp import export_dcp, import_dcp
 from .errors import CheckpointError, CheckpointWarning, CorruptError
-from .exporting import export
-from .importing import import_
-from .restore import Restored, load
-from .saving import Saving, async_save, save, wait_for_saves
+from .load import Restored, load
+from .save import Saving, async_save, save, wait_for_saves
 from .snapshot import Progress
 
 __all__ = [

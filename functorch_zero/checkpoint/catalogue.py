@@ -6,11 +6,11 @@ import os
 import warnings
 from pathlib import Path
 
-from .container import DTYPES, make_header, read_header
+from .block_io import check_size, read_through
 from .errors import CheckpointError, CheckpointWarning, CorruptError
-from .folders import counts_in, opened, read_file, remove_folder, step_folder
+from .files import counts_in, opened, read_file, remove_folder, step_folder
 from .manifest import MAX_BYTES, NAME, File, Manifest, parse_manifest
-from .reader import check_size, read_through
+from .safetensors_file import DTYPES, make_header, read_header
 
 PathLike = str | os.PathLike[str]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .container import bytes_of
+from .safetensors_file import bytes_of
 
 ROWS, WORDS, RUN = 16, 1921, 113
 ROW = 8 * WORDS  # bytes

@@ -14,8 +14,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from .checksums import CHECKSUMS
-from .container import DTYPES, strict_json
 from .errors import CorruptError
+from .safetensors_file import DTYPES, strict_json
 
 FORMAT = "functorch_zero checkpoint"
 VERSION = 1

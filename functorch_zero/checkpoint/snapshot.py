@@ -14,8 +14,8 @@ from ..optim.base import describe
 from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
 from ..step.train import TrainStep
+from .contents import Contents, Part, Step, contents_of, group_of, parts_to_save
 from .errors import CheckpointError
-from .places import Contents, Part, Step, contents_of, group_of, parts_to_save
 
 
 @dataclass

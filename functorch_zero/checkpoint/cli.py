@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from .catalogue import bytes_in, check_sizes, verify
+from .convert import export
 from .errors import CheckpointError
-from .exporting import export
-from .folders import counts_in
+from .files import counts_in
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -18,8 +18,8 @@ from ..groups.protocol import Group
 from ..groups.single import Solo
 from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
-from .commit import SaveJob
-from .places import Step, group_of
+from .contents import Step, group_of
+from .save_job import SaveJob
 from .snapshot import Progress, Snapshot, snapshot_of
 
 PathLike = str | os.PathLike[str]

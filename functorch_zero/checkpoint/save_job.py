@@ -15,12 +15,12 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..groups.protocol import Group
 from .agreement import together
-from .container import dtype_name
-from .folders import Temporary, step_folder, write_file
+from .block_io import BLOCK, CHECKSUM, write_rank_file
+from .contents import digest_of
+from .files import Temporary, step_folder, write_file
 from .manifest import NAME, File, Leaf, Manifest, Piece, check_coverage, encode_manifest, file_name
-from .places import digest_of
+from .safetensors_file import dtype_name
 from .snapshot import Snapshot
-from .writer import BLOCK, CHECKSUM, write_rank_file
 
 log = logging.getLogger("functorch_zero.checkpoint")
 

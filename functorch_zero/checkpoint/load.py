@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
 from ..errors import MismatchError, StructureError
 from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
 from ..tree import paths
 from .agreement import together
-from .blank import blank_state, in_order
+from .block_io import Wanted, read_wanted
 from .catalogue import check_sizes, latest
-from .container import DTYPES
+from .contents import Contents, Held, Step, contents_of, group_of
 from .errors import CheckpointError
-from .folders import counts_in, step_folder
+from .files import counts_in, step_folder
 from .manifest import Leaf, Manifest, Piece, encode_manifest
-from .places import Contents, Held, Step, contents_of, group_of
-from .reader import Wanted, read_wanted
+from .safetensors_file import DTYPES
 
 
 class Restored(NamedTuple):
@@ -206,3 +206,42 @@ def _finished(state: TrainState, contents: Contents, manifest: Manifest) -> Trai
     leaves, treedef = optree.tree_flatten(state)
     made: TrainState = treedef.unflatten(new.get(path, leaf) for path, leaf in zip(paths(state), leaves, strict=True))
     return made
+
+
+def blank_state(like: TrainState, *, reuse: bool) -> TrainState:
+    """A state of the same structure whose values are to be overwritten, all of them.
+
+    Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, but for scalars (the
+    step counter tells states apart), for leaves that don't lie row by row, and for a second use of the same storage.
+    """
+    leaves, treedef = optree.tree_flatten(like)
+    flats: dict[int, Tensor] = {}  # by the id of the one that like's leaves are views of
+    used: set[int] = set()
+    made = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            made.append(leaf)
+        elif reuse and leaf.dim() and leaf.is_contiguous() and leaf.data_ptr() not in used:
+            used.update([leaf.data_ptr()] if leaf.numel() else [])
+            made.append(leaf)
+        else:
+            made.append(_blank(leaf, flats))
+    state: TrainState = treedef.unflatten(made)
+    return state
+
+
+def _blank(leaf: Tensor, flats: dict[int, Tensor]) -> Tensor:
+    base = leaf._base
+    if base is None or not (leaf.is_contiguous() and base.is_contiguous()) or base.dtype != leaf.dtype:
+        new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    else:
+        if id(base) not in flats:
+            flats[id(base)] = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
+        new = flats[id(base)].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset() - base.storage_offset())
+    return new.requires_grad_() if leaf.requires_grad else new
+
+
+def in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """A copy whose dims lie in memory in this order, from the slowest to the fastest."""
+    copy = torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from .errors import CorruptError
-from .folders import opened, read_into
+from .files import opened, read_into
 
 MAX_HEADER = 2**26  # bytes; the safetensors package takes 10**8
 INTACT = "Remedy: fetch or write the file again, or take another one"
