@@ -1,6 +1,6 @@
 """Known chains as torch's fused kernels, for donated storage: one pass over params, gradients and state.
 
-The numbers are those of the pure chain up to rounding; `tests/test_fused.py` holds them to it.
+The numbers are those of the pure chain up to rounding; `tests/optim/test_fused_adamw.py` holds them to it.
 """
 
 from __future__ import annotations

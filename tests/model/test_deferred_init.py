@@ -18,7 +18,7 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, ConvNet
-from tests.test_memory import LiveBytes
+from tests.runtime.test_memory import LiveBytes
 
 LEVELS = (0, 1, 2, 3)
 
@@ -270,7 +270,7 @@ def test_the_peak_is_one_unit(level: int, held: float) -> None:
 
 
 def hugging_face(name: str) -> nn.Module:
-    from tests.test_hugging_face import bert, gpt2, llama
+    from tests.model.test_hugging_face import bert, gpt2, llama
 
     return {"gpt2": gpt2, "llama": llama, "llama, tied": lambda: llama(tie_word_embeddings=True), "bert": bert}[name]()
 

@@ -13,7 +13,7 @@ from functorch_zero.errors import StructureError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.models import Shared
-from tests.test_memory import LiveBytes
+from tests.runtime.test_memory import LiveBytes
 from tests.tiers import drawn
 
 

@@ -32,7 +32,7 @@ from tests.collectives import check_all
 from tests.compare import train
 from tests.faults import SOON, Trigger, outcome, survivors
 from tests.models import ZOO, even, rows, split
-from tests.test_unit import Ordered, build
+from tests.runtime.test_unit import Ordered, build
 
 LEVELS = (0, 1, 2, 3)
 RANKS = 2

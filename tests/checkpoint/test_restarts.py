@@ -21,7 +21,7 @@ from functorch_zero.groups import launch
 from tests.checkpoints import leftovers
 from tests.tiers import THOROUGH
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "resume.py"
 RUN_LIMIT = 90.0  # seconds
 RUN = ("--steps", "12", "--every", "3", "--at", "7")

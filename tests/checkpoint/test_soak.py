@@ -87,7 +87,7 @@ def test_a_launch_whose_parent_is_killed_leaves_nothing(tmp_path: Path, number: 
     pids, temporary = tmp_path / "pids", tmp_path / "temporary"
     pids.mkdir()
     temporary.mkdir()
-    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
     parent = subprocess.Popen([sys.executable, "-c", SCRIPT, str(pids)], env=environment)
     give_up = time.monotonic() + 60
     while len(list(pids.iterdir())) < 2 and time.monotonic() < give_up:

@@ -22,7 +22,7 @@ from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import Block
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_by_rank, train_sharded
-from tests.test_remat import Net, Stateful, assert_same_runs, batches_of
+from tests.model.test_remat import Net, Stateful, assert_same_runs, batches_of
 from tests.tiers import THOROUGH
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it

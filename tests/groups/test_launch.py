@@ -292,7 +292,7 @@ def test_a_script_that_torchrun_started(tmp_path: Path) -> None:
     path.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **ranks},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **ranks},
         capture_output=True,
         text=True,
         timeout=60,

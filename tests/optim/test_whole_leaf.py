@@ -21,8 +21,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.sharded_optim.state_plan import plan_state
 from functorch_zero.step.train import train_step
-
-from .reference import (
+from tests.reference import (
     HOSTILE,
     assert_same,
     assert_sharded,
@@ -34,7 +33,7 @@ from .reference import (
     tensors,
     trajectory,
 )
-from .reference import whole as oracles
+from tests.reference import whole as oracles
 
 SHAPES = HOSTILE | {"wide": (3, 8), "same": (6, 5)}
 PARAMS = tensors(SHAPES, 0)

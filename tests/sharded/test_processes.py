@@ -19,7 +19,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_by_rank, train_sharded
 from tests.models import MLP, ZOO, Shared, even, rows, uneven
-from tests.test_unit import (
+from tests.runtime.test_unit import (
     Ordered,
     Skipping,
     batches_of,

@@ -20,8 +20,8 @@ from functorch_zero.testing import assert_sharded_equals_unsharded
 from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
-from tests.test_memory import LiveBytes
-from tests.test_processes import on_processes
+from tests.runtime.test_memory import LiveBytes
+from tests.sharded.test_processes import on_processes
 from tests.tiers import THOROUGH, drawn
 
 WIDTH, DEPTH, SMALL = 32, 4, 2

@@ -18,10 +18,10 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
-from tests import test_unit as unit_tests
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, Block, even
-from tests.test_memory import LiveBytes
+from tests.runtime import test_unit as unit_tests
+from tests.runtime.test_memory import LiveBytes
 
 LEVELS = (0, 1, 2, 3)
 
@@ -318,7 +318,7 @@ def test_with_units_of_several_blocks_it_grows_with_the_square_root() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_hugging_faces_own_and_ours_together(level: int) -> None:
-    from tests.test_hugging_face import batches, checkpointed, llama
+    from tests.model.test_hugging_face import batches, checkpointed, llama
 
     def make(remat: Any, own: bool) -> tuple[Any, Any, Any]:
         model = lambda: (checkpointed() if own else llama()).train()

@@ -18,10 +18,10 @@ from functorch_zero.testing import assert_sharded_equals_unsharded
 from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import ZOO, Shared, even, uneven
-from tests.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
-from tests.test_processes import OPTIMIZERS, on_processes
-from tests.test_unit import batches_of, some_rows_reach, with_negative_half
-from tests.test_unit import build as build_module
+from tests.runtime.test_unit import batches_of, some_rows_reach, with_negative_half
+from tests.runtime.test_unit import build as build_module
+from tests.sharded.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
+from tests.sharded.test_processes import OPTIMIZERS, on_processes
 from tests.tiers import drawn
 
 LEVELS = (0, 1, 2, 3)

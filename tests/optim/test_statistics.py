@@ -16,9 +16,18 @@ from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim.across import Local
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.sharded_optim.state_plan import plan_state
-
-from .reference import HOSTILE, assert_same, assert_sharded, decay, falling, gradients_for, run, tensors, trajectory
-from .reference import statistics as oracles
+from tests.reference import (
+    HOSTILE,
+    assert_same,
+    assert_sharded,
+    decay,
+    falling,
+    gradients_for,
+    run,
+    tensors,
+    trajectory,
+)
+from tests.reference import statistics as oracles
 
 PARAMS = tensors(HOSTILE, 0)
 GRADIENTS = gradients_for(HOSTILE)

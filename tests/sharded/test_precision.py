@@ -23,7 +23,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import GPT, Block
-from tests.test_memory import LiveBytes
+from tests.runtime.test_memory import LiveBytes
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LEVELS = (0, 1, 2, 3)
