@@ -192,7 +192,7 @@ def flats_of_leaves(leaves: Sequence[Tensor], layout: Layout, rank: int) -> list
 
 def pieces_of(flats: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
     """What the optimizer sees of the params: this rank's pieces of the trained leaves, views of the flats."""
-    trained = [_own(f, bucket, rank) for f, bucket in zip(flats, layout.buckets, strict=True) if bucket.trainable]
+    trained = [own_piece(f, bucket, rank) for f, bucket in zip(flats, layout.buckets, strict=True) if bucket.trainable]
     return Pieces(trained, layout, rank)
 
 
@@ -202,7 +202,7 @@ def grads_of(reduced: dict[int, Tensor], flats: Sequence[Tensor], layout: Layout
     return Pieces([reduced[b] if b in reduced else flats[b].new_zeros(piece) for b, piece in trained], layout, rank)
 
 
-def _own(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
+def own_piece(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
     """Of a flat that is held between steps, this rank's (piece,): a view."""
     count = bucket.cut.num_pieces // bucket.cut.num_held
     first = rank % count * bucket.piece

@@ -18,10 +18,10 @@ def without_values(model: nn.Module) -> nn.Module:
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
-    return _copy(model, memo)
+    return copy_module(model, memo)
 
 
-def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy in which the functions that a module holds, as its own `forward` or as hooks, are about the copy.
 
     deepcopy leaves functions alone, so a closure over the model would go on using the model's own parameters.
@@ -33,7 +33,7 @@ def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _functions(model: nn.Module) -> list[Any]:
+def functions_of(model: nn.Module) -> list[Any]:
     """The functions and bound methods that modules hold, and those that these are closed over."""
     found: dict[int, Any] = {}
     waiting = [value for module in model.modules() for value in vars(module).values()]

@@ -27,9 +27,9 @@ from ..errors import StructureError, explain
 from ..params import Params
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import check_options
-from .copying import _copy, without_values
+from .copying import copy_module, without_values
 from .lazy_param import Handle
-from .skeleton import Anatomy, Slot, _Skeleton
+from .skeleton import Anatomy, Slot, Skeleton
 from .units import Units, choose_modules, find_units
 
 MAX_SKELETONS = 16
@@ -52,11 +52,11 @@ class Apply:
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._buffers = dict.fromkeys(slot.leaf for slot in anatomy.buffer_slots)
         self._prototype = model
-        self._skeletons: list[_Skeleton] = []
+        self._skeletons: list[Skeleton] = []
 
     def train(self, mode: bool = True) -> Apply:
         """The same function with every module in training mode."""
-        return Apply(_copy(self._prototype, {}).train(mode), self._anatomy)
+        return Apply(copy_module(self._prototype, {}).train(mode), self._anatomy)
 
     def eval(self) -> Apply:
         """The same function with every module in evaluation mode."""
@@ -96,12 +96,12 @@ class Apply:
                 )
             )
 
-    def _take(self) -> _Skeleton:
+    def _take(self) -> Skeleton:
         for i, skeleton in enumerate(self._skeletons):
             if skeleton.is_free():
                 return self._skeletons.pop(i)
         del self._skeletons[: -MAX_SKELETONS or None]  # captured ones live as long as what captured them
-        return _Skeleton(_copy(self._prototype, {}), self._anatomy).settle()
+        return Skeleton(copy_module(self._prototype, {}), self._anatomy).settle()
 
 
 def functionalize(

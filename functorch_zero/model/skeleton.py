@@ -14,7 +14,7 @@ from ..params import UnitSpec
 from ..profiling import ranged
 from .casting import Policies, lower
 from .compile import Region
-from .copying import _functions
+from .copying import functions_of
 from .lazy_param import Handle
 from .remat import recomputed
 from .slots import Place, entering, found, put, used
@@ -40,7 +40,7 @@ class Anatomy(NamedTuple):
     compile_options: Mapping[str, Any] = {}
 
 
-class _Skeleton:
+class Skeleton:
     """A copy of the model whose places can be filled; see Note [captured skeletons]."""
 
     def __init__(self, root: nn.Module, anatomy: Anatomy):
@@ -68,10 +68,10 @@ class _Skeleton:
                     within = {id(m._buffers) for m in module.modules()}
                     places = [place for place in self._buffer_slots if id(place[0]) in within]
                     module.forward = recomputed(module.forward, places)
-        self._held = [*root.modules(), *_functions(root)]
+        self._held = [*root.modules(), *functions_of(root)]
         self._refs: list[int] = []
 
-    def settle(self) -> _Skeleton:
+    def settle(self) -> Skeleton:
         """Note how often modules and functions are referred to while nothing runs. Call it outside `__init__`."""
         self._refs = self._count_refs()
         return self

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
-from ..layout.flat_buffers import _own, by_bucket, cut, flat_of_pieces, flats_of, to_tree, unpack
+from ..layout.flat_buffers import own_piece, by_bucket, cut, flat_of_pieces, flats_of, to_tree, unpack
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..runtime.reduce import Accumulating, Reducer, Sink, Streaming
@@ -83,7 +83,7 @@ def publish(
             continue
         new = flat if donate else torch.empty_like(flat)
         if updates is not None:
-            old_piece, piece = (_own(x, bucket, rank) for x in (flat, new))
+            old_piece, piece = (own_piece(x, bucket, rank) for x in (flat, new))
             update = flat_of_pieces([moved[n] for n in bucket.leaves], bucket, rank)
             torch.add(old_piece, update.to(flat.dtype), out=piece)
         if over := _held_over(bucket, axes):
@@ -143,7 +143,7 @@ def evaluated(chosen: PyTree[Tensor], flats: Sequence[Tensor], layout: Layout, a
         if bucket.trainable:
             own = flat_of_pieces([pieces[n].reshape(-1) for n in bucket.leaves], bucket, axes.number)
             flat = torch.empty_like(flat)
-            _own(flat, bucket, axes.number).copy_(own)
+            own_piece(flat, bucket, axes.number).copy_(own)
             started.append(_Spreading(flat, bucket, _held_over(bucket, axes)))
         held.append(flat)
     while started:

@@ -171,7 +171,7 @@ def claims_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
             checked.append(name_of(transform))
             check_claims(transform, params)
 
-    monkeypatch.setattr(importlib.import_module("functorch_zero.shard"), "check_claims", check)
+    monkeypatch.setattr(importlib.import_module("functorch_zero.sharded.train"), "check_claims", check)
 
 
 @pytest.mark.usefixtures("claims_checked_once")

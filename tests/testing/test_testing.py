@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from optree import tree_map
 from torch import Tensor
 
-import functorch_zero.testing.sharded as sharded_module
+import functorch_zero.testing.step as sharded_module
 from functorch_zero import optim, testing
 from functorch_zero.errors import StructureError, TransformError
 from functorch_zero.optim.base import (
