@@ -20,6 +20,7 @@ from .model.lazy_param import gather
 from .params import Params
 from .precision import Precision
 from .sharded.api import shard
+from .sharded.describe import describe
 from .sharded.failures import failing_together
 from .sharded.loop import any_rank, broadcast, rounds
 from .step.evaluate import eval_step
@@ -59,6 +60,7 @@ __all__ = [
     "broadcast",
     "checkpoint",
     "deferred",
+    "describe",
     "eval_step",
     "failing_together",
     "functionalize",

@@ -216,9 +216,7 @@ def test_import_is_quick() -> None:
     )
     times = []
     for _ in range(5):
-        out = subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
-        )
+        out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
         own, torchs = map(float, out.stdout.split())
         times.append(own / max(torchs, 1.0))
         if min(times) < MAX_IMPORT_SECONDS:

@@ -1,4 +1,10 @@
-"""Which `Precision` each module of a model has, and the casts around modules' calls that follow from it."""
+"""Mixed precision: the policy of each module, casts around its calls, and lazy parameters that are cast when their
+unit is entered.
+
+Entering a unit of an unsharded step casts its leaves: forward rounds them as the gather of a sharded step would,
+backward rounds their gradients as its reduction would. This is all that a `Precision` does to the arithmetic of the
+oracle.
+"""
 
 from __future__ import annotations
 

@@ -3,14 +3,6 @@
 The module is copied once into a *skeleton* that owns no values (its tensors are on the meta device) and is private to
 the `apply` made of it. A call puts the caller's leaves into the skeleton's places and runs it. Given `Handle`s, each
 unit's forward on the skeleton enters the unit first and leaves it afterwards; given tensors, nothing is entered.
-
-Note [captured skeletons]: something that runs a module again later, such as torch.utils.checkpoint in backward, holds
-on to skeleton modules and must find the same values there. So values stay in a skeleton after the call, and a
-skeleton is used again only when nothing outside refers to its modules any more.
-
-Note [changed buffers]: a version counter says whether a buffer was written to, except that torch's batch_norm writes
-its running statistics without counting. So floating-point buffers are compared, on the CPU; elsewhere comparing would
-wait for the device, and they count as changed.
 """
 
 from __future__ import annotations
@@ -29,7 +21,7 @@ from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import check_options
 from .copying import copy_module, without_values
 from .lazy_param import Handle
-from .skeleton import Anatomy, Slot, Skeleton
+from .skeleton import Anatomy, Skeleton, Slot
 from .units import Units, choose_modules, find_units
 
 MAX_SKELETONS = 16

@@ -1,4 +1,13 @@
-"""A copy of the model whose places can be filled with leaves."""
+"""A copy of the model whose places can be filled with leaves.
+
+Note [captured skeletons]: something that runs a module again later, such as torch.utils.checkpoint in backward, holds
+on to skeleton modules and must find the same values there. So values stay in a skeleton after the call, and a
+skeleton is used again only when nothing outside refers to its modules any more.
+
+Note [changed buffers]: a version counter says whether a buffer was written to, except that torch's batch_norm writes
+its running statistics without counting. So floating-point buffers are compared, on the CPU; elsewhere comparing would
+wait for the device, and they count as changed.
+"""
 
 from __future__ import annotations
 

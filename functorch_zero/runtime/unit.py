@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,10 +26,31 @@ from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Content, Layout, Unit
 from ..model.lazy_param import check_unchanged, make_handles, versions_of
 from ..profiling import NOTHING
-from ..step.loss import if_weighty
 from ..tree import storage_id
 from .reduce import Entry, Grads, Sink
 from .unshard import Source
+
+
+class Scale(Protocol):
+    """A pass's factor of its packed gradients, known when the loss has returned."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether a flat is scaled in place, so that it must not be autograd's own."""
+        ...
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        """The scaled flat (numel,) of a bucket's gradients."""
+        ...
+
+
+class Unscaled:
+    """The scale of a pass whose loss has not returned."""
+
+    writes = False
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        return flat
 
 
 class UnitRun:
@@ -128,13 +149,11 @@ class UnitRun:
             bucket = around.layout.buckets[b]
             own = [None] * len(bucket.leaves) if grads is None else grads[which]
             dtype, alone = None if bucket.dtypes is None else bucket.reduce, own[0]
-            if b in lent and around.share is None and is_flat(alone, bucket, dtype):
+            if b in lent and not around.scale.writes and is_flat(alone, bucket, dtype):
                 flat = alone.detach().view(-1)
             else:
                 flat = pack(own, bucket, device=around.device, dtype=dtype)
-            if around.share is not None:
-                flat.mul_(around.share)
-            yield b, if_weighty(flat, around.weight)
+            yield b, around.scale(flat)
 
     def let_go(self) -> None:
         """What was made for one use, a gather or a cast, can go; leaves that are always here stay."""
@@ -203,8 +222,7 @@ class Pass:
         self._next = next(self._ahead, None)  # the unit to be fetched next, it seems
         self._storages: dict[int, tuple[UnitRun, int]] = {}
         self._ended = False  # whether the loss has returned, and a backward is the pass's own
-        self.weight: Tensor | float | None = None  # of the loss's batch, once it has returned
-        self.share: Tensor | float | None = None  # what gradients are still to be multiplied by
+        self.scale: Scale = Unscaled()  # of gradients, once the loss has returned
         self._in_use: tuple[UnitRun, Entry | None] | None = None  # the unit and entry that backward is at
         self._asked = 0  # how many of its saved leaves it has asked for,
         self._to_come = 0  # and how many elements of them it has yet to ask for
@@ -304,10 +322,10 @@ class Pass:
         self._to_come -= size.numel()
         return (flat if flat.dtype is dtype else flat.view(dtype)).as_strided(size, stride, offset)
 
-    def loss_ended(self, weight: Tensor | float | None = None, share: Tensor | float | None = None) -> None:
-        """The loss has returned, with the weight of its batch; gradients are still to be multiplied by `share`."""
+    def loss_ended(self, scale: Scale) -> None:
+        """The loss has returned, and packed gradients are to be scaled like this."""
         check_unchanged(self._staying, self._versions)
-        self._ended, self.weight, self.share, self._in_use = True, weight, share, None
+        self._ended, self.scale, self._in_use = True, scale, None
 
     def finish(self) -> None:
         """The pass, its backward included, is over."""

@@ -1,18 +1,23 @@
-"""What a rank holds of a state, unit by unit: dtypes, what travels, where it lives, bytes. Made by `step.describe`."""
+"""`describe`: a rank's part of a state, unit by unit: dtypes, traffic, place, bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from ..layout.layout import Bucket, Layout
+from ..layout.build import make_layout
+from ..layout.layout import Bucket, Cut, Layout
 from ..precision import short
-from ..sharded_optim.state_plan import StateLeaf, StatePlan
-from ..tree import PyTree, storage_id
+from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
+from ..step.state import TrainState
+from ..step.train import TrainStep
+from ..tree import storage_id
+from .checks import sharding_of
+from .train import ShardedTrainStep
 
 
 class Row(NamedTuple):
@@ -77,10 +82,43 @@ def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(map(short, dtypes))
 
 
-def describe_state(
-    params: PyTree[Tensor], opt_state: Any, rest: Any, layout: Layout, plan: StatePlan, *, rank: int, num_ranks: int
-) -> Description:
-    """Describe a state of this layout, whose optimizer state has this plan; `rest` is what else it holds."""
+def describe(step: TrainStep | ShardedTrainStep, state: TrainState) -> Description:
+    """A rank's part of a state, unit by unit: dtypes, traffic, place, bytes. Print it for a table.
+
+    Of a step for one process it describes the whole state. No communication.
+
+    Args:
+        step: the step that the state belongs to, from `train_step` or `shard`.
+        state: made by `step.init` or returned by the step.
+
+    Raises:
+        DonatedError: a step has taken the state's storage.
+        StructureError: the state was sharded for another level, group or rank.
+
+    >>> from functorch_zero import optim, train_step
+    >>> step = train_step(lambda params, buffers, batch: params["w"].sum(), optim.adam(0.1))
+    >>> describe(step, step.init({"w": torch.zeros(3, requires_grad=True)})).nbytes
+    76
+    """
+    if isinstance(step, TrainStep):
+        layout = _whole_layout(state)
+        plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
+        return _describe(state, layout, plan, rank=0, num_ranks=1)
+    sharding = sharding_of(state, step.options)
+    sharding.donations.check(state.step)
+    plan = step.state_plan(sharding.layout)
+    return _describe(state, sharding.layout, plan, rank=step.group.rank, num_ranks=step.group.size)
+
+
+def _whole_layout(state: TrainState) -> Layout:
+    """The layout of a state that is not sharded: every bucket whole, on one rank."""
+    whole = Cut(level=0, num_pieces=1, num_held=1)
+    return make_layout(state.params, 1, trainable=lambda path, leaf: leaf.requires_grad, cut=lambda path, leaf: whole)
+
+
+def _describe(state: TrainState, layout: Layout, plan: StatePlan, *, rank: int, num_ranks: int) -> Description:
+    params, opt_state = state.params, state.opt_state
+    rest = state._replace(params=None, opt_state=None)
     leaves, states = optree.tree_leaves(params), optree.tree_leaves(opt_state)
     of_leaf: dict[int, list[tuple[StateLeaf, Tensor]]] = {}
     for planned, x in zip(plan.leaves, states, strict=True):
@@ -89,9 +127,9 @@ def describe_state(
     rows = []
     for unit in layout.units:
         for bucket in (layout.buckets[b] for b in unit.buckets):
-            state = [pair for n in bucket.leaves for pair in of_leaf.get(n, ())]
+            follows = [pair for n in bucket.leaves for pair in of_leaf.get(n, ())]
             held, name = [leaves[n] for n in bucket.leaves], unit.name or "root"
-            rows.append(_row(name, bucket, [layout.leaves[n].path for n in bucket.leaves], held, state, num_ranks))
+            rows.append(_row(name, bucket, [layout.leaves[n].path for n in bucket.leaves], held, follows, num_ranks))
     shared = [x for planned, x in zip(plan.leaves, states, strict=True) if planned.kind == "replicated"]
     for name, tree in (("(optimizer)", shared), ("(buffers and counts)", rest)):
         tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]

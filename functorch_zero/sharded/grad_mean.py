@@ -1,4 +1,4 @@
-"""A rank's share of the step: by what its loss's gradients are multiplied, and what makes their sum the mean.
+"""Loss seeds and divisors that turn the sum of gradients over ranks into their weighted mean.
 
 Note [seeds]: the loss is differentiated with this rank's share of the whole (its weight, or 1/N) as the seed, so that
 gradients need only be summed. Lower precisions would round what such a seed makes of them, and float16 overflow where
@@ -13,27 +13,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout.layout import Layout
-from ..step.loss import Outcome
+from ..step.loss import Outcome, if_weighty
 from ..step.nonfinite import all_finite
 
 F16_END = 65520.0  # what is not below it is infinite in float16
 
 
-class Shares(NamedTuple):
-    """By what gradients are multiplied."""
+@dataclass(frozen=True)
+class GradScale:
+    """The factor of packed gradients that the loss's seed did not carry, and the batch's weight.
+
+    What weighs nothing counts for nothing, even where its gradient is the mean of nothing.
+    """
+
+    factor: Tensor | float | None  # 0-d; None: the seed carried all of it
+    weight: Tensor | float | None  # of the loss's batch, 0-d; None: every batch counts the same
+
+    @property
+    def writes(self) -> bool:
+        return self.factor is not None
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        if self.factor is not None:
+            flat.mul_(self.factor)
+        return if_weighty(flat, self.weight)
+
+
+class LossSeed(NamedTuple):
+    """A rank's share of the mean over ranks, as factors of its gradients."""
 
     seed: Tensor  # of backward, 0-d, in the loss's dtype
-    rest: Tensor | float | None  # packed gradients; None: not at all
+    scale: GradScale  # of packed gradients
 
 
-def shares_of(outcome: Outcome, layout: Layout, num_ranks: int, count: int, scale: float | None) -> Shares:
-    """The shares of one of `count` micro-batches on one of `num_ranks` ranks; see Note [seeds] and Note [overflow].
+def loss_seed_of(outcome: Outcome, layout: Layout, num_ranks: int, count: int, scale: float | None) -> LossSeed:
+    """The seed and scale of one of `count` micro-batches on one of `num_ranks` ranks; see Note [seeds] and Note [overflow].
 
     `scale`: of the loss; None: it isn't scaled.
     """
@@ -46,7 +67,7 @@ def shares_of(outcome: Outcome, layout: Layout, num_ranks: int, count: int, scal
     seed = torch.as_tensor(
         first if scale is None else first * scale, dtype=outcome.loss.dtype, device=outcome.loss.device
     )
-    return Shares(seed.detach(), rest)
+    return LossSeed(seed.detach(), GradScale(rest, outcome.weight))
 
 
 def in_range(reduced: Mapping[int, Tensor], layout: Layout, *, weighted: bool) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
-from ..layout.flat_buffers import own_piece, by_bucket, cut, flat_of_pieces, flats_of, to_tree, unpack
+from ..layout.flat_buffers import by_bucket, cut, flat_of_pieces, flats_of, own_piece, to_tree, unpack
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..runtime.reduce import Accumulating, Reducer, Sink, Streaming

@@ -36,9 +36,8 @@ from .agreement import agree
 from .background import Watches
 from .buffers import apart, replaced, sync_buffers
 from .checks import check_batch, check_not_empty, sharding_of
-from .describe import Description, describe_state
 from .failures import told
-from .grad_mean import in_range, shares_of, to_means
+from .grad_mean import in_range, loss_seed_of, to_means
 from .options import Options
 from .params import make_sink, make_sources, publish
 from .state import gather_state, lay_out_state, scatter_state
@@ -182,17 +181,6 @@ class ShardedTrainStep:
             plan = self._prepare(layout).plan
             return scatter_state(state, plan, self.options.sharding(layout), self._rank)
 
-    def describe(self, state: TrainState) -> Description:
-        """What this rank holds of a state, unit by unit: dtypes, what travels, where it lives, bytes. Print it.
-
-        No communication.
-        """
-        sharding = sharding_of(state, self.options)
-        sharding.donations.check(state.step)
-        plan, rest = self._prepare(sharding.layout).plan, state._replace(params=None, opt_state=None)
-        layout, rank, num_ranks = sharding.layout, self.group.rank, self.group.size
-        return describe_state(state.params, state.opt_state, rest, layout, plan, rank=rank, num_ranks=num_ranks)
-
     def state_plan(self, layout: Layout) -> StatePlan:
         """Which leaves of the optimizer's state follow a param, and which have an owner."""
         return self._prepare(layout).plan
@@ -236,10 +224,10 @@ class ShardedTrainStep:
                 raise independent(rank)
             check_not_empty(batch, outcome.loss, outcome.weight, rank)
             scale = self.unsharded.finite.scale(state.finite)
-            shares = shares_of(outcome, layout, self.group.size, count, scale)
-            run.loss_ended(outcome.weight, shares.rest)
+            seed, grad_scale = loss_seed_of(outcome, layout, self.group.size, count, scale)
+            run.loss_ended(grad_scale)
             with ranged("backward"):
-                torch.autograd.grad(outcome.loss, [run.anchor], shares.seed, allow_unused=True)
+                torch.autograd.grad(outcome.loss, [run.anchor], seed, allow_unused=True)
         run.finish()
         self._trace = run.trace
         metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}

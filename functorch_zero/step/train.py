@@ -16,15 +16,11 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
-from ..layout.build import make_layout
-from ..layout.layout import Cut
 from ..model.casting import Seen
 from ..model.deferred_init import Deferred
 from ..model.lazy_param import check_unchanged, versions_of
 from ..optim.across import Across, Local
 from ..optim.base import Transform
-from ..sharded.describe import Description, describe_state
-from ..sharded_optim.state_plan import plan_state
 from ..tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select
 from .loss import (
     LossFn,
@@ -98,14 +94,6 @@ class TrainStep:
         metrics = {"loss": outcome.loss.detach(), **{k: as_metric(v) for k, v in outcome.metrics.items()}}
         state, measured = self.update_measured(state, grads, outcome.buffers, outcome.loss)
         return state, with_measured(metrics, measured)
-
-    def describe(self, state: TrainState) -> Description:
-        """What this process holds of a state, unit by unit: dtypes, what travels, where it lives, bytes. Print it."""
-        whole = Cut(0, 1, 1)
-        layout = make_layout(state.params, 1, trainable=lambda path, p: p.requires_grad, cut=lambda path, p: whole)
-        plan = plan_state(self.optimizer.init, layout, layout.trainable, 1)
-        rest = state._replace(params=None, opt_state=None)
-        return describe_state(state.params, state.opt_state, rest, layout, plan, rank=0, num_ranks=1)
 
     def loss_and_grads(self, state: TrainState, batch: Any, rank: int = 0) -> tuple[PyTree[Tensor], Outcome]:
         """The loss on `batch` as rank `rank` would draw its random numbers, and its gradients (None where frozen)."""

@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_state(name: str, level: Any) -> None:
         step = step if level is None else shard(step, level=level, group=watched)
         state = step.init(params, buffers)
         watched.reset()
-        described = step.describe(state)
+        described = fz.describe(step, state)
         assert not watched.calls and described.nbytes == bytes_of(state)
         assert sorted(path for row in described.rows for path in row.leaves) == sorted(params)
         return described
@@ -61,7 +61,7 @@ def test_what_each_level_says() -> None:
     def rows(level: int) -> dict[tuple[str, Any, bool], Any]:
         step, params, buffers = build()
         sharded = shard(step, level=level, group=fz.CountingGroup(4))
-        found = sharded.describe(sharded.init(params, buffers)).rows
+        found = fz.describe(sharded, sharded.init(params, buffers)).rows
         return {(row.unit, row.compute, bool(row.state)): row for row in found if row.leaves}
 
     travels = {
@@ -82,14 +82,14 @@ def test_what_each_level_says() -> None:
 
 def test_the_table() -> None:
     step, params, buffers = build()
-    alone = str(step.describe(step.init(params, buffers))).splitlines()
+    alone = str(fz.describe(step, step.init(params, buffers))).splitlines()
     assert " ".join(alone[0].split()) == "unit leaves storage compute wire where bytes state where bytes"
-    rows = step.describe(step.init(params, buffers)).rows
+    rows = fz.describe(step, step.init(params, buffers)).rows
     assert alone[-1].startswith("this process holds") and len(alone) == len(rows) + 2
     sharded = shard(step, level=3, group=fz.CountingGroup(4, rank=2))
     state = sharded.init(params, buffers)
-    table = str(sharded.describe(state))
+    table = str(fz.describe(sharded, state))
     assert "gather bfloat16, reduce float32  1/4" in table and "rank 2 of 4 holds" in table
     sharded(state, torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(DonatedError):
-        sharded.describe(state)
+        fz.describe(sharded, state)

@@ -351,7 +351,7 @@ def sharded(case: Case, group: Any) -> Run:
     step = fz.shard(step, group=group, **placed(case))
     state = step.init(start.params, start.buffers, seed=start.seed, values=values)
     first, steps = step.gather(state), []
-    assert "first" in str(step.describe(state))
+    assert "first" in str(fz.describe(step, state))
     for parts in batches(case):
         state, metrics = step(state, parts[group.rank])
         if evaluate is not None:
