@@ -2,8 +2,9 @@
 
     $ python examples/digits.py
 
-The rows hold less and less memory a rank, and end with the same parameters up to rounding (in float32, which training
-amplifies). BatchNorm takes its statistics over each rank's own share of the batch, at every level alike.
+The rows hold less and less memory a rank, and end with the same parameters up to rounding (in
+float32, which training amplifies). BatchNorm takes its statistics over each rank's own share of the
+batch, at every level alike.
 """
 
 import argparse
@@ -21,12 +22,16 @@ BATCH = 96  # images of a step, over all ranks
 
 
 def conv(before: int, after: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+    return nn.Sequential(
+        nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()
+    )
 
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(conv(1, 32), conv(32, 64), nn.MaxPool2d(2), conv(64, 64), nn.Flatten(), nn.Linear(1024, 10))
+    return nn.Sequential(
+        conv(1, 32), conv(32, 64), nn.MaxPool2d(2), conv(64, 64), nn.Flatten(), nn.Linear(1024, 10)
+    )
 
 
 def read_digits() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -45,8 +50,11 @@ def kilobytes(tree: object) -> float:
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree)) / 1e3
 
 
-def train(group: fz.Group, level: int, num_steps: int) -> tuple[fz.Params, float, tuple[float, float, float]]:
-    """What one rank does: the trained parameters, the test accuracy, and KB of parameters, gradients, state held."""
+def train(
+    group: fz.Group, level: int, num_steps: int
+) -> tuple[fz.Params, float, tuple[float, float, float]]:
+    """What one rank does: the trained parameters, the test accuracy, and KB of parameters,
+    gradients, state held."""
     apply, params, buffers = fz.functionalize(make_model())
     predict = apply.eval()
 
@@ -56,7 +64,10 @@ def train(group: fz.Group, level: int, num_steps: int) -> tuple[fz.Params, float
 
     def evaluate(params, buffers, batch):
         logits, _ = predict(params, buffers, batch["x"])
-        return fz.Aux(metrics={"accuracy": (logits.argmax(1) == batch["y"]).float().mean()}, weight=len(batch["y"]))
+        return fz.Aux(
+            metrics={"accuracy": (logits.argmax(1) == batch["y"]).float().mean()},
+            weight=len(batch["y"]),
+        )
 
     step = fz.shard(fz.train_step(loss_fn, optim.adamw(3e-3)), level=level, group=group)
     check = fz.shard(fz.eval_step(evaluate), level=level, group=group)
@@ -73,19 +84,29 @@ def train(group: fz.Group, level: int, num_steps: int) -> tuple[fz.Params, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="threads of this process")
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
 
-    print(f"{args.ranks} ranks    accuracy   KB a rank: parameters  gradients  optimizer   from level 0")
+    print(
+        f"{args.ranks} ranks    accuracy   KB a rank: parameters  gradients  optimizer   from "
+        "level 0"
+    )
     first = None
     for level in range(4):
-        results = testing.run_ranks(lambda group, level=level: train(group, level, args.steps), args.ranks)
+        results = testing.run_ranks(
+            lambda group, level=level: train(group, level, args.steps), args.ranks
+        )
         params, accuracy, held = results[0]
         first = first or params
         gap = max((params[path] - first[path]).abs().max().item() for path in params)
-        print(f"level {level}    {accuracy:8.1%}   {held[0]:20.0f}  {held[1]:9.0f}  {held[2]:9.0f}   {gap:12.1e}")
+        print(
+            f"level {level}    {accuracy:8.1%}   {held[0]:20.0f}  {held[1]:9.0f}  {held[2]:9.0f}  "
+            f" {gap:12.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Adapt a frozen model with LoRA: the base in pieces or whole on each rank, adapters at a level of their own.
+"""Adapt a frozen model with LoRA: the base in pieces or whole on each rank, adapters at a level of
+their own.
 
     $ python examples/lora.py
 
-A classifier learns scikit-learn's handwritten digits; then the digits come turned by a quarter. Its weights stay
-frozen, and low-rank adapters beside them (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021) learn
-the turned ones. Frozen leaves have no gradient and no optimizer state. The rows differ in where things lie, and end
-with the same accuracy.
+A classifier learns scikit-learn's handwritten digits; then the digits come turned by a quarter. Its
+weights stay frozen, and low-rank adapters beside them (Hu et al., "LoRA: Low-Rank Adaptation of
+Large Language Models", 2021) learn the turned ones. Frozen leaves have no gradient and no optimizer
+state. The rows differ in where things lie, and end with the same accuracy.
 """
 
 import argparse
@@ -37,7 +38,14 @@ class Adapted(nn.Module):
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Flatten(), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)]
+    layers = [
+        nn.Flatten(),
+        nn.Linear(64, 256),
+        nn.GELU(),
+        nn.Linear(256, 256),
+        nn.GELU(),
+        nn.Linear(256, 10),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -53,7 +61,10 @@ def is_adapter(path: str, leaf: Tensor) -> bool:
 def read_digits(turned: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """1797 images of 8 x 8: the first 1440 to train on, the rest to test with."""
     digits = load_digits()
-    images, labels = torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target)
+    images, labels = (
+        torch.tensor(digits.images / 16, dtype=torch.float32),
+        torch.tensor(digits.target),
+    )
     if turned:
         images = images.rot90(1, (1, 2))
     return {"x": images[:1440], "y": labels[:1440]}, {"x": images[1440:], "y": labels[1440:]}
@@ -64,9 +75,16 @@ def kilobytes(tree: object) -> float:
 
 
 def train(
-    model: nn.Module, group: fz.Group, num_steps: int, *, turned: bool = False, trainable=None, level=0
+    model: nn.Module,
+    group: fz.Group,
+    num_steps: int,
+    *,
+    turned: bool = False,
+    trainable=None,
+    level=0,
 ) -> tuple[fz.Params, tuple[float, float], tuple[float, float]]:
-    """What one rank does: the whole parameters; accuracy before and after; KB of parameters and state it held."""
+    """What one rank does: the whole parameters; accuracy before and after; KB of parameters and
+    state it held."""
     apply, params, buffers = fz.functionalize(model)
 
     def loss_fn(params, buffers, batch):
@@ -75,9 +93,14 @@ def train(
 
     def evaluate(params, buffers, batch):
         logits, _ = apply(params, buffers, batch["x"])
-        return fz.Aux(metrics={"accuracy": (logits.argmax(1) == batch["y"]).float().mean()}, weight=len(batch["y"]))
+        return fz.Aux(
+            metrics={"accuracy": (logits.argmax(1) == batch["y"]).float().mean()},
+            weight=len(batch["y"]),
+        )
 
-    step = fz.shard(fz.train_step(loss_fn, optim.adamw(3e-3), trainable=trainable), level=level, group=group)
+    step = fz.shard(
+        fz.train_step(loss_fn, optim.adamw(3e-3), trainable=trainable), level=level, group=group
+    )
     check = fz.shard(fz.eval_step(evaluate), level=level, group=group)
     data, test = read_digits(turned)
     share = {name: values[group.rank :: group.size] for name, values in test.items()}
@@ -88,7 +111,11 @@ def train(
         mine = index[group.rank :: group.size]
         state, _ = step(state, {name: values[mine] for name, values in data.items()})
     accuracy = before, check(state, share)["accuracy"].item()
-    return step.gather(state).params, accuracy, (kilobytes(state.params), kilobytes(state.opt_state))
+    return (
+        step.gather(state).params,
+        accuracy,
+        (kilobytes(state.params), kilobytes(state.opt_state)),
+    )
 
 
 def adapter_1_base_3(path: str, leaf: Tensor) -> int:
@@ -96,14 +123,18 @@ def adapter_1_base_3(path: str, leaf: Tensor) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="threads of this process")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     args = parser.parse_args()
 
     model = make_model()
-    learnt, (_, upright), _ = testing.run_ranks(lambda group: train(model, group, args.steps), args.ranks)[0]
+    learnt, (_, upright), _ = testing.run_ranks(
+        lambda group: train(model, group, args.steps), args.ranks
+    )[0]
     model.load_state_dict(learnt)
     print(f"{upright:.1%} of upright digits")
 
@@ -116,13 +147,21 @@ def main() -> None:
         "base 3, adapters 1": (is_adapter, adapter_1_base_3),
         "base 3, adapters 3": (is_adapter, 3),
     }
-    print(f"{args.ranks} ranks, turned digits      accuracy       KB a rank: parameters   optimizer")
+    print(
+        f"{args.ranks} ranks, turned digits      accuracy       KB a rank: parameters   optimizer"
+    )
     for name, (trainable, level) in rows.items():
         new, (before, after), held = testing.run_ranks(
-            lambda group, t=trainable, lv=level: train(adapted, group, args.steps, turned=True, trainable=t, level=lv),
+            lambda group, t=trainable, lv=level: train(
+                adapted, group, args.steps, turned=True, trainable=t, level=lv
+            ),
             args.ranks,
         )[0]
-        still = all(torch.equal(new[path], leaf) for path, leaf in adapted.named_parameters() if ".linear." in path)
+        still = all(
+            torch.equal(new[path], leaf)
+            for path, leaf in adapted.named_parameters()
+            if ".linear." in path
+        )
         assert still == (trainable is not None), "the base is frozen"
         print(f"{name:25} {before:8.1%} -> {after:.1%} {held[0]:23.0f} {held[1]:11.0f}")
 

@@ -2,8 +2,9 @@
 
     $ python examples/pinn.py
 
-The loss differentiates the network twice by its input with torch.func, inside the sharded step, and the step then
-differentiates the loss by the parameters, which no rank holds whole. The exact solution is sin(pi x).
+The loss differentiates the network twice by its input with torch.func, inside the sharded step, and
+the step then differentiates the loss by the parameters, which no rank holds whole. The exact
+solution is sin(pi x).
 """
 
 import argparse
@@ -30,7 +31,9 @@ class Layer(nn.Module):
 
 def make_model(width: int = 32) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Layer(1, width), Layer(width, width), Layer(width, width), nn.Linear(width, 1)).double()
+    return nn.Sequential(
+        Layer(1, width), Layer(width, width), Layer(width, width), nn.Linear(width, 1)
+    ).double()
 
 
 def train(group: fz.Group, num_steps: int, level: int) -> tuple[float, float]:
@@ -46,10 +49,16 @@ def train(group: fz.Group, num_steps: int, level: int) -> tuple[float, float]:
         curvature = vmap(grad(grad(lambda x: solution(params, x))))(batch)
         return (curvature + math.pi**2 * torch.sin(math.pi * batch)).square().mean()
 
-    step = fz.shard(fz.train_step(loss_fn, optim.adamw(3e-3, weight_decay=0.0)), level=level, group=group)
+    step = fz.shard(
+        fz.train_step(loss_fn, optim.adamw(3e-3, weight_decay=0.0)), level=level, group=group
+    )
     state = step.init(params, buffers)
     for i in range(num_steps):
-        points = torch.rand(NUM_POINTS, generator=torch.Generator().manual_seed(i), dtype=torch.float64) * 2 - 1
+        points = (
+            torch.rand(NUM_POINTS, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+            * 2
+            - 1
+        )
         state, metrics = step(state, points[group.rank :: group.size])
 
     whole, x = step.gather(state).params, torch.linspace(-1, 1, 101, dtype=torch.float64)
@@ -59,13 +68,20 @@ def train(group: fz.Group, num_steps: int, level: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="threads of this process")
     parser.add_argument("--level", type=int, default=3, choices=range(4))
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
-    loss, error = testing.run_ranks(lambda group: train(group, args.steps, args.level), args.ranks)[0]
-    print(f"after {args.steps} steps at level {args.level} on {args.ranks} ranks: loss {loss:.2e}, error {error:.2e}")
+    loss, error = testing.run_ranks(lambda group: train(group, args.steps, args.level), args.ranks)[
+        0
+    ]
+    print(
+        f"after {args.steps} steps at level {args.level} on {args.ranks} ranks: loss {loss:.2e}, "
+        f"error {error:.2e}"
+    )
 
 
 if __name__ == "__main__":

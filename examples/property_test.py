@@ -1,9 +1,11 @@
-"""Prove your own step: Hypothesis draws models and batches, and the sharded step must equal the unsharded one.
+"""Prove your own step: Hypothesis draws models and batches, and the sharded step must equal the
+unsharded one.
 
     $ python examples/property_test.py
     $ pytest examples/property_test.py
 
-Ranks are threads of this process, so a case takes milliseconds. The step here has a penalty on the parameters, a weight
+Ranks are threads of this process, so a case takes milliseconds. The step here has a penalty on the
+parameters, a weight
 per example and a global clip: each is a place where a sharded training loop is easily wrong.
 """
 
@@ -48,15 +50,21 @@ def make_batch(sizes: list[int], num: int, seed: int) -> dict[str, torch.Tensor]
 def check_case(sizes: list[int], ranks: int, level: int, seed: int) -> None:
     step, params, buffers = make_step(sizes, seed)
     batches = [make_batch(sizes, 2 * ranks, seed + i) for i in range(2)]
-    testing.assert_sharded_equals_unsharded(step, params, buffers, batches, levels=(level,), ranks=(ranks,))
+    testing.assert_sharded_equals_unsharded(
+        step, params, buffers, batches, levels=(level,), ranks=(ranks,)
+    )
 
 
 cases = given(widths, st.integers(1, 5), st.sampled_from([0, 1, 2, 3]), st.integers(0, 2**16))
-test_step_on_any_ranks_equals_step_on_one = settings(max_examples=20, deadline=None)(cases(check_case))
+test_step_on_any_ranks_equals_step_on_one = settings(max_examples=20, deadline=None)(
+    cases(check_case)
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--examples", type=int, default=20, help="cases to draw")
     args = parser.parse_args()
     settings(max_examples=args.examples, deadline=None, derandomize=True)(cases(check_case))()

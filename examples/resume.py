@@ -1,10 +1,13 @@
-"""Train, save and resume: a run that outlives killed, failing and stuck ranks, and ends as if nothing had been.
+"""Train, save and resume: a run that outlives killed, failing and stuck ranks, and ends as if
+nothing had been.
 
     $ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # see docs/reliability.md
     $ torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py --root runs/a
-    $ torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py --root runs/b --fault kill --at 25
+    $ torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py --root runs/b
+    --fault kill --at 25
 
-Both print the same digest of the final state. With another number of ranks it is equal but for rounding.
+Both print the same digest of the final state. With another number of ranks it is equal but for
+rounding.
 """
 
 import argparse
@@ -25,9 +28,12 @@ ROWS = 12  # of a batch over all ranks
 
 
 def make_model() -> nn.Module:
-    """With dropout, whose masks are a function of seed, step and rank, and BatchNorm, whose averages are buffers."""
+    """With dropout, whose masks are a function of seed, step and rank, and BatchNorm, whose
+    averages are buffers."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1)).double()
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1)
+    ).double()
 
 
 def draw(number: int, group: fz.Group) -> dict[str, torch.Tensor]:
@@ -76,7 +82,9 @@ def train(args: argparse.Namespace) -> str:
     for number in range(first, args.steps):
         if unlucky and number == args.at:
             if args.inside_save:
-                os.fsync = lambda file: strike(args.fault)  # what a save calls last of all for each file
+                os.fsync = lambda file: strike(
+                    args.fault
+                )  # what a save calls last of all for each file
             else:
                 strike(args.fault)
         state, _ = step(state, draw(number, group))
@@ -90,17 +98,27 @@ def train(args: argparse.Namespace) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", help="the folder of checkpoints; by default a temporary one")
     parser.add_argument("--level", type=int, default=3, choices=range(4))
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start, when torchrun did not")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="processes to start, when torchrun did not"
+    )
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
+    parser.add_argument(
+        "--every", type=int, default=10, help="steps from one checkpoint to the next"
+    )
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds a collective may take")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait after each step")
-    parser.add_argument("--fault", choices=("kill", "raise", "hang"), help="of the last rank, in the first attempt")
+    parser.add_argument(
+        "--fault", choices=("kill", "raise", "hang"), help="of the last rank, in the first attempt"
+    )
     parser.add_argument("--at", type=int, default=25, help="the step in which it happens")
-    parser.add_argument("--inside-save", action="store_true", help="in the save that follows, rather than at once")
+    parser.add_argument(
+        "--inside-save", action="store_true", help="in the save that follows, rather than at once"
+    )
     return parser
 
 

@@ -1,10 +1,13 @@
-"""Train a byte-level GPT on the source files of Python's own standard library, on several local ranks.
+"""Train a byte-level GPT on the source files of Python's own standard library, on several local
+ranks.
 
     $ python examples/train_lm.py                                        # 2 ranks, level 3
     $ python examples/train_lm.py --level 1 --ranks 3 --optimizer muon
-    $ torchrun --nproc-per-node 2 examples/train_lm.py                   # ranks that torchrun started
+    $ torchrun --nproc-per-node 2 examples/train_lm.py                   # ranks that torchrun
+    started
 
-The numbers are the same at every level and every number of ranks, up to rounding; memory and traffic are not.
+The numbers are the same at every level and every number of ranks, up to rounding; memory and
+traffic are not.
 """
 
 import argparse
@@ -68,7 +71,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, 32)).permute(2, 0, 3, 1, 4)  # (batch, head, time, 32)
+        q, k, v = (
+            self.qkv(self.norm1(x)).unflatten(-1, (3, -1, 32)).permute(2, 0, 3, 1, 4)
+        )  # (batch, head, time, 32)
         seen = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -95,13 +100,20 @@ def read_text(limit: int = 8_000_000) -> tuple[Tensor, Tensor]:
     train, held_out = bytearray(), bytearray()
     for i, path in enumerate(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))):
         (held_out if i % 20 == 0 else train).extend(path.read_bytes()[:200_000])
-    return torch.frombuffer(train[:limit], dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
+    return torch.frombuffer(train[:limit], dtype=torch.uint8), torch.frombuffer(
+        held_out, dtype=torch.uint8
+    )
 
 
 def draw(text: Tensor, num: int, seed: int, group: fz.Group, device: str) -> dict[str, Tensor]:
-    """This rank's share of a batch of `num` random windows, the same batch for any number of ranks."""
-    starts = torch.randint(len(text) - CONTEXT, (num,), generator=torch.Generator().manual_seed(seed))
-    windows = torch.stack([text[s : s + CONTEXT + 1] for s in starts[group.rank :: group.size].tolist()])
+    """This rank's share of a batch of `num` random windows, the same batch for any number of
+    ranks."""
+    starts = torch.randint(
+        len(text) - CONTEXT, (num,), generator=torch.Generator().manual_seed(seed)
+    )
+    windows = torch.stack(
+        [text[s : s + CONTEXT + 1] for s in starts[group.rank :: group.size].tolist()]
+    )
     windows = windows.to(device, torch.int64)
     return {"x": windows[:, :-1], "y": windows[:, 1:]}
 
@@ -112,14 +124,18 @@ def megabytes(tree: object) -> float:
 
 
 def make_optimizer(name: str, num_steps: int) -> optim.Transform:
-    """Clip, then the optimizer of this name with a learning rate that rises, then falls to nothing."""
+    """Clip, then the optimizer of this name with a learning rate that rises, then falls to
+    nothing."""
     make, rate = OPTIMIZERS[name]
-    schedule = optim.warmup_cosine_decay_schedule(rate / 10, rate, min(20, num_steps // 4), num_steps)
+    schedule = optim.warmup_cosine_decay_schedule(
+        rate / 10, rate, min(20, num_steps // 4), num_steps
+    )
     return optim.chain(optim.clip_by_global_norm(1.0), make(schedule))
 
 
 def memory(state: fz.TrainState, params: fz.Params, group: fz.Group, level: int) -> list[str]:
-    """What every rank holds of parameters, gradients (in pieces from level 2 on) and optimizer state."""
+    """What every rank holds of parameters, gradients (in pieces from level 2 on) and optimizer
+    state."""
     gradients = megabytes(params) / (group.size if level >= 2 else 1)
     mine = f"{megabytes(state.params):.1f}+{gradients:.1f}+{megabytes(state.opt_state):.1f}"
     return [line.decode() for line in group.exchange(mine.encode())]
@@ -149,13 +165,18 @@ def train(args: argparse.Namespace) -> None:
     exam = draw(held_out, 4 * size.batch, 0, group, args.device)
     before = check(state, exam)["loss"]
     held = memory(state, params, group, args.level)
-    bar = tqdm(range(args.steps), disable=group.rank > 0, bar_format="{n}/{total} |{bar:12}| {remaining}{postfix}")
+    bar = tqdm(
+        range(args.steps),
+        disable=group.rank > 0,
+        bar_format="{n}/{total} |{bar:12}| {remaining}{postfix}",
+    )
     start = time.perf_counter()
     for i in bar:
         state, metrics = step(state, draw(text, size.batch, 1 + i, group, args.device))
         speed = (i + 1) * size.batch * CONTEXT / (time.perf_counter() - start)
         bar.set_postfix_str(
-            f"loss {metrics['loss']:.3f}, {speed:,.0f} tokens/s, MB a rank {' '.join(held)}", refresh=False
+            f"loss {metrics['loss']:.3f}, {speed:,.0f} tokens/s, MB a rank {' '.join(held)}",
+            refresh=False,
         )
     after = check(state, exam)["loss"]
 
@@ -176,7 +197,9 @@ def generate(apply, state: fz.TrainState, device: str, num: int = 300) -> str:
         drawn = torch.multinomial((logits[:, -1] / 0.7).softmax(-1), 1, generator=generator)
         text = torch.cat([text, drawn], 1)
     written = bytes(text[0].tolist()).decode(errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in written)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in written
+    )
 
 
 def at_least_one(text: str) -> int:
@@ -187,9 +210,13 @@ def at_least_one(text: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--level", type=int, default=3, choices=range(4))
-    parser.add_argument("--ranks", type=at_least_one, default=2, help="processes to start, when torchrun did not")
+    parser.add_argument(
+        "--ranks", type=at_least_one, default=2, help="processes to start, when torchrun did not"
+    )
     parser.add_argument("--steps", type=at_least_one, default=300)
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)

@@ -13,7 +13,16 @@ from .errors import (
     StructureError,
     TransformError,
 )
-from .groups import CheckedGroup, CountingGroup, Group, HybridGroup, ProcessGroup, Solo, ThreadGroup, launch
+from .groups import (
+    CheckedGroup,
+    CountingGroup,
+    Group,
+    HybridGroup,
+    ProcessGroup,
+    Solo,
+    ThreadGroup,
+    launch,
+)
 from .model.deferred_init import deferred
 from .model.functionalize import functionalize
 from .model.lazy_param import gather

@@ -1,4 +1,5 @@
-"""`python -m functorch_zero COMMAND …`: each command is in a module of its own, which adds its parser."""
+"""`python -m functorch_zero COMMAND …`: each command is in a module of its own, which adds its
+parser."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ COMMANDS = (checkpoint, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, and return the exit code: 2 for an error that is the user's or the disk's."""
+    """Run one command, and return the exit code: 2 for an error that is the user's or the
+    disk's."""
     parser = argparse.ArgumentParser(prog="python -m functorch_zero")
     commands = parser.add_subparsers(required=True, metavar="command")
     for command in COMMANDS:

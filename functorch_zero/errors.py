@@ -1,4 +1,5 @@
-"""Exceptions. A message says what is wrong, where (path), what was expected and got, on which rank, and the remedy."""
+"""Exceptions. A message says what is wrong, where (path), what was expected and got, on which rank,
+and the remedy."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ def explain(
 ) -> str:
     """Format one error message; every part that is None is left out.
 
-    >>> print(explain("the shape differs", path="w", expected=(3, 4), got=(4, 3), rank=1, remedy="transpose it"))
-    the shape differs: path w, expected (3, 4), got (4, 3), on rank 1. Remedy: transpose it.
+    >>> print(explain("the shape differs", path="w", expected=(3, 4), got=(4, 3), rank=1))
+    the shape differs: path w, expected (3, 4), got (4, 3), on rank 1.
     """
     parts = []
     if path is not None:
@@ -43,7 +44,8 @@ class MismatchError(ValueError):
 
 
 class NonFiniteError(ArithmeticError):
-    """A step's loss or gradients have a NaN or an infinity, and `nonfinite="raise"`. Raised on every rank."""
+    """A step's loss or gradients have a NaN or an infinity, and `nonfinite="raise"`. Raised on
+    every rank."""
 
 
 class DonatedError(RuntimeError):
@@ -59,4 +61,5 @@ class PeerError(GroupError):
 
 
 class LostPeerError(GroupError):
-    """Another rank was killed, is stuck or can't be reached; inside a step the message names the unit and the phase."""
+    """Another rank was killed, is stuck or can't be reached; inside a step the message names the
+    unit and the phase."""

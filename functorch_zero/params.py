@@ -19,7 +19,9 @@ class UnitSpec:
     """Leaves that are gathered and freed together, and the modules whose calls enter them."""
 
     name: str
-    modules: tuple[str, ...]  # paths of the modules that use the leaves, in the order they are called
+    modules: tuple[
+        str, ...
+    ]  # paths of the modules that use the leaves, in the order they are called
     leaves: tuple[str, ...]  # dotted paths of the leaves
     precisions: tuple[Precision, ...] = ()  # of each leaf; empty: none has a policy
 
@@ -30,23 +32,32 @@ class UnitSpec:
 
 
 class Params(dict[str, Any]):
-    """A model's parameters: a dict from dotted path to leaf, which also carries the model's `units`.
+    """A model's parameters: a dict from dotted path to leaf, which also carries the model's
+    `units`.
 
-    It is a pytree node of its own for optree and for torch, in insertion order, so `tree_map` over it gives a
-    `Params` again. `dict(params)` forgets the units.
+    It is a pytree node of its own for optree and for torch, in insertion order, so `tree_map` over
+    it gives a `Params` again. `dict(params)` forgets the units.
     """
 
-    def __init__(self, leaves: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), units: tuple[UnitSpec, ...] = ()):
+    def __init__(
+        self,
+        leaves: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        units: tuple[UnitSpec, ...] = (),
+    ):
         super().__init__(leaves)
         self.units = units
 
 
-def _flatten_params(params: Params) -> tuple[list[Any], tuple[tuple[str, ...], tuple[UnitSpec, ...]], tuple[str, ...]]:
+def _flatten_params(
+    params: Params,
+) -> tuple[list[Any], tuple[tuple[str, ...], tuple[UnitSpec, ...]], tuple[str, ...]]:
     keys = tuple(params)
     return list(params.values()), (keys, params.units), keys
 
 
-def _unflatten_params(context: tuple[tuple[str, ...], tuple[UnitSpec, ...]], leaves: Iterable[Any]) -> Params:
+def _unflatten_params(
+    context: tuple[tuple[str, ...], tuple[UnitSpec, ...]], leaves: Iterable[Any]
+) -> Params:
     keys, units = context
     return Params(zip(keys, leaves, strict=True), units)
 
@@ -55,5 +66,7 @@ register(Params, _flatten_params, _unflatten_params, namespace=optree.registry._
 
 
 torch_pytree.register_pytree_node(
-    Params, lambda p: _flatten_params(p)[:2], lambda leaves, context: _unflatten_params(context, leaves)
+    Params,
+    lambda p: _flatten_params(p)[:2],
+    lambda leaves, context: _unflatten_params(context, leaves),
 )

@@ -1,8 +1,10 @@
-"""`Precision`: the dtypes that a model's leaves take on from where they are kept to where they are used, and back.
+"""`Precision`: the dtypes that a model's leaves take on from where they are kept to where they are
+used, and back.
 
-A leaf is *stored* in one dtype, travels in another (*gather*), and is used in a third (*compute*). Its gradient comes
-in the compute dtype, is summed over ranks in a fourth (*reduce*), and reaches the optimizer in the storage dtype. The
-same roundings are made where nothing travels, in one process too, so that numbers don't depend on the level.
+A leaf is *stored* in one dtype, travels in another (*gather*), and is used in a third (*compute*).
+Its gradient comes in the compute dtype, is summed over ranks in a fourth (*reduce*), and reaches
+the optimizer in the storage dtype. The same roundings are made where nothing travels, in one
+process too, so that numbers don't depend on the level.
 """
 
 from __future__ import annotations
@@ -18,21 +20,27 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Precision:
-    """A policy: one dtype for each thing that happens to a leaf. It concerns floating-point leaves only.
+    """A policy: one dtype for each thing that happens to a leaf. It concerns floating-point leaves
+    only.
 
-    FairScale's `mixed_precision` is `Precision(compute=torch.float16, reduce=torch.float16)`, its `fp32_reduce_scatter`
-    `reduce=None`; FSDP's `param_dtype`, `reduce_dtype` and `output_dtype` are `compute`, `reduce` and `output`.
+    FairScale's `mixed_precision` is `Precision(compute=torch.float16, reduce=torch.float16)`, its
+    `fp32_reduce_scatter` `reduce=None`; FSDP's `param_dtype`, `reduce_dtype` and `output_dtype` are
+    `compute`, `reduce` and `output`.
 
     Attributes:
-        storage: of the params in the state (the masters), which the optimizer sees. None: as the module has them.
-        compute: of the whole leaves that a module's forward works with. Floating-point tensors given to a module that
+        storage: of the params in the state (the masters), which the optimizer sees. None: as the
+            module has them.
+        compute: of the whole leaves that a module's forward works with. Floating-point tensors
+            given to a module that
             holds leaves are cast to it. None: the storage dtype, and inputs stay as they are.
-        gather: in which leaves travel to be made whole; they are rounded to it. None: storage or compute, whichever
-            takes fewer bytes (compute if neither does), which rounds nothing more.
-        reduce: in which gradients are summed over ranks; they are rounded to it. None: the storage dtype.
+        gather: in which leaves travel to be made whole; they are rounded to it. None: storage or
+            compute, whichever takes fewer bytes (compute if neither does), which rounds nothing
+            more.
+        reduce: in which gradients are summed over ranks; they are rounded to it. None: the storage
+            dtype.
         buffers: of floating-point buffers, in the state and in use. None: as the module has them.
-        output: to which the floating-point outputs of the module that the policy is given for are cast. None: they
-            stay as they are.
+        output: to which the floating-point outputs of the module that the policy is given for are
+            cast. None: they stay as they are.
 
     >>> Precision(compute=torch.bfloat16, output=torch.float32).dtypes(torch.float32)
     Dtypes(compute=torch.bfloat16, gather=torch.bfloat16, reduce=torch.float32)
@@ -50,11 +58,19 @@ class Precision:
             given = getattr(self, field.name)
             if given is not None and given not in FLOATS:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-                remedy = "take one of these: sums and products of other dtypes are not defined on every device"
-                raise ValueError(explain(f"Precision.{field.name}", expected=known, got=repr(given), remedy=remedy))
+                remedy = (
+                    "take one of these: sums and products of other dtypes are not defined on "
+                    "every device"
+                )
+                raise ValueError(
+                    explain(
+                        f"Precision.{field.name}", expected=known, got=repr(given), remedy=remedy
+                    )
+                )
 
     def dtypes(self, storage: torch.dtype) -> Dtypes | None:
-        """What becomes of a leaf kept in `storage`; None: nothing, everything is done in that dtype."""
+        """What becomes of a leaf kept in `storage`; None: nothing, everything is done in that
+        dtype."""
         if not storage.is_floating_point:
             return None
         compute = self.compute or storage
@@ -72,7 +88,10 @@ class Dtypes:
     reduce: torch.dtype
 
     def __str__(self) -> str:
-        return f"{short(self.compute)}, gathered as {short(self.gather)}, reduced as {short(self.reduce)}"
+        return (
+            f"{short(self.compute)}, gathered as {short(self.gather)}, reduced as "
+            f"{short(self.reduce)}"
+        )
 
 
 def short(dtype: torch.dtype) -> str:

@@ -1,4 +1,5 @@
-"""Ranges that torch's profiler shows, named after units. While nobody profiles they cost a look at a flag."""
+"""Ranges that torch's profiler shows, named after units. While nobody profiles they cost a look at
+a flag."""
 
 from __future__ import annotations
 

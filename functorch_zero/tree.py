@@ -16,7 +16,9 @@ from .errors import StructureError, explain
 from .params import Params
 
 T = TypeVar("T")
-PyTree: TypeAlias = T | Any  # any tree whose leaves are T; optree's own type knows the built-in containers only
+PyTree: TypeAlias = (
+    T | Any
+)  # any tree whose leaves are T; optree's own type knows the built-in containers only
 
 
 def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
@@ -25,9 +27,16 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
     >>> paths({"head": {"weight": 1}, "blocks": [2, 3]})
     ['blocks.0', 'blocks.1', 'head.weight']
     """
-    if is_leaf is None and type(tree) is Params and all(isinstance(leaf, Tensor) for leaf in tree.values()):
+    if (
+        is_leaf is None
+        and type(tree) is Params
+        and all(isinstance(leaf, Tensor) for leaf in tree.values())
+    ):
         return list(tree)
-    return [".".join(_entry(e) for e in accessor) for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)]
+    return [
+        ".".join(_entry(e) for e in accessor)
+        for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)
+    ]
 
 
 def _entry(entry: Any) -> str:
@@ -44,7 +53,8 @@ def named_leaves(tree: PyTree[Any]) -> dict[str, Any]:
 
 
 def storage_id(x: Tensor) -> int:
-    """Which storage a tensor lies in, while that lives: an address would be 0 for tensors without values."""
+    """Which storage a tensor lies in, while that lives: an address would be 0 for tensors without
+    values."""
     return int(x.untyped_storage()._cdata)
 
 
@@ -72,23 +82,32 @@ def merge(selected: PyTree[Any], rest: PyTree[Any]) -> PyTree[Any]:
     leaves, treedef = optree.tree_flatten(rest)
     chosen = optree.tree_leaves(selected, none_is_leaf=True)
     whole = optree.tree_leaves(rest, none_is_leaf=True)
-    picked = iter(b if a is None else a for a, b in zip(chosen, whole, strict=True) if b is not None)
+    picked = iter(
+        b if a is None else a for a, b in zip(chosen, whole, strict=True) if b is not None
+    )
     assert len(leaves) == treedef.num_leaves
     return treedef.unflatten(picked)
 
 
 def mask_of(tree: PyTree[Any], mask: PyTree[bool] | Callable[[str, Any], bool]) -> PyTree[bool]:
-    """A tree of bools shaped like `tree`, from such a tree or from a function `(path, leaf) -> bool`."""
+    """A tree of bools shaped like `tree`, from such a tree or from a function
+    `(path, leaf) -> bool`."""
     if callable(mask):
         treedef = optree.tree_structure(tree)
-        values = [bool(mask(path, leaf)) for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True)]
+        values = [
+            bool(mask(path, leaf))
+            for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True)
+        ]
         return treedef.unflatten(values)
     same_structure(tree, mask, what="the mask")
     return mask
 
 
-def same_structure(expected: PyTree[Any], got: PyTree[Any], *, what: str, rank: int | None = None) -> None:
-    """Raise `StructureError`, naming the first path that differs, unless both trees have the same structure."""
+def same_structure(
+    expected: PyTree[Any], got: PyTree[Any], *, what: str, rank: int | None = None
+) -> None:
+    """Raise `StructureError`, naming the first path that differs, unless both trees have the same
+    structure."""
     if optree.tree_structure(expected) == optree.tree_structure(got):
         return
     want, have = paths(expected), paths(got)
@@ -118,12 +137,15 @@ def content_digests(tree: PyTree[Tensor]) -> dict[str, Any]:
 
 
 def _digest(leaf: Tensor) -> str:
-    """Of the bytes, so that NaNs compare equal to themselves; weighted by position, so that a swap shows."""
+    """Of the bytes, so that NaNs compare equal to themselves; weighted by position, so that a swap
+    shows."""
     data, total = leaf.contiguous().reshape(-1).view(torch.uint8), 0
     for start in range(0, data.numel(), _CHUNK):
         part = data[start : start + _CHUNK]
         words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
-        position = torch.arange(1, words.numel() + 1, device=words.device).add_(start // 8).mul_(2).add_(1)
+        position = (
+            torch.arange(1, words.numel() + 1, device=words.device).add_(start // 8).mul_(2).add_(1)
+        )
         total += int(((words ^ (words >> 29)) * position).sum())
     return f"{total & (2**64 - 1):016x}"
 

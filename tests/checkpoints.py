@@ -1,4 +1,5 @@
-"""What the tests of checkpoints share: a small state, saving and loading it on ranks, and comparing bits."""
+"""What the tests of checkpoints share: a small state, saving and loading it on ranks, and comparing
+bits."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def make_step(name: str = "mlp", optimizer: Any = None) -> tuple[TrainStep, Any,
     return train_step(loss_fn, optimizer or optim.adamw(0.01)), params, buffers
 
 
-def trained(step: ShardedTrainStep, params: Any, buffers: Any, steps: int, name: str = "mlp") -> TrainState:
+def trained(
+    step: ShardedTrainStep, params: Any, buffers: Any, steps: int, name: str = "mlp"
+) -> TrainState:
     """The state after some steps, on this rank."""
     state = step.init(params, buffers)
     for batch in ZOO[name].batches(steps, ROWS):
@@ -38,7 +41,14 @@ def trained(step: ShardedTrainStep, params: Any, buffers: Any, steps: int, name:
 
 
 def save_on(
-    root: Path, ranks: int, level: int, *, steps: int = 2, name: str = "mlp", optimizer: Any = None, user: Any = None
+    root: Path,
+    ranks: int,
+    level: int,
+    *,
+    steps: int = 2,
+    name: str = "mlp",
+    optimizer: Any = None,
+    user: Any = None,
 ) -> TrainState:
     """Train and save on thread ranks; the whole state that was saved."""
     base, params, buffers = make_step(name, optimizer)
@@ -53,7 +63,14 @@ def save_on(
 
 
 def load_on(
-    root: Path, ranks: int, level: int, *, name: str = "mlp", optimizer: Any = None, donate: bool = True, **options: Any
+    root: Path,
+    ranks: int,
+    level: int,
+    *,
+    name: str = "mlp",
+    optimizer: Any = None,
+    donate: bool = True,
+    **options: Any,
 ) -> TrainState:
     """Load on thread ranks; the whole state, the same on all."""
     base, params, buffers = make_step(name, optimizer)
@@ -85,10 +102,16 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 def leftovers(root: Path) -> list[str]:
     """Temporary folders."""
-    return [path.name for path in root.iterdir() if path.name.startswith(".tmp")] if root.exists() else []
+    return (
+        [path.name for path in root.iterdir() if path.name.startswith(".tmp")]
+        if root.exists()
+        else []
+    )
 
 
-def on_ranks(ranks: int, level: int, fn: Callable[[ShardedTrainStep, TrainState], Any], **options: Any) -> list[Any]:
+def on_ranks(
+    ranks: int, level: int, fn: Callable[[ShardedTrainStep, TrainState], Any], **options: Any
+) -> list[Any]:
     """`fn(step, its first state)` on thread ranks."""
     base, params, buffers = make_step()
 

@@ -1,4 +1,5 @@
-"""What every group must do: each collective against an obviously right computation. A check runs on every rank."""
+"""What every group must do: each collective against an obviously right computation. A check runs on
+every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ MOVED = (
     torch.bool,
     torch.complex64,
 )
-ADDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.complex64)
+ADDED = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int16,
+    torch.complex64,
+)
 COMPARED = (torch.float32, torch.bfloat16, torch.int64, torch.int16)
 
 
@@ -30,7 +39,8 @@ def data(rank: int, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
-    """Exactly equal, NaN to NaN too. (assert_close takes seconds to import, in each new process.)"""
+    """Exactly equal, NaN to NaN too. (assert_close takes seconds to import, in each new
+    process.)"""
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     both_nan = (actual != actual) & (expected != expected)
     assert ((actual == expected) | both_nan).all(), f"{actual} is not {expected}"
@@ -105,7 +115,10 @@ def all_to_all(group: Group) -> None:
         out = torch.zeros(sum(out_sizes), dtype=dtype)
         group.all_to_all(out, out_sizes, data(group.rank, sum(in_sizes), dtype), in_sizes).wait()
         sent = [
-            torch.split(data(s, sum(count(s, r) for r in ranks), dtype), [count(s, r) for r in ranks]) for s in ranks
+            torch.split(
+                data(s, sum(count(s, r) for r in ranks), dtype), [count(s, r) for r in ranks]
+            )
+            for s in ranks
         ]
         same(out, torch.cat([sent[s][group.rank] for s in ranks]))
 
@@ -143,7 +156,11 @@ def barrier(group: Group) -> None:
 
 def several_at_once(group: Group) -> None:
     """Started in one order, waited for in another, one of them twice and one never."""
-    gathered, reduced, dropped = torch.zeros(2 * group.size), torch.zeros(2), torch.zeros(2 * group.size)
+    gathered, reduced, dropped = (
+        torch.zeros(2 * group.size),
+        torch.zeros(2),
+        torch.zeros(2 * group.size),
+    )
     first = group.all_gather(gathered, data(group.rank, 2, torch.float32))
     group.all_gather(dropped, data(group.rank, 2, torch.float32))
     second = group.reduce_scatter(reduced, torch.ones(2 * group.size))

@@ -37,17 +37,23 @@ def train(step: TrainStep, params: Any, buffers: Any, batches: Sequence[Batch]) 
     return Run(states, metrics)
 
 
-def train_by_rank(step: TrainStep, params: Any, buffers: Any, batches: Sequence[Batch], sizes: list[int]) -> Run:
+def train_by_rank(
+    step: TrainStep, params: Any, buffers: Any, batches: Sequence[Batch], sizes: list[int]
+) -> Run:
     """The oracle on each rank's part by itself, gradients, metrics and buffers averaged."""
     states, metrics = [step.init(params, buffers)], []
     for batch in batches:
-        outcomes = [step.loss_and_grads(states[-1], part, rank) for rank, part in enumerate(split(batch, sizes))]
+        outcomes = [
+            step.loss_and_grads(states[-1], part, rank)
+            for rank, part in enumerate(split(batch, sizes))
+        ]
         weights = [float(1 if o.weight is None else o.weight) for _, o in outcomes]
         shares = [w / sum(weights) for w in weights]
         grads = tree_map(lambda *gs, s=shares: mean(gs, s), *(g for g, _ in outcomes))
         equal = [1 / len(sizes)] * len(sizes)
         new = tree_map(
-            lambda *bs, s=equal: mean(bs, s) if bs[0].is_floating_point() else bs[0], *(o.buffers for _, o in outcomes)
+            lambda *bs, s=equal: mean(bs, s) if bs[0].is_floating_point() else bs[0],
+            *(o.buffers for _, o in outcomes),
         )
         states.append(step.update(states[-1], grads, new))
         seen = [{"loss": o.loss.detach(), **o.metrics} for _, o in outcomes]
@@ -83,28 +89,46 @@ def assert_same_on_all_ranks(runs: Sequence[Run]) -> None:
     """Every rank ends with the same whole state, bit for bit."""
     first = optree.tree_leaves(runs[0].states[-1])
     for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(first, optree.tree_leaves(run.states[-1]), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(first, optree.tree_leaves(run.states[-1]), strict=True)
+        )
 
 
 def assert_equal_updates(
-    expected: Run, got: Run, *, unused: Sequence[str] = (), tolerance: float | Callable[[str], float] = REORDERED
+    expected: Run,
+    got: Run,
+    *,
+    unused: Sequence[str] = (),
+    tolerance: float | Callable[[str], float] = REORDERED,
 ) -> None:
-    """Compare new - old of every leaf after every step, which must not be zero where a leaf is trained."""
+    """Compare new - old of every leaf after every step, which must not be zero where a leaf is
+    trained."""
     assert len(expected.states) == len(got.states)
     start = expected.states[0]
     trained = {path for path, leaf in named_leaves(start.params).items() if leaf.requires_grad}
     assert trained
     for number, (want, have) in enumerate(zip(expected.states[1:], got.states[1:], strict=True), 1):
         assert int(want.step) == int(have.step) == number
-        updates, theirs = _updates(start.params, want.params), _updates(got.states[0].params, have.params)
+        updates, theirs = (
+            _updates(start.params, want.params),
+            _updates(got.states[0].params, have.params),
+        )
         for path in updates:
             if path in trained and path not in unused:
-                assert updates[path].any(), f"the oracle's update of {path} is zero after step {number}"
+                assert updates[path].any(), (
+                    f"the oracle's update of {path} is zero after step {number}"
+                )
             if path not in trained:
                 assert not updates[path].any() and not theirs[path].any(), path
         assert named_leaves(have.params).keys() == updates.keys()
-        assert_close(updates, theirs, tolerance, f"updates after step {number}", held=_tensors(want.params))
-        for what, a, b in (("buffers", want.buffers, have.buffers), ("opt_state", want.opt_state, have.opt_state)):
+        assert_close(
+            updates, theirs, tolerance, f"updates after step {number}", held=_tensors(want.params)
+        )
+        for what, a, b in (
+            ("buffers", want.buffers, have.buffers),
+            ("opt_state", want.opt_state, have.opt_state),
+        ):
             assert_close(_tensors(a), _tensors(b), tolerance, f"{what} after step {number}")
     for number, (a, b) in enumerate(zip(expected.metrics, got.metrics, strict=True), 1):
         assert_close(a, b, tolerance, f"metrics of step {number}")
@@ -124,13 +148,19 @@ def assert_close(
     assert list(expected) == list(got), what
     for path, want in expected.items():
         have = got[path]
-        assert want.shape == have.shape and want.dtype == have.dtype, f"{path} in {what}: {want} and {have}"
+        assert want.shape == have.shape and want.dtype == have.dtype, (
+            f"{path} in {what}: {want} and {have}"
+        )
         if want.numel():
-            allowed = (tolerance(path) if callable(tolerance) else tolerance) * float(want.double().abs().max())
+            allowed = (tolerance(path) if callable(tolerance) else tolerance) * float(
+                want.double().abs().max()
+            )
             if held is not None and want.is_floating_point():
                 allowed += torch.finfo(want.dtype).eps * float(held[path].double().abs().max())
             worst = float((want.double() - have.double()).abs().max())
-            assert worst <= allowed, f"{path} differs by {worst:.3g} in {what}, allowed {allowed:.3g}"
+            assert worst <= allowed, (
+                f"{path} differs by {worst:.3g} in {what}, allowed {allowed:.3g}"
+            )
 
 
 def _updates(old: Any, new: Any) -> dict[str, Tensor]:
@@ -139,4 +169,6 @@ def _updates(old: Any, new: Any) -> dict[str, Tensor]:
 
 
 def _tensors(tree: Any) -> dict[str, Tensor]:
-    return {path: leaf.detach() for path, leaf in named_leaves(tree).items() if isinstance(leaf, Tensor)}
+    return {
+        path: leaf.detach() for path, leaf in named_leaves(tree).items() if isinstance(leaf, Tensor)
+    }

@@ -1,4 +1,5 @@
-"""What every test runs under: one torch thread, repeatable Hypothesis cases, and nothing left running."""
+"""What every test runs under: one torch thread, repeatable Hypothesis cases, and nothing left
+running."""
 
 from __future__ import annotations
 
@@ -24,17 +25,24 @@ settings.register_profile(  # numbers of examples are in tests/tiers.py
 settings.load_profile("tests")
 
 GRACE = 5.0  # seconds that a test's threads and processes have to end
-KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # the interpreter's own helpers
+KEPT = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+)  # the interpreter's own helpers
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Look for tests in test files only: doctests are the package's, and helpers here may import what warns."""
-    helper = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "conftest", "__init__"))
+    """Look for tests in test files only: doctests are the package's, and helpers here may import
+    what warns."""
+    helper = collection_path.suffix == ".py" and not collection_path.name.startswith(
+        ("test_", "conftest", "__init__")
+    )
     return True if helper else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that compute with jax come last: it starts threads, and ranks that are forked afterwards might hang."""
+    """Tests that compute with jax come last: it starts threads, and ranks that are forked
+    afterwards might hang."""
     items.sort(key=uses_jax)
 
 
@@ -47,7 +55,8 @@ def uses_jax(item: pytest.Item) -> bool:
 
 
 def children() -> dict[int, str]:
-    """This process's children that are still running: pid -> command line. Empty where there is no /proc."""
+    """This process's children that are still running: pid -> command line. Empty where there is no
+    /proc."""
     found = {}
     for listing in Path("/proc/self/task").glob("*/children"):
         try:
@@ -56,7 +65,12 @@ def children() -> dict[int, str]:
             continue
         for pid in pids:
             try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                command = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                )
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
             except (FileNotFoundError, ProcessLookupError):
                 continue
@@ -68,7 +82,9 @@ def children() -> dict[int, str]:
 def leftovers(threads: set[threading.Thread], processes: set[int]) -> list[str]:
     """What runs now and is not among these."""
     new = [f"thread {t.name}" for t in threading.enumerate() if t not in threads]
-    return new + [f"process {pid}: {command}" for pid, command in children().items() if pid not in processes]
+    return new + [
+        f"process {pid}: {command}" for pid, command in children().items() if pid not in processes
+    ]
 
 
 @pytest.fixture(autouse=True)

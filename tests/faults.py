@@ -1,4 +1,5 @@
-"""Ranks to which something happens: as forked processes over gloo, each of which says how it ended."""
+"""Ranks to which something happens: as forked processes over gloo, each of which says how it
+ended."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def outcome(fn: Callable[[], Any]) -> Ended:
         return Ended(None, type(error).__name__, str(error), time.monotonic() - start)
 
 
-def survivors(fn: Callable[[ProcessGroup], Any], ranks: int, *, timeout: float = 20.0) -> dict[int, Ended]:
+def survivors(
+    fn: Callable[[ProcessGroup], Any], ranks: int, *, timeout: float = 20.0
+) -> dict[int, Ended]:
     """How the ranks ended that lived to tell. The others are killed when these are done."""
     with tempfile.TemporaryDirectory() as folder:
 
@@ -54,11 +57,16 @@ def survivors(fn: Callable[[ProcessGroup], Any], ranks: int, *, timeout: float =
 
         with suppress(Exception):
             launch(run, ranks, start_method="fork", timeout=LIMIT)
-        return {int(path.name): pickle.loads(path.read_bytes()) for path in Path(folder).iterdir() if path.suffix == ""}
+        return {
+            int(path.name): pickle.loads(path.read_bytes())
+            for path in Path(folder).iterdir()
+            if path.suffix == ""
+        }
 
 
 class Trigger:
-    """Makes something happen on this rank right before a collective of a phase, once it is `armed`."""
+    """Makes something happen on this rank right before a collective of a phase, once it is
+    `armed`."""
 
     def __init__(self, phase: str, happens: Callable[[], Any]) -> None:
         self.armed = False

@@ -1,4 +1,5 @@
-"""A small zoo of models with hostile shapes, each with a loss and batches; float64, so that differences show."""
+"""A small zoo of models with hostile shapes, each with a loss and batches; float64, so that
+differences show."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 import torch._dynamo
-import torch.fx.experimental.symbolic_shapes  # with sympy; both once, not in every forked rank: that takes seconds
+
+# with sympy; both once, not in every forked rank: that takes seconds
+import torch.fx.experimental.symbolic_shapes
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -48,7 +51,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, causal: bool = True) -> Tensor:
         batch, length, width = x.shape
-        split = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        split = (
+            self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(*split, is_causal=causal)
         x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -57,7 +62,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder whose head is its embedding."""
 
-    def __init__(self, vocab: int = 11, width: int = 6, depth: int = 2, length: int = 5, tied: bool = True):
+    def __init__(
+        self, vocab: int = 11, width: int = 6, depth: int = 2, length: int = 5, tied: bool = True
+    ):
         super().__init__()
         self.embed, self.place = nn.Embedding(vocab, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, 2) for _ in range(depth))
@@ -172,7 +179,9 @@ class Case:
     units: Units = None
     criterion: Callable[[Tensor, Tensor], Tensor] = squared_error
     unused: tuple[str, ...] = ()  # trained leaves that no loss reaches
-    by_rank: bool = False  # whether the loss of a batch isn't the mean of its parts' losses, as with BatchNorm
+    by_rank: bool = (
+        False  # whether the loss of a batch isn't the mean of its parts' losses, as with BatchNorm
+    )
     seed: int = field(default=0, compare=False)
 
     def build(self, *, weighted: bool = False) -> tuple[Any, Any, dict[str, Tensor]]:
@@ -185,7 +194,9 @@ class Case:
             output, new = apply(params, buffers, batch["x"])
             loss = self.criterion(output, batch["y"])
             metrics = {"size": output.detach().abs().mean()}
-            return loss, Aux(buffers=new, metrics=metrics, weight=len(batch["x"]) if weighted else None)
+            return loss, Aux(
+                buffers=new, metrics=metrics, weight=len(batch["x"]) if weighted else None
+            )
 
         return loss_fn, params, buffers
 

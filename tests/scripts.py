@@ -1,4 +1,5 @@
-"""Scripts run to their end: as a user would start them, or in a fork of this process, which has imported all."""
+"""Scripts run to their end: as a user would start them, or in a fork of this process, which has
+imported all."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from typing import NamedTuple
 
 import torch
 import torch._dynamo
-import torch.fx.experimental.symbolic_shapes  # with sympy; all of this once, not in every fork: that takes seconds
+
+# with sympy; all of this once, not in every fork: that takes seconds
+import torch.fx.experimental.symbolic_shapes
 
 import functorch_zero  # noqa: F401
 
@@ -57,7 +60,8 @@ def run_script(path: Path, *options: str, folder: Path | None = None) -> Ended:
 
 
 def run_in_fork(path: Path, *options: str, folder: Path) -> Ended:
-    """The same at a tenth of the cost, since neither the script nor the ranks that it launches import torch again."""
+    """The same at a tenth of the cost, since neither the script nor the ranks that it launches
+    import torch again."""
     if "compile" in path.read_text():
         torch._dynamo.list_backends()  # imports inductor
     out, errors = folder / "stdout.txt", folder / "stderr.txt"
@@ -83,7 +87,9 @@ def _run(path: Path, options: tuple[str, ...], folder: Path, out: Path, errors: 
     os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     warnings.resetwarnings()
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message=".*fork", category=RuntimeWarning)  # jax's, where it was imported
+    warnings.filterwarnings(
+        "ignore", message=".*fork", category=RuntimeWarning
+    )  # jax's, where it was imported
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["fork"]
     sys.argv, sys.path[0:0] = [str(path), *options], [str(path.parent)]

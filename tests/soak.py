@@ -1,10 +1,12 @@
-"""Minutes of training on ranks that are killed, stopped and refused by the disk, with files that are damaged meanwhile.
+"""Minutes of training on ranks that are killed, stopped and refused by the disk, with files that
+are damaged meanwhile.
 
     $ PYTHONPATH=. python tests/soak.py --seconds 300 --ranks 3
 
-Ends with an account of every committed step: all there and intact but for those that were damaged on purpose, which
-`verify` has named; and the final state has the digest of a run to which nothing happened. tests/checkpoint/test_soak.py runs a few
-seconds of it, and minutes in the full tier.
+Ends with an account of every committed step: all there and intact but for those that were damaged
+    on purpose, which
+`verify` has named; and the final state has the digest of a run to which nothing happened.
+tests/checkpoint/test_soak.py runs a few seconds of it, and minutes in the full tier.
 """
 
 from __future__ import annotations
@@ -56,11 +58,16 @@ def strike(fault: str, now: dict[str, bool]) -> None:
     elif fault == "raise":
         now["raise"] = True
     elif fault == "full":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
 
 
-def train(root: Path, journal: Path | None, until: int, level: int, fault: str, victim: int, delay: float) -> str:
-    """One rank of one attempt: from the newest checkpoint to step `until`; rank 0 notes each save that has returned."""
+def train(
+    root: Path, journal: Path | None, until: int, level: int, fault: str, victim: int, delay: float
+) -> str:
+    """One rank of one attempt: from the newest checkpoint to step `until`; rank 0 notes each save
+    that has returned."""
     lib, group, now = example(), ProcessGroup(timeout=TIMEOUT), {"raise": False}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     apply, params, buffers = functionalize(lib.make_model())
@@ -84,7 +91,9 @@ def train(root: Path, journal: Path | None, until: int, level: int, fault: str, 
                 checkpoint.save(root, step, state)
             except CheckpointError as error:  # on all ranks: training goes on without this one
                 assert "File too large" in str(error), error
-                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+                resource.setrlimit(
+                    resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2
+                )
             else:
                 if group.rank == 0:
                     with journal.open("a") as file:
@@ -108,7 +117,8 @@ def damage(root: Path, chance: random.Random) -> int:
 
 
 def soak(seconds: float, ranks: int, level: int, seed: int) -> Counter[str]:
-    """Attempts until the time is over, then one to the end, and the account. What happened, how often."""
+    """Attempts until the time is over, then one to the end, and the account. What happened, how
+    often."""
     chance, happened = random.Random(seed), Counter[str]()
     descriptors, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
     with tempfile.TemporaryDirectory() as name:
@@ -118,10 +128,21 @@ def soak(seconds: float, ranks: int, level: int, seed: int) -> Counter[str]:
         damaged: set[int] = set()
         give_up = time.monotonic() + seconds
         while (going_on := time.monotonic() < give_up) or not happened["to the end"]:
-            fault, until = chance.choice(FAULTS) if going_on else "to the end", (checkpoint.latest(root) or 0) + 20
+            fault, until = (
+                chance.choice(FAULTS) if going_on else "to the end",
+                (checkpoint.latest(root) or 0) + 20,
+            )
             victim = chance.randrange(ranks)
             happened[fault] += 1
-            arguments = (root, journal, until, level, fault if going_on else "none", victim, chance.uniform(0.0, 1.0))
+            arguments = (
+                root,
+                journal,
+                until,
+                level,
+                fault if going_on else "none",
+                victim,
+                chance.uniform(0.0, 1.0),
+            )
             try:
                 final = launch(train, ranks, *arguments, start_method="fork", timeout=60)
             except TimeoutError:
@@ -136,7 +157,18 @@ def soak(seconds: float, ranks: int, level: int, seed: int) -> Counter[str]:
         happened["steps"] = until
         happened["commits"] = len(checkpoint.verify(root))
         assert not list(root.glob(".tmp*")), list(root.iterdir())
-        clean = launch(train, ranks, Path(name) / "clean", None, until, level, "none", 0, 0.0, start_method="fork")
+        clean = launch(
+            train,
+            ranks,
+            Path(name) / "clean",
+            None,
+            until,
+            level,
+            "none",
+            0,
+            0.0,
+            start_method="fork",
+        )
         assert clean == final, f"after {until} steps: {clean[0]} undisturbed, {final[0]} here"
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) <= len(descriptors), os.listdir("/proc/self/fd")
@@ -144,7 +176,8 @@ def soak(seconds: float, ranks: int, level: int, seed: int) -> Counter[str]:
 
 
 def account(root: Path, journal: Path, damaged: set[int]) -> None:
-    """Every save that has returned is there, unless it was damaged on purpose, and all that is there is intact."""
+    """Every save that has returned is there, unless it was damaged on purpose, and all that is
+    there is intact."""
     committed = set(map(int, journal.read_text().split()))
     there = checkpoint.verify(root)
     assert not any(there.values()), there
@@ -152,7 +185,9 @@ def account(root: Path, journal: Path, damaged: set[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--level", type=int, default=3, choices=range(4))

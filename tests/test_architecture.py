@@ -1,4 +1,5 @@
-"""The folders' import sets, where torch.distributed is used, and the cost of importing the package."""
+"""The folders' import sets, where torch.distributed is used, and the cost of importing the
+package."""
 
 from __future__ import annotations
 
@@ -216,7 +217,9 @@ def test_import_is_quick() -> None:
     )
     times = []
     for _ in range(5):
-        out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+        out = subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+        )
         own, torchs = map(float, out.stdout.split())
         times.append(own / max(torchs, 1.0))
         if min(times) < MAX_IMPORT_SECONDS:

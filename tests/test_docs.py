@@ -1,4 +1,5 @@
-"""The README and docs say what is true: their blocks run, every public name is in them, the commands are CI's."""
+"""The README and docs say what is true: their blocks run, every public name is in them, the
+commands are CI's."""
 
 from __future__ import annotations
 
@@ -17,13 +18,16 @@ from tests.tiers import tiers
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SKIP = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
-PACKAGES = ["functorch_zero"] + [f"functorch_zero.{name}" for name in ("checkpoint", "optim", "planning", "testing")]
+PACKAGES = ["functorch_zero"] + [
+    f"functorch_zero.{name}" for name in ("checkpoint", "optim", "planning", "testing")
+]
 
 
 def blocks(text: str) -> tuple[str, list[tuple[int, str]]]:
     """A page's Python, on the lines it has in the page; and its skipped blocks, as (line, reason).
 
-    A fenced block is Python when its fence says ```python. The line before it may say <!-- not run: reason -->.
+    A fenced block is Python when its fence says
+    ```python. The line before it may say <!-- not run: reason -->.
     """
     code, skipped, fence, reason = [], [], None, ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -53,10 +57,14 @@ def script_of(page: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("run", tiers([run_in_fork], [run_script]), ids=lambda run: run.__name__)
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())[0].strip()], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p.read_text())[0].strip()], ids=lambda p: p.stem
+)
 def test_blocks_run(page: Path, run: Callable[..., Ended], tmp_path: Path) -> None:
     out = run(script_of(page, tmp_path), folder=tmp_path).check()
-    for text in re.findall(r"^prints\n\n```text\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+    for text in re.findall(
+        r"^prints\n\n```text\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE
+    ):
         assert text in out, f"{page.name} says that it prints what it does not:\n{text}"
 
 
@@ -95,7 +103,8 @@ def documented() -> list[str]:
 
 
 def test_every_public_name_is_on_the_api_page_once() -> None:
-    """Under the package it is public in; where a module has the same name, under the module that defines it."""
+    """Under the package it is public in; where a module has the same name, under the module that
+    defines it."""
     expected = []
     for package in map(importlib.import_module, PACKAGES):
         for name in package.__all__:
@@ -120,14 +129,23 @@ def test_every_name_on_the_api_page_exists() -> None:
 def own_names(module: ModuleType) -> list[str]:
     """What a module without `__all__` defines publicly: dotted names."""
     public = {name: thing for name, thing in vars(module).items() if not name.startswith("_")}
-    return [f"{module.__name__}.{n}" for n, t in public.items() if getattr(t, "__module__", "") == module.__name__]
+    return [
+        f"{module.__name__}.{n}"
+        for n, t in public.items()
+        if getattr(t, "__module__", "") == module.__name__
+    ]
 
 
 @pytest.mark.parametrize("module", PACKAGES)
 def test_every_public_name_has_a_docstring(module: str) -> None:
     package = importlib.import_module(module)
     things = {name: getattr(package, name) for name in package.__all__}
-    bare = [name for name, t in things.items() if inspect.isroutine(t) or inspect.isclass(t) if not inspect.getdoc(t)]
+    bare = [
+        name
+        for name, t in things.items()
+        if inspect.isroutine(t) or inspect.isclass(t)
+        if not inspect.getdoc(t)
+    ]
     assert not bare
 
 
@@ -147,16 +165,24 @@ def test_ci_runs_the_readmes_test_command() -> None:
 
 
 def test_ci_runs_the_thorough_tests() -> None:
-    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == ".venv/bin/pytest -m thorough -n auto"
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[
+        -1
+    ] == ".venv/bin/pytest -m thorough -n auto"
 
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    missing = [p.name for p in PAGES[1:] if f": {p.relative_to(ROOT / 'docs').as_posix()}\n" not in navigation]
+    missing = [
+        p.name
+        for p in PAGES[1:]
+        if f": {p.relative_to(ROOT / 'docs').as_posix()}\n" not in navigation
+    ]
     assert not missing, f"mkdocs.yml lacks {missing}"
 
 
 def test_the_pages_name_every_example() -> None:
     text = docs_text() + (ROOT / "README.md").read_text()
-    missing = [path.name for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in text]
+    missing = [
+        path.name for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in text
+    ]
     assert not missing

@@ -1,4 +1,5 @@
-"""Every example runs at a small size, with warnings as errors: in a fork, and as a user would start it."""
+"""Every example runs at a small size, with warnings as errors: in a fork, and as a user would start
+it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_train_lm_knows_its_optimizers() -> None:
     assert {"sgd", "adamw", "lamb", "adafactor", "muon"} <= {*example["OPTIMIZERS"]}
     for name in example["OPTIMIZERS"]:
         step = fz.train_step(
-            lambda params, buffers, batch: params["w"].square().sum(), example["make_optimizer"](name, 4)
+            lambda params, buffers, batch: params["w"].square().sum(),
+            example["make_optimizer"](name, 4),
         )
         state, _ = step(step.init({"w": torch.ones(4, 4, requires_grad=True)}), None)
         assert torch.count_nonzero(state.params["w"] - 1)
@@ -56,20 +58,33 @@ def test_train_lm(run_example: RunExample, level: str, optimizer: str) -> None:
 
 def test_train_lm_prints_the_same_losses_on_1_and_3_ranks(run_example: RunExample) -> None:
     """The batch is the step's, not the rank's: the number of ranks changes nothing but rounding."""
-    one, three = (held_out_losses(run_example("train_lm.py", "--ranks", n, *SMALL_LM)) for n in ("1", "3"))
+    one, three = (
+        held_out_losses(run_example("train_lm.py", "--ranks", n, *SMALL_LM)) for n in ("1", "3")
+    )
     assert one == pytest.approx(three, abs=2e-3)
 
 
 @THOROUGH
 def test_train_lm_under_torchrun() -> None:
     script = str(EXAMPLES / "train_lm.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     before, after = held_out_losses(run_command(*torchrun, script, *SMALL_LM).check())
     assert after < before - 0.1
 
 
 def test_digits(run_example: RunExample) -> None:
-    rows = [line.split() for line in run_example("digits.py", "--steps", "30").splitlines() if line.startswith("level")]
+    rows = [
+        line.split()
+        for line in run_example("digits.py", "--steps", "30").splitlines()
+        if line.startswith("level")
+    ]
     assert [row[1] for row in rows] == ["0", "1", "2", "3"]
     assert all(float(row[2].removesuffix("%")) > 85 for row in rows)
     assert all(float(row[-1]) < 1e-3 for row in rows)  # the parameters' distance from level 0's
@@ -91,11 +106,20 @@ def test_pinn(run_example: RunExample) -> None:
 
 def test_lora(run_example: RunExample) -> None:
     lines = run_example("lora.py", "--steps", "60").splitlines()
-    rows = {line[:25].strip(): [word.rstrip("%") for word in line[25:].split()] for line in lines if "->" in line}
+    rows = {
+        line[:25].strip(): [word.rstrip("%") for word in line[25:].split()]
+        for line in lines
+        if "->" in line
+    }
     assert [*rows][:2] == ["all trained, level 0", "all trained, level 3"] and len(rows) == 5
-    adapted = [[float(row[k]) for k in (0, 2, 3, 4)] for name, row in rows.items() if "adapters" in name]
+    adapted = [
+        [float(row[k]) for k in (0, 2, 3, 4)] for name, row in rows.items() if "adapters" in name
+    ]
     assert all(after > before + 10 for before, after, _, _ in adapted)
-    assert len({after for _, after, _, _ in adapted}) == 1 and len({state for _, _, _, state in adapted}) == 1
+    assert (
+        len({after for _, after, _, _ in adapted}) == 1
+        and len({state for _, _, _, state in adapted}) == 1
+    )
     assert adapted[0][2] > adapted[1][2] > adapted[2][2], "less and less of the base on each rank"
     assert adapted[0][3] < 0.1 * float(rows["all trained, level 0"][4])
 
@@ -104,7 +128,9 @@ def test_resume(run_example: RunExample, tmp_path: Path) -> None:
     """What happens to it is in test_restarts.py."""
     first = run_example("resume.py", "--steps", "4", "--every", "2", "--root", str(tmp_path))
     again = run_example("resume.py", "--steps", "4", "--every", "2", "--root", str(tmp_path))
-    assert "from step 0" in first and "from step 4" in again and first.split()[-1] == again.split()[-1]
+    assert (
+        "from step 0" in first and "from step 4" in again and first.split()[-1] == again.split()[-1]
+    )
 
 
 def test_every_example_is_run() -> None:
@@ -113,4 +139,6 @@ def test_every_example_is_run() -> None:
     assert not missing
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text()
-        assert text.startswith('"""') and "argparse" in text and '__name__ == "__main__"' in text, path.name
+        assert text.startswith('"""') and "argparse" in text and '__name__ == "__main__"' in text, (
+            path.name
+        )

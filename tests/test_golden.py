@@ -1,4 +1,5 @@
-"""A step's collectives and memory are the golden ones: tests/fixtures/golden.py says of what, and writes them anew."""
+"""A step's collectives and memory are the golden ones: tests/fixtures/golden.py says of what, and
+writes them anew."""
 
 from __future__ import annotations
 
@@ -9,8 +10,12 @@ from tests.fixtures.golden import CASES, RANKS, Golden, read, short
 
 CALLS, PEAKS = read("calls.json"), read("peaks.json")
 SAME_TORCH = PEAKS.pop("torch") == torch.__version__.partition("+")[0]
-OTHER_TORCH = 0.05  # by how much the bytes of another torch may differ: its operators keep other things for backward
-REMEDY = "If this is meant: PYTHONPATH=. python tests/fixtures/golden.py, and the commit says why the numbers change"
+# by how much the bytes of another torch may differ: its operators keep other things for backward
+OTHER_TORCH = 0.05
+REMEDY = (
+    "If this is meant: PYTHONPATH=. python tests/fixtures/golden.py, and the commit says why "
+    "the numbers change"
+)
 
 
 def test_every_case_has_its_numbers() -> None:
@@ -37,5 +42,9 @@ def test_the_numbers_tell_levels_and_options_apart() -> None:
     assert states[0] == pytest.approx(RANKS * states[1], rel=0.02), "but for padding"
     assert states[1] == states[2] == states[3]
     levels = {name: name.partition(",")[0] for name in CASES}
-    same = [n for n, at in levels.items() if n != at and (CALLS[n], PEAKS[n]) == (CALLS[at], PEAKS[at])]
-    assert same == ["level 0, all metrics", "level 0, two axes"], "every rank has all, and all ranks reduce together"
+    same = [
+        n for n, at in levels.items() if n != at and (CALLS[n], PEAKS[n]) == (CALLS[at], PEAKS[at])
+    ]
+    assert same == ["level 0, all metrics", "level 0, two axes"], (
+        "every rank has all, and all ranks reduce together"
+    )

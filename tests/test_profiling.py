@@ -1,4 +1,5 @@
-"""What a profiler shows of a sharded step: ranges named after units, and none while nobody profiles."""
+"""What a profiler shows of a sharded step: ranges named after units, and none while nobody
+profiles."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def test_a_profile_names_units(level: int) -> None:
         sharded(state, case.batches(1, 4)[0])
     seen = {event.name for event in profiler.events() if event.name.startswith("fz.")}
     for layer in ("layers.0", "layers.1"):
-        expected = {f"fz.forward {layer}", f"fz.reduce {layer}[float64]", f"fz.wait for reduce {layer}[float64]"}
+        expected = {
+            f"fz.forward {layer}",
+            f"fz.reduce {layer}[float64]",
+            f"fz.wait for reduce {layer}[float64]",
+        }
         assert expected <= seen
         assert (f"fz.gather {layer}" in seen) == (level == 3)
     assert {"fz.loss", "fz.backward", "fz.update", "fz.publish"} <= seen

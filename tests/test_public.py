@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 def in_a_fresh_process(code: str, folder: Path) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=folder, env=env, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_dir_shows_the_public_names() -> None:
@@ -26,7 +28,10 @@ def test_dir_shows_the_public_names() -> None:
 
 def test_every_name_that_dir_shows_is_there(tmp_path: Path) -> None:
     """In a new process, where nothing has imported the lazy ones before."""
-    code = "import functorch_zero as fz; print([name for name in dir(fz) if getattr(fz, name, None) is None])"
+    code = (
+        "import functorch_zero as fz; print([name for name in dir(fz) if getattr(fz, name, "
+        "None) is None])"
+    )
     assert in_a_fresh_process(code, tmp_path) == "[]"
 
 
@@ -35,6 +40,10 @@ def test_the_version_is_that_of_the_installed_package() -> None:
 
 
 def test_type_checkers_find_an_editable_install(tmp_path: Path) -> None:
-    """They follow paths and run no import hooks. If this fails in an old environment, install once more."""
-    finds = "from importlib.machinery import PathFinder; print(PathFinder.find_spec('functorch_zero').origin)"
+    """They follow paths and run no import hooks. If this fails in an old environment, install once
+    more."""
+    finds = (
+        "from importlib.machinery import PathFinder; "
+        "print(PathFinder.find_spec('functorch_zero').origin)"
+    )
     assert in_a_fresh_process(finds, tmp_path) == str(ROOT / "functorch_zero" / "__init__.py")

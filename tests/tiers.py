@@ -1,4 +1,5 @@
-"""Three tiers of tests: quick, which plain `pytest` runs, `pytest -m thorough` and `pytest -m full`.
+"""Three tiers of tests: quick, which plain `pytest` runs, `pytest -m thorough` and
+`pytest -m full`.
 
 Each is a set of its own. A test or a parameter without a mark is quick.
 """
@@ -18,7 +19,9 @@ FULL_RUNS = 10  # of one drawn test: each ends within the time limit, and they r
 Test = Callable[..., None]
 
 
-def tiers(quick: Iterable[Any] = (), thorough: Iterable[Any] = (), full: Iterable[Any] = ()) -> list[Any]:
+def tiers(
+    quick: Iterable[Any] = (), thorough: Iterable[Any] = (), full: Iterable[Any] = ()
+) -> list[Any]:
     """Values for `parametrize`, each in its tier."""
     marked = [pytest.param(value, marks=THOROUGH) for value in thorough]
     return [*quick, *marked, *(pytest.param(value, marks=FULL) for value in full)]
@@ -31,7 +34,9 @@ def drawn(
 
     The quick and the thorough tier draw the same examples every time, the full tier new ones.
     """
-    runs = [pytest.param(full // FULL_RUNS, True, marks=FULL, id=f"full-{k}") for k in range(FULL_RUNS)]
+    runs = [
+        pytest.param(full // FULL_RUNS, True, marks=FULL, id=f"full-{k}") for k in range(FULL_RUNS)
+    ]
     runs.append(pytest.param(thorough, False, marks=THOROUGH, id="thorough"))
     runs.append(pytest.param(quick, False, id="quick"))
 

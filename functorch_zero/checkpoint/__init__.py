@@ -1,4 +1,5 @@
-"""Checkpoints that load at any level, world size and choice of units, and say so when they are damaged."""
+"""Checkpoints that load at any level, world size and choice of units, and say so when they are
+damaged."""
 
 from .catalogue import keep, latest, verify
 from .convert import export, import_

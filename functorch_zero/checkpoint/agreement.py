@@ -1,4 +1,5 @@
-"""Doing a part of the work on every rank, and failing together: an error on one rank is the same error on all."""
+"""Doing a part of the work on every rank, and failing together: an error on one rank is the same
+error on all."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ..groups.protocol import Group
 from .errors import CheckpointError, CorruptError
 
 KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CheckpointError, CorruptError, DonatedError, MismatchError, StructureError)
+    kind.__name__: kind
+    for kind in (CheckpointError, CorruptError, DonatedError, MismatchError, StructureError)
 }
 
 
@@ -24,7 +26,8 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
         what: for errors, "save step 3 to /runs/a".
         work: this rank's part. It issues no collective and returns plain data.
 
-    Raises: when `work` raised on some ranks, one error on every rank, of the first one's kind, naming them all.
+    Raises: when `work` raised on some ranks, one error on every rank, of the first one's kind,
+        naming them all.
     """
     rejoin(group)
     group = labelled(group, what)
@@ -59,5 +62,8 @@ def _by_rank(failed: dict[int, dict[str, Any]], size: int) -> str:
         ranks.setdefault(report["text"], []).append(rank)
     if size == 1:
         return next(iter(ranks))
-    named = ((f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}", text) for text, who in ranks.items())
+    named = (
+        (f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}", text)
+        for text, who in ranks.items()
+    )
     return "; ".join(f"{who}: {text}" for who, text in named)

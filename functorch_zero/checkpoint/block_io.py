@@ -58,7 +58,9 @@ class _Run(NamedTuple):
     @property
     def target(self) -> Tensor:
         w, width = self.wanted, DTYPES[self.wanted.dtype].itemsize
-        return w.target[w.first + (self.start - w.offset) // width : w.first + (self.stop - w.offset) // width]
+        return w.target[
+            w.first + (self.start - w.offset) // width : w.first + (self.stop - w.offset) // width
+        ]
 
 
 def read_wanted(folder: Path, file: File, manifest: Manifest, wanted: Sequence[Wanted]) -> None:
@@ -90,8 +92,11 @@ def read_wanted(folder: Path, file: File, manifest: Manifest, wanted: Sequence[W
         _for_each(read, list(_by_block(wanted, manifest.block)))
 
 
-def _for_each(work: Callable[[tuple[int, list[_Run]]], None], blocks: list[tuple[int, list[_Run]]]) -> None:
-    """Do the work for every block: many blocks in two threads, so that one reads while the other checks."""
+def _for_each(
+    work: Callable[[tuple[int, list[_Run]]], None], blocks: list[tuple[int, list[_Run]]]
+) -> None:
+    """Do the work for every block: many blocks in two threads, so that one reads while the other
+    checks."""
     if len(blocks) < _FEW_BLOCKS:
         for block in blocks:
             work(block)
@@ -114,7 +119,8 @@ def _convert(room: Tensor, start: int, runs: Sequence[_Run]) -> None:
 
 
 def _views(room: Tensor, start: int, stop: int, runs: Sequence[_Run]) -> list[memoryview]:
-    """Where the bytes [start, stop) of a file go: those of direct runs to their targets, the others into `room`."""
+    """Where the bytes [start, stop) of a file go: those of direct runs to their targets, the others
+    into `room`."""
     spare, views, at = bytes_of(room), [], start
     for run in runs:
         if run.direct:
@@ -145,7 +151,9 @@ def check_size(path: Path, found: int, expected: int) -> None:
         raise CorruptError(f"{path}: {found} bytes, and it must have {expected}")
 
 
-def _check_block(path: Path, file: File, manifest: Manifest, start: int, views: Sequence[memoryview]) -> None:
+def _check_block(
+    path: Path, file: File, manifest: Manifest, start: int, views: Sequence[memoryview]
+) -> None:
     """Raise `CorruptError` unless the block that starts at this byte has the right checksum."""
     found = CHECKSUMS[manifest.checksum](views)
     if found != file.sum_of(start // manifest.block):
@@ -180,7 +188,8 @@ log = logging.getLogger("functorch_zero.checkpoint")
 
 
 def write_rank_file(path: Path, snapshot: Snapshot) -> File:
-    """Write one rank's file and flush it to disk. Wide dtypes come first, so that every piece is aligned."""
+    """Write one rank's file and flush it to disk. Wide dtypes come first, so that every piece is
+    aligned."""
     parts = sorted(snapshot.parts, key=lambda part: -part.tensor.element_size())  # stable
     held = snapshot.contents.held
     tensors = []
@@ -207,7 +216,8 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
 
 
 def chunks_of(flat: Tensor) -> Iterator[Tensor]:
-    """A tensor's elements as 1-D CPU tensors: itself, or copies of a few blocks each from another device."""
+    """A tensor's elements as 1-D CPU tensors: itself, or copies of a few blocks each from another
+    device."""
     size = max(1, flat.numel() if flat.device.type == "cpu" else 4 * BLOCK // flat.element_size())
     for run in flat.split(size):
         yield run.cpu()

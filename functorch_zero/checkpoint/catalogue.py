@@ -16,7 +16,8 @@ PathLike = str | os.PathLike[str]
 
 
 def chosen(root: PathLike, count: int | None) -> tuple[Manifest, Path]:
-    """The manifest and the folder of one step, None being the newest complete one, its files' sizes checked."""
+    """The manifest and the folder of one step, None being the newest complete one, its files' sizes
+    checked."""
     found = latest(root) if count is None else count
     if found is None:
         raise CheckpointError(f"{root} has no complete checkpoint")
@@ -24,16 +25,22 @@ def chosen(root: PathLike, count: int | None) -> tuple[Manifest, Path]:
 
 
 def latest(root: PathLike) -> int | None:
-    """The newest step whose checkpoint is complete: its manifest is sound and every file is there in its full size.
+    """The newest step whose checkpoint is complete: its manifest is sound and every file is there
+    in its full size.
 
-    The files' contents are checked when they are loaded, and by `verify`. None when there is no such checkpoint.
-    Warns (`CheckpointWarning`) about newer ones that are damaged. Run by one rank or by all; no communication.
+    The files' contents are checked when they are loaded, and by `verify`. None when there is no
+    such checkpoint. Warns (`CheckpointWarning`) about newer ones that are damaged. Run by one rank
+    or by all; no communication.
     """
     for count in reversed(counts_in(Path(root))):
         try:
             check_sizes(Path(root), count)
         except CorruptError as error:
-            warnings.warn(f"the checkpoint of step {count} is passed over: {error}", CheckpointWarning, stacklevel=2)
+            warnings.warn(
+                f"the checkpoint of step {count} is passed over: {error}",
+                CheckpointWarning,
+                stacklevel=2,
+            )
         else:
             return count
     return None
@@ -48,7 +55,9 @@ def read_manifest(root: Path, count: int) -> Manifest:
     path = step_folder(root, count) / NAME
     manifest = parse_manifest(read_file(path, MAX_BYTES), str(path))
     if manifest.step != count:
-        raise CorruptError(f"{path}: is the manifest of step {manifest.step}, in the folder of step {count}")
+        raise CorruptError(
+            f"{path}: is the manifest of step {manifest.step}, in the folder of step {count}"
+        )
     return manifest
 
 
@@ -67,10 +76,11 @@ def check_sizes(root: Path, count: int) -> Manifest:
 
 
 def verify(root: PathLike, *, count: int | None = None) -> dict[int, list[str]]:
-    """Read checkpoints from end to end. For each step, what is wrong with it: nothing, for an intact one.
+    """Read checkpoints from end to end. For each step, what is wrong with it: nothing, for an
+    intact one.
 
-    Checked are manifest, sizes, checksums of every block, that each file's own header says what the manifest says, and
-    that nothing else lies in the folder. Run by one rank.
+    Checked are manifest, sizes, checksums of every block, that each file's own header says what the
+    manifest says, and that nothing else lies in the folder. Run by one rank.
 
     Args:
         root: the folder of checkpoints.
@@ -122,8 +132,8 @@ def _verify_file(folder: Path, file: File, manifest: Manifest) -> None:
 def keep(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
     """Delete old checkpoints, and return the steps deleted. Run by one rank, at any time.
 
-    A checkpoint vanishes at once, however long deleting takes. Damaged ones are neither counted nor deleted, and one
-    that is being saved isn't there yet.
+    A checkpoint vanishes at once, however long deleting takes. Damaged ones are neither counted nor
+    deleted, and one that is being saved isn't there yet.
 
     Args:
         root: the folder of checkpoints.

@@ -17,7 +17,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     kinds = parser.add_subparsers(required=True, metavar="ls|verify|export")
     ls = kinds.add_parser("ls", help="the checkpoints of a folder, oldest first")
     ls.set_defaults(run=_ls)
-    check = kinds.add_parser("verify", help="read everything; exit code 1 when something is damaged")
+    check = kinds.add_parser(
+        "verify", help="read everything; exit code 1 when something is damaged"
+    )
     check.set_defaults(run=_verify)
     out = kinds.add_parser("export", help="write whole weights as Hugging Face's loaders read them")
     out.set_defaults(run=_export)
@@ -25,7 +27,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         kind.add_argument("root", type=Path, help="the folder of checkpoints")
     out.add_argument("out", type=Path, help="a new folder")
     for kind in (check, out):
-        kind.add_argument("--count", type=int, help="the step; by default all (verify), or the newest (export)")
+        kind.add_argument(
+            "--count", type=int, help="the step; by default all (verify), or the newest (export)"
+        )
     out.add_argument("--trees", nargs="+", default=["params", "buffers"], help="paths in the state")
     out.add_argument("--max-file-bytes", type=int, default=5 * 10**9, help="of tensors in one file")
 
@@ -46,7 +50,10 @@ def _line(root: Path, count: int) -> str:
         return f"step {count}  damaged: {error}"
     level = "unsharded" if manifest.level is None else f"level {manifest.level}"
     ranks = f"{manifest.ranks} rank{'s' if manifest.ranks > 1 else ''}"
-    return f"step {count}  {bytes_in(manifest) / 1e6:.1f} MB  {len(manifest.leaves)} leaves  {ranks}  {level}"
+    return (
+        f"step {count}  {bytes_in(manifest) / 1e6:.1f} MB  {len(manifest.leaves)} leaves  "
+        f"{ranks}  {level}"
+    )
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -61,6 +68,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    folder = export(args.root, args.out, count=args.count, trees=args.trees, max_file_bytes=args.max_file_bytes)
+    folder = export(
+        args.root, args.out, count=args.count, trees=args.trees, max_file_bytes=args.max_file_bytes
+    )
     print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {folder}")
     return 0

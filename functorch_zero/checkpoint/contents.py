@@ -1,8 +1,8 @@
 """Which elements of which leaf of a state are on this rank, and which of them this rank is to save.
 
-A leaf is known by its path in the state, `params.embed.weight` or `opt_state.0.mu.embed.weight`, and its elements by
-their place in the flattened whole leaf. That is the same at every level and world size and for every choice of units,
-so it is what files speak of.
+A leaf is known by its path in the state, `params.embed.weight` or `opt_state.0.mu.embed.weight`,
+and its elements by their place in the flattened whole leaf. That is the same at every level and
+world size and for every choice of units, so it is what files speak of.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Held(NamedTuple):
     start: int
     stop: int
     everywhere: bool  # every rank has all of it
-    saved: bool = True  # by this rank, unless everywhere: one of those that have the same elements saves them
+    saved: bool = (
+        True  # by this rank, unless everywhere: one of those that have the same elements saves them
+    )
 
     @property
     def whole(self) -> bool:
@@ -94,7 +96,11 @@ def contents_of(step: Step, state: TrainState) -> Contents:
             values[path] = leaf
         else:
             raise StructureError(
-                explain("a state to save is made of tensors, numbers and strings", path=path, got=type(leaf).__name__)
+                explain(
+                    "a state to save is made of tensors, numbers and strings",
+                    path=path,
+                    got=type(leaf).__name__,
+                )
             )
     return Contents(held, values)
 
@@ -102,18 +108,29 @@ def contents_of(step: Step, state: TrainState) -> Contents:
 def check_state(step: Step, state: Any) -> None:
     """Raise unless `state` is one that `step` takes."""
     if not isinstance(step, TrainStep | ShardedTrainStep):
-        raise TypeError(f"step must be what train_step or shard made of it, got {type(step).__name__}")
+        raise TypeError(
+            f"step must be what train_step or shard made of it, got {type(step).__name__}"
+        )
     if not isinstance(state, TrainState):
-        raise StructureError(f"a checkpoint holds a TrainState, as step.init makes it; got {type(state).__name__}")
+        raise StructureError(
+            f"a checkpoint holds a TrainState, as step.init makes it; got {type(state).__name__}"
+        )
     if isinstance(step, ShardedTrainStep):
         sharding_of(state, step.options).donations.check(state.step)
-        if step.options.buffers == "local" and step.group.size > 1 and optree.tree_leaves(state.buffers):
+        if (
+            step.options.buffers == "local"
+            and step.group.size > 1
+            and optree.tree_leaves(state.buffers)
+        ):
             raise StructureError(
-                'buffers differ by rank under buffers="local", and a checkpoint has one of each. Remedy: give save a '
-                'step made with shard(..., buffers="rank0"), which takes rank 0\'s, or keep yours elsewhere'
+                'buffers differ by rank under buffers="local", and a checkpoint has one of each. '
+                'Remedy: give save a step made with shard(..., buffers="rank0"), which takes rank '
+                "0's, or keep yours elsewhere"
             )
     elif state.sharding is not None:
-        raise StructureError("the state is sharded and the step isn't. Remedy: pass the step that `shard` returned")
+        raise StructureError(
+            "the state is sharded and the step isn't. Remedy: pass the step that `shard` returned"
+        )
 
 
 def _paths(state: TrainState) -> list[str]:
@@ -125,7 +142,8 @@ def _paths(state: TrainState) -> list[str]:
 
 
 class _Spot(NamedTuple):
-    """What a rank has of a leaf: elements [start, stop). With `everywhere`, all of it, as all ranks have."""
+    """What a rank has of a leaf: elements [start, stop). With `everywhere`, all of it, as all ranks
+    have."""
 
     shape: tuple[int, ...] | None  # of the whole leaf; None: as it is here
     start: int = 0
@@ -144,13 +162,15 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
     start, stop = (0, prod(shape)) if spot.everywhere else (spot.start, spot.stop)
     if leaf.numel() != stop - start:
         expected, got = f"{stop - start} elements", leaf.numel()
-        raise StructureError(explain("a leaf is not cut as its layout says", path=path, expected=expected, got=got))
+        raise StructureError(
+            explain("a leaf is not cut as its layout says", path=path, expected=expected, got=got)
+        )
     return Held(path, leaf, shape, start, stop, spot.everywhere, spot.saved)
 
 
 def _spots(step: Step, state: TrainState) -> Iterable[tuple[Any, _Spot]]:
-    """Every leaf of a state in flatten order, and where it lies. Fields that are neither params nor optimizer state
-    are the same on every rank."""
+    """Every leaf of a state in flatten order, and where it lies. Fields that are neither params nor
+    optimizer state are the same on every rank."""
     for name, field in zip(state._fields, state, strict=True):
         leaves = optree.tree_leaves(field)
         if not isinstance(step, ShardedTrainStep) or name not in ("params", "opt_state"):
@@ -183,10 +203,14 @@ def _state_spots(step: ShardedTrainStep, state: TrainState, leaves: list[Any]) -
     layout = state.sharding.layout
     plan = step.state_plan(layout)
     if len(plan.leaves) != len(leaves):
-        raise StructureError("the optimizer's state does not have the structure that its init makes")
+        raise StructureError(
+            "the optimizer's state does not have the structure that its init makes"
+        )
     axes = step.options.axes
     saved = axes.both or axes.replicate.rank == 0
-    return [_state_spot(planned, layout, axes.number)._replace(saved=saved) for planned in plan.leaves]
+    return [
+        _state_spot(planned, layout, axes.number)._replace(saved=saved) for planned in plan.leaves
+    ]
 
 
 def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
@@ -207,8 +231,8 @@ def _cut(layout: Layout, number: int, rank: int) -> _Spot:
 
 
 def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
-    """What this rank saves, so that all ranks together save each element once: what only this rank has, and an equal
-    share, in bytes, of what every rank has."""
+    """What this rank saves, so that all ranks together save each element once: what only this rank
+    has, and an equal share, in bytes, of what every rank has."""
     total = sum(h.tensor.nbytes for h in held if h.everywhere)
     low, high = total * rank // num_ranks, total * (rank + 1) // num_ranks
     parts, position = [], 0
@@ -224,6 +248,7 @@ def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
 
 
 def digest_of(contents: Contents, *more: Any) -> str:
-    """What ranks compare before they save: the leaves' paths, shapes and dtypes, and whatever else they must share."""
+    """What ranks compare before they save: the leaves' paths, shapes and dtypes, and whatever else
+    they must share."""
     rows = [(h.path, h.shape, str(h.tensor.dtype)) for h in contents.held]
     return hashlib.sha256(repr((rows, contents.values, more)).encode()).hexdigest()

@@ -1,4 +1,5 @@
-"""A checkpoint as the files that everybody reads: whole leaves under the model's own names, in safetensors."""
+"""A checkpoint as the files that everybody reads: whole leaves under the model's own names, in
+safetensors."""
 
 from __future__ import annotations
 
@@ -54,20 +55,23 @@ def export(
     aliases: Aliases = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write a model's leaves, whole, as Hugging Face's loaders read them, and return the folder `out`.
+    """Write a model's leaves, whole, as Hugging Face's loaders read them, and return the folder
+    `out`.
 
-    That is `model.safetensors`, or, with more than `max_file_bytes`, `model-00001-of-0000N.safetensors` with
-    `model.safetensors.index.json`. `Module.load_state_dict` takes what `safetensors.torch.load_file` reads. Run by one
+    That is `model.safetensors`, or, with more than `max_file_bytes`,
+    `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. `Module.load_state_dict`
+    takes what `safetensors.torch.load_file` reads. Run by one
     process, without a group. Every block read is checked. Memory: the largest leaf, and 4 MiB.
 
     Args:
         root: the folder of checkpoints.
         out: a new folder; it gets its name when everything is on disk.
         count: the step; None: the newest complete one.
-        trees: paths in the state. Names are what follows them, so `("opt_state.1.ema", "buffers")` exports averages
-            under the model's names.
-        aliases: names under which to write a leaf once more: for tied weights, which a state holds once and
-            `load_state_dict` asks for twice. A dict from name to leaf, or the `apply` that `functionalize` made.
+        trees: paths in the state. Names are what follows them, so `("opt_state.1.ema", "buffers")`
+            exports averages under the model's names.
+        aliases: names under which to write a leaf once more: for tied weights, which a state holds
+            once and `load_state_dict` asks for twice. A dict from name to leaf, or the `apply` that
+            `functionalize` made.
         max_file_bytes: of tensors in one file; a larger leaf has a file for itself.
 
     Raises:
@@ -92,7 +96,10 @@ def export(
 def aliases_of(given: Aliases) -> dict[str, str]:
     """Names by which a leaf also goes -> the leaf's name."""
     if isinstance(given, Apply):
-        slots = ((f"{s.module}.{s.attribute}".lstrip("."), s.leaf) for s in (*given.slots, *given.buffer_slots))
+        slots = (
+            (f"{s.module}.{s.attribute}".lstrip("."), s.leaf)
+            for s in (*given.slots, *given.buffer_slots)
+        )
         return {name: leaf for name, leaf in slots if name != leaf}
     return dict(given or {})
 
@@ -107,20 +114,27 @@ def name_in(path: str, trees: Sequence[str]) -> str | None:
     return None
 
 
-def named_leaves_in(manifest: Manifest, trees: Sequence[str], aliases: Mapping[str, str]) -> Iterator[Named]:
+def named_leaves_in(
+    manifest: Manifest, trees: Sequence[str], aliases: Mapping[str, str]
+) -> Iterator[Named]:
     """The leaves under `trees` by the names that a model has for them, aliases included."""
     found: dict[str, Named] = {}
     for number, leaf in enumerate(manifest.leaves):
         name = name_in(leaf.path, trees)
         if name is not None:
             if name in found:
-                raise CheckpointError(f"two leaves would have the name {name}: {found[name].leaf.path} and {leaf.path}")
+                raise CheckpointError(
+                    f"two leaves would have the name {name}: {found[name].leaf.path} and "
+                    f"{leaf.path}"
+                )
             found[name] = Named(name, number, leaf)
     if not found:
         raise CheckpointError(f"the checkpoint has no leaf under {', '.join(trees)}")
     for name, target in aliases.items():
         if target not in found or name in found:
-            problem = "is a leaf itself" if name in found else f"stands for {target}, which is no leaf"
+            problem = (
+                "is a leaf itself" if name in found else f"stands for {target}, which is no leaf"
+            )
             raise CheckpointError(f"the alias {name} {problem}")
     yield from found.values()
     yield from (found[target]._replace(name=name) for name, target in aliases.items())
@@ -147,13 +161,17 @@ def _file_names(num_files: int) -> list[str]:
 
 def _index(names: Sequence[str], files: Sequence[Sequence[Named]]) -> bytes:
     total = sum(tensor.nbytes for tensors in files for tensor in tensors)
-    where = {tensor.name: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+    where = {
+        tensor.name: name for name, tensors in zip(names, files, strict=True) for tensor in tensors
+    }
     return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
 
 
 def _write(path: Path, tensors: Sequence[Named], manifest: Manifest, folder: Path) -> None:
     ordered = sorted(tensors, key=lambda tensor: -tensor.leaf.width)  # so that each is aligned
-    header, _ = make_header([(t.name, t.leaf.dtype, t.leaf.shape) for t in ordered], {"format": "pt"})
+    header, _ = make_header(
+        [(t.name, t.leaf.dtype, t.leaf.shape) for t in ordered], {"format": "pt"}
+    )
     descriptor = create(path)
     try:
         write_all(descriptor, memoryview(header))
@@ -204,7 +222,8 @@ def import_(
     allow_extra: bool = False,
     cast: bool = False,
 ) -> TrainState:
-    """A first state with weights from safetensors files or a `state_dict`. Every rank of the step's group calls this.
+    """A first state with weights from safetensors files or a `state_dict`. Every rank of the step's
+    group calls this.
 
     Each rank reads the elements it is to hold, and no others. The optimizer's state is made anew
     from them, since it may begin as a copy of the weights. The safetensors package maps the files:
@@ -212,12 +231,12 @@ def import_(
     optimizer's.
 
     Args:
-        source: a `.safetensors` file, a folder with `model.safetensors` or `model.safetensors.index.json`, or tensors
-            by name, as `Module.state_dict` gives them.
+        source: a `.safetensors` file, a folder with `model.safetensors` or
+            `model.safetensors.index.json`, or tensors by name, as `Module.state_dict` gives them.
         step: the step function that the state is for.
         like: a state of `step`, from `step.init`. If `step` donates, it can't be used again.
-        aliases: names that stand for a leaf of another name (tied weights) and are left out: a dict from name to leaf,
-            or the `apply` that `functionalize` made.
+        aliases: names that stand for a leaf of another name (tied weights) and are left out: a dict
+            from name to leaf, or the `apply` that `functionalize` made.
         allow_missing: leaves that the source lacks keep `like`'s values.
         allow_extra: tensors that `like` lacks are left out.
         cast: convert dtypes.
@@ -244,9 +263,20 @@ class Import:
     """
 
     def __init__(
-        self, what: str, find: Callable[[], dict[str, Source]], step: Step, like: TrainState, aliases: dict[str, str]
+        self,
+        what: str,
+        find: Callable[[], dict[str, Source]],
+        step: Step,
+        like: TrainState,
+        aliases: dict[str, str],
     ):
-        self._what, self._find, self._step, self._like, self._aliases = what, find, step, like, aliases
+        self._what, self._find, self._step, self._like, self._aliases = (
+            what,
+            find,
+            step,
+            like,
+            aliases,
+        )
         self._sources: dict[str, Source] = {}
         self._state: TrainState | None = None
 
@@ -264,21 +294,31 @@ class Import:
         named = _by_name(contents_of(self._step, self._like).held)
         problems = []
         lacking = sorted(set(named) - set(found))
-        more = sorted(set(found) - set(named) - {a for a, leaf in self._aliases.items() if leaf in named})
+        more = sorted(
+            set(found) - set(named) - {a for a, leaf in self._aliases.items() if leaf in named}
+        )
         if lacking and not missing:
-            problems.append(f"it lacks {', '.join(lacking[:5])} of {len(lacking)} (allow_missing=True keeps `like`'s)")
+            problems.append(
+                f"it lacks {', '.join(lacking[:5])} of {len(lacking)} (allow_missing=True keeps "
+                "`like`'s)"
+            )
         if more and not extra:
             problems.append(
-                f"it has {', '.join(more[:5])} of {len(more)} that `like` lacks (allow_extra=True; aliases=)"
+                f"it has {', '.join(more[:5])} of {len(more)} that `like` lacks "
+                "(allow_extra=True; aliases=)"
             )
         for name in sorted(set(named) & set(found)):
             held, given = named[name], found[name]
             if held.shape != given.shape:
                 problems.append(f"{name} has shape {given.shape}, expected {held.shape}")
             elif held.tensor.dtype != given.dtype and not cast:
-                problems.append(f"{name} is {given.dtype}, expected {held.tensor.dtype} (cast=True converts)")
+                problems.append(
+                    f"{name} is {given.dtype}, expected {held.tensor.dtype} (cast=True converts)"
+                )
         if problems:
-            raise StructureError("the weights are those of another model: " + "; ".join(problems[:5]))
+            raise StructureError(
+                "the weights are those of another model: " + "; ".join(problems[:5])
+            )
         self._sources = {name: found[name] for name in named if name in found}
 
     def _read(self) -> None:
@@ -298,7 +338,8 @@ class Import:
 
 
 def first_optimizer_state(step: Step, state: TrainState) -> TrainState:
-    """The state with the optimizer's state as `init` makes it of these params. The collectives that `init` needs."""
+    """The state with the optimizer's state as `init` makes it of these params. The collectives that
+    `init` needs."""
     if isinstance(step, TrainStep):
         return state._replace(opt_state=step.optimizer.init(*optimizer_view(state.params)))
     assert state.sharding is not None
@@ -311,7 +352,9 @@ def _by_name(held: Sequence[Held]) -> dict[str, Held]:
         name = name_in(h.path, TREES)
         if name is not None:
             if name in named:
-                raise StructureError(f"two leaves have the name {name}: {named[name].path} and {h.path}")
+                raise StructureError(
+                    f"two leaves have the name {name}: {named[name].path} and {h.path}"
+                )
             named[name] = h
     return named
 

@@ -1,4 +1,5 @@
-"""Weights from and to torch.distributed.checkpoint, for those who live there. Its files are trusted files."""
+"""Weights from and to torch.distributed.checkpoint, for those who live there. Its files are trusted
+files."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ def export_dcp(
     aliases: Aliases = None,
     prefix: str = "",
 ) -> Path:
-    """Write a model's leaves as torch.distributed.checkpoint reads them: weights only. Returns the folder `out`.
+    """Write a model's leaves as torch.distributed.checkpoint reads them: weights only. Returns the
+    folder `out`.
 
-    `dcp.load` reads them into plain tensors or DTensors of any placement. Run by one process, without a group. Memory:
-    all the weights, since that is how DCP writes.
+    `dcp.load` reads them into plain tensors or DTensors of any placement. Run by one process,
+    without a group. Memory: all the weights, since that is how DCP writes.
 
     Args:
         root: the folder of checkpoints.
@@ -47,7 +49,9 @@ def export_dcp(
     """
     manifest, folder = chosen(root, count)
     named = list(named_leaves_in(manifest, trees, aliases_of(aliases)))
-    tensors = {prefix + t.name: read_leaf(manifest, t.number, folder).view(t.leaf.shape) for t in named}
+    tensors = {
+        prefix + t.name: read_leaf(manifest, t.number, folder).view(t.leaf.shape) for t in named
+    }
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         write_tensors(temporary.path, tensors)
@@ -68,10 +72,13 @@ def import_dcp(
     allow_extra: bool = False,
     cast: bool = False,
 ) -> TrainState:
-    """A first state with weights from a folder that torch.distributed.checkpoint wrote. Every rank calls this.
+    """A first state with weights from a folder that torch.distributed.checkpoint wrote. Every rank
+    calls this.
 
-    **Reading such a folder unpickles its metadata, which can run any code, and checks no checksum: only folders that
-    you trust.** Weights only: optimizer states of others have other structures. Each rank reads whole leaves, one after
+    **Reading such a folder unpickles its metadata, which can run any code, and checks no checksum:
+        only folders that
+    you trust.** Weights only: optimizer states of others have other structures. Each rank reads
+        whole leaves, one after
     the other, and keeps what it is to hold.
 
     Args:
@@ -93,12 +100,16 @@ def import_dcp(
     def sources() -> dict[str, Source]:
         found = list_tensors(path)
         return {
-            name.removeprefix(prefix): Source(t.shape, t.dtype, partial(read_tensor, path, name, *t))
+            name.removeprefix(prefix): Source(
+                t.shape, t.dtype, partial(read_tensor, path, name, *t)
+            )
             for name, t in found.items()
             if name.startswith(prefix)
         }
 
-    return Import(f"import {path}", sources, step, like, aliases_of(aliases)).run(allow_missing, allow_extra, cast)
+    return Import(f"import {path}", sources, step, like, aliases_of(aliases)).run(
+        allow_missing, allow_extra, cast
+    )
 
 
 class DcpTensor(NamedTuple):
@@ -109,13 +120,19 @@ class DcpTensor(NamedTuple):
 
 
 def list_tensors(folder: Path) -> dict[str, DcpTensor]:
-    """The tensors of a folder by name. This unpickles its metadata, and so runs whatever it says."""
+    """The tensors of a folder by name. This unpickles its metadata, and so runs whatever it
+    says."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    return {name: DcpTensor(tuple(entry.size), entry.properties.dtype) for name, entry in tensors.items()}
+    tensors = {
+        name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+    }
+    return {
+        name: DcpTensor(tuple(entry.size), entry.properties.dtype)
+        for name, entry in tensors.items()
+    }
 
 
 def read_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -139,7 +156,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Without its warning that there is no process group; its errors, which are no `Exception`s, as ours."""
+    """Without its warning that there is no process group; its errors, which are no `Exception`s, as
+    ours."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved, found or read. Every rank raises it with the same words, which name the rank."""
+    """A checkpoint could not be saved, found or read. Every rank raises it with the same words,
+    which name the rank."""
 
 
 class CorruptError(CheckpointError):

@@ -1,10 +1,12 @@
 """Folders of checkpoints: their names, and making one appear all at once.
 
     root/step-000000000120/                 there only when it is complete
-    root/.tmp-step-000000000120-1f0c.../    being written, being deleted, or left by a process that was killed
+    root/.tmp-step-000000000120-1f0c.../    being written, being deleted, or left by a process that
+    was killed
 
-A folder is written under its temporary name, flushed to disk, and renamed. Who writes to a root holds a lock on it, so
-whatever temporary folder is found there by the next one is nobody's, and is deleted.
+A folder is written under its temporary name, flushed to disk, and renamed. Who writes to a root
+holds a lock on it, so whatever temporary folder is found there by the next one is nobody's, and is
+deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def counts_in(root: Path) -> list[int]:
     except FileNotFoundError:
         return []
     found = [match for match in map(_STEP.fullmatch, names) if match]
-    return sorted(int(match[1]) for match in found if step_folder(root, int(match[1])).name == match[0])
+    return sorted(
+        int(match[1]) for match in found if step_folder(root, int(match[1])).name == match[0]
+    )
 
 
 def _temporary_name(target: Path) -> Path:
@@ -51,7 +55,8 @@ class Temporary:
 
     Args:
         target: its name to come.
-        lock: lock the folder it is in until `commit` or `discard`, and delete what others have left there.
+        lock: lock the folder it is in until `commit` or `discard`, and delete what others have left
+            there.
     """
 
     def __init__(self, target: Path, *, lock: bool = True) -> None:
@@ -61,7 +66,9 @@ class Temporary:
         self._gone = False  # it has its name, or was deleted
         try:
             if target.exists():
-                raise CheckpointError(f"{target} exists, and is never overwritten. Remedy: delete or rename it first")
+                raise CheckpointError(
+                    f"{target} exists, and is never overwritten. Remedy: delete or rename it first"
+                )
             if lock:
                 remove_leftovers(self._root)
             self.path = _temporary_name(target)
@@ -73,13 +80,16 @@ class Temporary:
     def commit(self) -> None:
         """Make it appear under its name. Its files must be on disk already."""
         sync_folder(self.path)
-        os.rename(self.path, self._target)  # never onto another checkpoint: a folder that isn't empty can't be replaced
+        os.rename(
+            self.path, self._target
+        )  # never onto another checkpoint: a folder that isn't empty can't be replaced
         self._gone = True
         sync_folder(self._root)
         self._unlock()
 
     def discard(self) -> None:
-        """Delete it, if it is there still. A disk that refuses even that leaves it for the next one to delete."""
+        """Delete it, if it is there still. A disk that refuses even that leaves it for the next one
+        to delete."""
         if not self._gone:
             self._gone = True
             shutil.rmtree(self.path, ignore_errors=True)
@@ -88,20 +98,25 @@ class Temporary:
     def _unlock(self) -> None:
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may have the same one open
+                fcntl.flock(
+                    self._lock, fcntl.LOCK_UN
+                )  # a forked process may have the same one open
             os.close(self._lock)
             self._lock = None
 
 
 def _lock(root: Path) -> int:
-    """Lock a root against other writers; the lock goes with the process. File systems without locks go without."""
+    """Lock a root against other writers; the lock goes with the process. File systems without locks
+    go without."""
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             os.close(descriptor)
-            raise CheckpointError(f"another process is writing to {root}, or deleting from it") from None
+            raise CheckpointError(
+                f"another process is writing to {root}, or deleting from it"
+            ) from None
     return descriptor
 
 
@@ -148,7 +163,8 @@ def create(path: Path) -> int:
 
 
 def write_all(descriptor: int, *views: memoryview) -> None:
-    """Write all of it: one call takes a limited number of views, and may write less than it is given."""
+    """Write all of it: one call takes a limited number of views, and may write less than it is
+    given."""
     rest = list(views)
     while rest:
         rest = _after(rest, os.writev(descriptor, rest[:_MAX_VIEWS]))
@@ -165,7 +181,8 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[int, int]]:
-    """A descriptor for reading, and the file's size. Only a regular file will do: no link, pipe or device.
+    """A descriptor for reading, and the file's size. Only a regular file will do: no link, pipe or
+    device.
 
     Raises:
         CorruptError: it is none of these, or isn't there.

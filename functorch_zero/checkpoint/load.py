@@ -1,4 +1,5 @@
-"""Loading: each rank reads what it is to hold, whatever the state was cut into when it was saved."""
+"""Loading: each rank reads what it is to hold, whatever the state was cut into when it was
+saved."""
 
 from __future__ import annotations
 
@@ -51,18 +52,21 @@ def load(
     allow_extra: bool = False,
     cast: bool = False,
 ) -> Restored:
-    """Load a checkpoint, saved at any level and world size, into a state of this step. Every rank calls this.
+    """Load a checkpoint, saved at any level and world size, into a state of this step. Every rank
+    calls this.
 
-    Each rank reads only the blocks in which its elements lie, and checks their checksums. Values are bit for bit those
-    that were saved. Three exchanges of JSON; memory beyond the state (two states
-    if the step doesn't donate): 8 MiB.
+    Each rank reads only the blocks in which its elements lie, and checks their checksums. Values
+    are bit for bit those that were saved. Three exchanges of JSON; memory beyond the state (two
+    states if the step doesn't donate): 8 MiB.
 
     Args:
         root: the folder of checkpoints.
         step: the step function that the state is for.
-        like: a state of `step`, from `step.init`: its structure, dtypes, devices and layout. If `step` donates, its
-            storage is used for the result, and it can't be used again, whether loading succeeds or not.
-        count: the step to load; None: the newest whose manifest and file sizes are right (see `latest`).
+        like: a state of `step`, from `step.init`: its structure, dtypes, devices and layout. If
+            `step` donates, its storage is used for the result, and it can't be used again, whether
+            loading succeeds or not.
+        count: the step to load; None: the newest whose manifest and file sizes are right (see
+            `latest`).
         allow_missing: leaves that the checkpoint lacks keep `like`'s values.
         allow_extra: leaves of the checkpoint that `like` lacks are left out.
         cast: convert dtypes.
@@ -93,7 +97,10 @@ class _Load:
         what = f"load step {chosen} from {self._root}"
         digests = together(self._group, what, lambda: self._prepare(chosen))
         if len(set(digests)) > 1:
-            raise MismatchError(f"could not {what}: the ranks see different manifests. Remedy: a folder they all share")
+            raise MismatchError(
+                f"could not {what}: the ranks see different manifests. Remedy: a folder they all "
+                "share"
+            )
         together(self._group, what, self._read)
         assert self._state is not None and self._manifest is not None
         return Restored(self._state, self._manifest.user)
@@ -106,7 +113,9 @@ class _Load:
         counts = counts_in(self._root)
         if found is None or found not in counts:
             which = "no complete checkpoint" if count is None else f"no checkpoint of step {count}"
-            raise CheckpointError(f"there is {which}; steps found: {', '.join(map(str, counts[-10:])) or 'none'}")
+            raise CheckpointError(
+                f"there is {which}; steps found: {', '.join(map(str, counts[-10:])) or 'none'}"
+            )
         return found
 
     def _prepare(self, count: int) -> str:
@@ -117,13 +126,19 @@ class _Load:
         return hashlib.sha256(encode_manifest(self._manifest)).hexdigest()
 
     def _read(self) -> None:
-        manifest, reuse = self._manifest, isinstance(self._step, ShardedTrainStep) and self._step.options.donate
+        manifest, reuse = (
+            self._manifest,
+            isinstance(self._step, ShardedTrainStep) and self._step.options.donate,
+        )
         assert manifest is not None and self._old is not None
         state = blank_state(self._like, reuse=reuse)
         if reuse and self._like.sharding is not None:
             self._like.sharding.donations.take(self._like.step)
         tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-        new = [before._replace(tensor=tensor) for before, tensor in zip(self._old.held, tensors, strict=True)]
+        new = [
+            before._replace(tensor=tensor)
+            for before, tensor in zip(self._old.held, tensors, strict=True)
+        ]
         known = {leaf.path: n for n, leaf in enumerate(manifest.leaves)}
         wanted: dict[int, list[Wanted]] = {}
         pieces = _pieces_by_leaf(manifest)
@@ -141,25 +156,37 @@ class _Load:
 
 
 def check_match(contents: Contents, manifest: Manifest, allowed: Allowed) -> None:
-    """Raise `StructureError`, naming leaves, unless a checkpoint fits a state as far as is asked."""
+    """Raise `StructureError`, naming leaves, unless a checkpoint fits a state as far as is
+    asked."""
     saved = {leaf.path: leaf for leaf in manifest.leaves}
     have = {*saved, *manifest.values}
     want = {*(h.path for h in contents.held), *contents.values}
     problems = []
     if want - have and not allowed.missing:
-        problems.append(f"the checkpoint lacks {_some(want - have)} (allow_missing=True keeps `like`'s values)")
+        problems.append(
+            f"the checkpoint lacks {_some(want - have)} (allow_missing=True keeps `like`'s values)"
+        )
     if have - want and not allowed.extra:
-        problems.append(f"the checkpoint has {_some(have - want)}, which `like` lacks (allow_extra=True leaves it out)")
+        problems.append(
+            f"the checkpoint has {_some(have - want)}, which `like` lacks (allow_extra=True "
+            "leaves it out)"
+        )
     for held in contents.held:
         if held.path in saved:
             problems += _misfits(held, saved[held.path], allowed)
         elif held.path in manifest.values:
             problems.append(f"{held.path} is a tensor here, a number in the checkpoint")
-    problems += [f"{path} is a tensor in the checkpoint, a number here" for path in contents.values if path in saved]
+    problems += [
+        f"{path} is a tensor in the checkpoint, a number here"
+        for path in contents.values
+        if path in saved
+    ]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise StructureError(
-            "the checkpoint is of another model, optimizer or dtype: " + "; ".join(problems[:5]) + more
+            "the checkpoint is of another model, optimizer or dtype: "
+            + "; ".join(problems[:5])
+            + more
         )
 
 
@@ -173,7 +200,10 @@ def _misfits(held: Held, leaf: Leaf, allowed: Allowed) -> list[str]:
         return [f"{held.path} has shape {held.shape} here, {leaf.shape} in the checkpoint"]
     dtype = DTYPES[leaf.dtype]
     if held.tensor.dtype != dtype and not allowed.cast:
-        return [f"{held.path} is {held.tensor.dtype} here, {dtype} in the checkpoint (cast=True converts)"]
+        return [
+            f"{held.path} is {held.tensor.dtype} here, {dtype} in the checkpoint (cast=True "
+            "converts)"
+        ]
     return []
 
 
@@ -186,7 +216,9 @@ def _pieces_by_leaf(manifest: Manifest) -> list[list[tuple[int, Piece]]]:
     return table
 
 
-def _runs(held: Held, leaf: Leaf, pieces: Iterable[tuple[int, Piece]]) -> Iterator[tuple[int, Wanted]]:
+def _runs(
+    held: Held, leaf: Leaf, pieces: Iterable[tuple[int, Piece]]
+) -> Iterator[tuple[int, Wanted]]:
     """What to read for one leaf, and from which files."""
     target = held.tensor.detach().view(-1)
     for file, piece in pieces:
@@ -197,22 +229,32 @@ def _runs(held: Held, leaf: Leaf, pieces: Iterable[tuple[int, Piece]]) -> Iterat
 
 
 def _finished(state: TrainState, contents: Contents, manifest: Manifest) -> TrainState:
-    """The state with what isn't in a file: values that are no tensors, and the order in which dims lie."""
+    """The state with what isn't in a file: values that are no tensors, and the order in which dims
+    lie."""
     held = {h.path: h for h in contents.held}
-    new: dict[str, Any] = {path: value for path, value in manifest.values.items() if path in contents.values}
+    new: dict[str, Any] = {
+        path: value for path, value in manifest.values.items() if path in contents.values
+    }
     for leaf in manifest.leaves:
-        if leaf.order is not None and leaf.path in held and held[leaf.path].tensor.shape == leaf.shape:
+        if (
+            leaf.order is not None
+            and leaf.path in held
+            and held[leaf.path].tensor.shape == leaf.shape
+        ):
             new[leaf.path] = in_order(held[leaf.path].tensor, leaf.order)
     leaves, treedef = optree.tree_flatten(state)
-    made: TrainState = treedef.unflatten(new.get(path, leaf) for path, leaf in zip(paths(state), leaves, strict=True))
+    made: TrainState = treedef.unflatten(
+        new.get(path, leaf) for path, leaf in zip(paths(state), leaves, strict=True)
+    )
     return made
 
 
 def blank_state(like: TrainState, *, reuse: bool) -> TrainState:
     """A state of the same structure whose values are to be overwritten, all of them.
 
-    Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, but for scalars (the
-    step counter tells states apart), for leaves that don't lie row by row, and for a second use of the same storage.
+    Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, but
+    for scalars (the step counter tells states apart), for leaves that don't lie row by row, and for
+    a second use of the same storage.
     """
     leaves, treedef = optree.tree_flatten(like)
     flats: dict[int, Tensor] = {}  # by the id of the one that like's leaves are views of
@@ -232,12 +274,18 @@ def blank_state(like: TrainState, *, reuse: bool) -> TrainState:
 
 def _blank(leaf: Tensor, flats: dict[int, Tensor]) -> Tensor:
     base = leaf._base
-    if base is None or not (leaf.is_contiguous() and base.is_contiguous()) or base.dtype != leaf.dtype:
+    if (
+        base is None
+        or not (leaf.is_contiguous() and base.is_contiguous())
+        or base.dtype != leaf.dtype
+    ):
         new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     else:
         if id(base) not in flats:
             flats[id(base)] = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
-        new = flats[id(base)].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset() - base.storage_offset())
+        new = flats[id(base)].as_strided(
+            leaf.shape, leaf.stride(), leaf.storage_offset() - base.storage_offset()
+        )
     return new.requires_grad_() if leaf.requires_grad else new
 
 

@@ -1,8 +1,10 @@
 """The manifest: what a checkpoint holds and where. Plain data that checks itself, to and from JSON.
 
-The file's first line is the checksum of the rest. What comes out of `parse_manifest` is safe to act on: file names
-follow from the number of ranks, every number is bounded, no piece lies outside its file, and the pieces cover every
-leaf exactly once. Values may still be wrong, if somebody wants them to be: checksums stop accidents, not attackers.
+The file's first line is the checksum of the rest. What comes out of `parse_manifest` is safe to act
+on: file names follow from the number of ranks, every number is bounded, no piece lies outside its
+    file, and the pieces cover every
+leaf exactly once. Values may still be wrong, if somebody wants them to be: checksums stop
+    accidents, not attackers.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Leaf(NamedTuple):
     path: str
     dtype: str  # a key of container.DTYPES
     shape: tuple[int, ...]
-    order: tuple[int, ...] | None = None  # its dims from the slowest to the fastest in memory, where not row by row
+    order: tuple[int, ...] | None = (
+        None  # its dims from the slowest to the fastest in memory, where not row by row
+    )
 
     @property
     def numel(self) -> int:
@@ -127,16 +131,33 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         CorruptError: it is damaged, of another version, or not a manifest.
     """
     rows = _Checked(_body(data, where), where)
-    rows.need(isinstance(rows.value, dict) and rows.value.get("format") == FORMAT, f"not a {FORMAT}")
-    rows.need(rows["version"] == VERSION and type(rows["version"]) is int, f"of version {_short(rows['version'])}")
-    rows.need(set(rows.value) == _KEYS, f"has the keys {sorted(set(rows.value) ^ _KEYS)[:5]} too many or too few")
+    rows.need(
+        isinstance(rows.value, dict) and rows.value.get("format") == FORMAT, f"not a {FORMAT}"
+    )
+    rows.need(
+        rows["version"] == VERSION and type(rows["version"]) is int,
+        f"of version {_short(rows['version'])}",
+    )
+    rows.need(
+        set(rows.value) == _KEYS,
+        f"has the keys {sorted(set(rows.value) ^ _KEYS)[:5]} too many or too few",
+    )
     rows.need(_is_count(rows["step"]), "the step is no count")
-    rows.need(type(rows["ranks"]) is int and 1 <= rows["ranks"] <= MAX_RANKS, "the number of ranks is none")
-    rows.need(rows["level"] is None or (type(rows["level"]) is int and 0 <= rows["level"] <= 3), "no such level")
+    rows.need(
+        type(rows["ranks"]) is int and 1 <= rows["ranks"] <= MAX_RANKS,
+        "the number of ranks is none",
+    )
+    rows.need(
+        rows["level"] is None or (type(rows["level"]) is int and 0 <= rows["level"] <= 3),
+        "no such level",
+    )
     named = isinstance(rows["checksum"], str) and rows["checksum"] in CHECKSUMS
     rows.need(named, f"unknown checksum {_short(rows['checksum'])}")
     block = rows["block"]
-    rows.need(type(block) is int and MIN_BLOCK <= block <= MAX_BLOCK and block % 64 == 0, "no size for a block")
+    rows.need(
+        type(block) is int and MIN_BLOCK <= block <= MAX_BLOCK and block % 64 == 0,
+        "no size for a block",
+    )
     rows.need(isinstance(rows["values"], dict), "values is no object")
     plain = all(type(v) in (bool, int, float, str) for v in rows["values"].values())
     rows.need(plain and isinstance(rows["about"], dict), "values or about hold what they may not")
@@ -172,7 +193,9 @@ def _body(data: bytes, where: str) -> Any:
     line, _, body = data.partition(b"\n")
     body = body[:-1] if body.endswith(b"\n") else body
     if line != f"crc32 {zlib.crc32(body):08x}".encode():
-        raise CorruptError(f"{where}: its checksum is not that of its first line, so it is damaged or cut off")
+        raise CorruptError(
+            f"{where}: its checksum is not that of its first line, so it is damaged or cut off"
+        )
     return strict_json(body, where)
 
 
@@ -193,13 +216,22 @@ def _leaves(rows: _Checked) -> tuple[Leaf, ...]:
     rows.need(isinstance(table, list), "leaves is no list")
     made = []
     for row in table:
-        rows.need(isinstance(row, list) and len(row) == 4 and isinstance(row[0], str), f"no leaf: {_short(row)}")
+        rows.need(
+            isinstance(row, list) and len(row) == 4 and isinstance(row[0], str),
+            f"no leaf: {_short(row)}",
+        )
         path, dtype, shape, order = row
-        rows.need(isinstance(dtype, str) and dtype in DTYPES, f"{path[:200]} has the unknown dtype {_short(dtype)}")
+        rows.need(
+            isinstance(dtype, str) and dtype in DTYPES,
+            f"{path[:200]} has the unknown dtype {_short(dtype)}",
+        )
         _check_shape(shape, f"{rows.where}: the shape of {path[:200]}")
         if order is not None:
             dims = isinstance(order, list) and all(type(n) is int for n in order)
-            rows.need(dims and sorted(order) == list(range(len(shape))), f"{path[:200]} has no order of dims")
+            rows.need(
+                dims and sorted(order) == list(range(len(shape))),
+                f"{path[:200]} has no order of dims",
+            )
         made.append(Leaf(path, dtype, tuple(shape), None if order is None else tuple(order)))
     names = [leaf.path for leaf in made] + list(rows["values"])
     rows.need(len(set(names)) == len(names), "a path occurs twice")
@@ -208,7 +240,9 @@ def _leaves(rows: _Checked) -> tuple[Leaf, ...]:
 
 def _files(rows: _Checked, leaves: tuple[Leaf, ...]) -> tuple[File, ...]:
     table, ranks = rows["files"], rows["ranks"]
-    rows.need(isinstance(table, list) and len(table) == ranks, f"{ranks} ranks must have as many files")
+    rows.need(
+        isinstance(table, list) and len(table) == ranks, f"{ranks} ranks must have as many files"
+    )
     return tuple(_file(rows, row, file_name(i, ranks), leaves) for i, row in enumerate(table))
 
 
@@ -218,7 +252,10 @@ def _file(rows: _Checked, row: Any, name: str, leaves: tuple[Leaf, ...]) -> File
     _, size, sums, pieces = row
     rows.need(_is_count(size), f"{name}: no size")
     blocks = -(-size // rows["block"])
-    rows.need(isinstance(sums, str) and len(sums) == 8 * blocks, f"{name}: {blocks} blocks need as many checksums")
+    rows.need(
+        isinstance(sums, str) and len(sums) == 8 * blocks,
+        f"{name}: {blocks} blocks need as many checksums",
+    )
     rows.need(not set(sums) - set("0123456789abcdef"), f"{name}: checksums are hexadecimal")
     rows.need(isinstance(pieces, list), f"{name}: pieces is no list")
     made, end = [], 8
@@ -228,9 +265,14 @@ def _file(rows: _Checked, row: Any, name: str, leaves: tuple[Leaf, ...]) -> File
             f"{name}: no piece: {_short(numbers)}",
         )
         piece = Piece(*numbers)
-        rows.need(piece.leaf < len(leaves), f"{name}: a piece of leaf {piece.leaf}, which there isn't")
+        rows.need(
+            piece.leaf < len(leaves), f"{name}: a piece of leaf {piece.leaf}, which there isn't"
+        )
         width = leaves[piece.leaf].width
-        rows.need(piece.numel > 0 and piece.offset >= end and piece.offset % width == 0, f"{name}: pieces out of place")
+        rows.need(
+            piece.numel > 0 and piece.offset >= end and piece.offset % width == 0,
+            f"{name}: pieces out of place",
+        )
         end = piece.offset + piece.numel * width
         rows.need(end <= size, f"{name}: a piece ends at byte {end} of {size}")
         made.append(piece)
@@ -244,8 +286,12 @@ def check_coverage(leaves: tuple[Leaf, ...], files: tuple[File, ...], where: str
         if piece.start != ends[piece.leaf]:
             story = "twice" if piece.start < ends[piece.leaf] else "not at all"
             at = min(piece.start, ends[piece.leaf])
-            raise CorruptError(f"{where}: element {at} of {leaves[piece.leaf].path} is there {story}")
+            raise CorruptError(
+                f"{where}: element {at} of {leaves[piece.leaf].path} is there {story}"
+            )
         ends[piece.leaf] += piece.numel
     for leaf, end in zip(leaves, ends, strict=True):
         if end != leaf.numel:
-            raise CorruptError(f"{where}: {leaf.path} has {leaf.numel} elements, its pieces hold {end}")
+            raise CorruptError(
+                f"{where}: {leaf.path} has {leaf.numel} elements, its pieces hold {end}"
+            )

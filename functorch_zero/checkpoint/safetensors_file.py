@@ -53,7 +53,12 @@ def dtype_name(path: str, dtype: torch.dtype) -> str:
     """
     if dtype not in NAMES:
         raise StructureError(
-            explain("safetensors files can't hold this dtype", path=path, expected=", ".join(DTYPES), got=dtype)
+            explain(
+                "safetensors files can't hold this dtype",
+                path=path,
+                expected=", ".join(DTYPES),
+                got=dtype,
+            )
         )
     return NAMES[dtype]
 

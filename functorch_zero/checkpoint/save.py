@@ -26,11 +26,15 @@ PathLike = str | os.PathLike[str]
 
 
 def save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> Path:
-    """Save a state as `root/step-<its step>`, and return that folder. Every rank of the step's group calls this.
+    """Save a state as `root/step-<its step>`, and return that folder. Every rank of the step's
+    group calls this.
 
-    Each rank writes what only it has and an equal share of what all have, without padding, into one safetensors file.
-    The folder gets its name when everything is on disk: a save that is killed leaves the old checkpoints or the new
-    one. Three exchanges of JSON; memory beyond the state: 4 MiB, and one leaf where it doesn't lie row by row.
+    Each rank writes what only it has and an equal share of what all have, without padding, into one
+    safetensors file.
+    The folder gets its name when everything is on disk: a save that is killed leaves the old
+        checkpoints or the new
+    one. Three exchanges of JSON; memory beyond the state: 4 MiB, and one leaf where it doesn't lie
+    row by row.
 
     Args:
         root: a folder that all ranks see; made if need be.
@@ -39,8 +43,8 @@ def save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> 
         user: plain JSON data of your own, the same on every rank: where the data loader is, say.
 
     Raises:
-        CheckpointError: on every rank, with the same words: the step is saved already, the disk is full, an
-            `async_save` before this one failed.
+        CheckpointError: on every rank, with the same words: the step is saved already, the disk is
+            full, an `async_save` before this one failed.
         StructureError: the state is not one of this step, or has leaves that can't be saved.
         DonatedError: the state was used up by a step.
         MismatchError: ranks have different states or `user`.
@@ -52,13 +56,15 @@ def save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> 
 def async_save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> Saving:
     """Save as `save` does, but beside training: return when `state` may be used up.
 
-    If the step donates, that is after a copy of this rank's share, on the CPU; else at once, and the save holds on to
-    the state's tensors. The save runs in a thread, on a group of its own, one at a time: this call waits for the one
-    before. On ranks that are threads (`run_ranks`) it runs at once, here.
+    If the step donates, that is after a copy of this rank's share, on the CPU; else at once, and
+    the save holds on to the state's tensors. The save runs in a thread, on a group of its own, one
+    at a time: this call waits for the one before. On ranks that are threads (`run_ranks`) it runs
+        at once, here.
 
-    Whatever goes wrong is raised by `Saving.result`, by the next call of a sharded `step` (on every rank, before it
-    touches the state), by the next `save` or `async_save` with this step, or by `wait_for_saves`; what nobody asked
-    for is printed when the program ends. Leaving the program waits for the save, but torch's groups must live until
+    Whatever goes wrong is raised by `Saving.result`, by the next call of a sharded `step` (on every
+    rank, before it touches the state), by the next `save` or `async_save` with this step, or by
+    `wait_for_saves`; what nobody asked for is printed when the program ends. Leaving the program
+    waits for the save, but torch's groups must live until
     then: call `wait_for_saves(step)` before `destroy_process_group`.
 
     Raises: what the save before this one raised.
@@ -88,7 +94,8 @@ def async_save(root: PathLike, step: Step, state: TrainState, *, user: Any = Non
 
 
 def wait_for_saves(step: Step) -> None:
-    """Wait for the `async_save` under way with this step, if there is one, and raise what it raised.
+    """Wait for the `async_save` under way with this step, if there is one, and raise what it
+    raised.
 
     Raises: as `save`.
     """
@@ -165,7 +172,9 @@ class _Savers:
     """The saves of one step, one at a time, and the group that they have for themselves."""
 
     def __init__(self, group: Group) -> None:
-        own = group if isinstance(group, Solo) else sibling(group)  # collectives of two threads must not meet on one
+        own = (
+            group if isinstance(group, Solo) else sibling(group)
+        )  # collectives of two threads must not meet on one
         self._here = own is None
         self.group = group if own is None else own
         self._pending: Saving | None = None
@@ -193,7 +202,8 @@ class _Savers:
         return saving
 
 
-# By step, since it is what all calls of a run have in common, and since a failure must find its way to the next one.
+# By step, since it is what all calls of a run have in common, and since a failure must find its way
+# to the next one.
 _SAVERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

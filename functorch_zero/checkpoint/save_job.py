@@ -69,14 +69,19 @@ class SaveJob:
 
     def _write(self, folder: Path) -> dict[str, Any]:
         assert self._snapshot is not None
-        file = write_rank_file(folder / file_name(self._group.rank, self._group.size), self._snapshot)
+        file = write_rank_file(
+            folder / file_name(self._group.rank, self._group.size), self._snapshot
+        )
         self._snapshot.check_unchanged()
         return {"file": file, "orders": self._orders()}
 
     def _orders(self) -> list[tuple[int, tuple[int, ...]]]:
-        """How leaves lie in memory that don't lie row by row, by number: kernels may round differently on them."""
+        """How leaves lie in memory that don't lie row by row, by number: kernels may round
+        differently on them."""
         assert self._snapshot is not None
-        orders = ((i, order_of(h.tensor)) for i, h in enumerate(self._snapshot.contents.held) if h.whole)
+        orders = (
+            (i, order_of(h.tensor)) for i, h in enumerate(self._snapshot.contents.held) if h.whole
+        )
         return [(i, order) for i, order in orders if order is not None]
 
     def _commit(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -92,12 +97,17 @@ class SaveJob:
 def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
     steps = [row["step"] for row in begun]
     if len(set(steps)) > 1:
-        raise MismatchError(f"the ranks are at different steps, and can't save one checkpoint: {steps} in rank order")
-    other = next((rank for rank, row in enumerate(begun) if row["digest"] != begun[0]["digest"]), None)
+        raise MismatchError(
+            f"the ranks are at different steps, and can't save one checkpoint: {steps} in rank "
+            "order"
+        )
+    other = next(
+        (rank for rank, row in enumerate(begun) if row["digest"] != begun[0]["digest"]), None
+    )
     if other is not None:
         raise MismatchError(
-            f"ranks 0 and {other} save states with different leaves, numbers or `user`. Remedy: gather what differs "
-            "by rank into one value that all ranks pass"
+            f"ranks 0 and {other} save states with different leaves, numbers or `user`. Remedy: "
+            "gather what differs by rank into one value that all ranks pass"
         )
 
 
@@ -126,7 +136,8 @@ def _manifest(snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> Manifest:
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dims of a dense tensor from the slowest to the fastest in memory; None when it lies row by row."""
+    """The dims of a dense tensor from the slowest to the fastest in memory; None when it lies row
+    by row."""
     if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
     strides = list(tensor.stride())

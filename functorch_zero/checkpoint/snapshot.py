@@ -50,15 +50,27 @@ class Snapshot:
         for part, before, after in zip(self.parts, self.versions, now, strict=True):
             if before != after:
                 raise CheckpointError(
-                    f"{self.contents.held[part.leaf].path} was changed in place while it was being saved. Remedy: "
-                    "don't write to a state's tensors, or wait for the save first"
+                    f"{self.contents.held[part.leaf].path} was changed in place while it was "
+                    "being saved. Remedy: don't write to a state's tensors, or wait for the save "
+                    "first"
                 )
 
     def copied(self) -> Snapshot:
         """The same in CPU tensors of its own: a copy of this rank's share, nothing else."""
-        parts = [part._replace(tensor=part.flat().to("cpu", copy=True), first=0) for part in self.parts]
+        parts = [
+            part._replace(tensor=part.flat().to("cpu", copy=True), first=0) for part in self.parts
+        ]
         versions = versions_of([part.tensor for part in parts])
-        return Snapshot(self.contents, parts, self.step, self.level, self.user, self.about, versions, self.progress)
+        return Snapshot(
+            self.contents,
+            parts,
+            self.step,
+            self.level,
+            self.user,
+            self.about,
+            versions,
+            self.progress,
+        )
 
 
 def snapshot_of(step: Step, state: TrainState, user: Any) -> Snapshot:
@@ -88,7 +100,10 @@ def checked_user(user: Any) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"user must be plain JSON data: {error}") from None
     if not same:
-        raise TypeError("user must come back from JSON as it is: with lists instead of tuples, and strings as keys")
+        raise TypeError(
+            "user must come back from JSON as it is: with lists instead of tuples, and strings as "
+            "keys"
+        )
     return user
 
 
@@ -97,9 +112,16 @@ def _about(step: Step, state: TrainState) -> dict[str, Any]:
     if state.sharding is not None:
         layout = state.sharding.layout
         units = {
-            unit.name: [layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves]
+            unit.name: [
+                layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves
+            ]
             for unit in layout.units
         }
     inner: TrainStep = step.unsharded if isinstance(step, ShardedTrainStep) else step
     optimizer = json.dumps(describe(inner.optimizer))
-    return {"torch": torch.__version__, "python": platform.python_version(), "optimizer": optimizer, "units": units}
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "optimizer": optimizer,
+        "units": units,
+    }

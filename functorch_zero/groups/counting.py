@@ -1,4 +1,5 @@
-"""Counting collectives and their bytes: around a real group, or in one process that only imagines the other ranks."""
+"""Counting collectives and their bytes: around a real group, or in one process that only imagines
+the other ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_all_gather, check_all_to_all, check_flat, check_reduce_scatter, check_source
+from .checks import (
+    check_all_gather,
+    check_all_to_all,
+    check_flat,
+    check_reduce_scatter,
+    check_source,
+)
 from .forwarding import Forwarding
 from .protocol import Done, Group, ReduceOp, Work, check_reducible
 
@@ -18,16 +25,19 @@ class Call(NamedTuple):
 
     kind: str  # the method's name
     dtype: torch.dtype  # uint8 for exchange and barrier
-    num_elements: int  # of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
+    num_elements: (
+        int  # of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
+    )
     sent_bytes: float  # what one rank sends at least, on a ring
 
 
 class CountedGroup(Forwarding):
     """Forwards to `inner` and records every collective in `calls`; `counted` makes it.
 
-    Recorded as sent by this rank, for N ranks and B bytes in the longest tensor: all_gather and reduce_scatter
-    B * (N-1) / N, all_reduce twice that, all_to_all the runs for other ranks, broadcast B, exchange this rank's payload
-    to each other rank, barrier nothing; nothing at all for one rank.
+    Recorded as sent by this rank, for N ranks and B bytes in the longest tensor: all_gather and
+        reduce_scatter
+    B * (N-1) / N, all_reduce twice that, all_to_all the runs for other ranks, broadcast B, exchange
+    this rank's payload to each other rank, barrier nothing; nothing at all for one rank.
     """
 
     def __init__(self, inner: Group) -> None:
@@ -61,9 +71,13 @@ class CountedGroup(Forwarding):
         self._record("all_reduce", tensor, 2 * tensor.nbytes * self._others / self.size)
         return work
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
         work = self.inner.all_to_all(out, out_sizes, source, in_sizes)
-        self._record("all_to_all", source, (sum(in_sizes) - in_sizes[self.rank]) * source.element_size())
+        self._record(
+            "all_to_all", source, (sum(in_sizes) - in_sizes[self.rank]) * source.element_size()
+        )
         return work
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -98,10 +112,11 @@ class CountedGroup(Forwarding):
 
 
 class CountingGroup(CountedGroup):
-    """Rank `rank` of `size`, alone: each collective gives what it would if every other rank had the same data.
+    """Rank `rank` of `size`, alone: each collective gives what it would if every other rank had the
+    same data.
 
-    An all-to-all's `out` takes from each rank this rank's run for itself, repeated or cut to the expected size. Meta
-    tensors work.
+    An all-to-all's `out` takes from each rank this rank's run for itself, repeated or cut to the
+    expected size. Meta tensors work.
 
     >>> group = CountingGroup(4)
     >>> out = torch.empty(8)
@@ -156,7 +171,9 @@ class _MirrorGroup:
         return Done()
 
     @torch.no_grad()
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
         own = torch.split(source, list(in_sizes))[self.rank].clone()
         for run in torch.split(out, list(out_sizes)):

@@ -1,4 +1,5 @@
-"""Saying where in a step a collective belongs: in errors and, when asked, to the other ranks before it runs."""
+"""Saying where in a step a collective belongs: in errors and, when asked, to the other ranks before
+it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .thread_scheduler import Signature
 
 
 class LabelledGroup(Forwarding):
-    """Forwards to `inner`; the errors of its collectives begin with `label`, "blocks.1/gather"; `labelled` makes it."""
+    """Forwards to `inner`; the errors of its collectives begin with `label`, "blocks.1/gather";
+    `labelled` makes it."""
 
     def __init__(self, inner: Group, label: str = "") -> None:
         self.inner, self.label = inner, label
@@ -33,7 +35,9 @@ class LabelledGroup(Forwarding):
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return _LabelledWork(self._call("all_reduce", tensor, op), self.label)
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
         return _LabelledWork(self._call("all_to_all", out, out_sizes, source, in_sizes), self.label)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -56,10 +60,12 @@ class LabelledGroup(Forwarding):
 
 
 class CheckedGroup(LabelledGroup):
-    """A debug mode: before each collective, ranks compare what they are about to call, and for which unit and phase.
+    """A debug mode: before each collective, ranks compare what they are about to call, and for
+    which unit and phase.
 
-    Ranks that call different things, or the same for different units, all raise `GroupError` with every rank's label,
-    where gloo would add up the wrong tensors. Each collective costs an `exchange` more, and waits for all ranks.
+    Ranks that call different things, or the same for different units, all raise `GroupError` with
+    every rank's label, where gloo would add up the wrong tensors. Each collective costs an
+    `exchange` more, and waits for all ranks.
 
     >>> from functorch_zero.groups import run_ranks
     >>> def meet(group):
@@ -68,31 +74,43 @@ class CheckedGroup(LabelledGroup):
     ...     run_ranks(meet, 2)
     ... except GroupError as error:
     ...     print(error)
-    the ranks called different collectives: rank 0: block 0/reduce: barrier; rank 1: block 1/reduce: barrier. ...
+    the ranks called different collectives: rank 0: block 0/reduce: barrier; rank 1: block 1/reduce:
+        barrier. ...
     """
 
     def subgroup(self, ranks: Sequence[int]) -> CheckedGroup:
-        """The checked group of these of its ranks, where its kind can be divided (for a `HybridGroup`)."""
+        """The checked group of these of its ranks, where its kind can be divided (for a
+        `HybridGroup`)."""
         divide = getattr(self.inner, "subgroup", None)
         if divide is None:
-            raise TypeError(f"a {type(self.inner).__name__} can't be divided. Remedy: check a group that can")
+            raise TypeError(
+                f"a {type(self.inner).__name__} can't be divided. Remedy: check a group that can"
+            )
         return CheckedGroup(divide(ranks), self.label)
 
     def _call(self, kind: str, *arguments: Any) -> Any:
         call = Signature(kind, *_FACTS[kind](*arguments))
-        calls = [text.decode() for text in super()._call("exchange", f"{self.label or 'a call'}: {call}".encode())]
+        calls = [
+            text.decode()
+            for text in super()._call("exchange", f"{self.label or 'a call'}: {call}".encode())
+        ]
         if len(set(calls)) > 1:
-            callers = {text: [r for r, other in enumerate(calls) if other == text] for text in dict.fromkeys(calls)}
+            callers = {
+                text: [r for r, other in enumerate(calls) if other == text]
+                for text in dict.fromkeys(calls)
+            }
             raise GroupError(
                 "the ranks called different collectives: "
                 + "; ".join(f"{ranks_text(who)}: {text}" for text, who in callers.items())
-                + ". Remedy: make every rank's loss use the same units in the same order, and its loop make the same "
-                "calls"
+                + ". Remedy: make every rank's loss use the same units in the same order, and its "
+                "loop make the same calls"
             )
         return super()._call(kind, *arguments)
 
 
-_FACTS: dict[str, Callable[..., tuple[Any, ...]]] = {  # what ranks must agree on, of a collective's arguments
+_FACTS: dict[
+    str, Callable[..., tuple[Any, ...]]
+] = {  # what ranks must agree on, of a collective's arguments
     "all_gather": lambda out, piece: (piece.dtype, piece.numel()),
     "reduce_scatter": lambda out, whole: (whole.dtype, whole.numel()),
     "all_reduce": lambda tensor, op: (tensor.dtype, tensor.numel(), op),
@@ -104,7 +122,8 @@ _FACTS: dict[str, Callable[..., tuple[Any, ...]]] = {  # what ranks must agree o
 
 
 def labelled(group: Group, label: str) -> Group:
-    """The group, for collectives that belong to `label`: a unit and a phase, as "blocks.1/gather"."""
+    """The group, for collectives that belong to `label`: a unit and a phase, as
+    "blocks.1/gather"."""
     if group.size == 1:
         return group
     return group.at(label) if isinstance(group, LabelledGroup) else LabelledGroup(group, label)

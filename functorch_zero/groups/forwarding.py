@@ -34,7 +34,9 @@ class Forwarding:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return self.inner.all_reduce(tensor, op)
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
         return self.inner.all_to_all(out, out_sizes, source, in_sizes)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -54,7 +56,8 @@ class Forwarding:
         rejoin(self.inner)
 
     def sibling(self) -> Group | None:
-        """Another group of the same ranks, for another thread: as the inner group makes it, if it can."""
+        """Another group of the same ranks, for another thread: as the inner group makes it, if it
+        can."""
         return sibling(self.inner)
 
 
@@ -66,7 +69,8 @@ def rejoin(group: Group) -> None:
 
 
 def sibling(group: Group) -> Group | None:
-    """Another group of the same ranks that another thread may use at the same time; None where there is none."""
+    """Another group of the same ranks that another thread may use at the same time; None where
+    there is none."""
     own = getattr(group, "sibling", None)
     made: Group | None = None if own is None else own()
     return made

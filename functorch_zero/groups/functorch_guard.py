@@ -1,7 +1,10 @@
-"""Raw collectives inside a torch.func transform: torch runs them on the wrapped values and differentiates to zero.
+"""Raw collectives inside a torch.func transform: torch runs them on the wrapped values and
+differentiates to zero.
 
-Nothing in torch says so, and the gradients are silently wrong. So while any functorch transform is active, the c10d
-operators are made to raise. It costs nothing otherwise: the kernels sit at functorch's own dispatch key.
+Nothing in torch says so, and the gradients are silently wrong. So while any functorch transform is
+active, the c10d
+operators are made to raise. It costs nothing otherwise: the kernels sit at functorch's own dispatch
+    key.
 """
 
 from __future__ import annotations
@@ -50,9 +53,9 @@ def refuse_in_transform(name: str) -> None:
 def _refuser(name: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"the collective {name} was called inside a torch.func transform (grad, vmap, jvp, ...), where its "
-            "gradient would silently be zero. Remedy: call it outside the transform, and let fz.shard place the "
-            "collectives that training needs"
+            f"the collective {name} was called inside a torch.func transform (grad, vmap, jvp, "
+            "...), where its gradient would silently be zero. Remedy: call it outside the "
+            "transform, and let fz.shard place the collectives that training needs"
         )
 
     return refuse

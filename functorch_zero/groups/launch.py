@@ -48,27 +48,30 @@ def launch(
 ) -> list[T]:
     """Call `fn(*args)` in each of `ranks` new local processes and return the results in rank order.
 
-    Inside, torch.distributed is initialised, so `ProcessGroup()` works. The ranks meet at a TCPStore
-    of this process, at a free port of 127.0.0.1. In a script that torchrun started, no process is
+    Inside, torch.distributed is initialised, so `ProcessGroup()` works. The ranks meet at a
+    TCPStore of this process, at a free port of 127.0.0.1. In a script that torchrun started, no
+    process is
     started: `ranks`, `timeout`, `start_method` and `threads_per_rank` are torchrun's business, fn
     runs here, and the list holds this rank's result.
 
     backend: by default gloo, and for CUDA tensors NCCL when there is a GPU for each rank, which is
-    then rank i's current device. start_method: "spawn" needs fn, args and results that can be pickled
-    and a main module guarded by `if __name__ == "__main__"`; "fork" takes lambdas and closures and
-    starts in milliseconds, but is for CPUs only and safe only as long as the parent has no busy
-    threads. Interrupts from the keyboard reach the parent alone.
+    then rank i's current device. start_method: "spawn" needs fn, args and results that can be
+    pickled and a main module guarded by `if __name__ == "__main__"`; "fork" takes lambdas and
+    closures and starts in milliseconds, but is for CPUs only and safe only as long as the parent
+    has no busy threads. Interrupts from the keyboard reach the parent alone.
 
     Raises the first failing rank's exception, of its own type where it can be pickled, with a note
     that carries its rank and traceback; `GroupError` when a process died (killed, say) without a
     word; `TimeoutError` naming the ranks that still ran after `timeout` seconds. When one rank has
-    failed the others have 2 s to report, then they are killed. No process and no file is left behind,
-    and on Linux the ranks die with the parent.
+    failed the others have 2 s to report, then they are killed. No process and no file is left
+    behind, and on Linux the ranks die with the parent.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return [_call_under_torchrun(fn, args, backend)]
     if ranks is None or ranks < 1:
-        raise ValueError(f"ranks must be the number of processes to start, got {ranks}. Remedy: launch(fn, 2)")
+        raise ValueError(
+            f"ranks must be the number of processes to start, got {ranks}. Remedy: launch(fn, 2)"
+        )
     members: list[_Member] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         meet = partial(_meet, ranks, listener.getsockname()[1], backend, threads_per_rank)
@@ -102,9 +105,9 @@ def _call_under_torchrun(fn: Callable[..., T], args: tuple[Any, ...], backend: s
 def _store_of_this_attempt() -> dict[str, Any]:
     """The store for ranks that torchrun has restarted, without the addresses of the attempt before.
 
-    torchrun's agent keeps one store for all attempts. Each agent numbers attempts for itself, so this
-    helps on one machine only. On several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun use a
-    new store for each attempt.
+    torchrun's agent keeps one store for all attempts. Each agent numbers attempts for itself, so
+    this helps on one machine only. On several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun
+    use a new store for each attempt.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
@@ -147,7 +150,9 @@ class _Report(NamedTuple):
     died: bool = False  # the parent's word, for a rank that left none
 
 
-def _start(rank: int, meet: Callable[[int], None], task: Callable[[], Any], start_method: str) -> _Member:
+def _start(
+    rank: int, meet: Callable[[int], None], task: Callable[[], Any], start_method: str
+) -> _Member:
     context: Any = torch.multiprocessing.get_context(start_method)
     pipe, rank_end = context.Pipe(duplex=False)
     process = context.Process(target=_run_rank, args=(os.getpid(), rank, meet, task, rank_end))
@@ -159,7 +164,8 @@ def _start(rank: int, meet: Callable[[int], None], task: Callable[[], Any], star
             if start_method == "fork":
                 raise
             raise TypeError(
-                f"launch can't pickle its function or arguments for a new process: {error}. Remedy: "
+                f"launch can't pickle its function or arguments for a new process: {error}. "
+                "Remedy: "
                 'define the function at the top of a module, or use start_method="fork" (on CPUs)'
             ) from error
     return _Member(rank, process, pipe)
@@ -169,8 +175,10 @@ def _start(rank: int, meet: Callable[[int], None], task: Callable[[], Any], star
 def _store_served(listener: socket.socket) -> Iterator[None]:
     """Serve torch's store at a socket to which the ranks connect already.
 
-    The store has a thread. So it starts after the ranks, since a fork beside a busy thread may hang.
-    And it ends here, not with the last traceback that holds it: a rank forked later would crash when
+    The store has a thread. So it starts after the ranks, since a fork beside a busy thread may
+    hang.
+    And it ends here, not with the last traceback that holds it: a rank forked later would crash
+        when
     it collects a store whose thread it lacks. By itself torch would listen to the whole network.
     """
     host, port = listener.getsockname()
@@ -200,7 +208,9 @@ def _watch(members: list[_Member], timeout: float | None) -> list[_Report]:
             give_up = time.monotonic() + _SECONDS_AFTER_FAILURE
     if running and not failed:
         names = ranks_text([member.rank for member in running])
-        raise TimeoutError(f"{names} of {len(members)} still ran after {timeout:g} s; all ranks were killed")
+        raise TimeoutError(
+            f"{names} of {len(members)} still ran after {timeout:g} s; all ranks were killed"
+        )
     return reports
 
 
@@ -222,11 +232,14 @@ def _read_report(member: _Member) -> _Report:
 def _exit_text(code: int | None) -> str:
     if code is None or code >= 0:
         return (
-            f"exit code {code}. Remedy: look for its output above; with start_method='spawn' the main "
-            "module must be importable and guarded by `if __name__ == '__main__'`"
+            f"exit code {code}. Remedy: look for its output above; with start_method='spawn' the "
+            "main module must be importable and guarded by `if __name__ == '__main__'`"
         )
     if code == -signal.SIGABRT:
-        return "killed by SIGABRT, as by gloo where ranks' collectives differ. Remedy: fz.CheckedGroup names the calls"
+        return (
+            "killed by SIGABRT, as by gloo where ranks' collectives differ. Remedy: "
+            "fz.CheckedGroup names the calls"
+        )
     return f"killed by {signal.Signals(-code).name}"
 
 
@@ -252,7 +265,9 @@ def _distance_from_cause(report: _Report) -> int:
     return 0
 
 
-def _run_rank(parent: int, rank: int, meet: Callable[[int], None], task: Callable[[], Any], pipe: Connection) -> None:
+def _run_rank(
+    parent: int, rank: int, meet: Callable[[int], None], task: Callable[[], Any], pipe: Connection
+) -> None:
     """A rank's process, from its start to its end."""
     _die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

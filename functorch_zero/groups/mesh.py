@@ -1,4 +1,5 @@
-"""A mesh of ranks with two axes, replicate and shard: pieces lie along one, their copies along the other."""
+"""A mesh of ranks with two axes, replicate and shard: pieces lie along one, their copies along the
+other."""
 
 from __future__ import annotations
 
@@ -26,15 +27,18 @@ class Divisible(Protocol):
     """A group that can be divided."""
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
+        """The group of these of its ranks, in increasing order, this one among them. Each of them
+        calls it."""
         ...
 
 
 class HybridGroup(Forwarding):
-    """All ranks of a group, as a mesh of two axes (HSDP): rank r * shard + s is the s-th of replica r.
+    """All ranks of a group, as a mesh of two axes (HSDP): rank r * shard + s is the s-th of replica
+    r.
 
-    Given to `shard`, pieces lie along the shard axis, and gradients are summed over the replicate axis besides. Itself
-    it is the group of all its ranks. A torch DeviceMesh of two dims, (replicate, shard), is made into one.
+    Given to `shard`, pieces lie along the shard axis, and gradients are summed over the replicate
+    axis besides. Itself it is the group of all its ranks. A torch DeviceMesh of two dims,
+    (replicate, shard), is made into one.
 
     Args:
         group: that of all ranks; every one of them makes this.
@@ -55,7 +59,8 @@ class HybridGroup(Forwarding):
     def __init__(self, group: Group, *, shard: int):
         if shard < 1 or group.size % shard:
             raise ValueError(
-                f"shard must divide the number of ranks, {group.size}, so that all replicas are alike; got {shard}"
+                f"shard must divide the number of ranks, {group.size}, so that all replicas are "
+                f"alike; got {shard}"
             )
         super().__init__(group)
         first = group.rank - group.rank % shard
@@ -74,13 +79,17 @@ class HybridGroup(Forwarding):
     def _divide(self, shard: Sequence[int], replicate: Sequence[int]) -> None:
         if not isinstance(self.inner, Divisible):
             raise TypeError(
-                f"a {type(self.inner).__name__} can't be divided into axes. Remedy: give it a method "
-                "`subgroup(ranks) -> Group`"
+                f"a {type(self.inner).__name__} can't be divided into axes. Remedy: give it a "
+                "method `subgroup(ranks) -> Group`"
             )
-        self.shard, self.replicate = self.inner.subgroup(tuple(shard)), self.inner.subgroup(tuple(replicate))
+        self.shard, self.replicate = (
+            self.inner.subgroup(tuple(shard)),
+            self.inner.subgroup(tuple(replicate)),
+        )
 
     def by_piece(self) -> Group:
-        """All ranks in the order of their pieces when each replica's pieces are cut over the replicas: one exchange."""
+        """All ranks in the order of their pieces when each replica's pieces are cut over the
+        replicas: one exchange."""
         number = self.shard.rank * self.replicate.size + self.replicate.rank
         return Reordered(self.inner, [int(n) for n in self.inner.exchange(str(number).encode())])
 
@@ -105,16 +114,23 @@ class Reordered(Forwarding):
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         gathered = torch.empty_like(out)
         work = self.inner.all_gather(gathered, piece)
-        return Then(work, lambda: out.view(self.size, -1).copy_(gathered.view(self.size, -1)[self._inner_of]))
+        return Then(
+            work,
+            lambda: out.view(self.size, -1).copy_(gathered.view(self.size, -1)[self._inner_of]),
+        )
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         return self.inner.reduce_scatter(out, whole.view(self.size, -1)[self._numbers].view(-1))
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
         sent, received = ([sizes[n] for n in self._numbers] for sizes in (in_sizes, out_sizes))
         runs = source.split(list(in_sizes))
         arrived = torch.empty_like(out)
-        work = self.inner.all_to_all(arrived, received, torch.cat([runs[n] for n in self._numbers]), sent)
+        work = self.inner.all_to_all(
+            arrived, received, torch.cat([runs[n] for n in self._numbers]), sent
+        )
 
         def put() -> None:
             by_rank = arrived.split(received)
@@ -138,7 +154,8 @@ class Axes:
         world: all ranks.
         shard: the ranks that hold the pieces of one copy of the params.
         replicate: the ranks that hold the same piece of different copies.
-        optimizer: the ranks among which each element has one that updates it, in the order of their pieces.
+        optimizer: the ranks among which each element has one that updates it, in the order of their
+            pieces.
     """
 
     world: Group
@@ -149,7 +166,9 @@ class Axes:
     @cached_property
     def groups(self) -> list[Group]:
         """The groups that are not the same, or of one rank."""
-        distinct = {id(group): group for group in (self.world, self.shard, self.replicate, self.optimizer)}
+        distinct = {
+            id(group): group for group in (self.world, self.shard, self.replicate, self.optimizer)
+        }
         return [group for group in distinct.values() if group.size > 1]
 
     def at(self, label: str) -> Axes:
@@ -164,7 +183,8 @@ class Axes:
 
     @property
     def both(self) -> bool:
-        """Whether gradients and optimizer state are cut over both axes, the replicate axis inside the shard axis."""
+        """Whether gradients and optimizer state are cut over both axes, the replicate axis inside
+        the shard axis."""
         return self.optimizer.size > self.shard.size
 
 
@@ -178,14 +198,17 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
         return Axes(group, group.shard, group.replicate, group.by_piece() if both else group.shard)
     if both:
         raise ValueError(
-            'cut_state_over="both" needs a group with a replicate and a shard axis, and this one has one axis, over '
-            "which state is cut at levels 1 to 3. Remedy: HybridGroup(group, shard=...), or a DeviceMesh of two dims"
+            'cut_state_over="both" needs a group with a replicate and a shard axis, and this one '
+            "has one axis, over "
+            "which state is cut at levels 1 to 3. Remedy: HybridGroup(group, shard=...), or a "
+            "DeviceMesh of two dims"
         )
     return Axes(group, group, Solo(), group)
 
 
 def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
-    """`group` itself if it is a `Group`, else a `ProcessGroup` over torch's group or mesh (None: all ranks).
+    """`group` itself if it is a `Group`, else a `ProcessGroup` over torch's group or mesh (None:
+    all ranks).
 
     A mesh of two dims, (replicate, shard), becomes a `HybridGroup`.
     """
@@ -194,5 +217,7 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
     if group is not None and (rows := rows_of_mesh(group)) is not None:
         everyone = sorted(rank for row in rows for rank in row)
         parent = part_of(parent_group(None), everyone)
-        return HybridGroup.of_rows(ProcessGroup(parent), [[everyone.index(rank) for rank in row] for row in rows])
+        return HybridGroup.of_rows(
+            ProcessGroup(parent), [[everyone.index(rank) for rank in row] for row in rows]
+        )
     return ProcessGroup(group)

@@ -1,7 +1,8 @@
 """Ranks as processes, over torch.distributed: NCCL on GPUs, gloo on CPUs.
 
-A collective that only moves data moves bytes, so every dtype works on every backend. Sums that gloo would make slowly,
-or not at all, are an exchange followed by a local sum in rank order; `ProcessGroup` says which.
+A collective that only moves data moves bytes, so every dtype works on every backend. Sums that gloo
+would make slowly, or not at all, are an exchange followed by a local sum in rank order;
+`ProcessGroup` says which.
 """
 
 from __future__ import annotations
@@ -38,16 +39,19 @@ if TYPE_CHECKING:
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _KNOWN_TO_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)
 
-# bytes gathered in all, up to which gloo's all-gather and a local sum take no longer than its all-reduce
+# bytes gathered in all, up to which gloo's all-gather and a local sum take no longer than its
+# all-reduce
 _SMALL = 2**16
 
 
 class ProcessGroup:
-    """The ranks of a torch process group, of a 1-D `DeviceMesh`, or (None) of the default process group.
+    """The ranks of a torch process group, of a 1-D `DeviceMesh`, or (None) of the default process
+    group.
 
-    All these ranks must make it, in the same order among the groups that they make; it costs one barrier and one small
-    all-gather. It communicates over a torch group of its own, so that `fail` can destroy it without touching the
-    caller's. A collective that takes longer than `timeout` (seconds, or a timedelta) fails.
+    All these ranks must make it, in the same order among the groups that they make; it costs one
+    barrier and one small all-gather. It communicates over a torch group of its own, so that `fail`
+    can destroy it without touching the caller's. A collective that takes longer than `timeout`
+    (seconds, or a timedelta) fails.
 
     Attributes:
         rank: this rank's number, from 0 to size - 1.
@@ -55,28 +59,37 @@ class ProcessGroup:
 
     What is done where (N ranks, S bytes in the whole tensor, sent by each rank):
 
-    - all_gather, all_to_all, broadcast: the backend's own, on bytes; an all-gather of two ranks over gloo is an
-      all-to-all, which does not copy this rank's own half.
-    - reduce_scatter: NCCL's own. gloo: an all-to-all (S * (N-1) / N), and a sum in rank order in `wait`. gloo's own
-      moves as much as an all-reduce and takes twice as long.
-    - all_reduce: the backend's own, but for small tensors on CPUs and dtypes no backend adds, which are gathered (two
-      ranks over gloo: swapped) and summed in rank order. A maximum keeps NaN, by reducing a mask of NaN along with the
+    - all_gather, all_to_all, broadcast: the backend's own, on bytes; an all-gather of two ranks
+      over gloo is an all-to-all, which does not copy this rank's own half.
+    - reduce_scatter: NCCL's own. gloo: an all-to-all (S * (N-1) / N), and a sum in rank order in
+      `wait`. gloo's own moves as much as an all-reduce and takes twice as long.
+    - all_reduce: the backend's own, but for small tensors on CPUs and dtypes no backend adds, which
+      are gathered (two
+      ranks over gloo: swapped) and summed in rank order. A maximum keeps NaN, by reducing a mask of
+          NaN along with the
       values.
-    - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call and in `wait`, since
-      gloo does not have all collectives for them.
+    - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call
+      and in `wait`, since gloo does not have all collectives for them.
     - one rank: copies, no communication.
 
-    Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError` when one was lost
-    without a word or the time is over: in the call, or in `Work.wait`. Afterwards the group can't be used until all
+    Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError`
+    when one was lost
+    without a word or the time is over: in the call, or in `Work.wait`. Afterwards the group can't
+        be used until all
     ranks have called `rejoin`, as a sharded step does by itself when it is tried again.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout: float | timedelta = 300.0
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        timeout: float | timedelta = 300.0,
     ) -> None:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._works: set[weakref.ref[TorchWork]] = set()
-        self._errors: dict[int, GroupError] = {}  # why this rank left, by how often it had come back before
+        self._errors: dict[
+            int, GroupError
+        ] = {}  # why this rank left, by how often it had come back before
         self._closed = False
         refuse_collectives_in_transforms()
         self._parent = parent = torch_distributed.parent_group(group)
@@ -89,11 +102,14 @@ class ProcessGroup:
             try:
                 self._torch_group = torch_distributed.own_group(parent, self._timeout)
             except RuntimeError as error:
-                raise LostPeerError(f"rank {self.rank} could not connect to all ranks: {error}") from None
+                raise LostPeerError(
+                    f"rank {self.rank} could not connect to all ranks: {error}"
+                ) from None
             self._token = self.exchange(os.urandom(16))[0].hex()
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own place in `out`."""
+        """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own
+        place in `out`."""
         check_all_gather(self.size, out, piece)
         if out.requires_grad or piece.requires_grad:
             out, piece = out.detach(), piece.detach()
@@ -117,13 +133,16 @@ class ProcessGroup:
             return self._launch("reduce_scatter", "_reduce_scatter_base", out, whole)
         if self.size == 2:
             return self._swap_halves(out, whole)
-        slices = torch.empty_like(whole).view(self.size, -1)  # (N, k): what each rank has for this one
+        slices = torch.empty_like(whole).view(
+            self.size, -1
+        )  # (N, k): what each rank has for this one
         runs = [as_bytes(out).numel()] * self.size
         work = self._all_to_all("reduce_scatter", slices.view(-1), runs, whole, runs)
         return Then(work, lambda: fold_into(out, slices, "sum"))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """`tensor` (k,) becomes the sum or the maximum over ranks, in place; bitwise the same on every rank."""
+        """`tensor` (k,) becomes the sum or the maximum over ranks, in place; bitwise the same on
+        every rank."""
         check_flat("tensor", tensor)
         check_reducible(op, tensor)
         if tensor.requires_grad:
@@ -140,14 +159,19 @@ class ProcessGroup:
         values, finish = nan_apart(tensor)
         return Then(self._launch("all_reduce", "allreduce", [values], dist.ReduceOp.MAX), finish)
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
-        """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j sent."""
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
+        """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j
+        sent."""
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
         out, source = out.detach(), source.detach()
         if self.size == 1:
             return copied(out, source)
         if self._must_stage(out):
-            return through_host(lambda o, s: self.all_to_all(o, out_sizes, s, in_sizes), out, source)
+            return through_host(
+                lambda o, s: self.all_to_all(o, out_sizes, s, in_sizes), out, source
+            )
         width = source.element_size()
         out_runs, in_runs = [n * width for n in out_sizes], [n * width for n in in_sizes]
         return self._all_to_all("all_to_all", out, out_runs, source, in_runs)
@@ -166,33 +190,40 @@ class ProcessGroup:
         return self._launch("broadcast", "broadcast", [as_bytes(tensor)], options)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's `payload` in rank order; sizes may differ. Two all-gathers: the sizes, then padded bytes."""
+        """Every rank's `payload` in rank order; sizes may differ. Two all-gathers: the sizes, then
+        padded bytes."""
         sizes = self._gather_host("exchange", torch.tensor([len(payload)], device="cpu")).tolist()
         longest = max(sizes)
         if not longest:
             return [b""] * self.size
         padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
         rows = self._gather_host("exchange", padded).view(self.size, longest)
-        return [ctypes.string_at(row.data_ptr(), size) for row, size in zip(rows, sizes, strict=True)]
+        return [
+            ctypes.string_at(row.data_ptr(), size) for row, size in zip(rows, sizes, strict=True)
+        ]
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self._gather_host("barrier", torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def fail(self, error: BaseException) -> None:
-        """Publish `error` to the other ranks and leave: their collectives raise `PeerError`, in about 0.1 s on gloo.
+        """Publish `error` to the other ranks and leave: their collectives raise `PeerError`, in
+        about 0.1 s on gloo.
 
         Does nothing when this rank has failed or lost the group before.
         """
         if self._torch_group is None:
             return
         text = failure_text(self._known_as, error)
-        self._error = GroupError(f"{text}, and so left this group. Remedy: call rejoin() on all ranks")
+        self._error = GroupError(
+            f"{text}, and so left this group. Remedy: call rejoin() on all ranks"
+        )
         torch_distributed.publish_failure(self._failure_key, text)
         self._leave()
 
     def rejoin(self) -> None:
-        """After a failure that every rank has caught: connect again. Every rank calls this; nothing failed: no-op.
+        """After a failure that every rank has caught: connect again. Every rank calls this; nothing
+        failed: no-op.
 
         Sharded steps call it when they begin, so that a retry is the same call once more.
 
@@ -214,12 +245,14 @@ class ProcessGroup:
             self._torch_group = torch_distributed.named_group(self._parent, name, self._timeout)
         except RuntimeError as error:
             self._error = LostPeerError(
-                f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not all did: {error}"
+                f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "
+                f"all did: {error}"
             )
             raise self.why_left() from error.with_traceback(None)
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
-        """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
+        """The group of these of its ranks, in increasing order, this one among them. Each of them
+        calls it."""
         check_subgroup(self.rank, self.size, ranks)
         everyone = dist.get_process_group_ranks(self._parent)
         part = torch_distributed.part_of(self._parent, [everyone[rank] for rank in ranks])
@@ -228,7 +261,8 @@ class ProcessGroup:
         return made
 
     def sibling(self) -> ProcessGroup:
-        """Another group of the same ranks, with connections and a time limit of its own. Every rank calls this."""
+        """Another group of the same ranks, with connections and a time limit of its own. Every rank
+        calls this."""
         return ProcessGroup(self._parent, timeout=self._timeout)
 
     def close(self) -> None:
@@ -239,7 +273,8 @@ class ProcessGroup:
             self._leave()
 
     def lost(self, text: str) -> GroupError:
-        """Leave the group after a collective failed on this rank, so that nobody waits for it, and return the error.
+        """Leave the group after a collective failed on this rank, so that nobody waits for it, and
+        return the error.
 
         That is what the rank at fault has published, if it had the time, else `text`.
         """
@@ -258,7 +293,8 @@ class ProcessGroup:
         self._errors[self._times_rejoined] = error
 
     def why_left(self, era: int | None = None) -> GroupError:
-        """The error for whatever is asked of this group after it was left, or of what was under way in that era."""
+        """The error for whatever is asked of this group after it was left, or of what was under way
+        in that era."""
         reason = self._errors.get(self._times_rejoined if era is None else era) or GroupError(
             f"rank {self.rank} has left this group"
         )
@@ -266,13 +302,16 @@ class ProcessGroup:
 
     @property
     def _failure_key(self) -> str:
-        """Where in torch's store this group's next failure is told, and nobody looks for an older one."""
+        """Where in torch's store this group's next failure is told, and nobody looks for an older
+        one."""
         return torch_distributed.failure_key(f"{self._token}/{self._times_rejoined}")
 
     def _leave(self) -> None:
         if self._torch_group is None:
             return
-        for ref in list(self._works):  # a torch Work, even a finished one, keeps the connections open
+        for ref in list(
+            self._works
+        ):  # a torch Work, even a finished one, keeps the connections open
             if (work := ref()) is not None:
                 work.abandon(self._times_rejoined)
         holder = [self._torch_group]
@@ -280,13 +319,16 @@ class ProcessGroup:
         torch_distributed.destroy(holder)
 
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
-        """Start a collective by torch's own method of the group, asynchronous unless told otherwise."""
+        """Start a collective by torch's own method of the group, asynchronous unless told
+        otherwise."""
         if self._torch_group is None:
             raise self.why_left()
         try:
             handle = getattr(self._torch_group, method)(*arguments)
         except RuntimeError as error:
-            cause = error.with_traceback(None)  # its frames hold the torch group, whose connections must close
+            cause = error.with_traceback(
+                None
+            )  # its frames hold the torch group, whose connections must close
             raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
         work = TorchWork(self, kind, handle, arguments)
         self._works.add(weakref.ref(work, self._works.discard))
@@ -306,12 +348,15 @@ class ProcessGroup:
         runs = [0, out.nbytes] if self.rank == 0 else [out.nbytes, 0]
         return self._all_to_all(kind, out, runs, source, runs)
 
-    def _all_to_all(self, kind: str, out: Tensor, runs: Sequence[int], source: Tensor, in_runs: Sequence[int]) -> Work:
+    def _all_to_all(
+        self, kind: str, out: Tensor, runs: Sequence[int], source: Tensor, in_runs: Sequence[int]
+    ) -> Work:
         """As `all_to_all`, with the sizes of runs in bytes."""
         return self._launch(kind, "alltoall_base", as_bytes(out), as_bytes(source), runs, in_runs)
 
     def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
-        """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more room is needed."""
+        """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more
+        room is needed."""
         halves = whole.chunk(2)
         work = self._swap("reduce_scatter", out, halves[1 - self.rank])
         return Then(work, lambda: out.add_(halves[self.rank]))
@@ -320,16 +365,21 @@ class ProcessGroup:
         if self.size == 2 and self._backend(tensor) == "gloo":
             return self._swap_and_fold(tensor, op)
         parts = tensor.new_empty(self.size, tensor.numel())
-        return Then(self._gather("all_reduce", parts.view(-1), tensor), lambda: fold_into(tensor, parts, op))
+        return Then(
+            self._gather("all_reduce", parts.view(-1), tensor), lambda: fold_into(tensor, parts, op)
+        )
 
     def _swap_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
         theirs = torch.empty_like(tensor)
-        pair = (tensor, theirs) if self.rank == 0 else (theirs, tensor)  # in rank order, as on the other rank
+        pair = (
+            (tensor, theirs) if self.rank == 0 else (theirs, tensor)
+        )  # in rank order, as on the other rank
         work = self._swap("all_reduce", theirs, tensor)
         return Then(work, lambda: (torch.add if op == "sum" else torch.maximum)(*pair, out=tensor))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
-        """All ranks' `part`s, on the CPU like `part`, by way of whatever device this group's backend works on."""
+        """All ranks' `part`s, on the CPU like `part`, by way of whatever device this group's
+        backend works on."""
         device = torch.device("cpu") if "cpu" in self._backends else torch.device(*self._backends)
         out = torch.empty(self.size * part.numel(), dtype=part.dtype, device=device)
         if self.size == 1:
@@ -341,8 +391,9 @@ class ProcessGroup:
         name = self._backends.get(tensor.device.type)
         if name is None:
             raise ValueError(
-                f"this group can't move tensors on {tensor.device}: its backends are {self._backends}. Remedy: "
-                "initialise torch.distributed with a backend for that device"
+                f"this group can't move tensors on {tensor.device}: its backends are "
+                f"{self._backends}. Remedy: initialise torch.distributed with a backend for that "
+                "device"
             )
         return name
 

@@ -1,8 +1,9 @@
 """What a group is: some ranks, and the collectives among them.
 
-Every collective may be asynchronous: it returns a `Work` at once and the tensors it was given must not be
-touched until `Work.wait()` has returned. All ranks call the same collectives in the same order. All tensors
-are contiguous and 1-D unless said otherwise. A group of one rank is a group like any other.
+Every collective may be asynchronous: it returns a `Work` at once and the tensors it was given must
+    not be
+touched until `Work.wait()` has returned. All ranks call the same collectives in the same order. All
+tensors are contiguous and 1-D unless said otherwise. A group of one rank is a group like any other.
 """
 
 from __future__ import annotations
@@ -46,19 +47,25 @@ class Group(Protocol):
         ...
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own place in `out`."""
+        """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own
+        place in `out`."""
         ...
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        """`out` (k,) becomes the sum over ranks of this rank's slice of `whole` (N * k,), which may be overwritten."""
+        """`out` (k,) becomes the sum over ranks of this rank's slice of `whole` (N * k,), which may
+        be overwritten."""
         ...
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """`tensor` (k,) becomes the sum or the maximum over ranks, in place; bitwise the same on every rank."""
+        """`tensor` (k,) becomes the sum or the maximum over ranks, in place; bitwise the same on
+        every rank."""
         ...
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
-        """Rank j gets the j-th run of `source` (in_sizes[j]); `out` takes what each rank j sent (out_sizes[j])."""
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
+        """Rank j gets the j-th run of `source` (in_sizes[j]); `out` takes what each rank j sent
+        (out_sizes[j])."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -66,7 +73,8 @@ class Group(Protocol):
         ...
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's `payload` in rank order; sizes may differ. Synchronous, and no pickle is involved."""
+        """Every rank's `payload` in rank order; sizes may differ. Synchronous, and no pickle is
+        involved."""
         ...
 
     def barrier(self) -> None:
@@ -74,7 +82,8 @@ class Group(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed: none waits for it, their collectives raise `PeerError`."""
+        """Tell the other ranks that this one has failed: none waits for it, their collectives raise
+        `PeerError`."""
         ...
 
 

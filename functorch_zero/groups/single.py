@@ -12,8 +12,10 @@ from .protocol import Done, ReduceOp, Work
 class Solo:
     """One rank, alone: every collective is a copy at most.
 
-    `shard(step, level=0, group=Solo())` is the unsharded step on donated state, in one process and without
-    torch.distributed: it holds params and optimizer state once, where the unsharded step makes new ones beside the old,
+    `shard(step, level=0, group=Solo())` is the unsharded step on donated state, in one process and
+    without
+    torch.distributed: it holds params and optimizer state once, where the unsharded step makes new
+        ones beside the old,
     and known chains run as fused kernels.
 
     >>> Solo().size
@@ -35,7 +37,9 @@ class Solo:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return Done()
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
         return _copied(out, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:

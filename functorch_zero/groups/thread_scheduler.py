@@ -1,8 +1,9 @@
 """The baton: which of the ranks that are threads executes, and how they meet in a collective.
 
-One rank at a time holds the baton and executes. It hands it on when it has to wait for the others, or ends, to the
-next rank (in circular order) that can go on. So what the ranks share needs no lock, two runs of the same function do
-the same things in the same order, and a wait that nobody can end is seen at once instead of hanging.
+One rank at a time holds the baton and executes. It hands it on when it has to wait for the others,
+or ends, to the next rank (in circular order) that can go on. So what the ranks share needs no lock,
+two runs of the same function do the same things in the same order, and a wait that nobody can end
+is seen at once instead of hanging.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ class Signature(NamedTuple):
     def __str__(self) -> str:
         name = f"{self.kind}({self.option})" if self.option else self.kind
         count = "" if self.num_elements is None else f"{self.num_elements} "
-        return name if self.dtype is None else f"{name} of {count}{str(self.dtype).removeprefix('torch.')}"
+        return (
+            name
+            if self.dtype is None
+            else f"{name} of {count}{str(self.dtype).removeprefix('torch.')}"
+        )
 
 
 class Meeting:
@@ -59,11 +64,14 @@ class Meeting:
 
 
 class Circle:
-    """Some ranks, in increasing order, that meet among themselves: all ranks, or those of one axis of a mesh."""
+    """Some ranks, in increasing order, that meet among themselves: all ranks, or those of one axis
+    of a mesh."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self.open: dict[int, Meeting] = {}  # by position: collectives that some rank has yet to call
+        self.open: dict[
+            int, Meeting
+        ] = {}  # by position: collectives that some rank has yet to call
         self._num_calls = dict.fromkeys(ranks, 0)
 
     def next_meeting(self, rank: int) -> Meeting:
@@ -86,7 +94,8 @@ class Break(NamedTuple):
 
 
 class World:
-    """What the ranks share. Only the rank with the baton touches it (and `run_ranks`, to stop everything)."""
+    """What the ranks share. Only the rank with the baton touches it (and `run_ranks`, to stop
+    everything)."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -105,7 +114,8 @@ class World:
         self._stopped = False
 
     def circle(self, rank: int, ranks: tuple[int, ...]) -> Circle:
-        """The next circle of these ranks that this rank hasn't asked for: each of them gets the same ones in turn."""
+        """The next circle of these ranks that this rank hasn't asked for: each of them gets the
+        same ones in turn."""
         same = [circle for circle in self._circles[1:] if circle.ranks == ranks]
         number = self._num_circles[rank, ranks]
         self._num_circles[rank, ranks] += 1
@@ -114,8 +124,11 @@ class World:
             self._circles.append(same[-1])
         return same[number]
 
-    def join(self, rank: int, call: Signature, deposit: Any, combine: Combine, circle: Circle) -> Meeting:
-        """Bring `deposit` to this rank's next collective; the last rank to come combines them all."""
+    def join(
+        self, rank: int, call: Signature, deposit: Any, combine: Combine, circle: Circle
+    ) -> Meeting:
+        """Bring `deposit` to this rank's next collective; the last rank to come combines them
+        all."""
         self._raise_if_broken(rank)
         meeting = circle.next_meeting(rank)
         meeting.calls[rank] = call
@@ -203,14 +216,16 @@ class World:
             baton.release()
 
     def check_all_called(self) -> None:
-        """Refuse ranks that all returned, some without collectives that others called and never waited for."""
+        """Refuse ranks that all returned, some without collectives that others called and never
+        waited for."""
         for circle in self._circles if self.broken is None else ():
             if not circle.open:
                 continue
             meeting = circle.open[min(circle.open)]
             missing = [rank for rank in circle.ranks if rank not in meeting.calls]
             raise GroupError(
-                f"all ranks returned, but {ranks_text(missing)} never called what others called: {meeting}"
+                f"all ranks returned, but {ranks_text(missing)} never called what others called: "
+                f"{meeting}"
             )
 
     def where_ranks_are(self) -> str:
@@ -219,9 +234,14 @@ class World:
         for rank in sorted(set(range(self.size)) - self._ended):
             meeting = self._waiting.get(rank)
             if meeting is not None:
-                parts.append(f"rank {rank} waits in {meeting.calls[rank]} (its collective number {meeting.position})")
+                parts.append(
+                    f"rank {rank} waits in {meeting.calls[rank]} (its collective number "
+                    f"{meeting.position})"
+                )
             else:
-                parts.append(f"rank {rank} {'runs' if rank == self.holder else 'is ready to go on'}")
+                parts.append(
+                    f"rank {rank} {'runs' if rank == self.holder else 'is ready to go on'}"
+                )
         return "; ".join(parts)
 
     def _let_others_run(self, rank: int) -> None:
@@ -231,9 +251,9 @@ class World:
             return
         if forward_ad._current_level >= 0:
             raise NotImplementedError(
-                "a rank waits inside forward-mode differentiation (torch.func.jvp), which all threads share, "
-                "so thread ranks can't take turns here. Remedy: make params whole first, fz.gather(params), or use "
-                "real processes, fz.launch"
+                "a rank waits inside forward-mode differentiation (torch.func.jvp), which all "
+                "threads share, so thread ranks can't take turns here. Remedy: make params whole "
+                "first, fz.gather(params), or use real processes, fz.launch"
             )
         stream = torch.get_rng_state()
         self._pass_baton_to(successor)

@@ -1,6 +1,8 @@
-"""Ranks as threads of one process: for property tests and for trying things out; milliseconds a case, no ports.
+"""Ranks as threads of one process: for property tests and for trying things out; milliseconds a
+case, no ports.
 
-One rank at a time executes (baton.py says how), so runs are repeatable. Outputs are written by `Work.wait()`, never
+One rank at a time executes (baton.py says how), so runs are repeatable. Outputs are written by
+`Work.wait()`, never
 before: code that reads too early sees old values every time, not only where the network is slow.
 """
 
@@ -39,13 +41,14 @@ _SECONDS_TO_END = 2.0  # given to interrupted ranks before run_ranks gives up on
 def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60.0) -> list[T]:
     """Call `fn(group)` on each of `ranks` threads and return the results in rank order.
 
-    Every rank starts from the caller's torch RNG state (CPU) and has its own stream from there; the caller's is left
-    as it was. Grad mode, inference mode, default device and context variables are the caller's; backward runs in the
-    rank's own thread. Python's `random`, numpy's and CUDA's generators are shared by all ranks.
+    Every rank starts from the caller's torch RNG state (CPU) and has its own stream from there; the
+    caller's is left as it was. Grad mode, inference mode, default device and context variables are
+    the caller's; backward runs in the rank's own thread. Python's `random`, numpy's and CUDA's
+    generators are shared by all ranks.
 
-    Raises what the first failing rank raised, with a note naming the rank; the others get `PeerError`. Raises
-    `GroupError` when the ranks call different collectives or none of them can go on, and `TimeoutError` after
-    `timeout` seconds.
+    Raises what the first failing rank raised, with a note naming the rank; the others get
+    `PeerError`. Raises `GroupError` when the ranks call different collectives or none of them can
+    go on, and `TimeoutError` after `timeout` seconds.
 
     >>> def mean_of_ranks(group):
     ...     rank = torch.tensor([float(group.rank)])
@@ -76,8 +79,8 @@ def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60
 class ThreadGroup:
     """One rank's view of N ranks that are threads of one process; `run_ranks` makes it.
 
-    It belongs to its rank's thread and refuses calls from any other. Sums are in rank order. A `Work` may be waited
-    for late, in any order, or never.
+    It belongs to its rank's thread and refuses calls from any other. Sums are in rank order. A
+    `Work` may be waited for late, in any order, or never.
     """
 
     def __init__(self, world: World, rank: int, circle: Circle | None = None) -> None:
@@ -97,7 +100,8 @@ class ThreadGroup:
         return len(self._circle.ranks)
 
     def subgroup(self, ranks: Sequence[int]) -> ThreadGroup:
-        """The group of these of its ranks, in increasing order, this one among them. Each of them calls it."""
+        """The group of these of its ranks, in increasing order, this one among them. Each of them
+        calls it."""
         check_subgroup(self.rank, self.size, ranks)
         members = tuple(self._circle.ranks[rank] for rank in ranks)
         return ThreadGroup(self._world, self._rank, self._world.circle(self._rank, members))
@@ -109,11 +113,17 @@ class ThreadGroup:
         return self._start(call, piece, out, lambda pieces: [torch.cat(pieces)] * len(pieces))
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        """`out` (k,) becomes the sum over ranks, in rank order, of this rank's slice of `whole` (N * k,)."""
+        """`out` (k,) becomes the sum over ranks, in rank order, of this rank's slice of `whole` (N
+        * k,)."""
         check_reduce_scatter(self.size, out, whole)
         check_reducible("sum", whole)
         call = Signature("reduce_scatter", whole.dtype, whole.numel())
-        return self._start(call, whole, out, lambda wholes: fold(wholes, "sum").view(self.size, out.numel()).unbind())
+        return self._start(
+            call,
+            whole,
+            out,
+            lambda wholes: fold(wholes, "sum").view(self.size, out.numel()).unbind(),
+        )
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """`tensor` (k,) becomes the sum (in rank order) or the maximum over ranks, in place."""
@@ -122,8 +132,11 @@ class ThreadGroup:
         call = Signature("all_reduce", tensor.dtype, tensor.numel(), op)
         return self._start(call, tensor, tensor, lambda tensors: [fold(tensors, op)] * len(tensors))
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
-        """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j sent."""
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
+        """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j
+        sent."""
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
         call = Signature("all_to_all", source.dtype, None)
         deposit = _Runs(source, tuple(in_sizes), tuple(out_sizes))
@@ -134,11 +147,15 @@ class ThreadGroup:
         check_flat("tensor", tensor)
         check_source(self.size, source)
         call = Signature("broadcast", tensor.dtype, tensor.numel(), f"source={source}")
-        return self._start(call, tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors))
+        return self._start(
+            call, tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors)
+        )
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload` in rank order; sizes may differ."""
-        meeting = self._call(Signature("exchange"), bytes(payload), lambda payloads: [payloads] * len(payloads))
+        meeting = self._call(
+            Signature("exchange"), bytes(payload), lambda payloads: [payloads] * len(payloads)
+        )
         return list(self._world.result_of(meeting, self._rank))
 
     def barrier(self) -> None:
@@ -147,13 +164,16 @@ class ThreadGroup:
         self._world.result_of(meeting, self._rank)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed: their collectives, and this rank's, raise `PeerError`."""
+        """Tell the other ranks that this one has failed: their collectives, and this rank's, raise
+        `PeerError`."""
         self._world.fail(self._rank, failure_text(self._rank, error))
 
     def rejoin(self) -> None:
-        """After a failure that every rank has caught: begin anew. Every rank calls this; nothing failed: no-op.
+        """After a failure that every rank has caught: begin anew. Every rank calls this; nothing
+        failed: no-op.
 
-        Raises: what the others raise, when this can't be: a rank has ended, or the ranks called different collectives.
+        Raises: what the others raise, when this can't be: a rank has ended, or the ranks called
+            different collectives.
         """
         self._world.rejoin(self._rank)
 
@@ -163,8 +183,9 @@ class ThreadGroup:
     def _call(self, call: Signature, deposit: Any, combine: Combine) -> Meeting:
         if threading.get_ident() != self._thread:
             raise GroupError(
-                f"the ThreadGroup of rank {self._rank} was used for {call} outside its rank's thread. "
-                "Remedy: use each group only in the function that run_ranks gave it to, and in no thread of your own"
+                f"the ThreadGroup of rank {self._rank} was used for {call} outside its rank's "
+                "thread. Remedy: use each group only in the function that run_ranks gave it to, "
+                "and in no thread of your own"
             )
         return self._world.join(self._rank, call, deposit, combine, self._circle)
 
@@ -182,8 +203,8 @@ def _trade_runs(deposits: list[_Runs]) -> list[Tensor]:
         for receiver, received in enumerate(deposits):
             if sent.in_sizes[receiver] != received.out_sizes[sender]:
                 raise GroupError(
-                    f"all_to_all: rank {sender} sends {sent.in_sizes[receiver]} elements to rank {receiver}, "
-                    f"which expects {received.out_sizes[sender]}"
+                    f"all_to_all: rank {sender} sends {sent.in_sizes[receiver]} elements to rank "
+                    f"{receiver}, which expects {received.out_sizes[sender]}"
                 )
     runs = [torch.split(deposit.source, list(deposit.in_sizes)) for deposit in deposits]
     return [torch.cat([run[receiver] for run in runs]) for receiver in range(len(deposits))]
@@ -219,7 +240,10 @@ class _Run(Generic[T]):
         self._settings = _Settings.now()
         self._threads = [
             threading.Thread(
-                target=contextvars.copy_context().run, args=(self._in_thread, rank), name=f"rank {rank}", daemon=True
+                target=contextvars.copy_context().run,
+                args=(self._in_thread, rank),
+                name=f"rank {rank}",
+                daemon=True,
             )
             for rank in range(world.size)
         ]
@@ -230,7 +254,8 @@ class _Run(Generic[T]):
         self._world.begin()
 
     def stop(self) -> str:
-        """End every thread: at once when all ranks have ended, else by breaking what they wait for or do.
+        """End every thread: at once when all ranks have ended, else by breaking what they wait for
+        or do.
 
         Return the words to add to an error about a thread that could not be ended, if any.
         """
@@ -244,7 +269,11 @@ class _Run(Generic[T]):
             if thread.ident is not None:
                 thread.join(_SECONDS_TO_END)
         alive = [rank for rank, thread in enumerate(self._threads) if thread.is_alive()]
-        return f". The thread of {ranks_text(alive)} could not be interrupted and still runs" if alive else ""
+        return (
+            f". The thread of {ranks_text(alive)} could not be interrupted and still runs"
+            if alive
+            else ""
+        )
 
     def raise_first_failure(self) -> None:
         if not self._failures:
@@ -256,7 +285,10 @@ class _Run(Generic[T]):
         try:
             raise error
         finally:
-            del real, error  # an exception and a frame that hold each other would keep the ranks' tensors alive
+            del (
+                real,
+                error,
+            )  # an exception and a frame that hold each other would keep the ranks' tensors alive
 
     def _in_thread(self, rank: int) -> None:
         with contextlib.suppress(_Interrupted):  # should it come in the last lines, after fn
@@ -285,7 +317,9 @@ class _Settings(NamedTuple):
 
     @classmethod
     def now(cls) -> _Settings:
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device())
+        return cls(
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
+        )
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -305,4 +339,6 @@ class _Interrupted(BaseException):
 
 def _interrupt(thread: threading.Thread) -> None:
     if thread.ident is not None and thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted)
+        )

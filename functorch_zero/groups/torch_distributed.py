@@ -1,4 +1,5 @@
-"""What `ProcessGroup` needs of torch.distributed besides collectives: making and destroying a group, and a last word.
+"""What `ProcessGroup` needs of torch.distributed besides collectives: making and destroying a
+group, and a last word.
 
 The last word, why a rank failed, goes through torch's store, since a broken group can't carry it.
 """
@@ -28,8 +29,9 @@ def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGr
     """The torch group that a user means; an error that says what to do when there is none."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is not initialised in this process. Remedy: start the ranks with fz.launch(fn, ranks), "
-            "or call torch.distributed.init_process_group() in a script that torchrun starts"
+            "torch.distributed is not initialised in this process. Remedy: start the ranks with "
+            "fz.launch(fn, ranks), or call torch.distributed.init_process_group() in a script "
+            "that torchrun starts"
         )
     if group is None:
         return _world_group()
@@ -49,19 +51,21 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            "group must be a functorch_zero Group, a torch ProcessGroup or DeviceMesh that this rank belongs to, or "
-            f"None for all ranks; got {mesh!r}"
+            "group must be a functorch_zero Group, a torch ProcessGroup or DeviceMesh that this "
+            f"rank belongs to, or None for all ranks; got {mesh!r}"
         )
     if mesh.ndim != 1:
         raise NotImplementedError(
-            f"a DeviceMesh of {mesh.ndim} dims ({mesh.mesh_dim_names}) is not one group of ranks. Remedy: pass one "
-            "axis, as in mesh['shard'], or, to `shard`, two: mesh['replicate', 'shard']"
+            f"a DeviceMesh of {mesh.ndim} dims ({mesh.mesh_dim_names}) is not one group of ranks. "
+            "Remedy: pass one axis, as in mesh['shard'], or, to `shard`, two: mesh['replicate', "
+            "'shard']"
         )
     return mesh.get_group()
 
 
 def rows_of_mesh(group: Any) -> list[list[int]] | None:
-    """The ranks of each replica of a mesh (replicate, shard); None for what is no DeviceMesh of two dims."""
+    """The ranks of each replica of a mesh (replicate, shard); None for what is no DeviceMesh of two
+    dims."""
     if getattr(group, "ndim", None) != 2:
         return None
     rows: list[list[int]] = group.mesh.tolist()
@@ -69,7 +73,8 @@ def rows_of_mesh(group: Any) -> list[list[int]] | None:
 
 
 def part_of(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The torch group of these ranks (numbers of the world), of the parent's backend; each of them calls it.
+    """The torch group of these ranks (numbers of the world), of the parent's backend; each of them
+    calls it.
 
     The parent itself, when it has just these ranks.
     """
@@ -90,7 +95,8 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A new torch group of the parent's ranks, in their order; every one of them calls it, and nobody else."""
+    """A new torch group of the parent's ranks, in their order; every one of them calls it, and
+    nobody else."""
     ranks = dist.get_process_group_ranks(parent)
     options: dict[str, Any] = {"timeout": timeout, "group_desc": "functorch_zero"}
     if ranks != sorted(ranks):
@@ -107,15 +113,22 @@ def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
 def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
     """As `own_group`, under a name that the ranks have agreed upon before.
 
-    torch's own names count the groups that a rank has made, or has at the moment, and ranks that fail at different
-    moments may count differently; a name that comes back finds the addresses of those who had it before.
+    torch's own names count the groups that a rank has made, or has at the moment, and ranks that
+    fail at different moments may count differently; a name that comes back finds the addresses of
+    those who had it before.
     """
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
     made, _ = c10d._new_process_group_helper(
-        len(ranks), dist.get_rank(parent), ranks, c10d.Backend(str(dist.get_backend_config(parent))), _store(), name,
-        timeout=timeout, group_desc="functorch_zero",
-    )  # fmt: skip
+        len(ranks),
+        dist.get_rank(parent),
+        ranks,
+        c10d.Backend(str(dist.get_backend_config(parent))),
+        _store(),
+        name,
+        timeout=timeout,
+        group_desc="functorch_zero",
+    )
     c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
     return made
@@ -124,10 +137,13 @@ def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dis
 def destroy(holder: list[dist.ProcessGroup]) -> None:
     """Destroy the group in `holder`, which must be the last reference to it, and empty `holder`.
 
-    gloo closes its connections when the last reference goes, and before that waits for this rank's own collectives
+    gloo closes its connections when the last reference goes, and before that waits for this rank's
+    own collectives
     under way, which may take until the other ranks call them: so it is a thread that waits.
     """
-    thread = threading.Thread(target=_destroy_now, args=(holder,), name="destroy group", daemon=True)
+    thread = threading.Thread(
+        target=_destroy_now, args=(holder,), name="destroy group", daemon=True
+    )
     thread.start()
     thread.join(_SECONDS_TO_DESTROY)
 
@@ -141,18 +157,22 @@ def _destroy_now(holder: list[dist.ProcessGroup]) -> None:
 
 
 def failure_key(token: str) -> str:
-    """The store's key for a group's first failure. torchrun's store outlives restarts, so names alone may be stale."""
+    """The store's key for a group's first failure. torchrun's store outlives restarts, so names
+    alone may be stale."""
     return f"{WORLD_FAILURE_KEY}/{token}"
 
 
 def publish_failure(key: str, text: str) -> None:
     """Leave `text` in the store for the other ranks, unless another rank has been quicker."""
-    with contextlib.suppress(Exception):  # the store may have died with its host: then nobody can be told
+    with contextlib.suppress(
+        Exception
+    ):  # the store may have died with its host: then nobody can be told
         _store().compare_set(key, "", text[:_MAX_TEXT])
 
 
 def read_failure(key: str) -> str | None:
-    """The first failure's text. A rank publishes it just before its connections close; look a while all the same."""
+    """The first failure's text. A rank publishes it just before its connections close; look a while
+    all the same."""
     give_up = time.monotonic() + _SECONDS_TO_READ
     with contextlib.suppress(Exception):
         store = _store()

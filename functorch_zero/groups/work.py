@@ -57,7 +57,10 @@ class TorchWork:
     def _failure_text(self, cause: RuntimeError) -> str:
         where = f"{self._kind} on rank {self._group.rank}"
         if "timed out" in str(cause).lower():
-            return f"{where} took longer than the group's time limit: another rank is stuck, slow or lost: {cause}"
+            return (
+                f"{where} took longer than the group's time limit: another rank is stuck, slow "
+                f"or lost: {cause}"
+            )
         return f"{where} was cut off: another rank has ended or can't be reached: {cause}"
 
     def abandon(self, era: int) -> None:
@@ -90,9 +93,12 @@ def copied(out: Tensor, source: Tensor) -> Work:
 
 
 def through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, source: Tensor) -> Work:
-    """`collective(out, source)` on copies on the CPU; when they are one tensor, it works in place on one copy."""
+    """`collective(out, source)` on copies on the CPU; when they are one tensor, it works in place
+    on one copy."""
     host_source = source.cpu()
-    host_out = host_source if out is source else torch.empty(out.shape, dtype=out.dtype, device="cpu")
+    host_out = (
+        host_source if out is source else torch.empty(out.shape, dtype=out.dtype, device="cpu")
+    )
     return Then(collective(host_out, host_source), lambda: out.copy_(host_out))
 
 
@@ -101,9 +107,11 @@ def fold_into(out: Tensor, parts: Tensor, op: str) -> None:
 
 
 def nan_apart(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
-    """What backends may reduce to a maximum in place of `tensor`, and what then makes it `tensor`'s, with NaN kept.
+    """What backends may reduce to a maximum in place of `tensor`, and what then makes it
+    `tensor`'s, with NaN kept.
 
-    They compare, and every comparison with NaN is false: which rank's NaN survives would be chance. So a mask of NaN
+    They compare, and every comparison with NaN is false: which rank's NaN survives would be chance.
+        So a mask of NaN
     goes along.
     """
     if not tensor.is_floating_point():

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Extent:
-    """What one rank's piece covers of a leaf: elements [start, stop) of the flattened leaf of this full shape."""
+    """What one rank's piece covers of a leaf: elements [start, stop) of the flattened leaf of this
+    full shape."""
 
     shape: tuple[int, ...]
     start: int

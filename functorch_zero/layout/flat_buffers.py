@@ -1,7 +1,8 @@
-"""Between trees and buckets: `slice_tree` (tree -> pieces, local) and `all_gather_tree` (pieces -> tree).
+"""Between trees and buckets: `slice_tree` (tree -> pieces, local) and `all_gather_tree` (pieces ->
+tree).
 
-A *flat* is a bucket's 1-D tensor: whole (num_pieces * piece,) or one rank's (piece,). Leaves of a tree made here are
-views of their flat, and `flat_of_pieces` finds that flat again without a copy.
+A *flat* is a bucket's 1-D tensor: whole (num_pieces * piece,) or one rank's (piece,). Leaves of a
+tree made here are views of their flat, and `flat_of_pieces` finds that flat again without a copy.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ from .layout import Bucket, Layout
 from .levels import level_of
 
 _BASE, _DTYPE, _SHAPE = map(attrgetter, ("_base", "dtype", "shape"))
-Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]  # leaves by path -> the same with their values
+Fill = Callable[
+    [Sequence[str], Sequence[Tensor]], Sequence[Tensor]
+]  # leaves by path -> the same with their values
 
 
 def pack(
-    leaves: Sequence[Tensor | None], bucket: Bucket, *, device: torch.device, dtype: torch.dtype | None = None
+    leaves: Sequence[Tensor | None],
+    bucket: Bucket,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The whole flat (num_pieces * piece,) of these whole leaves; None is zeros, and so is all padding.
+    """The whole flat (num_pieces * piece,) of these whole leaves; None is zeros, and so is all
+    padding.
 
     In `dtype`, or in the one that the leaves share.
     """
@@ -45,7 +53,9 @@ def pack(
     return flat
 
 
-def is_flat(leaf: Tensor | None, bucket: Bucket, dtype: torch.dtype | None = None) -> TypeGuard[Tensor]:
+def is_flat(
+    leaf: Tensor | None, bucket: Bucket, dtype: torch.dtype | None = None
+) -> TypeGuard[Tensor]:
     """Whether this whole leaf, the bucket's first, is all of its flat as it lies."""
     return (
         leaf is not None
@@ -66,15 +76,25 @@ def cut(piece: Tensor, bucket: Bucket, rank: int) -> list[Tensor]:
 
 
 def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
-    """A flat that begins at the bucket's element `start` as views: padding, leaf, padding, leaf, ..., padding."""
+    """A flat that begins at the bucket's element `start` as views: padding, leaf, padding, leaf,
+    ..., padding."""
     return flat.split_with_sizes(bucket.parts(start, start + flat.numel()))
 
 
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
-    """The flat piece (piece,) these 1-D pieces lie in; packed into a new one when they don't lie in one."""
+    """The flat piece (piece,) these 1-D pieces lie in; packed into a new one when they don't lie in
+    one."""
     base = pieces[0]._base
-    if base is not None and base.dim() == 1 and base.numel() and bucket.piece and not base.numel() % bucket.piece:
-        first = rank % (base.numel() // bucket.piece) * bucket.piece  # the base is the piece, or some in a row
+    if (
+        base is not None
+        and base.dim() == 1
+        and base.numel()
+        and bucket.piece
+        and not base.numel() % bucket.piece
+    ):
+        first = (
+            rank % (base.numel() // bucket.piece) * bucket.piece
+        )  # the base is the piece, or some in a row
         flat = base if base.numel() == bucket.piece else base[first : first + bucket.piece]
         if {*map(Tensor.dim, pieces)} == {1} and _lie_in(pieces, base, flat, bucket, rank):
             return flat
@@ -85,16 +105,23 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
 
 
 def flat_of_leaves(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """The whole flat these whole leaves lie in; packed into a new one when they don't lie in one."""
+    """The whole flat these whole leaves lie in; packed into a new one when they don't lie in
+    one."""
     base = leaves[0]._base
     alike = (*map(_SHAPE, leaves),) == bucket.shapes
-    if base is not None and base.shape == (bucket.numel,) and alike and _lie_in(leaves, base, base, bucket, 0):
+    if (
+        base is not None
+        and base.shape == (bucket.numel,)
+        and alike
+        and _lie_in(leaves, base, base, bucket, 0)
+    ):
         return base
     return pack(leaves, bucket, device=leaves[0].device)
 
 
 def _lie_in(given: Sequence[Tensor], base: Tensor, flat: Tensor, bucket: Bucket, rank: int) -> bool:
-    """Whether the given views of `base` are just those that `flat`, of `rank`, would be cut into."""
+    """Whether the given views of `base` are just those that `flat`, of `rank`, would be cut
+    into."""
     start = bucket.first(rank)
     parts = bucket.parts(start, start + flat.numel())
     starts = [*accumulate(parts, initial=flat.storage_offset())][1:-1:2]
@@ -119,9 +146,13 @@ def to_tree(parts: Sequence[Sequence[Any]], layout: Layout) -> PyTree[Any]:
 
 
 def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
-    """Whole leaves -> copies of this rank's pieces, views of one new flat a bucket. No communication."""
+    """Whole leaves -> copies of this rank's pieces, views of one new flat a bucket. No
+    communication."""
     leaves = optree.tree_leaves(tree)
-    parts = [slice_bucket(by_bucket(leaves, layout, b), bucket, rank) for b, bucket in enumerate(layout.buckets)]
+    parts = [
+        slice_bucket(by_bucket(leaves, layout, b), bucket, rank)
+        for b, bucket in enumerate(layout.buckets)
+    ]
     return to_tree(parts, layout)
 
 
@@ -141,9 +172,14 @@ def copy_bucket(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
 
 
 def filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) -> Sequence[Tensor]:
-    """Of leaves in tree order, those of the b-th bucket, in bucket order; their values from `fill`, if there is one."""
+    """Of leaves in tree order, those of the b-th bucket, in bucket order; their values from `fill`,
+    if there is one."""
     own = by_bucket(leaves, layout, b)
-    return own if fill is None else fill([layout.leaves[n].path for n in layout.buckets[b].leaves], own)
+    return (
+        own
+        if fill is None
+        else fill([layout.leaves[n].path for n in layout.buckets[b].leaves], own)
+    )
 
 
 def _here(leaves: Sequence[Tensor | None]) -> list[bool]:
@@ -153,11 +189,15 @@ def _here(leaves: Sequence[Tensor | None]) -> list[bool]:
 def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torch.dtype:
     dtypes: set[torch.dtype] = {*map(_DTYPE, compress(leaves, _here(leaves)))} or {default}
     if len(dtypes) > 1:
-        raise TypeError(f"the leaves of one bucket must share a dtype, got {sorted(map(str, dtypes))}")
+        raise TypeError(
+            f"the leaves of one bucket must share a dtype, got {sorted(map(str, dtypes))}"
+        )
     return dtypes.pop()
 
 
-def hold(params: PyTree[Tensor], layout: Layout, rank: int, fill: Fill | None = None) -> PyTree[Tensor]:
+def hold(
+    params: PyTree[Tensor], layout: Layout, rank: int, fill: Fill | None = None
+) -> PyTree[Tensor]:
     """Whole leaves -> what a rank keeps of them between steps, in storage of its own.
 
     `fill` gives the values of one bucket's leaves at a time, for trees without.
@@ -191,15 +231,26 @@ def flats_of_leaves(leaves: Sequence[Tensor], layout: Layout, rank: int) -> list
 
 
 def pieces_of(flats: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
-    """What the optimizer sees of the params: this rank's pieces of the trained leaves, views of the flats."""
-    trained = [own_piece(f, bucket, rank) for f, bucket in zip(flats, layout.buckets, strict=True) if bucket.trainable]
+    """What the optimizer sees of the params: this rank's pieces of the trained leaves, views of the
+    flats."""
+    trained = [
+        own_piece(f, bucket, rank)
+        for f, bucket in zip(flats, layout.buckets, strict=True)
+        if bucket.trainable
+    ]
     return Pieces(trained, layout, rank)
 
 
-def grads_of(reduced: dict[int, Tensor], flats: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
+def grads_of(
+    reduced: dict[int, Tensor], flats: Sequence[Tensor], layout: Layout, rank: int
+) -> Pieces:
     """The reduced gradient flats; zeros for what no loss reached."""
     trained = [(b, bucket.piece) for b, bucket in enumerate(layout.buckets) if bucket.trainable]
-    return Pieces([reduced[b] if b in reduced else flats[b].new_zeros(piece) for b, piece in trained], layout, rank)
+    return Pieces(
+        [reduced[b] if b in reduced else flats[b].new_zeros(piece) for b, piece in trained],
+        layout,
+        rank,
+    )
 
 
 def own_piece(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
@@ -227,16 +278,20 @@ class Pieces:
         """The tree of pieces, 1-D views of the flats; None where a leaf is frozen."""
         flats = iter(self.flats)
         parts: list[Sequence[Any]] = [
-            cut(next(flats), bucket, self._rank) if bucket.trainable else [None] * len(bucket.leaves)
+            cut(next(flats), bucket, self._rank)
+            if bucket.trainable
+            else [None] * len(bucket.leaves)
             for bucket in self._layout.buckets
         ]
         return to_tree(parts, self._layout)
 
 
 class Recall:
-    """`find(leaves)`, the flats that leaves lie in, which looks no closer while the leaves are those of the last time.
+    """`find(leaves)`, the flats that leaves lie in, which looks no closer while the leaves are
+    those of the last time.
 
-    A step is given the leaves that the last one returned, where storage is donated. They are remembered weakly, and
+    A step is given the leaves that the last one returned, where storage is donated. They are
+    remembered weakly, and
     asked whether they still lie where they lay: `leaf.data = other` leaves an object what it is.
     """
 
@@ -260,4 +315,6 @@ class Recall:
 
 
 def _places(leaves: Sequence[Tensor]) -> list[list[Any]]:
-    return [[*map(fact, leaves)] for fact in (Tensor.data_ptr, _SHAPE, _DTYPE, Tensor.is_contiguous)]
+    return [
+        [*map(fact, leaves)] for fact in (Tensor.data_ptr, _SHAPE, _DTYPE, Tensor.is_contiguous)
+    ]

@@ -1,9 +1,10 @@
-"""How a tree is cut: units, buckets, extents. Integers only, the same on every rank, no communication.
+"""How a tree is cut: units, buckets, extents. Integers only, the same on every rank, no
+communication.
 
-A unit's leaves of one dtype, one precision policy and one trainability lie in one bucket, a flat 1-D buffer: each leaf
-starts at a 64-byte boundary, in path order, and the bucket is padded to equal pieces, as many as its `Cut` says. Rank r
-keeps the elements [r * piece, (r + 1) * piece) of each bucket, and so of each leaf in it a contiguous range, possibly
-empty.
+A unit's leaves of one dtype, one precision policy and one trainability lie in one bucket, a flat
+1-D buffer: each leaf starts at a 64-byte boundary, in path order, and the bucket is padded to equal
+pieces, as many as its `Cut` says. Rank r keeps the elements [r * piece, (r + 1) * piece) of each
+bucket, and so of each leaf in it a contiguous range, possibly empty.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer of a unit: the leaves of one dtype, policy, trainability and level, and where each starts."""
+    """One flat buffer of a unit: the leaves of one dtype, policy, trainability and level, and where
+    each starts."""
 
     name: str
     dtype: torch.dtype
@@ -61,7 +63,9 @@ class Bucket:
     offsets: tuple[int, ...]  # in elements, multiples of the alignment
     piece: int  # elements that one rank keeps; the bucket holds cut.num_pieces of them
     cut: Cut
-    dtypes: Dtypes | None = None  # where leaves are gathered, used or reduced in another dtype than they are stored in
+    dtypes: Dtypes | None = (
+        None  # where leaves are gathered, used or reduced in another dtype than they are stored in
+    )
 
     @property
     def compute(self) -> torch.dtype:
@@ -90,7 +94,11 @@ class Bucket:
     @cached_property
     def held(self) -> Bucket:
         """The same bucket, cut as its params are between steps."""
-        return replace(self, piece=self.numel // self.cut.num_held, cut=replace(self.cut, num_pieces=self.cut.num_held))
+        return replace(
+            self,
+            piece=self.numel // self.cut.num_held,
+            cut=replace(self.cut, num_pieces=self.cut.num_held),
+        )
 
     def held_by(self, rank: int) -> int:
         """Which of the pieces of `held` the `rank`-th piece lies in."""
@@ -108,7 +116,8 @@ class Bucket:
         return Extent(self.shapes[k], start, stop)
 
     def parts(self, start: int, stop: int) -> tuple[int, ...]:
-        """The sizes of what the elements [start, stop) consist of: padding, leaf, padding, leaf, ..., padding."""
+        """The sizes of what the elements [start, stop) consist of: padding, leaf, padding, leaf,
+        ..., padding."""
         known = self._parts.get((start, stop))
         if known is None:
             edges = [start]
@@ -162,7 +171,8 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, eq=True)
 class Layout:
-    """How a tree of leaves is cut over `num_ranks` ranks, or fewer: each bucket says into how many pieces."""
+    """How a tree of leaves is cut over `num_ranks` ranks, or fewer: each bucket says into how many
+    pieces."""
 
     num_ranks: int
     leaves: tuple[LeafSpec, ...]  # in tree order
@@ -201,7 +211,11 @@ class Layout:
     @cached_property
     def seen(self) -> Seen:
         """What a loss sees of the leaves."""
-        homes = sorted((n, u, k) for u, content in enumerate(self.contents) for k, n in enumerate(content.leaves))
+        homes = sorted(
+            (n, u, k)
+            for u, content in enumerate(self.contents)
+            for k, n in enumerate(content.leaves)
+        )
         return Seen(
             tuple(u for _, u, _ in homes),
             tuple(k for _, _, k in homes),
@@ -230,16 +244,25 @@ class Layout:
         return self.treedef.unflatten([leaf.cut for leaf in self.leaves])
 
     def _describe_unit(self, unit: Unit) -> dict[str, Any]:
-        leaves = {self.buckets[b].name: [self.leaves[n].path for n in self.buckets[b].leaves] for b in unit.buckets}
+        leaves = {
+            self.buckets[b].name: [self.leaves[n].path for n in self.buckets[b].leaves]
+            for b in unit.buckets
+        }
         return {"modules": list(unit.modules), "leaves": leaves}
 
     def describe(self) -> dict[str, Any]:
         """The layout as plain data, for comparing ranks and for files."""
         return {
             "num_ranks": self.num_ranks,
-            "precision": {leaf.path: str(leaf.dtypes) for leaf in self.leaves if leaf.dtypes is not None},
+            "precision": {
+                leaf.path: str(leaf.dtypes) for leaf in self.leaves if leaf.dtypes is not None
+            },
             "leaves": {
-                leaf.path: [list(leaf.shape), str(leaf.dtype), "trainable" if leaf.trainable else "frozen"]
+                leaf.path: [
+                    list(leaf.shape),
+                    str(leaf.dtype),
+                    "trainable" if leaf.trainable else "frozen",
+                ]
                 for leaf in self.leaves
             },
             "units": {unit.name: self._describe_unit(unit) for unit in self.units},

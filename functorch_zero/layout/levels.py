@@ -34,8 +34,13 @@ class Level:
     cuts_params: bool  # params in pieces between steps
 
     def cut(self, shard: int, replicate: int = 1) -> Cut:
-        """How this level cuts a bucket over an axis of `shard` ranks, and its state over `replicate` ranks more."""
-        return Cut(self.number, shard * replicate if self.cuts_state else 1, shard if self.cuts_params else 1)
+        """How this level cuts a bucket over an axis of `shard` ranks, and its state over
+        `replicate` ranks more."""
+        return Cut(
+            self.number,
+            shard * replicate if self.cuts_state else 1,
+            shard if self.cuts_params else 1,
+        )
 
 
 LEVELS = (
@@ -60,8 +65,8 @@ class Levels:
     """The level of each leaf, as `shard` was asked for it.
 
     Args:
-        rule: one level for all; levels by patterns of paths, where the innermost that names a leaf or a tree around it
-            counts; or a function `(path, leaf) -> level`.
+        rule: one level for all; levels by patterns of paths, where the innermost that names a leaf
+            or a tree around it counts; or a function `(path, leaf) -> level`.
     """
 
     rule: LevelRule
@@ -97,7 +102,11 @@ class Levels:
                 if path_matches(around, pattern):
                     return find_level(level)
         remedy = 'add a pattern for it, or "" for all the rest'
-        raise StructureError(explain("no pattern of `level` names a leaf", path=path, got=[*self.rule], remedy=remedy))
+        raise StructureError(
+            explain(
+                "no pattern of `level` names a leaf", path=path, got=[*self.rule], remedy=remedy
+            )
+        )
 
     def check(self, params: PyTree[Any]) -> None:
         """Raise if a pattern names nothing in this tree."""
@@ -107,7 +116,9 @@ class Levels:
         for pattern in self.rule:
             if not any(path_matches(name, pattern) for name in names):
                 remedy = "see `fz.named_leaves(params)` for the paths"
-                raise StructureError(explain("a pattern of `level` names no leaf", path=pattern, remedy=remedy))
+                raise StructureError(
+                    explain("a pattern of `level` names no leaf", path=pattern, remedy=remedy)
+                )
 
 
 def level_of(bucket: Bucket) -> Level:

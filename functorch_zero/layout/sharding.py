@@ -14,7 +14,8 @@ from .layout import Layout
 
 
 class Donations:
-    """Which states have given their storage away. A state is known by its step counter, which each step makes anew."""
+    """Which states have given their storage away. A state is known by its step counter, which each
+    step makes anew."""
 
     def __init__(self) -> None:
         self._taken_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -32,9 +33,9 @@ class Donations:
         if counter in self._taken_by:
             taken = self._taken_by[counter]
             raise DonatedError(
-                f"the state of step {taken} was donated to the step that made state {taken + 1}, and its storage holds "
-                "that one now. Remedy: use the state it returned, keep a copy with tree_map(torch.clone, state), "
-                "or shard with donate=False"
+                f"the state of step {taken} was donated to the step that made state {taken + 1}, "
+                "and its storage holds that one now. Remedy: use the state it returned, keep a "
+                "copy with tree_map(torch.clone, state), or shard with donate=False"
             )
 
 

@@ -1,9 +1,10 @@
-"""Mixed precision: the policy of each module, casts around its calls, and lazy parameters that are cast when their
-unit is entered.
+"""Mixed precision: the policy of each module, casts around its calls, and lazy parameters that are
+cast when their unit is entered.
 
-Entering a unit of an unsharded step casts its leaves: forward rounds them as the gather of a sharded step would,
-backward rounds their gradients as its reduction would. This is all that a `Precision` does to the arithmetic of the
-oracle.
+Entering a unit of an unsharded step casts its leaves: forward rounds them as the gather of a
+    sharded step would,
+backward rounds their gradients as its reduction would. This is all that a `Precision` does to the
+arithmetic of the oracle.
 """
 
 from __future__ import annotations
@@ -30,21 +31,28 @@ from .units import UnitRule, matches
 
 PrecisionRules = Precision | Mapping[UnitRule, Precision] | None
 
-_HOLDERS = nn.ParameterList | nn.ParameterDict | nn.ModuleList | nn.ModuleDict  # never called: their parent uses them
+_HOLDERS = (
+    nn.ParameterList | nn.ParameterDict | nn.ModuleList | nn.ModuleDict
+)  # never called: their parent uses them
 
 
 @dataclass(frozen=True)
 class Policies:
-    """The policies of a model: by the path of each module that was given one, which counts for all that is in it."""
+    """The policies of a model: by the path of each module that was given one, which counts for all
+    that is in it."""
 
     given: Mapping[str, Precision]
 
     def of(self, module: str) -> Precision:
-        """The policy of the module of this path: that of the innermost module around it that was given one."""
-        return next((self.given[path] for path in ancestors(module) if path in self.given), Precision())
+        """The policy of the module of this path: that of the innermost module around it that was
+        given one."""
+        return next(
+            (self.given[path] for path in ancestors(module) if path in self.given), Precision()
+        )
 
     def of_leaves(self, slots: Iterable[tuple[str, str, str]]) -> dict[str, Precision]:
-        """The policy of each leaf, from (module path, attribute, leaf path) of every place that one is used in."""
+        """The policy of each leaf, from (module path, attribute, leaf path) of every place that one
+        is used in."""
         found: dict[str, Precision] = {}
         for module, _, leaf in slots:
             policy = self.of(module)
@@ -61,7 +69,8 @@ class Policies:
         return found
 
     def cast_calls(self, root: nn.Module) -> None:
-        """Make the modules of a model (a copy that is nobody else's) cast what they are given and what they return."""
+        """Make the modules of a model (a copy that is nobody else's) cast what they are given and
+        what they return."""
         holders = {
             _holder(root, path)
             for path, m in root.named_modules()
@@ -75,22 +84,34 @@ class Policies:
 
 
 def find_policies(model: nn.Module, rules: PrecisionRules) -> Policies:
-    """Read the rules: one policy for the model, or policies by module classes, predicates, or patterns of paths."""
+    """Read the rules: one policy for the model, or policies by module classes, predicates, or
+    patterns of paths."""
     by_rule = rules if isinstance(rules, Mapping) else {} if rules is None else {"": rules}
     given: dict[str, Precision] = {}
     for rule, policy in by_rule.items():
         if not isinstance(policy, Precision):
-            raise TypeError(f"precision takes Precision, or a mapping to it; got {type(policy).__name__} for {rule!r}")
-        found = [path for path, module in model.named_modules() if _names(rule, model, path, module)]
+            raise TypeError(
+                f"precision takes Precision, or a mapping to it; got {type(policy).__name__} for "
+                f"{rule!r}"
+            )
+        found = [
+            path for path, module in model.named_modules() if _names(rule, model, path, module)
+        ]
         if not found:
-            raise ValueError(f"precision={{{rule!r}: ...}} matches no module of {type(model).__name__}")
+            raise ValueError(
+                f"precision={{{rule!r}: ...}} matches no module of {type(model).__name__}"
+            )
         given |= dict.fromkeys(found, policy)
     return Policies(given)
 
 
 def _names(rule: UnitRule, model: nn.Module, path: str, module: nn.Module) -> bool:
     """As a rule for units does; the model itself goes by the pattern "" only, not by "*"."""
-    return rule == path if isinstance(rule, str) and "" in (rule, path) else matches(rule, model, path, module)
+    return (
+        rule == path
+        if isinstance(rule, str) and "" in (rule, path)
+        else matches(rule, model, path, module)
+    )
 
 
 def _holder(root: nn.Module, path: str) -> str:
@@ -98,7 +119,9 @@ def _holder(root: nn.Module, path: str) -> str:
     return next((p for p in ancestors(path) if not isinstance(root.get_submodule(p), _HOLDERS)), "")
 
 
-def _casting(forward: Callable[..., Any], inputs: torch.dtype | None, output: torch.dtype | None) -> Callable[..., Any]:
+def _casting(
+    forward: Callable[..., Any], inputs: torch.dtype | None, output: torch.dtype | None
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def cast_and_run(*args: Any, **kwargs: Any) -> Any:
         if inputs is not None:
@@ -109,19 +132,24 @@ def _casting(forward: Callable[..., Any], inputs: torch.dtype | None, output: to
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The same tree (torch's registry, so that Hugging Face's outputs are trees) with floating-point tensors cast."""
+    """The same tree (torch's registry, so that Hugging Face's outputs are trees) with
+    floating-point tensors cast."""
     if dtype is None:
         return tree
-    return torch_pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    return torch_pytree.tree_map_only(
+        Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree
+    )
 
 
 def lower(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
-    """A stored leaf as a module computes with it; differentiable by whatever differentiates torch's operators."""
+    """A stored leaf as a module computes with it; differentiable by whatever differentiates torch's
+    operators."""
     return leaf if dtypes is None else leaf.to(dtypes.gather).to(dtypes.compute)
 
 
 class Lower(torch.autograd.Function):
-    """Forward: a stored leaf as a module computes with it. Backward: its gradient, rounded as reductions are."""
+    """Forward: a stored leaf as a module computes with it. Backward: its gradient, rounded as
+    reductions are."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, dtypes: Dtypes) -> Tensor:
@@ -135,7 +163,8 @@ class Lower(torch.autograd.Function):
 
 
 class LoweredUnit:
-    """One unit in one call of a loss: the `Entrance` of its leaves' handles. It is entered as a sharded one is."""
+    """One unit in one call of a loss: the `Entrance` of its leaves' handles. It is entered as a
+    sharded one is."""
 
     def __init__(self, unit: UnitSpec, stored: Sequence[Tensor], dtypes: Sequence[Dtypes | None]):
         self._modules = set(unit.modules)
@@ -203,8 +232,14 @@ class Seen:
             if any(found is not None for found in dtypes):
                 entrance = LoweredUnit(unit, stored, dtypes)
                 self._units.append(entrance)
-                used = [leaf.dtype if d is None else d.compute for leaf, d in zip(stored, dtypes, strict=True)]
-                shapes, trained = [leaf.shape for leaf in stored], [leaf.requires_grad for leaf in stored]
+                used = [
+                    leaf.dtype if d is None else d.compute
+                    for leaf, d in zip(stored, dtypes, strict=True)
+                ]
+                shapes, trained = (
+                    [leaf.shape for leaf in stored],
+                    [leaf.requires_grad for leaf in stored],
+                )
                 devices = [leaf.device for leaf in stored]
                 handles = make_handles(repeat(entrance), count(), shapes, used, devices, trained)
                 seen |= dict(zip(unit.leaves, handles, strict=True))

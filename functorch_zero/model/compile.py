@@ -1,10 +1,13 @@
 """A unit's forward as a compiled region.
 
-Entering and leaving a unit, its collectives and the hooks that remember gathered storage stay outside of the region;
-inside are whole leaves and torch operators. Blocks of one class and shape share their code: it is compiled once.
+Entering and leaving a unit, its collectives and the hooks that remember gathered storage stay
+outside of the region;
+inside are whole leaves and torch operators. Blocks of one class and shape share their code: it is
+    compiled once.
 
-Note [random numbers]: inductor's own random numbers depend on how a kernel was compiled, and so on which shapes came
-first, which ranks and the unsharded step needn't have alike. It is told to draw as torch does, unless asked otherwise.
+Note [random numbers]: inductor's own random numbers depend on how a kernel was compiled, and so on
+which shapes came first, which ranks and the unsharded step needn't have alike. It is told to draw
+as torch does, unless asked otherwise.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph")
 class Region:
     """The same function, compiled at its first call. Inside torch.func transforms it runs as it is.
 
-    It is no function and has no dict, so that what torch keeps of it is not taken for a use of its module; see
-    Note [captured skeletons] in `functional`.
+    It is no function and has no dict, so that what torch keeps of it is not taken for a use of its
+    module; see Note [captured skeletons] in `functional`.
     """
 
     __slots__ = ("__wrapped__", "_compiled")
@@ -39,10 +42,14 @@ class Region:
 def check_options(options: Mapping[str, Any] | None, compiles: bool) -> dict[str, Any]:
     """The options for torch.compile."""
     if options and not compiles:
-        raise ValueError("compile_options are for compile=..., which was not given. Remedy: compile=True")
+        raise ValueError(
+            "compile_options are for compile=..., which was not given. Remedy: compile=True"
+        )
     unknown = sorted(set(options or {}) - set(OPTIONS))
     if unknown:
-        raise ValueError(f"no such compile_options: {unknown}. Remedy: choose among {', '.join(OPTIONS)}")
+        raise ValueError(
+            f"no such compile_options: {unknown}. Remedy: choose among {', '.join(OPTIONS)}"
+        )
     made = dict(options or {})
     if compiles and made.get("backend", "inductor") == "inductor":  # see Note [random numbers]
         given = made.get("options") or {}

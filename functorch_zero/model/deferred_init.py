@@ -1,8 +1,9 @@
 """`deferred`: values for a model on the meta device, made when and where they are wanted.
 
-Note [the same draws]: a module is initialised with the leaves that are wanted in their places and all others on the
-meta device, where writing does nothing. What would be drawn for those is drawn all the same, into nothing, so that the
-values of a leaf don't depend on which others are made with it.
+Note [the same draws]: a module is initialised with the leaves that are wanted in their places and
+all others on the meta device, where writing does nothing. What would be drawn for those is drawn
+all the same, into nothing, so that the values of a leaf don't depend on which others are made with
+it.
 """
 
 from __future__ import annotations
@@ -32,19 +33,28 @@ class Deferred:
         self._model = without_values(model)
         self._modules = dict(self._model.named_modules())
         self.seed, self._init, self._device = seed, init, device
-        self._places: dict[str, list[_Place]] = {}  # of each leaf and buffer, the one of its name first
-        names = {id(x): name for name, x in (*self._model.named_parameters(), *self._model.named_buffers())}
+        self._places: dict[
+            str, list[_Place]
+        ] = {}  # of each leaf and buffer, the one of its name first
+        names = {
+            id(x): name
+            for name, x in (*self._model.named_parameters(), *self._model.named_buffers())
+        }
         for path, module in self._modules.items():
             for held in (module._parameters, module._buffers):
                 for attribute, x in held.items():
                     if x is not None:
-                        self._places.setdefault(names[id(x)], []).append(_Place(path, held, attribute, x))
+                        self._places.setdefault(names[id(x)], []).append(
+                            _Place(path, held, attribute, x)
+                        )
 
     def fill(self, tree: PyTree[Tensor]) -> PyTree[Tensor]:
-        """The tree with values for what is on the meta device, whole; leaves that have values stay as they are.
+        """The tree with values for what is on the meta device, whole; leaves that have values stay
+        as they are.
 
         Raises:
-            StructureError: a leaf that the model doesn't have, or that nobody initialised, by its path.
+            StructureError: a leaf that the model doesn't have, or that nobody initialised, by its
+                path.
         """
         leaves, treedef = optree.tree_flatten(tree)
         return treedef.unflatten(self.fill_leaves(paths(tree), leaves))
@@ -60,12 +70,14 @@ class Deferred:
 
     @torch.no_grad()
     def _make(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole leaves by path, from the initialisation of the modules that hold them and of those around them."""
+        """Whole leaves by path, from the initialisation of the modules that hold them and of those
+        around them."""
         unknown = next((name for name in names if name not in self._places), None)
         if unknown is not None:
             raise StructureError(
                 explain(
-                    "a leaf is on the meta device, and the model that values are deferred of does not have it",
+                    "a leaf is on the meta device, and the model that values are deferred of does "
+                    "not have it",
                     path=unknown,
                     remedy="pass the params of functionalize(model), of the same model",
                 )
@@ -88,10 +100,18 @@ class Deferred:
         """Run what initialises one module."""
         module = self._modules[path]
         around = (self._modules[p] for p in ancestors(path))
-        model = next((m for m in around if _num_arguments(getattr(m, "_init_weights", None)) == 1), None)
+        model = next(
+            (m for m in around if _num_arguments(getattr(m, "_init_weights", None)) == 1), None
+        )
         own = ("reset_parameters", "_reset_parameters", "_init_weights")
-        reset = next((m for m in (getattr(module, n, None) for n in own) if _num_arguments(m) == 0), None)
-        with self._tied_elsewhere(path), _seeded(self.seed, path, self._device), _SameDraws(self._device):
+        reset = next(
+            (m for m in (getattr(module, n, None) for n in own) if _num_arguments(m) == 0), None
+        )
+        with (
+            self._tied_elsewhere(path),
+            _seeded(self.seed, path, self._device),
+            _SameDraws(self._device),
+        ):
             if reset is not None:
                 reset()
             if model is not None:
@@ -101,8 +121,11 @@ class Deferred:
 
     @contextmanager
     def _tied_elsewhere(self, path: str) -> Iterator[None]:
-        """While a module is initialised, its places of leaves that have their name elsewhere are on the meta device."""
-        places = [place for found in self._places.values() for place in found[1:] if place.module == path]
+        """While a module is initialised, its places of leaves that have their name elsewhere are on
+        the meta device."""
+        places = [
+            place for found in self._places.values() for place in found[1:] if place.module == path
+        ]
         before = [place.get() for place in places]
         for place in places:
             place.put(place.meta)
@@ -116,7 +139,9 @@ class Deferred:
         x = place.get().detach()
         expected, got = (tuple(place.meta.shape), place.meta.dtype), (tuple(x.shape), x.dtype)
         if expected != got:
-            raise StructureError(explain("initialising a leaf changed it", path=name, expected=expected, got=got))
+            raise StructureError(
+                explain("initialising a leaf changed it", path=name, expected=expected, got=got)
+            )
         if x.is_floating_point() or x.is_complex():
             missing = bool(torch.isnan(x).any())
         else:
@@ -125,11 +150,11 @@ class Deferred:
             holder = type(self._modules[place.module]).__name__
             raise StructureError(
                 explain(
-                    f"nobody initialised a leaf, or not all of it: neither {holder}.reset_parameters nor an "
-                    "_init_weights of a module around it",
+                    "nobody initialised a leaf, or not all of it: neither "
+                    f"{holder}.reset_parameters nor an _init_weights of a module around it",
                     path=name,
-                    remedy="pass deferred(model, init=...), a function (path, module) that does; or make this leaf, "
-                    "with its value, off the meta device",
+                    remedy="pass deferred(model, init=...), a function (path, module) that does; "
+                    "or make this leaf, with its value, off the meta device",
                 )
             )
         return x if x.device == self._device else x.to(self._device)
@@ -154,9 +179,10 @@ def deferred(
 ) -> Deferred:
     """Values for a model on the meta device, for `step.init(params, buffers, values=...)`.
 
-    They come from the modules' own `reset_parameters`, from Hugging Face's `_init_weights`, and from `init`, in this
-    order, module by module, inner ones first. A leaf's values depend on `seed` and path only: they are the same at
-    every level and world size. Nothing is made before it is asked for; `init` makes one bucket at a time, of which a
+    They come from the modules' own `reset_parameters`, from Hugging Face's `_init_weights`, and
+    from `init`, in this order, module by module, inner ones first. A leaf's values depend on `seed`
+    and path only: they are the same at every level and world size. Nothing is made before it is
+        asked for; `init` makes one bucket at a time, of which a
     rank keeps its piece. No collective but a comparison of digests. The model is not changed.
 
     Args:
@@ -193,7 +219,9 @@ class _SameDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _off_meta(self, x: Any) -> Any:
-        return torch.empty_like(x, device=self._device) if isinstance(x, Tensor) and x.is_meta else x
+        return (
+            torch.empty_like(x, device=self._device) if isinstance(x, Tensor) and x.is_meta else x
+        )
 
 
 def _blank(meta: Tensor, device: torch.device) -> Tensor:
@@ -201,7 +229,9 @@ def _blank(meta: Tensor, device: torch.device) -> Tensor:
     x = torch.empty_like(meta, device=device)
     if x.is_floating_point() or x.is_complex():
         x.fill_(torch.nan)
-    return nn.Parameter(x, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else x
+    return (
+        nn.Parameter(x, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else x
+    )
 
 
 @contextmanager

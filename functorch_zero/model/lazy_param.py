@@ -29,11 +29,13 @@ class Entrance(Protocol):
         ...
 
     def touch(self) -> Sequence[Tensor]:
-        """The whole leaves, outside any call: they stay until the unit's gradient has been taken."""
+        """The whole leaves, outside any call: they stay until the unit's gradient has been
+        taken."""
         ...
 
     def watch(self) -> AbstractContextManager[None]:
-        """Around a call of the unit: what autograd saves of gathered storage is remembered, not kept."""
+        """Around a call of the unit: what autograd saves of gathered storage is remembered, not
+        kept."""
         ...
 
 
@@ -53,16 +55,19 @@ _VERSION = attrgetter("_version")
 
 
 class Handle(torch.Tensor):
-    """A leaf that is not whole here yet. Its shape and dtype are the whole leaf's; a torch operator on it gathers it.
+    """A leaf that is not whole here yet. Its shape and dtype are the whole leaf's; a torch operator
+    on it gathers it.
 
-    Pass it to `apply`, or make it whole and differentiable with `fz.gather`. `make_handles` makes them.
+    Pass it to `apply`, or make it whole and differentiable with `fz.gather`. `make_handles` makes
+    them.
     """
 
     entrance: Entrance
     number: int  # of this leaf among the entrance's
 
     def whole(self) -> Tensor:
-        """The whole leaf, differentiable. At level 3 an all-gather of its unit, unless that is here already."""
+        """The whole leaf, differentiable. At level 3 an all-gather of its unit, unless that is here
+        already."""
         return self.entrance.touch()[self.number]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -78,16 +83,19 @@ class Handle(torch.Tensor):
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise StructureError(
                 "a sharded parameter can't be differentiated by hand inside a loss. "
-                "Remedy: make it whole first, `whole = fz.gather(params)`, and differentiate by that"
+                "Remedy: make it whole first, `whole = fz.gather(params)`, and differentiate by "
+                "that"
             )
         args, kwargs = tree_map(_make_whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise StructureError(  # no TypeError: Python's binary operators would replace it by one of their own
-            f"a sharded parameter reached {func} without having been gathered, as happens when a torch.func transform "
-            "is given it as an argument. Remedy: make it whole first, `fz.gather(params)`, and pass that"
+        # no TypeError: Python's binary operators would replace it by one of their own
+        raise StructureError(
+            f"a sharded parameter reached {func} without having been gathered, as happens when a "
+            "torch.func transform is given it as an argument. Remedy: make it whole first, "
+            "`fz.gather(params)`, and pass that"
         )
 
 
@@ -113,9 +121,11 @@ def _make_whole(leaf: Any) -> Any:
 
 
 def gather(tree: PyTree[Any]) -> PyTree[Any]:
-    """Inside a loss: the same tree with whole, differentiable leaves; leaves that are whole already stay as they are.
+    """Inside a loss: the same tree with whole, differentiable leaves; leaves that are whole already
+    stay as they are.
 
-    At level 3 each unit touched is all-gathered (S bytes for all of them), and stays whole until its gradient is taken.
+    At level 3 each unit touched is all-gathered (S bytes for all of them), and stays whole until
+    its gradient is taken.
 
     >>> gather({"w": torch.ones(2)})
     {'w': tensor([1., 1.])}
@@ -129,7 +139,8 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def check_unchanged(params: Sequence[Tensor], versions: list[int]) -> None:
-    """Raise if a loss has written to params: it would change the state, or be lost, depending on the level."""
+    """Raise if a loss has written to params: it would change the state, or be lost, depending on
+    the level."""
     if params and versions_of(params) != versions:
         raise StructureError(
             "the loss changed a leaf of params in place, and a step is a pure function. "

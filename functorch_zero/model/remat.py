@@ -1,8 +1,9 @@
 """Recomputation: a unit's forward that runs again in backward, instead of keeping what it computed.
 
-torch.utils.checkpoint does it, without its re-entrant variant: it keeps the arguments, draws random numbers again as
-they were, and runs the region again when backward first asks for something saved in it. The region holds the whole
-unit, its entering included, so that at level 3 the gather is inside and a gathered leaf is not kept either.
+torch.utils.checkpoint does it, without its re-entrant variant: it keeps the arguments, draws random
+numbers again as they were, and runs the region again when backward first asks for something saved
+in it. The region holds the whole unit, its entering included, so that at level 3 the gather is
+inside and a gathered leaf is not kept either.
 """
 
 from __future__ import annotations

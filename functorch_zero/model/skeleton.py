@@ -1,12 +1,13 @@
 """A copy of the model whose places can be filled with leaves.
 
-Note [captured skeletons]: something that runs a module again later, such as torch.utils.checkpoint in backward, holds
-on to skeleton modules and must find the same values there. So values stay in a skeleton after the call, and a
-skeleton is used again only when nothing outside refers to its modules any more.
+Note [captured skeletons]: something that runs a module again later, such as torch.utils.checkpoint
+in backward, holds on to skeleton modules and must find the same values there. So values stay in a
+skeleton after the call, and a skeleton is used again only when nothing outside refers to its
+modules any more.
 
-Note [changed buffers]: a version counter says whether a buffer was written to, except that torch's batch_norm writes
-its running statistics without counting. So floating-point buffers are compared, on the CPU; elsewhere comparing would
-wait for the device, and they count as changed.
+Note [changed buffers]: a version counter says whether a buffer was written to, except that torch's
+batch_norm writes its running statistics without counting. So floating-point buffers are compared,
+on the CPU; elsewhere comparing would wait for the device, and they count as changed.
 """
 
 from __future__ import annotations
@@ -55,10 +56,16 @@ class Skeleton:
     def __init__(self, root: nn.Module, anatomy: Anatomy):
         self.root = root
         at = root.get_submodule
-        self._policies = {leaf: policy for unit in anatomy.units for leaf, policy in unit.policies.items()}
+        self._policies = {
+            leaf: policy for unit in anatomy.units for leaf, policy in unit.policies.items()
+        }
         anatomy.policies.cast_calls(root)
-        self._slots: list[Place] = [(at(s.module)._parameters, s.attribute, s.leaf) for s in anatomy.slots]
-        self._buffer_slots: list[Place] = [(at(s.module)._buffers, s.attribute, s.leaf) for s in anatomy.buffer_slots]
+        self._slots: list[Place] = [
+            (at(s.module)._parameters, s.attribute, s.leaf) for s in anatomy.slots
+        ]
+        self._buffer_slots: list[Place] = [
+            (at(s.module)._buffers, s.attribute, s.leaf) for s in anatomy.buffer_slots
+        ]
         self._places = self._slots + self._buffer_slots
         self._empty = found(self._places)
         self._params: Mapping[str, Any] = {}
@@ -81,7 +88,8 @@ class Skeleton:
         self._refs: list[int] = []
 
     def settle(self) -> Skeleton:
-        """Note how often modules and functions are referred to while nothing runs. Call it outside `__init__`."""
+        """Note how often modules and functions are referred to while nothing runs. Call it outside
+        `__init__`."""
         self._refs = self._count_refs()
         return self
 
@@ -92,26 +100,39 @@ class Skeleton:
         """Whether nothing but this skeleton refers to its modules and their functions."""
         return self._count_refs() == self._refs
 
-    def bind(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int | None]]:
+    def bind(
+        self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
+    ) -> dict[str, tuple[Tensor, int | None]]:
         """Fill every place; buffers with copies, which are returned with their versions."""
         self._params = params
         kinds = {*map(type, params.values())}
         self._lazy = Handle in kinds
         leaves = used(self._slots, params)
         if self._policies and kinds != {Handle}:
-            leaves = [self._as_used(path, leaf) for (_, _, path), leaf in zip(self._slots, leaves, strict=True)]
+            leaves = [
+                self._as_used(path, leaf)
+                for (_, _, path), leaf in zip(self._slots, leaves, strict=True)
+            ]
         put(self._slots, leaves)
-        return {path: (copied, _version(copied)) for path, copied in self._put_copies(buffers).items()}
+        return {
+            path: (copied, _version(copied)) for path, copied in self._put_copies(buffers).items()
+        }
 
     def _as_used(self, path: str, leaf: Any) -> Any:
-        """A leaf that was given whole, in the dtype it is used in; a handle gives it so when it is entered."""
+        """A leaf that was given whole, in the dtype it is used in; a handle gives it so when it is
+        entered."""
         policy = self._policies.get(path)
-        return leaf if policy is None or type(leaf) is Handle else lower(leaf, policy.dtypes(leaf.dtype))
+        return (
+            leaf
+            if policy is None or type(leaf) is Handle
+            else lower(leaf, policy.dtypes(leaf.dtype))
+        )
 
     def release(self, buffers: Mapping[str, Tensor]) -> None:
         """Let go of the values, unless something still refers to a module and may yet run it.
 
-        Then it finds the params there, and copies of the buffers that the call was given: what it makes of them is
+        Then it finds the params there, and copies of the buffers that the call was given: what it
+            makes of them is
         nobody's.
         """
         if self.is_free():
@@ -126,12 +147,18 @@ class Skeleton:
             attributes[name] = copies[leaf]
         return copies
 
-    def new_buffers(self, old: Mapping[str, Tensor], taken: dict[str, tuple[Tensor, int | None]]) -> dict[str, Tensor]:
+    def new_buffers(
+        self, old: Mapping[str, Tensor], taken: dict[str, tuple[Tensor, int | None]]
+    ) -> dict[str, Tensor]:
         """The buffers after the call: the old tensors where nothing changed."""
         new = dict(old)
         for attributes, name, leaf in self._buffer_slots:
             buffer, (copied, version) = attributes[name], taken[leaf]
-            if buffer is not copied or _version(copied) != version or _may_differ(copied, old[leaf]):
+            if (
+                buffer is not copied
+                or _version(copied) != version
+                or _may_differ(copied, old[leaf])
+            ):
                 assert isinstance(buffer, Tensor)
                 new[leaf] = buffer.detach()
         return new

@@ -14,7 +14,9 @@ from typing import Any
 
 from .lazy_param import Entrance
 
-Place = tuple[dict[str, Any], str, str]  # a module's own dict of tensors, the name there, the leaf's path
+Place = tuple[
+    dict[str, Any], str, str
+]  # a module's own dict of tensors, the name there, the leaf's path
 _DICT, _NAME, _LEAF = map(itemgetter, range(3))
 _NUMBER = attrgetter("number")
 
@@ -37,7 +39,8 @@ def used(places: Sequence[Place], leaves: Mapping[str, Any]) -> list[Any]:
 def entering(
     path: str, places: Sequence[Place], leaves: Mapping[str, Any], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The same function, with whatever the leaves of the places lie in entered: mostly the one entrance of all.
+    """The same function, with whatever the leaves of the places lie in entered: mostly the one
+    entrance of all.
 
     Args:
         path: of the module whose `forward` it is.

@@ -26,18 +26,28 @@ class _Draft:
     joinable: bool
 
 
-def find_units(model: nn.Module, units: Units, slots: Iterable[tuple[str, str, str]]) -> tuple[UnitSpec, ...]:
+def find_units(
+    model: nn.Module, units: Units, slots: Iterable[tuple[str, str, str]]
+) -> tuple[UnitSpec, ...]:
     """Partition the model's leaves into units.
 
     Args:
-        units: a module class, a predicate `(path, module)`, a pattern of paths ("blocks.*"), or several of them.
-            None: each child of the model is a unit, and containers (ModuleList, Sequential, ModuleDict) are opened.
-        slots: (module path, attribute, leaf path) of every place a parameter is used; a tied one has several.
+        units: a module class, a predicate `(path, module)`, a pattern of paths ("blocks.*"), or
+            several of them.
+            None: each child of the model is a unit, and containers (ModuleList, Sequential,
+                ModuleDict) are opened.
+        slots: (module path, attribute, leaf path) of every place a parameter is used; a tied one
+            has several.
 
-    A leaf belongs to the innermost unit around all its places. What is in none of the chosen units forms units of
-    its own, one for each largest module that holds no chosen one; small ones join a neighbour.
+    A leaf belongs to the innermost unit around all its places. What is in none of the chosen units
+    forms units of its own, one for each largest module that holds no chosen one; small ones join a
+    neighbour.
     """
-    chosen = {path for path, module in model.named_modules() if path and matches(units, model, path, module)}
+    chosen = {
+        path
+        for path, module in model.named_modules()
+        if path and matches(units, model, path, module)
+    }
     if units is not None and not chosen:
         raise ValueError(f"units={units!r} matches no module of {type(model).__name__}")
     homes: dict[str, str] = {}
@@ -51,13 +61,22 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[tuple[str, str, s
         draft = drafts.setdefault(home, _Draft([home], [], 0, unit is None and bool(home)))
         draft.leaves.append(leaf)
         draft.size += sizes[leaf]
-    return tuple(UnitSpec("+".join(d.modules), tuple(d.modules), tuple(d.leaves)) for d in _join(list(drafts.values())))
+    return tuple(
+        UnitSpec("+".join(d.modules), tuple(d.modules), tuple(d.leaves))
+        for d in _join(list(drafts.values()))
+    )
 
 
 def choose_modules(
-    model: nn.Module, rule: Units | bool, units: Sequence[UnitSpec], *, what: str, innermost: bool = False
+    model: nn.Module,
+    rule: Units | bool,
+    units: Sequence[UnitSpec],
+    *,
+    what: str,
+    innermost: bool = False,
 ) -> frozenset[str]:
-    """The modules of units that an option is for: those the rule matches; with True all without another unit inside.
+    """The modules of units that an option is for: those the rule matches; with True all without
+    another unit inside.
 
     An option for the `innermost` ones refuses others.
     """
@@ -70,12 +89,14 @@ def choose_modules(
     chosen = {path for path in entered if matches(rule, model, path, model.get_submodule(path))}
     if not chosen:
         raise ValueError(
-            f"{what}={rule!r} matches no module that is a unit. Remedy: choose among {', '.join(sorted(entered))}"
+            f"{what}={rule!r} matches no module that is a unit. Remedy: choose among "
+            f"{', '.join(sorted(entered))}"
         )
     if innermost and chosen & around:
         raise ValueError(
-            f"{what}={rule!r} matches {min(chosen & around) or 'the model'!r}, which has other units inside: their "
-            f"collectives would be inside too. Remedy: choose among {', '.join(sorted(entered - around))}"
+            f"{what}={rule!r} matches {min(chosen & around) or 'the model'!r}, which has other "
+            "units inside: their collectives would be inside too. Remedy: choose among "
+            f"{', '.join(sorted(entered - around))}"
         )
     return frozenset(chosen)
 
@@ -98,7 +119,9 @@ def _is_opened_child(model: nn.Module, path: str) -> bool:
     container = nn.ModuleList | nn.ModuleDict | nn.Sequential
     parents = path.split(".")[:-1]
     between = [model.get_submodule(".".join(parents[:i])) for i in range(1, len(parents) + 1)]
-    return all(isinstance(m, container) for m in between) and not isinstance(model.get_submodule(path), container)
+    return all(isinstance(m, container) for m in between) and not isinstance(
+        model.get_submodule(path), container
+    )
 
 
 def _innermost(path: str, chosen: set[str]) -> str | None:
@@ -106,7 +129,8 @@ def _innermost(path: str, chosen: set[str]) -> str | None:
 
 
 def _largest_free(path: str, chosen: set[str]) -> str:
-    """The outermost module around `path`, short of the root, that has no chosen unit in it; else `path` itself."""
+    """The outermost module around `path`, short of the root, that has no chosen unit in it; else
+    `path` itself."""
     for candidate in reversed(ancestors(path)):
         if candidate and not any(c == candidate or c.startswith(candidate + ".") for c in chosen):
             return candidate
@@ -122,11 +146,16 @@ def _parent(path: str) -> str:
 
 
 def _join(drafts: list[_Draft]) -> list[_Draft]:
-    """Small units that nobody chose join the next one of their parent that nobody chose, else the one before."""
+    """Small units that nobody chose join the next one of their parent that nobody chose, else the
+    one before."""
     joined: list[_Draft] = []
     for draft in drafts:
         before = joined[-1] if joined else None
-        if before and _siblings(before, draft) and min(before.size, draft.size) * SMALL <= max(before.size, draft.size):
+        if (
+            before
+            and _siblings(before, draft)
+            and min(before.size, draft.size) * SMALL <= max(before.size, draft.size)
+        ):
             before.modules += draft.modules
             before.leaves += draft.leaves
             before.size += draft.size

@@ -1,6 +1,15 @@
 """Optimizers as pure transforms that declare what they must see of a tensor."""
 
-from .base import Needs, Schedule, Transform, chain, pointwise, with_statistics, with_whole_leaves, with_whole_tree
+from .base import (
+    Needs,
+    Schedule,
+    Transform,
+    chain,
+    pointwise,
+    with_statistics,
+    with_whole_leaves,
+    with_whole_tree,
+)
 from .interop.frameworks import from_optax, from_torch, from_torchopt
 from .interop.torch_state_dicts import export_torch_state, import_torch_state
 from .kernels.compiled import compiled
@@ -81,7 +90,10 @@ from .transforms.basic import (
     zero_nans,
 )
 from .transforms.factored import scale_by_adafactor, scale_by_factored_rms, scale_by_sm3
-from .transforms.full_matrix_adagrad import scale_by_full_matrix_adagrad, scale_by_full_matrix_adagrad_tree
+from .transforms.full_matrix_adagrad import (
+    scale_by_full_matrix_adagrad,
+    scale_by_full_matrix_adagrad_tree,
+)
 from .transforms.lbfgs import scale_by_lbfgs
 from .transforms.muon import orthogonalize
 from .transforms.norms import (
@@ -94,11 +106,28 @@ from .transforms.norms import (
     scale_by_trust_ratio,
 )
 from .transforms.prodigy import prodigy
-from .transforms.rms import scale_by_adadelta, scale_by_rms, scale_by_rprop, scale_by_rss, scale_by_stddev
-from .transforms.schedule_free import schedule_free, schedule_free_adamw, schedule_free_eval_params, schedule_free_sgd
+from .transforms.rms import (
+    scale_by_adadelta,
+    scale_by_rms,
+    scale_by_rprop,
+    scale_by_rss,
+    scale_by_stddev,
+)
+from .transforms.schedule_free import (
+    schedule_free,
+    schedule_free_adamw,
+    schedule_free_eval_params,
+    schedule_free_sgd,
+)
 from .transforms.shampoo import scale_by_shampoo
 from .transforms.soap import scale_by_soap
-from .wrappers.hyperparams import hyperparams, inject_hyperparams, observe, reduce_on_plateau, with_hyperparams
+from .wrappers.hyperparams import (
+    hyperparams,
+    inject_hyperparams,
+    observe,
+    reduce_on_plateau,
+    with_hyperparams,
+)
 from .wrappers.masking import freeze, masked, partition, scale_by_label
 from .wrappers.wrappers import (
     apply_if_finite,

@@ -1,11 +1,12 @@
 """What a transform is given to ask about whole tensors: `across`.
 
-`Local` answers in one process with plain torch: it is the oracle. `Sharded` answers on pieces with a
-group. All communication of an optimizer goes through these questions.
+`Local` answers in one process with plain torch: it is the oracle. `Sharded` answers on pieces with
+a group. All communication of an optimizer goes through these questions.
 
-Questions take trees of leaves (or this rank's pieces of them) and answer with a tree of 0-d tensors, vectors, or one
-0-d tensor. The scalar questions take several trees at once, `across.norm(params, updates)`, and then answer with a
-tuple, from one collective. Sums are taken, and answered, in at least float32.
+Questions take trees of leaves (or this rank's pieces of them) and answer with a tree of 0-d
+tensors, vectors, or one 0-d tensor. The scalar questions take several trees at once,
+`across.norm(params, updates)`, and then answer with a tuple, from one collective. Sums are taken,
+and answered, in at least float32.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ Question = tuple[Tree, Dim]
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A pointwise author's functions, as `Across.pointwise` runs them: on leaves, pieces or whole buckets.
+    """A pointwise author's functions, as `Across.pointwise` runs them: on leaves, pieces or whole
+    buckets.
 
     Attributes:
-        in_place: `update` for updates and state that were donated, bit by bit: results may lie where they did.
+        in_place: `update` for updates and state that were donated, bit by bit: results may lie
+            where they did.
     """
 
     init: Callable[[Tree], Any]
@@ -45,11 +48,13 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Fused:
-    """A pointwise update as a kernel that changes params and state in place; for storage that was donated.
+    """A pointwise update as a kernel that changes params and state in place; for storage that was
+    donated.
 
     Attributes:
-        update: `(params, updates, states) -> states` for some flats; each state is that of a tree of one leaf,
-            `{"": flat}`, and what follows no leaf (a count of steps) is the same in all of them.
+        update: `(params, updates, states) -> states` for some flats; each state is that of a tree
+            of one leaf, `{"": flat}`, and what follows no leaf (a count of steps) is the same in
+            all of them.
         takes: whether the kernel takes params of this dtype, on this device.
     """
 
@@ -69,7 +74,8 @@ class WholeLeaf:
 
 
 class Owned:
-    """A pytree node around one leaf's state in a whole-leaf transform; `leaf` is that leaf's number in the tree.
+    """A pytree node around one leaf's state in a whole-leaf transform; `leaf` is that leaf's number
+    in the tree.
 
     Sharded, the leaf's owner holds the state; elsewhere its tensors are empty, shape (0,).
     """
@@ -87,7 +93,8 @@ optree.register_pytree_node(
 
 
 class Across(Protocol):
-    """The questions. Trees may hold this rank's 1-D pieces; answers are about whole tensors, the same on every rank."""
+    """The questions. Trees may hold this rank's 1-D pieces; answers are about whole tensors, the
+    same on every rank."""
 
     @property
     def extents(self) -> PyTree[Extent]:
@@ -99,7 +106,8 @@ class Across(Protocol):
         ...
 
     def mean(self, *trees: Tree) -> Any:
-        """Per leaf, the mean of its elements, 0-d (0 for an empty leaf). The trees are shaped like params."""
+        """Per leaf, the mean of its elements, 0-d (0 for an empty leaf). The trees are shaped like
+        params."""
         ...
 
     def norm(self, *trees: Tree) -> Any:
@@ -119,13 +127,16 @@ class Across(Protocol):
         ...
 
     def dots(self, *pairs: tuple[Tree, Tree]) -> tuple[Tensor, ...]:
-        """The inner products of several pairs of trees, from one collective; no product of two trees is held whole."""
+        """The inner products of several pairs of trees, from one collective; no product of two
+        trees is held whole."""
         ...
 
     def sum_dim(self, tree: Tree, dim: Dim) -> Tree:
-        """Per leaf, the sum over `dim` (one dim or several, all or none) of the full shape; those dims are gone.
+        """Per leaf, the sum over `dim` (one dim or several, all or none) of the full shape; those
+        dims are gone.
 
-        `dim` may be a function from a leaf's full shape to its dims, or to None: then the answer for that leaf is None.
+        `dim` may be a function from a leaf's full shape to its dims, or to None: then the answer
+        for that leaf is None.
         """
         ...
 
@@ -142,7 +153,8 @@ class Across(Protocol):
         ...
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
-        """The inverse direction of `sum_dim`: its answers put back beside each element (broadcastable to the pieces).
+        """The inverse direction of `sum_dim`: its answers put back beside each element
+        (broadcastable to the pieces).
 
         Leaves without an answer are None in `tree`, and in what is returned.
         """
@@ -153,10 +165,13 @@ class Across(Protocol):
         ...
 
     def keep(self, state: Any, *passing: Tree) -> Any:
-        """A state to be kept: leaves that lie in the storage of updates or params, which may be overwritten, copied."""
+        """A state to be kept: leaves that lie in the storage of updates or params, which may be
+        overwritten, copied."""
         ...
 
-    def pointwise(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    def pointwise(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
         """Run a pointwise update."""
         ...
 
@@ -204,13 +219,28 @@ class Local:
         return each(lambda tree: tree_map(lambda x: x.sum(dtype=sum_dtype(x.dtype)), tree), trees)
 
     def mean(self, *trees: Tree) -> Any:
-        return each(lambda tree: tree_map(lambda x: x.sum(dtype=sum_dtype(x.dtype)) / max(x.numel(), 1), tree), trees)
+        return each(
+            lambda tree: tree_map(
+                lambda x: x.sum(dtype=sum_dtype(x.dtype)) / max(x.numel(), 1), tree
+            ),
+            trees,
+        )
 
     def norm(self, *trees: Tree) -> Any:
-        return each(lambda tree: tree_map(lambda x: torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype)), tree), trees)
+        return each(
+            lambda tree: tree_map(
+                lambda x: torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype)), tree
+            ),
+            trees,
+        )
 
     def max(self, *trees: Tree) -> Any:
-        return each(lambda tree: tree_map(lambda x: x.max() if x.numel() else x.new_full((), -math.inf), tree), trees)
+        return each(
+            lambda tree: tree_map(
+                lambda x: x.max() if x.numel() else x.new_full((), -math.inf), tree
+            ),
+            trees,
+        )
 
     def total(self, *trees: Tree) -> Any:
         return each(lambda tree: total_of(optree.tree_leaves(self.sum(tree))), trees)
@@ -238,7 +268,9 @@ class Local:
             dims = dims_of(dim, tuple(x.shape))
             if not dims:
                 return dims if dims is None else x.clone()
-            return x.amax(dims) if x.numel() else x.new_full(without(tuple(x.shape), dims), -math.inf)
+            return (
+                x.amax(dims) if x.numel() else x.new_full(without(tuple(x.shape), dims), -math.inf)
+            )
 
         return tree_map(largest, tree)
 
@@ -262,7 +294,9 @@ class Local:
     def keep(self, state: Any, *passing: Tree) -> Any:
         return state
 
-    def pointwise(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    def pointwise(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
         return part.update(updates, state, params)
 
     def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
@@ -272,10 +306,15 @@ class Local:
     def whole(self, part: WholeLeaf, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         leaves, treedef = optree.tree_flatten(updates)
         states = treedef.flatten_up_to(state)
-        results = [one_leaf(part, *leaf) for leaf in zip(leaves, states, optree.tree_leaves(params), strict=True)]
+        results = [
+            one_leaf(part, *leaf)
+            for leaf in zip(leaves, states, optree.tree_leaves(params), strict=True)
+        ]
         for i, (update, old, (new, owned)) in enumerate(zip(leaves, states, results, strict=True)):
             check_whole(updates, i, (update, old.state), (new, owned.state))
-        return treedef.unflatten([u for u, _ in results]), treedef.unflatten([s for _, s in results])
+        return treedef.unflatten([u for u, _ in results]), treedef.unflatten(
+            [s for _, s in results]
+        )
 
     def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
         check_limit(optree.tree_leaves(self.extents), optree.tree_leaves(params), limit)
@@ -300,12 +339,13 @@ class Refusing:
 
 
 def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:
-    """Refuse a whole-leaf author's (update, state) of the i-th leaf, of other shapes than what it was made of."""
+    """Refuse a whole-leaf author's (update, state) of the i-th leaf, of other shapes than what it
+    was made of."""
     shapes = [[tuple(x.shape) for x in optree.tree_leaves(pair)] for pair in (before, after)]
     if shapes[0] != shapes[1]:
         raise TransformError(
-            f"a whole-leaf update of leaf {paths(tree)[i]} must make an update and a state of the shapes that it was "
-            f"given: expected {shapes[0]}, got {shapes[1]}"
+            f"a whole-leaf update of leaf {paths(tree)[i]} must make an update and a state of the "
+            f"shapes that it was given: expected {shapes[0]}, got {shapes[1]}"
         )
 
 
@@ -315,7 +355,9 @@ def one_leaf(part: WholeLeaf, update: Tensor, owned: Owned, param: Tensor) -> tu
         new, state = part.update(update, owned.state, param if part.wants_param else None)
         return new, Owned(state, owned.leaf)
     batch = tree_map(lambda x: x.unsqueeze(0), owned.state)
-    new, state = part.update(update.unsqueeze(0), batch, param.unsqueeze(0) if part.wants_param else None)
+    new, state = part.update(
+        update.unsqueeze(0), batch, param.unsqueeze(0) if part.wants_param else None
+    )
     return new.squeeze(0), Owned(tree_map(lambda x: x.squeeze(0), state), owned.leaf)
 
 
@@ -330,15 +372,18 @@ def total_of(sums: Sequence[Tensor]) -> Tensor:
 
 
 def dims_of(dim: Dim, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The dims, in order, that `dim` names in a tensor of this shape, or None where a function `dim` answers None."""
+    """The dims, in order, that `dim` names in a tensor of this shape, or None where a function
+    `dim` answers None."""
     named = dim(shape) if callable(dim) else dim
     if named is None:
         return None
     dims = named if isinstance(named, tuple) else (named,)
-    if any(not -len(shape) <= d < len(shape) for d in dims) or len({d % len(shape) for d in dims}) < len(dims):
+    if any(not -len(shape) <= d < len(shape) for d in dims) or len(
+        {d % len(shape) for d in dims}
+    ) < len(dims):
         raise ValueError(
-            f"expected distinct dims of a leaf of shape {shape}, got {named}. Remedy: a function from a leaf's "
-            "full shape to its dims, or to None where it is not asked"
+            f"expected distinct dims of a leaf of shape {shape}, got {named}. Remedy: a function "
+            f"from a leaf's full shape to its dims, or to None where it is not asked"
         )
     return tuple(sorted(d % len(shape) for d in dims))
 

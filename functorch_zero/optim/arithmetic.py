@@ -1,8 +1,9 @@
 """The arithmetic that pointwise transforms share.
 
-Hyperparameters may be numbers or, with `inject_hyperparams` and schedules, 0-d float64 tensors on the CPU. Every
-helper takes both, reads no value on the host, and gives the same bits however the elements are cut. That leaves out
-`pow`, and in half precision `rsqrt` and `add` with alpha: on the CPU their vector body and tail round differently.
+Hyperparameters may be numbers or, with `inject_hyperparams` and schedules, 0-d float64 tensors on
+the CPU. Every helper takes both, reads no value on the host, and gives the same bits however the
+elements are cut. That leaves out `pow`, and in half precision `rsqrt` and `add` with alpha: on the
+    CPU their vector body and tail round differently.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Number = float | Tensor  # a Tensor is 0-d, float64, on the CPU
 def elementwise(fn: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:
     """`tree_map` of an elementwise function; 0-d leaves are seen as (1,).
 
-    Otherwise a 0-d float64 hyperparameter would promote a 0-d float32 leaf, but not the same leaf in a bucket.
+    Otherwise a 0-d float64 hyperparameter would promote a 0-d float32 leaf, but not the same leaf
+    in a bucket.
 
     >>> elementwise(lambda x: x * torch.tensor(0.5, dtype=torch.float64), torch.ones(())).dtype
     torch.float32
@@ -52,7 +54,8 @@ def ema_of_squares(old: Tensor, new: Tensor, decay: Number) -> Tensor:
 
 
 def add_scaled(x: Tensor, y: Tensor, factor: Number) -> Tensor:
-    """`x + factor * y`. In half precision `torch.add` with alpha has other bits in a tensor's tail."""
+    """`x + factor * y`. In half precision `torch.add` with alpha has other bits in a tensor's
+    tail."""
     if isinstance(factor, Tensor) or x.element_size() < 4:
         return x + y * factor
     return torch.add(x, y, alpha=factor)
@@ -62,7 +65,11 @@ def add_scaled_(x: Tensor, y: Tensor, factor: Number) -> Tensor:
     """The same to the bit, in `x` where its dtype is the result's."""
     if x.dtype != y.dtype:
         return add_scaled(x, y, factor)
-    return x.add_(y * factor) if isinstance(factor, Tensor) or x.element_size() < 4 else x.add_(y, alpha=factor)
+    return (
+        x.add_(y * factor)
+        if isinstance(factor, Tensor) or x.element_size() < 4
+        else x.add_(y, alpha=factor)
+    )
 
 
 def bias_correction(decay: Number, count: Tensor) -> Tensor:
@@ -71,7 +78,8 @@ def bias_correction(decay: Number, count: Tensor) -> Tensor:
 
 
 def pick(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`a` where the 0-d `condition` holds, else `b`; on the leaf's device, whatever the condition's."""
+    """`a` where the 0-d `condition` holds, else `b`; on the leaf's device, whatever the
+    condition's."""
     return torch.where(condition.to(a.device), a, b)
 
 

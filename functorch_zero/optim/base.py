@@ -1,8 +1,9 @@
 """What a transform is: a pure `init`/`update` pair, and what it must see of a tensor (`needs`).
 
-Every update has the one signature `(updates, state, params, across) -> (updates, state)`. The four constructors lift
-what an author writes to it, once; whatever runs differently on pieces goes through `across`, so nothing here knows
-that ranks exist. Masked-out and frozen leaves are None in every tree, which optree skips.
+Every update has the one signature `(updates, state, params, across) -> (updates, state)`. The four
+constructors lift what an author writes to it, once; whatever runs differently on pieces goes
+through `across`, so nothing here knows that ranks exist. Masked-out and frozen leaves are None in
+every tree, which optree skips.
 """
 
 from __future__ import annotations
@@ -50,10 +51,14 @@ class Transform:
     init: Callable[[PyTree[Tensor], Across], Any]
     update: Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[PyTree[Tensor], Any]]
     needs: Needs
-    parts: tuple[Transform, ...] = ()  # of a chain or wrapper: the transforms inside, for whoever checks them
+    parts: tuple[
+        Transform, ...
+    ] = ()  # of a chain or wrapper: the transforms inside, for whoever checks them
     source: tuple[Any, ...] = ()  # the author's own functions, for comparing ranks
     fused: Fused | None = None  # the same, params included, as one kernel
-    plain: Pointwise | None = None  # of a pointwise transform that treats all leaves alike, whatever their grouping
+    plain: Pointwise | None = (
+        None  # of a pointwise transform that treats all leaves alike, whatever their grouping
+    )
 
     chained: bool = False  # made by `chain`: the state is a tuple of the parts' states
 
@@ -61,7 +66,8 @@ class Transform:
         if not isinstance(self.needs, Needs):
             raise TypeError(
                 f"a transform must say what it needs: expected a Needs, got {self.needs!r}. "
-                "Remedy: make it with optim.pointwise, with_statistics, with_whole_leaves or with_whole_tree"
+                "Remedy: make it with optim.pointwise, with_statistics, with_whole_leaves or "
+                "with_whole_tree"
             )
 
 
@@ -79,17 +85,23 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
 
     Args:
         init: `(params) -> state`.
-        update: `(updates, state, params) -> (updates, state)`, or with `across` as a fourth argument, which refuses
-            every question. Trees may be any regrouping of the params' elements, so only elementwise operators will do,
-            and no leaf is 0-d (a scalar's shape is (1,));
-            state leaves that aren't shaped like a param (a step count) must not depend on the values.
-        in_place: the same to the bit, written over the updates and over state leaves shaped like params (over nothing
-            else: not over counts, nor params). A sharded step takes it where these were donated: fewer temporaries, no
+        update: `(updates, state, params) -> (updates, state)`, or with `across` as a fourth
+            argument, which refuses every question. Trees may be any regrouping of the params'
+            elements, so only elementwise operators will do, and no leaf is 0-d (a scalar's shape is
+            (1,)); state leaves that aren't shaped like a param (a step count) must not depend on
+            the values.
+        in_place: the same to the bit, written over the updates and over state leaves shaped like
+            params (over nothing
+            else: not over counts, nor params). A sharded step takes it where these were donated:
+                fewer temporaries, no
             copies.
 
-    Sharded, it runs on pieces, bucket by bucket, without communication. `testing.check_transform` checks the claim.
+    Sharded, it runs on pieces, bucket by bucket, without communication. `testing.check_transform`
+    checks the claim.
 
-    >>> negate = pointwise(init_empty, lambda updates, state, params: (tree_map(torch.neg, updates), state))
+    >>> def update(updates, state, params):
+    ...     return tree_map(torch.neg, updates), state
+    >>> negate = pointwise(init_empty, update)
     >>> negate.needs
     <Needs.POINTWISE: 0>
     """
@@ -104,8 +116,14 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
 
     update_tree = asks_nothing(update)
     part = Pointwise(
-        lambda params: init_widened(init_tree, params) if has_scalars(params) else init_tree(params),
-        lambda u, s, p: update_widened(update_tree, init_tree, u, s, p) if has_scalars(p) else update_tree(u, s, p),
+        lambda params: (
+            init_widened(init_tree, params) if has_scalars(params) else init_tree(params)
+        ),
+        lambda u, s, p: (
+            update_widened(update_tree, init_tree, u, s, p)
+            if has_scalars(p)
+            else update_tree(u, s, p)
+        ),
         asks_nothing(in_place) if in_place else None,
     )
     return Transform(
@@ -118,16 +136,21 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
 
 
 def with_statistics(init: Init, update: Update) -> Transform:
-    """A transform that needs sums, norms, maxima or means over whole tensors, or over one dim of them.
+    """A transform that needs sums, norms, maxima or means over whole tensors, or over one dim of
+    them.
 
     Args:
-        init: `(params) -> state` or `(params, across) -> state`; `across.extents` has each leaf's full shape.
-        update: `(updates, state, params, across) -> (updates, state)`; leaves may be 1-D pieces of tensors, so all that
-            concerns more than one element is asked of `across`.
+        init: `(params) -> state` or `(params, across) -> state`; `across.extents` has each leaf's
+            full shape.
+        update: `(updates, state, params, across) -> (updates, state)`; leaves may be 1-D pieces of
+            tensors, so all that concerns more than one element is asked of `across`.
 
-    Sharded, it runs on pieces; each question is one all-reduce of scalars or vectors for all leaves together.
+    Sharded, it runs on pieces; each question is one all-reduce of scalars or vectors for all leaves
+    together.
     """
-    return Transform(_lift_init(init), _lift_update(update), Needs.STATISTICS, source=(init, update))
+    return Transform(
+        _lift_init(init), _lift_update(update), Needs.STATISTICS, source=(init, update)
+    )
 
 
 def _numel(shape: tuple[int, ...]) -> float:
@@ -145,12 +168,13 @@ def with_whole_leaves(
 
     Args:
         init: `(param) -> state` of one leaf.
-        update: `(update, state) -> (update, state)` of one leaf, or `(update, state, param)`; the third argument costs
-            sending the param too. With `batched`, tensors and state leaves have a leading dim that counts leaves of
-            one shape; init is per leaf all the same.
+        update: `(update, state) -> (update, state)` of one leaf, or `(update, state, param)`; the
+            third argument costs sending the param too. With `batched`, tensors and state leaves
+            have a leading dim that counts leaves of one shape; init is per leaf all the same.
         cost: what updating a leaf of this full shape costs, for balancing owners.
 
-    Sharded, each leaf has an owner, who alone holds its state and runs it: one all-to-all in, one out, about 2S/N
+    Sharded, each leaf has an owner, who alone holds its state and runs it: one all-to-all in, one
+        out, about 2S/N
     bytes per rank (3S/N when `update` wants the param).
     """
     wants_param = _num_positional(update) > 2
@@ -160,22 +184,27 @@ def with_whole_leaves(
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
         return across.whole_init(spec, params)
 
-    def update_tree(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
+    def update_tree(
+        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
+    ) -> Any:
         return across.whole(spec, updates, state, params)
 
     return Transform(init_tree, update_tree, Needs.WHOLE_LEAF, source=(init, update, cost))
 
 
 def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> Transform:
-    """A transform that needs every tensor whole, at once: for trees of at most `limit` bytes, gathered on every rank.
+    """A transform that needs every tensor whole, at once: for trees of at most `limit` bytes,
+    gathered on every rank.
 
     Args:
         init: `(params) -> state`, of whole params.
-        update: `(updates, state) -> (updates, state)`, of whole trees, or `(updates, state, params)`; the third
-            argument costs gathering the params too. Every rank runs it and holds its state.
+        update: `(updates, state) -> (updates, state)`, of whole trees, or
+            `(updates, state, params)`; the third argument costs gathering the params too. Every
+            rank runs it and holds its state.
         limit: bytes of updates above which it refuses, naming the size.
 
-    Sharded, one all-to-all a dtype brings every rank what it lacks: S (N-1)/N bytes (twice that with params).
+    Sharded, one all-to-all a dtype brings every rank what it lacks: S (N-1)/N bytes (twice that
+    with params).
     """
     wants_params = _num_positional(update) > 2
     run = _returns_pair(update, update if wants_params else lambda u, s, p: update(u, s))
@@ -183,14 +212,17 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
         return across.whole_tree_init(init, params, limit)
 
-    def update_tree(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
+    def update_tree(
+        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
+    ) -> Any:
         return across.whole_tree(run, updates, state, params if wants_params else None, limit)
 
     return Transform(init_tree, update_tree, Needs.WHOLE_TREE, source=(init, update))
 
 
 def chain(*transforms: Transform) -> Transform:
-    """Run transforms one after the other, each on the updates of the one before. The state is a tuple of theirs.
+    """Run transforms one after the other, each on the updates of the one before. The state is a
+    tuple of theirs.
 
     Neighbouring pointwise parts run as one, so that a bucket's temporaries are a bucket's.
     """
@@ -222,7 +254,8 @@ def chain(*transforms: Transform) -> Transform:
 
 
 def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
-    """A transform as (what comes first, a fused end), if it ends in one. A chain's state is split at its last part."""
+    """A transform as (what comes first, a fused end), if it ends in one. A chain's state is split
+    at its last part."""
     if t.fused is not None:
         return None, t
     if t.chained and t.parts and t.parts[-1].fused is not None:
@@ -230,8 +263,11 @@ def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
     return None
 
 
-def _runs(transforms: tuple[Transform, ...]) -> list[tuple[tuple[Transform, ...], Pointwise | None]]:
-    """Maximal runs of plain pointwise transforms, each with the one Pointwise that does them all; the rest alone."""
+def _runs(
+    transforms: tuple[Transform, ...],
+) -> list[tuple[tuple[Transform, ...], Pointwise | None]]:
+    """Maximal runs of plain pointwise transforms, each with the one Pointwise that does them all;
+    the rest alone."""
     runs: list[tuple[tuple[Transform, ...], Pointwise | None]] = []
     for t in transforms:
         if t.plain and runs and runs[-1][1] is not None:
@@ -248,21 +284,27 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
     def init(params: PyTree[Tensor]) -> tuple[Any, ...]:
         return tuple(part.init(params) for part in parts)
 
-    def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[Any, tuple[Any, ...]]:
+    def update(
+        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
+    ) -> tuple[Any, tuple[Any, ...]]:
         new: list[Any] = []
         for part, old in zip(parts, state, strict=True):
             updates, s = part.update(updates, old, params)
             new.append(s)
         return updates, tuple(new)
 
-    def in_place(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> tuple[Any, tuple[Any, ...]]:
+    def in_place(
+        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
+    ) -> tuple[Any, tuple[Any, ...]]:
         new: list[Any] = []
         donated = storages(updates)
         for part, old in zip(parts, state, strict=True):
             own = storages(updates) <= donated - storages(
                 new
             )  # else a part has handed on what it, or its author, keeps
-            updates, s = (part.in_place if own and part.in_place else part.update)(updates, old, params)
+            updates, s = (part.in_place if own and part.in_place else part.update)(
+                updates, old, params
+            )
             new.append(s)
         return updates, tuple(new)
 
@@ -270,7 +312,8 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
 
 
 def value_of(number: float | Tensor | Schedule, count: Tensor) -> Any:
-    """A hyperparameter at step `count` (0-d int64): schedules are called with it, numbers are themselves."""
+    """A hyperparameter at step `count` (0-d int64): schedules are called with it, numbers are
+    themselves."""
     return number(count) if callable(number) else number
 
 
@@ -280,13 +323,21 @@ def step_count() -> Tensor:
 
 
 def describe(thing: Any, depth: int = 12) -> Any:
-    """A transform as plain data: its functions' names and the numbers they closed over. Equal for equal optimizers."""
+    """A transform as plain data: its functions' names and the numbers they closed over. Equal for
+    equal optimizers."""
     if isinstance(thing, Transform):
-        return [thing.needs.name, *(describe(part, depth - 1) for part in (*thing.parts, *thing.source))]
+        return [
+            thing.needs.name,
+            *(describe(part, depth - 1) for part in (*thing.parts, *thing.source)),
+        ]
     if isinstance(thing, bool | int | float | str | None | torch.dtype | enum.Enum):
         return str(thing) if isinstance(thing, torch.dtype | enum.Enum) else thing
     if isinstance(thing, Tensor):
-        return [str(thing.dtype), list(thing.shape), thing.tolist() if thing.numel() <= 16 else None]
+        return [
+            str(thing.dtype),
+            list(thing.shape),
+            thing.tolist() if thing.numel() <= 16 else None,
+        ]
     if isinstance(thing, type):
         return f"{thing.__module__}.{thing.__qualname__}"
     if depth == 0:
@@ -303,7 +354,9 @@ def describe(thing: Any, depth: int = 12) -> Any:
         return [describe(x, depth - 1) for x in (thing.func, thing.args, thing.keywords)]
     if isinstance(thing, Real):  # numpy's, say
         return float(thing)
-    return {type(thing).__qualname__: describe(dict(getattr(thing, "__dict__", {})), min(depth - 1, 3))}
+    return {
+        type(thing).__qualname__: describe(dict(getattr(thing, "__dict__", {})), min(depth - 1, 3))
+    }
 
 
 def _describe_function(fn: Any, depth: int) -> Any:
@@ -324,18 +377,27 @@ def _num_positional(fn: Callable[..., Any]) -> int:
     kinds = [p.kind for p in inspect.signature(fn).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return 99
-    return sum(k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in kinds)
+    return sum(
+        k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for k in kinds
+    )
 
 
 def _lift_init(init: Init) -> Callable[[PyTree[Tensor], Across], Any]:
     return init if _num_positional(init) > 1 else lambda params, across: init(params)
 
 
-def _lift_update(update: Update) -> Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[Any, Any]]:
-    return _returns_pair(update, update if _num_positional(update) > 3 else lambda u, s, p, across: update(u, s, p))
+def _lift_update(
+    update: Update,
+) -> Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[Any, Any]]:
+    return _returns_pair(
+        update, update if _num_positional(update) > 3 else lambda u, s, p, across: update(u, s, p)
+    )
 
 
-def _returns_pair(author: Callable[..., Any], update: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+def _returns_pair(
+    author: Callable[..., Any], update: Callable[..., Any]
+) -> Callable[..., tuple[Any, Any]]:
     """`update`, with an error that names its author's function where that forgets the state."""
 
     def run(*args: Any) -> tuple[Any, Any]:
@@ -344,8 +406,8 @@ def _returns_pair(author: Callable[..., Any], update: Callable[..., Any]) -> Cal
             return made
         kind = f"{len(made)} things" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise TransformError(
-            f"{getattr(author, '__qualname__', repr(author))} must return (updates, state), got {kind}. "
-            "Remedy: return the state, too; `()` where there is none"
+            f"{getattr(author, '__qualname__', repr(author))} must return (updates, state), got "
+            f"{kind}. Remedy: return the state, too; `()` where there is none"
         )
 
     return run

@@ -1,8 +1,9 @@
-"""Schedules: functions of the number of steps taken, which may stand wherever a hyperparameter can. optax's names.
+"""Schedules: functions of the number of steps taken, which may stand wherever a hyperparameter can.
+optax's names.
 
-A schedule takes a count, a 0-d int64 tensor or an int, and answers with a 0-d float64 tensor on the CPU, without
-reading a value on the host. Any function `count -> number or 0-d tensor` will do as one; in one of your own, torch
-makes `0.1 * count` float32, so take `0.1 * count.double()`.
+A schedule takes a count, a 0-d int64 tensor or an int, and answers with a 0-d float64 tensor on the
+CPU, without reading a value on the host. Any function `count -> number or 0-d tensor` will do as
+one; in one of your own, torch makes `0.1 * count` float32, so take `0.1 * count.double()`.
 
 >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=10, decay_steps=100)
 >>> [round(schedule(count).item(), 3) for count in (0, 5, 10, 55, 100)]
@@ -34,7 +35,11 @@ def constant_schedule(value: Number) -> Schedule:
 
 
 def polynomial_schedule(
-    init_value: Number, end_value: Number, power: float, transition_steps: int, transition_begin: int = 0
+    init_value: Number,
+    end_value: Number,
+    power: float,
+    transition_steps: int,
+    transition_begin: int = 0,
 ) -> Schedule:
     """From `init_value` to `end_value` along a power of the steps that remain.
 
@@ -81,7 +86,10 @@ def exponential_decay(
         end_value: a bound, from below if `decay_rate` is under 1, else from above.
     """
     if transition_steps <= 0 or decay_rate <= 0:
-        raise ValueError(f"expected positive transition_steps and decay_rate, got {transition_steps} and {decay_rate}")
+        raise ValueError(
+            f"expected positive transition_steps and decay_rate, got {transition_steps} and "
+            f"{decay_rate}"
+        )
 
     def schedule(count: Count) -> Tensor:
         exponent = (number(count) - transition_begin).clamp(min=0) / transition_steps
@@ -93,7 +101,9 @@ def exponential_decay(
     return schedule
 
 
-def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
+def cosine_decay_schedule(
+    init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0
+) -> Schedule:
     """From `init_value` to `alpha * init_value` along half a cosine (Loshchilov and Hutter, 2017).
 
     Args:
@@ -121,7 +131,10 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         boundaries: the counts at which the second, third, … begin.
     """
     if len(schedules) != len(boundaries) + 1:
-        raise ValueError(f"{len(schedules)} schedules need {len(schedules) - 1} boundaries, got {len(boundaries)}")
+        raise ValueError(
+            f"{len(schedules)} schedules need {len(schedules) - 1} boundaries, got "
+            f"{len(boundaries)}"
+        )
     schedules, boundaries = list(schedules), list(boundaries)
 
     def schedule(count: Count) -> Tensor:
@@ -136,7 +149,11 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
 def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
     """A linear warm-up from `init_value`, then `peak_value`; without steps, `peak_value`."""
-    return constant_schedule(peak_value) if warmup_steps <= 0 else linear_schedule(init_value, peak_value, warmup_steps)
+    return (
+        constant_schedule(peak_value)
+        if warmup_steps <= 0
+        else linear_schedule(init_value, peak_value, warmup_steps)
+    )
 
 
 def warmup_cosine_decay_schedule(
@@ -159,7 +176,9 @@ def warmup_cosine_decay_schedule(
     """
     alpha = 0.0 if peak_value == 0 else end_value / peak_value
     decay = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)
-    return join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
+    return join_schedules(
+        [linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps]
+    )
 
 
 def warmup_exponential_decay_schedule(
@@ -173,8 +192,12 @@ def warmup_exponential_decay_schedule(
     end_value: float | None = None,
 ) -> Schedule:
     """A linear warm-up, then `exponential_decay`, whose arguments the last five are."""
-    decay = exponential_decay(peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value)
-    return join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
+    decay = exponential_decay(
+        peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value
+    )
+    return join_schedules(
+        [linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps]
+    )
 
 
 def warmup_stable_decay_schedule(
@@ -195,7 +218,8 @@ def warmup_stable_decay_schedule(
         stable_steps: steps of the plateau.
         decay_steps: steps of the decay.
         end_value: the last value.
-        shape: of the decay: "linear", "cosine", or "sqrt", which is `1 - sqrt(steps / decay_steps)`.
+        shape: of the decay: "linear", "cosine", or "sqrt", which is
+            `1 - sqrt(steps / decay_steps)`.
     """
     shapes: dict[str, Callable[[Tensor], Tensor]] = {
         "linear": lambda gone: 1 - gone,
@@ -203,14 +227,21 @@ def warmup_stable_decay_schedule(
         "sqrt": lambda gone: 1 - gone.sqrt(),
     }
     if shape not in shapes or decay_steps <= 0:
-        raise ValueError(f"expected shape in {list(shapes)} and decay_steps above 0, got {shape!r} and {decay_steps}")
+        raise ValueError(
+            f"expected shape in {list(shapes)} and decay_steps above 0, got {shape!r} and "
+            f"{decay_steps}"
+        )
     falling = shapes[shape]
 
     def decay(count: Count) -> Tensor:
         left = falling((number(count) / decay_steps).clamp(0, 1))
         return end_value + (peak_value - end_value) * left
 
-    parts = [linear_schedule(init_value, peak_value, warmup_steps), constant_schedule(peak_value), decay]
+    parts = [
+        linear_schedule(init_value, peak_value, warmup_steps),
+        constant_schedule(peak_value),
+        decay,
+    ]
     return join_schedules(parts, [warmup_steps, warmup_steps + stable_steps])
 
 
@@ -218,8 +249,8 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     """Cosines with warm-ups, one after the other: warm restarts (Loshchilov and Hutter, 2017).
 
     Args:
-        cosine_kwargs: for each cycle, the arguments of `warmup_cosine_decay_schedule`; its `decay_steps` is the
-            cycle's length.
+        cosine_kwargs: for each cycle, the arguments of `warmup_cosine_decay_schedule`; its
+            `decay_steps` is the cycle's length.
     """
     cycles = [dict(kwargs) for kwargs in cosine_kwargs]
     ends = [sum(c["decay_steps"] for c in cycles[: i + 1]) for i in range(len(cycles))]
@@ -234,12 +265,15 @@ def piecewise_constant_schedule(
 
 
 def piecewise_interpolate_schedule(
-    interpolate_type: str, init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
+    interpolate_type: str,
+    init_value: float,
+    boundaries_and_scales: Mapping[int, float] | None = None,
 ) -> Schedule:
     """From value to value between boundaries.
 
     Args:
-        interpolate_type: "linear" or "cosine" between boundaries; "constant" until the boundary has been passed.
+        interpolate_type: "linear" or "cosine" between boundaries; "constant" until the boundary has
+            been passed.
         init_value: the value at step 0.
         boundaries_and_scales: at each boundary, the factor on the value before.
     """
@@ -295,6 +329,10 @@ def cosine_onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """One cycle of cosines: up, and down to almost nothing (Smith and Topin, 2018). Arguments: as the linear one's."""
-    scales = {int(pct_start * transition_steps): div_factor, transition_steps: 1 / (div_factor * final_div_factor)}
+    """One cycle of cosines: up, and down to almost nothing (Smith and Topin, 2018). Arguments: as
+    the linear one's."""
+    scales = {
+        int(pct_start * transition_steps): div_factor,
+        transition_steps: 1 / (div_factor * final_div_factor),
+    }
     return piecewise_interpolate_schedule("cosine", peak_value / div_factor, scales)

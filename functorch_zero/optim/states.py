@@ -27,7 +27,8 @@ def init_count(params: PyTree[Tensor]) -> CountState:
 
 
 class ScaleByLearningRateState(NamedTuple):
-    """How many steps have been taken, and what the last one was multiplied by (before the first: what it will be)."""
+    """How many steps have been taken, and what the last one was multiplied by (before the first:
+    what it will be)."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     learning_rate: Tensor  # 0-d float64, on the CPU
@@ -39,8 +40,8 @@ class ScaleByLearningRateState(NamedTuple):
 def state_metrics(state: Any) -> dict[str, Tensor]:
     """What the parts of an optimizer's state report, by name: 0-d tensors, the same on every rank.
 
-    A part reports when its state has a method `report() -> {name: tensor}`. Where several report the same name, each
-    is followed by the part's dotted path in `state`.
+    A part reports when its state has a method `report() -> {name: tensor}`. Where several report
+    the same name, each is followed by the part's dotted path in `state`.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for path, part in _reporting(state, ""):
@@ -61,16 +62,23 @@ def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     children, _, entries, _ = optree.tree_flatten_one_level(state)
     for child, entry in zip(children, entries, strict=True):
-        name = state._fields[entry] if isinstance(state, tuple) and hasattr(state, "_fields") else entry
+        name = (
+            state._fields[entry]
+            if isinstance(state, tuple) and hasattr(state, "_fields")
+            else entry
+        )
         yield from _reporting(child, f"{path}.{name}".lstrip("."))
 
 
 def find_states(state: Any, kind: type[State]) -> list[State]:
-    """Every state of one kind in an optimizer's state (or in anything that holds it), outermost first."""
+    """Every state of one kind in an optimizer's state (or in anything that holds it), outermost
+    first."""
     leaves = optree.tree_leaves(state, is_leaf=lambda s: isinstance(s, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def replace_states(state: Any, kind: type[State], fn: Callable[[State], State]) -> Any:
     """`state` with `fn` of every state of one kind in it."""
-    return tree_map(lambda s: fn(s) if isinstance(s, kind) else s, state, is_leaf=lambda s: isinstance(s, kind))
+    return tree_map(
+        lambda s: fn(s) if isinstance(s, kind) else s, state, is_leaf=lambda s: isinstance(s, kind)
+    )

@@ -1,7 +1,8 @@
 """0-d leaves, which a pointwise author's functions see as (1,).
 
-Sharded, a 0-d leaf is one element of a flat. Were it 0-d in one process, a 0-d float64 number would promote
-it there by torch's rules, as in `x * torch.tensor(0.1, dtype=torch.float64)`, and the two would have other bits.
+Sharded, a 0-d leaf is one element of a flat. Were it 0-d in one process, a 0-d float64 number would
+promote it there by torch's rules, as in `x * torch.tensor(0.1, dtype=torch.float64)`, and the two
+would have other bits.
 """
 
 from __future__ import annotations
@@ -54,14 +55,19 @@ def update_widened(
 
 
 def followers(init: Callable[[Tree], Any], params: Tree) -> list[bool]:
-    """Which leaves of the state follow a 0-d param: those that are larger when it is. Found on the meta device."""
+    """Which leaves of the state follow a 0-d param: those that are larger when it is. Found on the
+    meta device."""
 
     def made(size: int) -> list[Any]:
-        metas = tree_map(lambda p: p.new_empty((size,) if p.ndim == 0 else p.shape, device="meta"), params)
+        metas = tree_map(
+            lambda p: p.new_empty((size,) if p.ndim == 0 else p.shape, device="meta"), params
+        )
         leaves: list[Any] = optree.tree_leaves(init(metas))
         return leaves
 
-    return [isinstance(a, Tensor) and a.shape != b.shape for a, b in zip(made(1), made(2), strict=True)]
+    return [
+        isinstance(a, Tensor) and a.shape != b.shape for a, b in zip(made(1), made(2), strict=True)
+    ]
 
 
 def _map_flagged(fn: Callable[[Tensor], Tensor], tree: Any, flags: list[bool]) -> Any:

@@ -12,7 +12,11 @@ import optree
 import torch
 from optree import PyTree, tree_map
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from ..errors import StructureError, TransformError
 from ..layout.build import make_layout
@@ -29,7 +33,15 @@ from ..step.train import TrainStep, mark_trainable
 from ..tree import storage_id
 from .live_bytes import ValueNeeded
 from .report import Plan, balance_of
-from .trace import ImaginedStep, Journal, imagined_axes, loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
+from .trace import (
+    ImaginedStep,
+    Journal,
+    imagined_axes,
+    loss_through,
+    one_leaf_a_bucket,
+    order_of_units,
+    saved_by_names,
+)
 
 
 def plan(
@@ -49,34 +61,44 @@ def plan(
     shard: int | None = None,
     cut_state_over: CutStateOver = "shard",
 ) -> Plan:
-    """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks` ranks.
+    """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
+    ranks.
 
-    No rank is started, nothing is communicated and nothing of the model's size is allocated: the model may be on the
-    meta device, ranks may be 100,000. It is the sharded step itself that runs, on tensors that have no values.
+    No rank is started, nothing is communicated and nothing of the model's size is allocated: the
+    model may be on the meta device, ranks may be 100,000. It is the sharded step itself that runs,
+    on tensors that have no values.
 
     Args:
-        model_or_params: a module, or the params that `functionalize` made of one (or any tree of tensors).
+        model_or_params: a module, or the params that `functionalize` made of one (or any tree of
+            tensors).
         optimizer: a transform, or what `train_step` made of one and a loss.
         level: as for `shard`: 0 to 3, a name, or levels by leaf.
         ranks: how many.
         rank: whose plan.
         units, precision: as for `functionalize`, when a module is given; params have theirs.
-        batch: a sample of one rank's batch; tensors on the meta device will do. With it the loss is run on fake
-            tensors: activations are measured, and the collectives are those of this loss. A module given without a
-            `train_step` is its own loss: it is called with the batch, or with a tuple's parts. Without a batch, units
-            are taken to be entered once each in the layout's order, and their backward to need their weights.
+        batch: a sample of one rank's batch; tensors on the meta device will do. With it the loss is
+            run on fake
+            tensors: activations are measured, and the collectives are those of this loss. A module
+                given without a
+            `train_step` is its own loss: it is called with the batch, or with a tuple's parts.
+            Without a batch, units are taken to be entered once each in the layout's order, and
+            their backward to need their weights.
         buffers: for the loss, when params are given.
-        buffer_rule, reshard_after_forward, accumulate_in: as for `shard`, where the first is called `buffers`.
-        shard: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None: there is one axis.
+        buffer_rule, reshard_after_forward, accumulate_in: as for `shard`, where the first is called
+            `buffers`.
+        shard: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None: there is
+            one axis.
         cut_state_over: as for `shard`.
 
-    The step planned is the first one of the optimizer, with the order of units known, as from the second one on. Its
-    peak counts tensors: params, state, gradients, gathered params, activations and, over gloo, the room of a
+    The step planned is the first one of the optimizer, with the order of units known, as from the
+    second one on. Its
+    peak counts tensors: params, state, gradients, gathered params, activations and, over gloo, the
+        room of a
     reduction; not what an operator uses inside, nor the process itself.
 
     Raises:
-        TransformError: the optimizer asks for a value on the host. Where it asks yes or no, as `apply_if_finite` does,
-            yes is assumed, and `assumed` says so.
+        TransformError: the optimizer asks for a value on the host. Where it asks yes or no, as
+            `apply_if_finite` does, yes is assumed, and `assumed` says so.
         StructureError: the loss asks for a value, or for a shape that depends on values.
 
     >>> import torch
@@ -93,7 +115,9 @@ def plan(
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
     params, given, step = _inputs(model_or_params, optimizer, units, precision)
     params = mark_trainable(params, step.trainable)
-    device = next((x.device for x in optree.tree_leaves(params) if not x.is_meta), torch.device("cpu"))
+    device = next(
+        (x.device for x in optree.tree_leaves(params) if not x.is_meta), torch.device("cpu")
+    )
     journal, levels = Journal(), Levels(level)
     axes = imagined_axes(rank, ranks, journal, shard, cut_state_over, swaps=device.type == "cpu")
     options = Options(
@@ -107,7 +131,9 @@ def plan(
     levels.check(params)
     with nullcontext() if batch is not None else _no_collections():
         num_pieces = axes.optimizer.size
-        layout = make_layout(params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of)
+        layout = make_layout(
+            params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of
+        )
         fake, order = None, None
         buffers = given if buffers is None else buffers
         work = _Work(params, buffers, batch, replace(step, trainable=None), layout, layout)
@@ -116,12 +142,16 @@ def plan(
             order = order_of_units(layout, num_saved, keeps=not reshard_after_forward)
             work = _without_loss(work, num_saved)
         elif step.loss_fn is _no_loss:
-            raise StructureError("a plan with a batch needs the step's loss: pass train_step(loss, optimizer)")
+            raise StructureError(
+                "a plan with a batch needs the step's loss: pass train_step(loss, optimizer)"
+            )
         else:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
         imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, fake)
         with _values_refused(journal):
-            state = imagined.run(*tree_map(lambda x: _without_value(x, device, fake), work[:3]), order=order)
+            state = imagined.run(
+                *tree_map(lambda x: _without_value(x, device, fake), work[:3]), order=order
+            )
     return Plan(
         level=levels.number,
         num_ranks=ranks,
@@ -163,11 +193,16 @@ def _inputs(
     if not isinstance(given, nn.Module):
         if units is not None or precision is not None:
             raise StructureError(
-                "units and precision are of a module, and params were given, which have theirs from functionalize"
+                "units and precision are of a module, and params were given, which have theirs "
+                "from functionalize"
             )
         return given, {}, step
     apply, params, buffers = functionalize(given, units, precision=precision)
-    return params, buffers, replace(step, loss_fn=_called(apply)) if step.loss_fn is _no_loss else step
+    return (
+        params,
+        buffers,
+        replace(step, loss_fn=_called(apply)) if step.loss_fn is _no_loss else step,
+    )
 
 
 def _called(apply: Apply) -> LossFn:
@@ -179,13 +214,15 @@ def _called(apply: Apply) -> LossFn:
 
 
 def _without_loss(work: _Work, num_saved: Callable[[Unit], int]) -> _Work:
-    """A loss that goes through all units stands in. An optimizer that treats all elements alike sees buckets only."""
+    """A loss that goes through all units stands in. An optimizer that treats all elements alike
+    sees buckets only."""
     layout = one_leaf_a_bucket(work.layout)
     step = replace(work.step, loss_fn=loss_through(layout, num_saved))
     if step.optimizer.plain is None or step.metrics:
         return work._replace(step=step, pass_layout=layout)
     leaves = [
-        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.trainable) for leaf in layout.leaves
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.trainable)
+        for leaf in layout.leaves
     ]
     return work._replace(params=leaves, step=step, layout=layout, pass_layout=layout)
 
@@ -195,10 +232,14 @@ def _without_value(x: Any, device: torch.device, fake: FakeTensorMode | None) ->
     if not isinstance(x, Tensor):
         return x
     if fake is None:
-        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        return torch.empty_strided(
+            x.size(), x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad
+        )
     with fake:
         where = device if x.is_meta else x.device
-        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where, requires_grad=x.requires_grad)
+        return torch.empty_strided(
+            x.size(), x.stride(), dtype=x.dtype, device=where, requires_grad=x.requires_grad
+        )
 
 
 def _held(tree: Any) -> int:
@@ -209,7 +250,8 @@ def _held(tree: Any) -> int:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Python would look through all objects of the process again and again, while a plan only makes more of them."""
+    """Python would look through all objects of the process again and again, while a plan only makes
+    more of them."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -227,9 +269,10 @@ def _values_refused(journal: Journal) -> Iterator[None]:
         if journal.phase == "optimizer":
             raise TransformError(
                 "the optimizer reads values of tensors on the host, which a plan does not have. "
-                "Remedy: compute with torch.where instead of `if`, or plan with another optimizer of the same needs"
+                "Remedy: compute with torch.where instead of `if`, or plan with another optimizer "
+                "of the same needs"
             ) from error
         raise StructureError(
-            "the loss reads values of tensors on the host, which a plan does not have. Remedy: plan with a loss whose "
-            "shapes and branches do not depend on values, or without a batch"
+            "the loss reads values of tensors on the host, which a plan does not have. Remedy: "
+            "plan with a loss whose shapes and branches do not depend on values, or without a batch"
         ) from error

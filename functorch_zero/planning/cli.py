@@ -1,4 +1,5 @@
-"""`python -m functorch_zero plan --layers 32 --width 4096 --vocab 32000 --ranks 64 --memory 80 --bandwidth 50`."""
+"""`python -m functorch_zero plan --layers 32 --width 4096 --vocab 32000 --ranks 64 --memory 80
+--bandwidth 50`."""
 
 from __future__ import annotations
 
@@ -27,61 +28,101 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "plan",
         help="which levels fit a device's memory, and what a step sends",
-        description="What each level holds on a rank and sends in a step, and the smallest level that fits. No model "
-        "is made and no rank started. Activations are not in it: give them with --activations, or measure them with "
-        "functorch_zero.plan and a batch.",
+        description="What each level holds on a rank and sends in a step, and the smallest level "
+        "that fits. No model is made and no rank started. Activations are not in it: give them "
+        "with --activations, or measure them with functorch_zero.plan and a batch.",
     )
     parser.set_defaults(run=run)
     model = parser.add_argument_group(
-        "the model, a decoder without biases, by its counts or by a file", argument_default=argparse.SUPPRESS
+        "the model, a decoder without biases, by its counts or by a file",
+        argument_default=argparse.SUPPRESS,
     )
-    for name, text in (("layers", "blocks"), ("width", "of the residual stream"), ("vocab", "tokens")):
+    for name, text in (
+        ("layers", "blocks"),
+        ("width", "of the residual stream"),
+        ("vocab", "tokens"),
+    ):
         model.add_argument(f"--{name}", type=int, help=text)
     model.add_argument("--hidden", type=int, help="width of the feed-forward; by default 4 * width")
     model.add_argument("--heads", type=int, help="of attention; by default 1")
     model.add_argument("--kv-heads", type=int, help="by default as many as heads")
     model.add_argument("--gated", action="store_true", help="the feed-forward has three matrices")
     model.add_argument("--tied", action="store_true", help="the head is the embedding")
-    model.add_argument("--config", type=Path, default=None, help="a Hugging Face config.json instead")
+    model.add_argument(
+        "--config", type=Path, default=None, help="a Hugging Face config.json instead"
+    )
     run_ = parser.add_argument_group("the run")
-    run_.add_argument("--optimizer", default="adamw", help="a function of functorch_zero.optim (default: adamw)")
-    run_.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"], help="of the params")
-    run_.add_argument("--compute", choices=["bfloat16", "float16"], help="of the params in use; by default as kept")
-    run_.add_argument("--ranks", type=int, nargs="+", required=True, help="one or several numbers of them")
+    run_.add_argument(
+        "--optimizer", default="adamw", help="a function of functorch_zero.optim (default: adamw)"
+    )
+    run_.add_argument(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16", "float64"],
+        help="of the params",
+    )
+    run_.add_argument(
+        "--compute",
+        choices=["bfloat16", "float16"],
+        help="of the params in use; by default as kept",
+    )
+    run_.add_argument(
+        "--ranks", type=int, nargs="+", required=True, help="one or several numbers of them"
+    )
     run_.add_argument("--memory", type=_positive, help="a device's, in GB (10**9 bytes)")
-    run_.add_argument("--bandwidth", type=_positive, help="of a rank's link, in GB a second, one way")
+    run_.add_argument(
+        "--bandwidth", type=_positive, help="of a rank's link, in GB a second, one way"
+    )
     run_.add_argument("--activations", type=float, default=0.0, help="a rank's, in GB")
     run_.add_argument("--json", type=Path, help="write the plans there")
     run_.add_argument("--picture", type=Path, help="draw the peaks there (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plans of all levels, for each number of ranks. Exit code 1 when for one of these none fits."""
+    """Print the plans of all levels, for each number of ranks. Exit code 1 when for one of these
+    none fits."""
     if not 0 <= args.activations < math.inf:
         raise ValueError(f"--activations must be at least 0, got {args.activations}")
     precision = Precision(compute=getattr(torch, args.compute)) if args.compute else None
     params = _shape(args).params(getattr(torch, args.dtype), precision)
     optimizer = _optimizer(args.optimizer)
-    plans = {n: [plan(params, optimizer, level=level.number, ranks=n) for level in LEVELS] for n in args.ranks}
+    plans = {
+        n: [plan(params, optimizer, level=level.number, ranks=n) for level in LEVELS]
+        for n in args.ranks
+    }
     fits = [_show(n, made, args) for n, made in plans.items()]
     if args.json:
-        args.json.write_text("[" + ",\n".join(p.to_json() for made in plans.values() for p in made) + "]\n")
+        args.json.write_text(
+            "[" + ",\n".join(p.to_json() for made in plans.values() for p in made) + "]\n"
+        )
     if args.picture:
-        tops = {f"level {p.level}, {p.num_ranks} ranks": p.peak for made in plans.values() for p in made}
-        draw_levels(tops, str(args.picture), title=f"{args.optimizer}, {_dtypes(args)}, without activations")
+        tops = {
+            f"level {p.level}, {p.num_ranks} ranks": p.peak for made in plans.values() for p in made
+        }
+        draw_levels(
+            tops, str(args.picture), title=f"{args.optimizer}, {_dtypes(args)}, without activations"
+        )
     return 0 if all(fits) else 1
 
 
 def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bool:
     """Print the plans for one number of ranks. Whether one of them fits, or nobody asked."""
     peaks = [p.peak.total + args.activations * _GB for p in plans]
-    print(f"{plans[0].num_params:,} params in {_dtypes(args)}, {args.optimizer}, {num_ranks} ranks; of rank 0:\n")
+    print(
+        f"{plans[0].num_params:,} params in {_dtypes(args)}, {args.optimizer}, {num_ranks} ranks; "
+        "of rank 0:\n"
+    )
     print(table(plans, peaks, args.memory, args.bandwidth))
     paper = [zero_bytes(plans[0].num_params, num_ranks, level=level.number) for level in LEVELS]
-    print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes a parameter: " + ", ".join(map(bytes_text, paper)))
+    print(
+        "\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes a parameter: "
+        + ", ".join(map(bytes_text, paper))
+    )
     if args.memory is None:
         return True
-    fitting = [level.number for level, peak in zip(LEVELS, peaks, strict=True) if peak <= args.memory * _GB]
+    fitting = [
+        level.number for level, peak in zip(LEVELS, peaks, strict=True) if peak <= args.memory * _GB
+    ]
     if fitting:
         print(f"\nThe smallest level that fits: {fitting[0]}")
     else:
@@ -89,7 +130,9 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
     return bool(fitting)
 
 
-def table(plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, bandwidth: float | None) -> str:
+def table(
+    plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, bandwidth: float | None
+) -> str:
     """One row a level."""
     rows = [["level", "params", "gradients", "state", "gathered", "peak", "sent a step"]]
     rows[0] += ["at least"] if bandwidth else []
@@ -118,13 +161,21 @@ def _dtypes(args: argparse.Namespace) -> str:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    counts = {field.name: getattr(args, field.name) for field in fields(Shape) if hasattr(args, field.name)}
+    counts = {
+        field.name: getattr(args, field.name)
+        for field in fields(Shape)
+        if hasattr(args, field.name)
+    }
     if args.config and counts:
-        raise ValueError(f"--config has the model's counts: give no others beside it, got {', '.join(counts)}")
+        raise ValueError(
+            f"--config has the model's counts: give no others beside it, got {', '.join(counts)}"
+        )
     if args.config:
         return read_config(args.config)
     if not {"layers", "width", "vocab"} <= set(counts):
-        raise ValueError("the model's size is missing: pass --layers, --width and --vocab, or --config")
+        raise ValueError(
+            "the model's size is missing: pass --layers, --width and --vocab, or --config"
+        )
     return Shape(**counts)
 
 

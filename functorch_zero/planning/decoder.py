@@ -14,7 +14,8 @@ from ..precision import Precision
 
 @dataclass(frozen=True)
 class Shape:
-    """Counts of a decoder language model: without biases, one norm before attention, one before the feed-forward."""
+    """Counts of a decoder language model: without biases, one norm before attention, one before the
+    feed-forward."""
 
     layers: int
     width: int
@@ -37,15 +38,22 @@ class Shape:
             raise ValueError(f"heads must divide the width, {self.width}; got {self.heads}")
 
     def params(self, dtype: torch.dtype, precision: Precision | None = None) -> Params:
-        """The leaves on the meta device; a unit a block, one the embedding, one the head with the last norm."""
+        """The leaves on the meta device; a unit a block, one the embedding, one the head with the
+        last norm."""
         leaves: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, self.width)}
         units = [UnitSpec("embed", ("embed",), ("embed.weight",))]
         for i in range(self.layers):
             block = {f"blocks.{i}.{name}.weight": shape for name, shape in self._block().items()}
             units.append(UnitSpec(f"blocks.{i}", (f"blocks.{i}",), tuple(block)))
             leaves |= block
-        last = {"norm.weight": (self.width,)} | ({} if self.tied else {"head.weight": (self.vocab, self.width)})
-        units.append(UnitSpec("norm" if self.tied else "norm+head", ("norm", "head")[: len(last)], tuple(last)))
+        last = {"norm.weight": (self.width,)} | (
+            {} if self.tied else {"head.weight": (self.vocab, self.width)}
+        )
+        units.append(
+            UnitSpec(
+                "norm" if self.tied else "norm+head", ("norm", "head")[: len(last)], tuple(last)
+            )
+        )
         made = {
             name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
             for name, shape in (leaves | last).items()
@@ -76,8 +84,8 @@ def read_config(path: Path) -> Shape:
 
     Raises:
         OSError: the file can't be read.
-        ValueError: it is no JSON; counts are missing or no integers; or it is another kind of model: with experts, or
-            an encoder.
+        ValueError: it is no JSON; counts are missing or no integers; or it is another kind of
+            model: with experts, or an encoder.
     """
     try:
         config = json.loads(path.read_text())
@@ -87,7 +95,8 @@ def read_config(path: Path) -> Shape:
         raise ValueError(f"{path} must hold a JSON object, got a {type(config).__name__}")
     if odd := [key for key in (*_EXPERTS, "is_encoder_decoder") if config.get(key)]:
         raise ValueError(
-            f"{path} is no plain decoder: it has {odd[0]}. Remedy: functorch_zero.plan on the model itself"
+            f"{path} is no plain decoder: it has {odd[0]}. Remedy: functorch_zero.plan on the "
+            "model itself"
         )
     found: dict[str, int] = {}
     for field, keys in _FIELDS.items():
@@ -98,8 +107,15 @@ def read_config(path: Path) -> Shape:
             found_as = next(key for key in keys if config.get(key))
             raise ValueError(f"{path}: {found_as} must be an integer, got {values[0]!r}")
         found |= {field: values[0]} if values else {}
-    gated = str(config.get("hidden_act", "")).lower() in ("silu", "swiglu", "geglu", "gelu_pytorch_tanh")
-    return Shape(**found, gated=gated, tied=bool(config.get("tie_word_embeddings", True)))  # as transformers does
+    gated = str(config.get("hidden_act", "")).lower() in (
+        "silu",
+        "swiglu",
+        "geglu",
+        "gelu_pytorch_tanh",
+    )
+    return Shape(
+        **found, gated=gated, tied=bool(config.get("tie_word_embeddings", True))
+    )  # as transformers does
 
 
 _FIELDS = {

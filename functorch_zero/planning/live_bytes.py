@@ -1,8 +1,9 @@
-"""Computing with tensors that have no values, and the bytes of those that are alive, by what they are for.
+"""Computing with tensors that have no values, and the bytes of those that are alive, by what they
+are for.
 
-A tensor without values is a fake one, which stands for one of a device, or one on the meta device, whose operators are
-ten times as quick and not always those of a device. What depends on no such tensor (step counts, learning rates) is
-computed as ever, so that the host can read it.
+A tensor without values is a fake one, which stands for one of a device, or one on the meta device,
+whose operators are ten times as quick and not always those of a device. What depends on no such
+tensor (step counts, learning rates) is computed as ever, so that the host can read it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,17 @@ from ..tree import has_values, storage_id
 from .report import KINDS
 
 _aten = torch.ops.aten
-_MAKERS = {_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided}
-_WRITTEN_ANYWAY = {"running_mean", "running_var"}  # torch's batch_norm does not say that it writes to these
+_MAKERS = {
+    _aten.new_empty,
+    _aten.new_zeros,
+    _aten.new_ones,
+    _aten.new_full,
+    _aten.new_empty_strided,
+}
+_WRITTEN_ANYWAY = {
+    "running_mean",
+    "running_var",
+}  # torch's batch_norm does not say that it writes to these
 
 
 class ValueNeeded(Exception):
@@ -41,7 +51,8 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: bytes alive, by kind.
         total: bytes alive, of all kinds.
-        assumed: how many yes-no questions about values the host has asked. They were answered with yes.
+        assumed: how many yes-no questions about values the host has asked. They were answered with
+            yes.
     """
 
     def __init__(self, fake: FakeTensorMode | None, on_growth: Callable[[], None]) -> None:
@@ -51,7 +62,9 @@ class LiveBytes(TorchDispatchMode):
         self._fake, self._on_growth = fake, on_growth
         self._paused = False
         self._kinds: dict[int, tuple[str | None, int]] = {}  # by storage: its kind and bytes
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # which tell when a storage goes
+        self._refs: dict[
+            int, weakref.ref[torch.UntypedStorage]
+        ] = {}  # which tell when a storage goes
         self._copies: dict[int, int] = {}  # storages that are copies, and of what
         self._written: set[int] = set()
 
@@ -73,7 +86,9 @@ class LiveBytes(TorchDispatchMode):
         if self._fake is None:
             args = _on_meta(args) if num_known else args
             kwargs = _moved({k: _on_meta(v) for k, v in kwargs.items()}, "meta")
-        if func is _aten.new_empty.default and self._fake is None:  # which torch does in Python, and slowly
+        if (
+            func is _aten.new_empty.default and self._fake is None
+        ):  # which torch does in Python, and slowly
             out = torch.empty(args[1], dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
         else:
             out = func(*args, **kwargs)
@@ -83,7 +98,9 @@ class LiveBytes(TorchDispatchMode):
         self._follow(out)
         if func is _aten.clone.default:
             source = storage_id(args[0])
-            self._copies[storage_id(out)] = source if source in self._written else self._copies.get(source, source)
+            self._copies[storage_id(out)] = (
+                source if source in self._written else self._copies.get(source, source)
+            )
         return out
 
     def adopt(self, tensors: Iterable[Tensor], kind: str | None) -> None:
@@ -114,7 +131,8 @@ class LiveBytes(TorchDispatchMode):
             self._paused = False
 
     def _known(self, func: Any, args: Any, kwargs: Any, *, anew: bool) -> Any:
-        """An operator on values: single numbers, or what a loss brings along. New tensors of more get none."""
+        """An operator on values: single numbers, or what a loss brings along. New tensors of more
+        get none."""
         if anew and self._fake is not None:
             with self._fake:
                 made = func(*args, **kwargs)
@@ -133,7 +151,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _follow(self, out: Any) -> None:
         for tensor in _tensors(out if isinstance(out, tuple | list) else (out,)):
-            empty = tensor.device.type == "meta" if self._fake else is_placeholder(tensor)  # also on a real rank
+            empty = (
+                tensor.device.type == "meta" if self._fake else is_placeholder(tensor)
+            )  # also on a real rank
             if not empty and storage_id(tensor) not in self._kinds:
                 self.adopt([tensor], "activations")
                 self._on_growth()

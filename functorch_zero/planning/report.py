@@ -17,24 +17,28 @@ from ..sharded_optim.state_plan import EVERYONE, make_planner
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank holds between steps, what it sends in a step, and when its memory is highest. Bytes.
+    """What one rank holds between steps, what it sends in a step, and when its memory is highest.
+    Bytes.
 
     Print it for a table; `to_json` has everything; `draw` makes a picture.
 
     Attributes:
         level: 0 to 3; None where leaves may differ in it.
         num_ranks: the ranks.
-        rank: whose plan this is; ranks differ only in the leaves they own and in what of partial buckets is theirs.
+        rank: whose plan this is; ranks differ only in the leaves they own and in what of partial
+            buckets is theirs.
         num_params: elements of all leaves.
-        params, gradients, state: a rank's, between steps; gradients: reduced ones, from backward to update.
+        params, gradients, state: a rank's, between steps; gradients: reduced ones, from backward to
+            update.
         gathered: the most there is of gathered params at a time.
         buffers: a model's buffers, on every rank.
         samples: memory from unit to unit, in the order of a step in its steady state.
         collectives: all of a step, in order.
         balance: of the owners, where the optimizer has whole-leaf parts.
-        traced: whether a sample batch was run; if not, there are no activations in it and the order of units is the
-            layout's.
-        assumed: how many yes-no questions about values the step asked on the host; answered with yes.
+        traced: whether a sample batch was run; if not, there are no activations in it and the order
+            of units is the layout's.
+        assumed: how many yes-no questions about values the step asked on the host; answered with
+            yes.
     """
 
     level: int | None
@@ -76,7 +80,8 @@ class Plan:
         return json.dumps(self._as_dict(), indent=1)
 
     def draw(self, path: str) -> None:
-        """Draw one step's memory over its moments, stacked by kind, into a file. Needs matplotlib (extra `plot`)."""
+        """Draw one step's memory over its moments, stacked by kind, into a file. Needs matplotlib
+        (extra `plot`)."""
         draw(self.samples, path, title=self._title)
 
     def __str__(self) -> str:
@@ -90,7 +95,8 @@ class Plan:
         parts = [head, "\n".join(f"  {name:12s} {value}" for name, value in rows)]
         if (balance := self.balance) is not None:
             parts.append(
-                f"  owners of {len(balance.leaves)} leaves: the busiest has {balance.imbalance:.2f} of the mean"
+                f"  owners of {len(balance.leaves)} leaves: the busiest has "
+                f"{balance.imbalance:.2f} of the mean"
             )
         return "\n".join([*parts, "a step's collectives:", format_collectives(self.collectives)])
 
@@ -100,10 +106,23 @@ class Plan:
         return f"{level}, {self.num_ranks} ranks"
 
     def _as_dict(self) -> dict[str, Any]:
-        names = ("level", "num_ranks", "rank", "num_params", "params", "gradients", "state", "buffers", "gathered")
+        names = (
+            "level",
+            "num_ranks",
+            "rank",
+            "num_params",
+            "params",
+            "gradients",
+            "state",
+            "buffers",
+            "gathered",
+        )
         peak = self.peak
         return {
-            **{name: getattr(self, name) for name in (*names, "activations", "sent_bytes", "traced", "assumed")},
+            **{
+                name: getattr(self, name)
+                for name in (*names, "activations", "sent_bytes", "traced", "assumed")
+            },
             "peak": {"bytes": peak.total, **peak._asdict()},
             "samples": [sample._asdict() for sample in self.samples],
             "collectives": [
@@ -134,7 +153,9 @@ class Collective(NamedTuple):
     kind: str  # the group's method
     unit: str  # whose bucket; empty where it belongs to no unit
     dtype: torch.dtype
-    num_elements: int  # of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
+    num_elements: (
+        int  # of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
+    )
     sent_bytes: float  # what this rank sends at least, on a ring
     group: str  # which ranks
 
@@ -225,7 +246,10 @@ def format_collectives(collectives: Sequence[Collective]) -> str:
     for c in collectives:
         grouped.setdefault((c.phase, c.kind, str(c.dtype).removeprefix("torch.")), []).append(c)
     for key, calls in grouped.items():
-        sizes = (bytes_text(sum(c.nbytes for c in calls)), bytes_text(sum(c.sent_bytes for c in calls)))
+        sizes = (
+            bytes_text(sum(c.nbytes for c in calls)),
+            bytes_text(sum(c.sent_bytes for c in calls)),
+        )
         rows.append([*key, str(len(calls)), *sizes])
     total = bytes_text(sum(c.sent_bytes for c in collectives))
     rows.append(["total", "", "", str(len(collectives)), "", total])
@@ -238,7 +262,11 @@ def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
         return None
     planner = make_planner(layout, layout.trainable, layout.num_ranks)
     optimizer.init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner)
-    owned = [Owned(layout.leaves[n].path, owner, cost) for n, owner, cost in planner.owned if owner != EVERYONE]
+    owned = [
+        Owned(layout.leaves[n].path, owner, cost)
+        for n, owner, cost in planner.owned
+        if owner != EVERYONE
+    ]
     return Balance(tuple(owned), layout.num_ranks) if owned else None
 
 
@@ -248,7 +276,8 @@ def draw(samples: Sequence[Sample], path: str, *, title: str) -> None:
 
 
 def draw_levels(plans: Mapping[str, Sample], path: str, *, title: str) -> None:
-    """The peaks of several plans side by side, by label ("level 3, 64 ranks", say), stacked by kind."""
+    """The peaks of several plans side by side, by label ("level 3, 64 ranks", say), stacked by
+    kind."""
     figure_of_levels(plans, title=title).savefig(path)
 
 
@@ -282,14 +311,22 @@ def _figure(title: str) -> tuple[Any, Any]:
     try:
         figure = import_module("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")
     except ImportError as error:
-        raise ImportError("pictures need matplotlib. Remedy: pip install 'functorch-zero[plot]'") from error
+        raise ImportError(
+            "pictures need matplotlib. Remedy: pip install 'functorch-zero[plot]'"
+        ) from error
     axes = figure.add_subplot()
     axes.set_title(title)
     return figure, axes
 
 
 def zero_bytes(
-    num_params: float, ranks: int, *, level: int, params: float = 2, gradients: float = 2, state: float = 12
+    num_params: float,
+    ranks: int,
+    *,
+    level: int,
+    params: float = 2,
+    gradients: float = 2,
+    state: float = 12,
 ) -> float:
     """The bytes of params, gradients and optimizer state that a rank holds.
 
@@ -297,16 +334,20 @@ def zero_bytes(
         num_params: elements.
         ranks: how many share them.
         level: 0 to 3; the paper's stages.
-        params, gradients, state: bytes an element. The defaults are mixed-precision Adam's: half-precision params and
-            gradients, and a float32 copy and two moments (the paper's K = 12).
+        params, gradients, state: bytes an element. The defaults are mixed-precision Adam's:
+            half-precision params and gradients, and a float32 copy and two moments (the paper's K =
+            12).
 
-    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), figure 1.
+    After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+    (2020), figure 1.
 
     >>> [round(zero_bytes(7.5e9, 64, level=level) / 1e9, 1) for level in range(4)]
     [120.0, 31.4, 16.6, 1.9]
     """
     if ranks < 1 or level not in range(4):
-        raise ValueError(f"expected ranks of at least 1 and a level from 0 to 3, got {ranks} and {level}")
+        raise ValueError(
+            f"expected ranks of at least 1 and a level from 0 to 3, got {ranks} and {level}"
+        )
     cut = (state, gradients, params)[:level]
     whole = (state, gradients, params)[level:]
     return num_params * (sum(whole) + sum(cut) / ranks)

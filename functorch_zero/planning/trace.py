@@ -1,7 +1,10 @@
-"""A sharded step on tensors without values: the step itself does what it does on a real rank, and is watched.
+"""A sharded step on tensors without values: the step itself does what it does on a real rank, and
+is watched.
 
-A loss that is not there has a stand-in, which goes through the layout's units. What units gather and reduce, and when,
-does not depend on the leaves inside. It supposes what only a loss can say: each unit is entered once, in the layout's
+A loss that is not there has a stand-in, which goes through the layout's units. What units gather
+and reduce, and when,
+does not depend on the leaves inside. It supposes what only a loss can say: each unit is entered
+    once, in the layout's
 order, and all take part in backward.
 """
 
@@ -55,24 +58,38 @@ class ImaginedStep(ShardedTrainStep):
     """
 
     def __init__(
-        self, step: TrainStep, options: Options, layout: Layout, pass_layout: Layout, fake: FakeTensorMode | None
+        self,
+        step: TrainStep,
+        options: Options,
+        layout: Layout,
+        pass_layout: Layout,
+        fake: FakeTensorMode | None,
     ):
         super().__init__(replace(step, loss_fn=self._watched(step.loss_fn)), options)
         assert isinstance(options.group, Recorder)
         self._journal, self._layout, self._pass_layout = options.group.journal, layout, pass_layout
         self.live = LiveBytes(fake, self._sample)
         self._journal.notice, self._journal.on_call = self._adopt, self._name
-        self._only_buckets = fake is None and layout is pass_layout  # of an optimizer that treats all elements alike
+        self._only_buckets = (
+            fake is None and layout is pass_layout
+        )  # of an optimizer that treats all elements alike
         self.samples: list[Sample] = []
         self._highest = 0  # bytes of the last sample
         self.reduced = 0
 
     def run(
-        self, params: PyTree[Tensor], buffers: PyTree[Tensor], batch: Any, *, order: Sequence[str] | None = None
+        self,
+        params: PyTree[Tensor],
+        buffers: PyTree[Tensor],
+        batch: Any,
+        *,
+        order: Sequence[str] | None = None,
     ) -> TrainState:
-        """Run the first step, but with the order of units known, as from the second one on. Returns its state.
+        """Run the first step, but with the order of units known, as from the second one on. Returns
+        its state.
 
-        `order`: the units as the pass fetches them, where that is known; else one more pass finds it out.
+        `order`: the units as the pass fetches them, where that is known; else one more pass finds
+        it out.
         """
         whole = nullcontext() if self._only_buckets else self.live
         with whole:
@@ -80,19 +97,30 @@ class ImaginedStep(ShardedTrainStep):
         with whole, _uncompiled():
             if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
                 if order is None:
-                    self._backward(state, batch, flats_of(state.params, self._layout, self._rank), self._layout)
+                    self._backward(
+                        state, batch, flats_of(state.params, self._layout, self._rank), self._layout
+                    )
                 else:
                     self._trace = list(order)
-            for kind, tree in ((None, (params, buffers, batch)), ("params", state[1:3]), ("state", state.opt_state)):
-                self.live.adopt([x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], kind)
+            for kind, tree in (
+                (None, (params, buffers, batch)),
+                ("params", state[1:3]),
+                ("state", state.opt_state),
+            ):
+                self.live.adopt(
+                    [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], kind
+                )
             self._journal.recorded.clear()
             self.samples.clear()
             self(state, batch)
-        assert order is None or not self._trace or self._trace == list(order), "units came in another order"
+        assert order is None or not self._trace or self._trace == list(order), (
+            "units came in another order"
+        )
         return state
 
     def _watched(self, loss_fn: LossFn) -> LossFn:
-        """The loss, before and after which the phase changes. A weight is a number, since nobody knows its value."""
+        """The loss, before and after which the phase changes. A weight is a number, since nobody
+        knows its value."""
 
         def loss(params: Any, buffers: Any, batch: Any) -> Any:
             for run in {handle.entrance for handle in optree.tree_leaves(params)}:
@@ -120,11 +148,19 @@ class ImaginedStep(ShardedTrainStep):
         self.reduced = sum(flat.nbytes for flat in made[0].values())
         return made
 
-    def _report(self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]) -> agreement.Report:
+    def _report(
+        self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]
+    ) -> agreement.Report:
         """The same all-reduce, of numbers that are there, and the buffers that were written to."""
         self._enter("metrics")
-        before, (after, treedef) = optree.tree_leaves(state.buffers), optree.tree_flatten(outcome.buffers)
-        kept = [o if self.live.is_untouched_copy(n, o) else n for o, n in zip(before, after, strict=True)]
+        before, (after, treedef) = (
+            optree.tree_leaves(state.buffers),
+            optree.tree_flatten(outcome.buffers),
+        )
+        kept = [
+            o if self.live.is_untouched_copy(n, o) else n
+            for o, n in zip(before, after, strict=True)
+        ]
         metrics, buffers = dict.fromkeys(outcome.metrics, 0.0), treedef.unflatten(kept)
         with self.live.paused():
             known = outcome._replace(loss=torch.zeros(()), metrics=metrics, buffers=buffers)
@@ -141,7 +177,8 @@ class ImaginedStep(ShardedTrainStep):
         self._sample()
 
     def _name(self, collective: Collective) -> None:
-        """Where params are not gathered, the unit in use is known when its gradients are reduced."""
+        """Where params are not gathered, the unit in use is known when its gradients are
+        reduced."""
         if (
             collective.unit
             and collective.phase == "backward"
@@ -162,11 +199,16 @@ class ImaginedStep(ShardedTrainStep):
 
 def _uncompiled() -> AbstractContextManager[Any]:
     """Compiled regions run operator by operator: there is nothing to compile for without values."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext()
+    )
 
 
 class _Announced:
-    """A prepared update that says when it begins and ends; an idle one works in place, and takes no room."""
+    """A prepared update that says when it begins and ends; an idle one works in place, and takes no
+    room."""
 
     def __init__(self, prepared: Any, enter: Callable[[str], None], *, idle: bool) -> None:
         self._prepared, self._enter, self._idle = prepared, enter, idle
@@ -205,20 +247,25 @@ class Journal:
 
 
 class Recorder(LabelledGroup):
-    """Rank `rank` of `size`: every collective is recorded with its phase and unit, and leaves its tensors as they are.
+    """Rank `rank` of `size`: every collective is recorded with its phase and unit, and leaves its
+    tensors as they are.
 
     Args:
         name: which ranks these are.
         swaps: whether a reduce-scatter takes room for what the other ranks send, as over gloo.
     """
 
-    def __init__(self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool, label: str = "") -> None:
+    def __init__(
+        self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool, label: str = ""
+    ) -> None:
         super().__init__(_Silent(rank, size), label)
         self.journal, self.name, self.swaps = journal, name, swaps
         self._counting = CountedGroup(self.inner)
 
     def at(self, label: str) -> Recorder:
-        return Recorder(self.rank, self.size, self.journal, name=self.name, swaps=self.swaps, label=label)
+        return Recorder(
+            self.rank, self.size, self.journal, name=self.name, swaps=self.swaps, label=label
+        )
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         if self._in_pass:
@@ -238,7 +285,9 @@ class Recorder(LabelledGroup):
             self.journal.notice("gradients", tensor)
         return self._noted(self._counting.all_reduce(tensor, op))
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
         return self._noted(self._counting.all_to_all(out, out_sizes, source, in_sizes))
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -253,7 +302,9 @@ class Recorder(LabelledGroup):
         phase = "optimizer" if where == "optimizer" else self.journal.phase
         unit = "" if where in ("step", "optimizer") else where
         call = self._counting.calls[-1]
-        made = Collective(phase, call.kind, unit, call.dtype, call.num_elements, call.sent_bytes, self.name)
+        made = Collective(
+            phase, call.kind, unit, call.dtype, call.num_elements, call.sent_bytes, self.name
+        )
         self.journal.recorded.append(made)
         self.journal.on_call(made)
         return work
@@ -262,19 +313,27 @@ class Recorder(LabelledGroup):
 def imagined_axes(
     rank: int, size: int, journal: Journal, shard: int | None, cut_state_over: str, *, swaps: bool
 ) -> Axes:
-    """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard` ranks along its shard axis."""
+    """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard` ranks along its
+    shard axis."""
 
     def group(rank: int, size: int, name: str) -> Recorder:
-        return Recorder(rank, size, journal, name=f"{name} {size}" if size > 1 else "itself", swaps=swaps)
+        return Recorder(
+            rank, size, journal, name=f"{name} {size}" if size > 1 else "itself", swaps=swaps
+        )
 
     world, both = group(rank, size, "all"), check_cut_state_over(cut_state_over) == "both"
     if shard is None:
         return axes_of(world, both=both)
     if shard < 1 or size % shard:
-        raise ValueError(f"shard must divide the number of ranks, {size}, so that all replicas are alike; got {shard}")
+        raise ValueError(
+            f"shard must divide the number of ranks, {size}, so that all replicas are alike; got "
+            f"{shard}"
+        )
     (replica, place), num_replicas = divmod(rank, shard), size // shard
     pieces = group(place, shard, "shard")
-    by_piece = group(place * num_replicas + replica, size, "all") if both else pieces  # as `HybridGroup.by_piece`
+    by_piece = (
+        group(place * num_replicas + replica, size, "all") if both else pieces
+    )  # as `HybridGroup.by_piece`
     return Axes(world, pieces, group(replica, num_replicas, "replicate"), by_piece)
 
 
@@ -321,7 +380,9 @@ class _Silent:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return Done()
 
-    def all_to_all(self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
         return Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -338,19 +399,26 @@ class _Silent:
 
 
 def one_leaf_a_bucket(layout: Layout) -> Layout:
-    """The same units and buckets, each bucket with one leaf that fills it, or nearly, where several leaves do."""
+    """The same units and buckets, each bucket with one leaf that fills it, or nearly, where several
+    leaves do."""
     buckets = []
     for b, bucket in enumerate(layout.buckets):
         fills = bucket.numels == (bucket.numel,)  # then its gradient needs no copy
-        buckets.append(replace(bucket, leaves=(b,), shapes=((bucket.numel - (not fills),),), offsets=(0,)))
+        buckets.append(
+            replace(bucket, leaves=(b,), shapes=((bucket.numel - (not fills),),), offsets=(0,))
+        )
     leaves = [LeafSpec(b.name, b.shapes[0], b.dtype, b.trainable, b.cut, b.dtypes) for b in buckets]
     return replace(
-        layout, leaves=tuple(leaves), buckets=tuple(buckets), treedef=optree.tree_structure([0] * len(buckets))
+        layout,
+        leaves=tuple(leaves),
+        buckets=tuple(buckets),
+        treedef=optree.tree_structure([0] * len(buckets)),
     )
 
 
 def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
-    """A loss on such a layout; `num_saved`: how many leaves a unit's backward needs (two stand for more)."""
+    """A loss on such a layout; `num_saved`: how many leaves a unit's backward needs (two stand for
+    more)."""
 
     def loss(params: list[Handle], buffers: Any, batch: Any) -> Tensor:
         x = torch.zeros(())
@@ -372,7 +440,11 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
 
 def order_of_units(layout: Layout, num_saved: Callable[[Unit], int], *, keeps: bool) -> list[str]:
     """The order in which this loss fetches units, forward and, unless they are kept, backward."""
-    again = [unit.name or "root" for unit in layout.units if unit.modules and num_saved(unit) and not keeps]
+    again = [
+        unit.name or "root"
+        for unit in layout.units
+        if unit.modules and num_saved(unit) and not keeps
+    ]
     return [*(unit.name or "root" for unit in layout.units), *reversed(again)]
 
 
@@ -397,12 +469,15 @@ class _Use(torch.autograd.Function):
 
 
 def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
-    """Linear maps, convolutions and norms need their weights in backward and not their biases; a lookup needs none."""
+    """Linear maps, convolutions and norms need their weights in backward and not their biases; a
+    lookup needs none."""
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     lookups = {f"{path}.weight".lstrip(".") for path, m in modules if isinstance(m, nn.Embedding)}
 
     def num_saved(unit: Unit) -> int:
         paths = [layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves]
-        return sum(path not in lookups and not path.rpartition(".")[2].startswith("bias") for path in paths)
+        return sum(
+            path not in lookups and not path.rpartition(".")[2].startswith("bias") for path in paths
+        )
 
     return num_saved

@@ -1,13 +1,14 @@
 """Where a unit's gradients go: reduced at every entry, or once a unit when all have come.
 
-Note [order of reductions]: ranks must start the same collectives in the same order, even when one rank's loss does not
-reach a unit. `Streaming` therefore starts in the reverse of the order of entries; for an entry that backward has
-passed by it sends zeros, and gathers what its backward would have gathered. `Accumulating` starts in the reverse of
-the layout's order, each unit once.
+Note [order of reductions]: ranks must start the same collectives in the same order, even when one
+rank's loss does not reach a unit. `Streaming` therefore starts in the reverse of the order of
+entries; for an entry that backward has passed by it sends zeros, and gathers what its backward
+would have gathered. `Accumulating` starts in the reverse of the layout's order, each unit once.
 
-Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is ready. So when it
-runs a node, entries that are newer have been passed by if they have no gradients by then. An entry's own number tells:
-it begins with that of the next node, and its place among the open ones sets apart entries without a node between them.
+Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is
+ready. So when it runs a node, entries that are newer have been passed by if they have no gradients
+by then. An entry's own number tells: it begins with that of the next node, and its place among the
+open ones sets apart entries without a node between them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Giver(Protocol):
     trained: Sequence[int]  # the numbers of its trained buckets
 
     def pack(self, grads: Grads | None, lent: Container[int] = ()) -> Iterator[tuple[int, Tensor]]:
-        """Its trained buckets' gradients as whole flats, those in `lent` not to be written to; None is zeros."""
+        """Its trained buckets' gradients as whole flats, those in `lent` not to be written to; None
+        is zeros."""
         ...
 
     def replay(self, entry: Entry, *, last: bool) -> None:
@@ -55,10 +57,11 @@ class Giver(Protocol):
 
 
 class Reducer:
-    """Starts reductions of whole gradient flats, at most one unit's at a time, and adds up what they give.
+    """Starts reductions of whole gradient flats, at most one unit's at a time, and adds up what
+    they give.
 
-    A bucket in pieces is reduce-scattered along the shard axis. What that gives adds up; along the replicate axis it is
-    summed once, at the end.
+    A bucket in pieces is reduce-scattered along the shard axis. What that gives adds up; along the
+    replicate axis it is summed once, at the end.
     """
 
     def __init__(self, layout: Layout, axes: Axes, log: list[str]):
@@ -67,7 +70,8 @@ class Reducer:
         self._done: dict[int, Tensor] = {}
 
     def start(self, b: int, flat: Tensor) -> None:
-        """Begin to reduce the gradients of bucket `b`; `flat` is given away. `settle` before the first of a unit.
+        """Begin to reduce the gradients of bucket `b`; `flat` is given away. `settle` before the
+        first of a unit.
 
         A flat of level 2 or 3 is only read.
         """
@@ -76,7 +80,9 @@ class Reducer:
             flat = flat.to(self._layout.buckets[b].reduce)
             if self._is_cut(b):
                 piece = flat.new_empty(flat.numel() // self._axes.shard.size)
-                self._under_way.append((b, piece, self._for(b, self._axes.shard).reduce_scatter(piece, flat)))
+                self._under_way.append(
+                    (b, piece, self._for(b, self._axes.shard).reduce_scatter(piece, flat))
+                )
             else:
                 self._under_way.append((b, flat, self._for(b, self._axes.world).all_reduce(flat)))
 
@@ -96,18 +102,29 @@ class Reducer:
     def finish(self) -> dict[int, Tensor]:
         """The reduced flats by bucket; buckets nobody reduced are missing."""
         self.settle()
-        done, self._done = self._done, {}  # given away: a pass and its units refer to each other until gc finds them
+        done, self._done = (
+            self._done,
+            {},
+        )  # given away: a pass and its units refer to each other until gc finds them
         if self._axes.replicate.size > 1:
-            cut = {b: piece.to(self._layout.buckets[b].reduce) for b, piece in done.items() if self._is_cut(b)}
+            cut = {
+                b: piece.to(self._layout.buckets[b].reduce)
+                for b, piece in done.items()
+                if self._is_cut(b)
+            }
             replicate = self._axes.replicate
-            started = [(b, *self._over_replicas(piece, self._for(b, replicate))) for b, piece in cut.items()]
+            started = [
+                (b, *self._over_replicas(piece, self._for(b, replicate)))
+                for b, piece in cut.items()
+            ]
             for b, result, work in started:
                 work.wait()
                 done[b] = result.to(self._layout.buckets[b].dtype)
         return done
 
     def _over_replicas(self, piece: Tensor, replicate: Group) -> tuple[Tensor, Work]:
-        """A piece of the sum along the shard axis -> the same, or its part that is this rank's, of the sum over all."""
+        """A piece of the sum along the shard axis -> the same, or its part that is this rank's, of
+        the sum over all."""
         if not self._axes.both:
             return piece, replicate.all_reduce(piece)
         part = piece.new_empty(piece.numel() // replicate.size)
@@ -132,7 +149,8 @@ class Sink(Protocol):
         ...
 
     def take(self, entry: Entry | None, run: Giver, grads: Grads) -> None:
-        """The gradients of that entry's leaves, None for those that have none; no number for an entry in backward."""
+        """The gradients of that entry's leaves, None for those that have none; no number for an
+        entry in backward."""
         ...
 
     def pass_by(self, entry: Entry) -> None:
@@ -140,11 +158,13 @@ class Sink(Protocol):
         ...
 
     def reach(self, node: int) -> Giver | None:
-        """Backward runs autograd's node of that number, and has passed by what came after it. Whose entry is next."""
+        """Backward runs autograd's node of that number, and has passed by what came after it. Whose
+        entry is next."""
         ...
 
     def begin(self, runs: Sequence[Giver], *, last: bool) -> None:
-        """A pass over a loss begins, the `last` one of the step or not; all units, in the layout's order."""
+        """A pass over a loss begins, the `last` one of the step or not; all units, in the layout's
+        order."""
         ...
 
     def end(self) -> None:
@@ -160,13 +180,16 @@ class Streaming:
     """Reductions in the order of entries; see Note [order of reductions].
 
     Args:
-        streams: the buckets whose gradients are reduced at each entry, and freed: levels 2 and 3. Those of the other
-            buckets add up whole, and are reduced once a unit, in the last pass's backward.
+        streams: the buckets whose gradients are reduced at each entry, and freed: levels 2 and 3.
+            Those of the other buckets add up whole, and are reduced once a unit, in the last pass's
+            backward.
     """
 
     def __init__(self, reducer: Reducer, streams: frozenset[int]):
         self._reducer, self._streams = reducer, streams
-        self._open: list[tuple[Entry, Giver]] = []  # entries that backward has not come to, in order of entry
+        self._open: list[
+            tuple[Entry, Giver]
+        ] = []  # entries that backward has not come to, in order of entry
         self._pending: Counter[Giver] = Counter()  # how many of those entries a unit has
         self._flats: dict[int, Tensor] = {}  # whole gradients that add up
         self._last = True
@@ -195,7 +218,8 @@ class Streaming:
         return self._open[-1][1] if self._open else None
 
     def _close(self) -> Giver:
-        """Backward has passed the last of the open entries: whose it is. Its leaves go before gradients are packed."""
+        """Backward has passed the last of the open entries: whose it is. Its leaves go before
+        gradients are packed."""
         number, run = self._open.pop()
         self._pending[run] -= 1
         run.replay(number, last=not self._pending[run])
@@ -210,7 +234,9 @@ class Streaming:
             if b in self._streams:
                 self._reducer.start(b, flat)
             else:
-                self._flats[b] = self._reducer.add(b, self._flats[b], flat) if b in self._flats else flat
+                self._flats[b] = (
+                    self._reducer.add(b, self._flats[b], flat) if b in self._flats else flat
+                )
         if self._last and not self._pending[run]:
             self._send_whole(run.trained)
 
@@ -234,7 +260,8 @@ class Streaming:
 
 
 class Accumulating:
-    """Levels 0 and 1 alone: a unit's gradients add up, and are reduced once, in the last pass's backward.
+    """Levels 0 and 1 alone: a unit's gradients add up, and are reduced once, in the last pass's
+    backward.
 
     See Note [order of reductions].
     """
@@ -265,7 +292,9 @@ class Accumulating:
     def take(self, entry: Entry | None, run: Giver, grads: Grads) -> None:
         run.let_go()
         for b, flat in run.pack(grads):
-            self._flats[b] = self._reducer.add(b, self._flats[b], flat) if b in self._flats else flat
+            self._flats[b] = (
+                self._reducer.add(b, self._flats[b], flat) if b in self._flats else flat
+            )
         if entry is not None:
             self._pending[run] -= 1
         while self._last and self._waiting and not self._pending.get(self._waiting[-1], 0):

@@ -1,12 +1,16 @@
-"""Entering and leaving a unit: one autograd node, gathered storage remembered instead of kept, prefetch.
+"""Entering and leaving a unit: one autograd node, gathered storage remembered instead of kept,
+prefetch.
 
-A `Pass` is one forward and backward of a loss. It makes one `UnitRun` a unit, whose *source* gives whole leaves
-(resident ones, or gathered ones) and whose *sink* takes their gradients. The node is made at entry, so the engine
-runs it right after the unit's own backward: it orders ready nodes by creation, newest first.
+A `Pass` is one forward and backward of a loss. It makes one `UnitRun` a unit, whose *source* gives
+whole leaves (resident ones, or gathered ones) and whose *sink* takes their gradients. The node is
+made at entry, so the engine runs it right after the unit's own backward: it orders ready nodes by
+creation, newest first.
 
-Note [peak of backward]: a unit's backward needs most memory when it begins: its activations are all there. So the
-reduction under way and the next gather wait until it asks for its second saved leaf; most of its work still hides them.
-One whose first was nearly all of it, such as a head, has no work left to hide them: there they wait until it is done.
+Note [peak of backward]: a unit's backward needs most memory when it begins: its activations are all
+there. So the reduction under way and the next gather wait until it asks for its second saved leaf;
+most of its work still hides them.
+One whose first was nearly all of it, such as a head, has no work left to hide them: there they wait
+    until it is done.
 """
 
 from __future__ import annotations
@@ -68,7 +72,9 @@ class UnitRun:
         self.content, self.source, self._around = content, source, around
         self.trained: Sequence[int] = content.trained
         self._left: set[str] = set()
-        self.saved: Counter[Entry | None] = Counter()  # by entry: elements that its backward will ask for
+        self.saved: Counter[Entry | None] = (
+            Counter()
+        )  # by entry: elements that its backward will ask for
 
     def enter(self, module: str) -> Sequence[Tensor]:
         if self._depth == 0 and module in self._left:
@@ -103,8 +109,10 @@ class UnitRun:
             self.drop()
 
     def whole_leaves(self, tracked: bool) -> tuple[Tensor, ...]:
-        """The leaves, whole, bucket by bucket, for the loss alone. Of what is `tracked` the sink is told."""
-        if _in_backward():  # a recomputation, which brings no gradients of its own; its flats stay until they have come
+        """The leaves, whole, bucket by bucket, for the loss alone. Of what is `tracked` the sink is
+        told."""
+        # a recomputation, which brings no gradients of its own; its flats stay until they have come
+        if _in_backward():
             self.entry, self._at_work = None, self._around.reach() is self
         elif tracked:
             self.entry = self._join()
@@ -126,7 +134,8 @@ class UnitRun:
         return entry
 
     def replay(self, entry: Entry, *, last: bool) -> None:
-        """That entry's backward is over: start those of its gathers that it has not started itself."""
+        """That entry's backward is over: start those of its gathers that it has not started
+        itself."""
         if entry in self.saved:
             self._around.fetch(self)
         self._leaves = None
@@ -135,7 +144,8 @@ class UnitRun:
         self._around.prefetch()
 
     def give(self, entry: Entry | None, grads: Grads) -> None:
-        """Hand that entry's gradients to the sink; the next unit is on its way at the latest now."""
+        """Hand that entry's gradients to the sink; the next unit is on its way at the latest
+        now."""
         self._around.sink.take(entry, self, grads)
         self._around.pass_on()
 
@@ -156,7 +166,8 @@ class UnitRun:
             yield b, around.scale(flat)
 
     def let_go(self) -> None:
-        """What was made for one use, a gather or a cast, can go; leaves that are always here stay."""
+        """What was made for one use, a gather or a cast, can go; leaves that are always here
+        stay."""
         if self.source.drops:
             self.done()
 
@@ -167,7 +178,8 @@ class UnitRun:
 
 
 class Enter(torch.autograd.Function):
-    """Forward: a unit's whole leaves. Backward: their gradients, to the sink; nothing goes back to autograd."""
+    """Forward: a unit's whole leaves. Backward: their gradients, to the sink; nothing goes back to
+    autograd."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, run: UnitRun) -> tuple[Tensor, ...]:
@@ -192,7 +204,8 @@ class Pass:
         sink: where gradients go; None when none will be taken.
         device: of the leaves.
         keeps: keep gathered flats from forward to backward (`reshard_after_forward=False`).
-        ahead: the `trace` of the pass before, for prefetch: while one unit is used the next is on its way.
+        ahead: the `trace` of the pass before, for prefetch: while one unit is used the next is on
+            its way.
         last: whether no other pass will give gradients to the same sink.
     """
 
@@ -210,20 +223,26 @@ class Pass:
         self.layout, self.device = layout, device
         self.sink: Any = sink
         self.keeps = keeps and sink is not None
-        self.anchor: Any = torch.zeros((), device=device, requires_grad=True) if sink is not None else None
+        self.anchor: Any = (
+            torch.zeros((), device=device, requires_grad=True) if sink is not None else None
+        )
         self.runs = [*map(UnitRun, layout.units, layout.contents, sources, repeat(self))]
         self._staying = [flat for source in sources if not source.drops for flat in source.flats()]
         self._versions = versions_of(self._staying)
         if sink is not None:
             sink.begin(self.runs, last=last)
         self.trace: list[str] = []  # the units in the order they had to be fetched
-        by_name = {run.name: run for run in self.runs} if ahead else {}  # the last pass may have been over another tree
+        by_name = (
+            {run.name: run for run in self.runs} if ahead else {}
+        )  # the last pass may have been over another tree
         self._ahead: Iterator[UnitRun | None] = map(by_name.get, ahead)
         self._next = next(self._ahead, None)  # the unit to be fetched next, it seems
         self._storages: dict[int, tuple[UnitRun, int]] = {}
         self._ended = False  # whether the loss has returned, and a backward is the pass's own
         self.scale: Scale = Unscaled()  # of gradients, once the loss has returned
-        self._in_use: tuple[UnitRun, Entry | None] | None = None  # the unit and entry that backward is at
+        self._in_use: tuple[UnitRun, Entry | None] | None = (
+            None  # the unit and entry that backward is at
+        )
         self._asked = 0  # how many of its saved leaves it has asked for,
         self._to_come = 0  # and how many elements of them it has yet to ask for
 
@@ -231,7 +250,9 @@ class Pass:
         """The tree the loss sees."""
         seen, entrances = self.layout.seen, map(self.runs.__getitem__, self.layout.seen.units)
         trainable = seen.trainable if self.anchor is not None else repeat(False)
-        handles = make_handles(entrances, seen.numbers, seen.shapes, seen.dtypes, repeat(self.device), trainable)
+        handles = make_handles(
+            entrances, seen.numbers, seen.shapes, seen.dtypes, repeat(self.device), trainable
+        )
         return self.layout.treedef.unflatten(handles)
 
     def fetch(self, run: UnitRun) -> list[Tensor]:
@@ -265,12 +286,14 @@ class Pass:
         self._next = next(self._ahead, None)
 
     def reach(self) -> Any:
-        """A unit runs again for backward, which has passed by what came after its node. Whose entry is next."""
+        """A unit runs again for backward, which has passed by what came after its node. Whose entry
+        is next."""
         node = torch._C._current_autograd_node() if self._ended else None
         return None if node is None else self.sink.reach(node._sequence_nr())
 
     def stays(self, run: UnitRun) -> bool:
-        """Whether a unit's flats stay when it is left: asked for, or because it is the next to be fetched again."""
+        """Whether a unit's flats stay when it is left: asked for, or because it is the next to be
+        fetched again."""
         if self.keeps:
             return True
         again = self._next is run
@@ -280,10 +303,13 @@ class Pass:
 
     def forget(self, run: UnitRun) -> None:
         """The unit's flats are about to go: another storage may be known by the same number."""
-        self._storages = {storage: owner for storage, owner in self._storages.items() if owner[0] is not run}
+        self._storages = {
+            storage: owner for storage, owner in self._storages.items() if owner[0] is not run
+        }
 
     def watch(self) -> AbstractContextManager[None]:
-        """Saved tensors that lie in gathered storage are kept as (unit, bucket, offset, size, stride)."""
+        """Saved tensors that lie in gathered storage are kept as (unit, bucket, offset, size,
+        stride)."""
         if self.anchor is None or self.keeps or _hooked_by_others() or _transforms_active():
             return NOTHING
         return saved_tensors_hooks(self._pack, self._unpack)
@@ -294,7 +320,14 @@ class Pass:
             return tensor, tensor._version
         run, k = owner
         run.saved[run.entry] += tensor.numel()
-        place = (run, run.entry), k, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        place = (
+            (run, run.entry),
+            k,
+            tensor.dtype,
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+        )
         return place, None
 
     def _unpack(self, packed: tuple[Any, int | None]) -> Any:
@@ -306,7 +339,13 @@ class Pass:
         return saved
 
     def _again(
-        self, at: tuple[UnitRun, Entry | None], k: int, dtype: torch.dtype, offset: int, size: Any, stride: Any
+        self,
+        at: tuple[UnitRun, Entry | None],
+        k: int,
+        dtype: torch.dtype,
+        offset: int,
+        size: Any,
+        stride: Any,
     ) -> Tensor:
         """A view of the k-th flat of a unit, for the backward of an entry."""
         run, entry = at
@@ -344,10 +383,10 @@ def _no_transforms() -> AbstractContextManager[Any]:
 
 def _changed(saved: Tensor, version: int) -> RuntimeError:
     return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-        f"of shape {tuple(saved.shape)} is at version {saved._version}; expected version {version} instead. "
-        "Remedy: don't change in place what the loss still needs; torch.autograd.set_detect_anomaly(True) finds it "
-        "in the unsharded step"
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a tensor of shape {tuple(saved.shape)} is at version {saved._version}; "
+        f"expected version {version} instead. Remedy: don't change in place what the loss still "
+        "needs; torch.autograd.set_detect_anomaly(True) finds it in the unsharded step"
     )
 
 
@@ -360,6 +399,7 @@ def _in_backward() -> bool:
 
 
 def _hooked_by_others() -> bool:
-    """Whether the innermost saved-tensor hooks are someone else's: torch.utils.checkpoint's, say, which recompute."""
+    """Whether the innermost saved-tensor hooks are someone else's: torch.utils.checkpoint's, say,
+    which recompute."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and not isinstance(getattr(top[0], "__self__", None), Pass)

@@ -73,23 +73,34 @@ class Resident:
 
 
 class Gathered:
-    """Flats made on use. Level 3: this rank's pieces, all-gathered, one all-gather a bucket each time. Any level: flats
-    that are used in another dtype, rounded as for a gather, and cast.
+    """Flats made on use. Level 3: this rank's pieces, all-gathered, one all-gather a bucket each
+    time. Any level: flats that are used in another dtype, rounded as for a gather, and cast.
 
     Args:
-        flats: pieces where `cut`; elsewhere whole flats of other levels' leaves, which stay if they needn't be cast.
+        flats: pieces where `cut`; elsewhere whole flats of other levels' leaves, which stay if they
+            needn't be cast.
     """
 
     drops = True
 
     def __init__(
-        self, flats: list[Tensor], buckets: Buckets, cut: Sequence[bool], group: Group, log: list[str], name: str
+        self,
+        flats: list[Tensor],
+        buckets: Buckets,
+        cut: Sequence[bool],
+        group: Group,
+        log: list[str],
+        name: str,
     ):
         self._flats, self._buckets, self._cut = flats, buckets, cut
         self._group, self._log, self._name = group, log, name
-        self.passing: Sequence[bool] = [c or bucket.dtypes is not None for c, bucket in zip(cut, buckets, strict=True)]
+        self.passing: Sequence[bool] = [
+            c or bucket.dtypes is not None for c, bucket in zip(cut, buckets, strict=True)
+        ]
         self._moves = any(cut)
-        self._started: list[tuple[Tensor, Tensor, Work]] | None = None  # whole, what it is made of, the gather
+        self._started: list[tuple[Tensor, Tensor, Work]] | None = (
+            None  # whole, what it is made of, the gather
+        )
         self.here: list[Tensor] | None = None
         self._versions: list[int] = []
 

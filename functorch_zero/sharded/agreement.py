@@ -1,4 +1,5 @@
-"""What ranks tell each other once a step: weights, metrics, and a digest of the collectives each has started."""
+"""What ranks tell each other once a step: weights, metrics, and a digest of the collectives each
+has started."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from ..step.loss import as_metric
 from ..step.nonfinite import not_finite, refusal
 
 _CPU = torch.device("cpu")
-_WIDTH = 32  # the vector's length is a multiple of it, so that ranks whose metrics differ still send equal lengths
+# the vector's length is a multiple of it, so that ranks whose metrics differ still send equal
+# lengths
+_WIDTH = 32
 _BITS = 20  # of a digest: its square, summed over 2**12 ranks, is exact in float64
 
 
@@ -39,9 +42,11 @@ def average(
     log: Sequence[str] = (),
     flags: Sequence[bool] = (),
 ) -> Report:
-    """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One all-reduce of a few float64.
+    """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One
+    all-reduce of a few float64.
 
-    Raises `GroupError` on every rank when ranks report other metrics, or have started other collectives: sum(h**2) is
+    Raises `GroupError` on every rank when ranks report other metrics, or have started other
+        collectives: sum(h**2) is
     sum(h)**2 / N only where all h are equal (Cauchy and Schwarz).
     """
     values = {name: as_metric(value) for name, value in metrics.items()}
@@ -53,9 +58,13 @@ def average(
         seen = [v.item() for v in values.values()]
     else:  # which is waited for once
         seen = torch.stack([v.to(device, torch.float64) for v in values.values()]).tolist()
-    weighted = [x * own if own else 0.0 for x in seen]  # what weighs nothing counts for nothing, a mean of nothing too
+    weighted = [
+        x * own if own else 0.0 for x in seen
+    ]  # what weighs nothing counts for nothing, a mean of nothing too
     entries = [digest, digest**2, own, *weighted, own != 0, *flags]
-    vector = torch.tensor(entries + [0.0] * (-len(entries) % _WIDTH), dtype=torch.float64, device=device)
+    vector = torch.tensor(
+        entries + [0.0] * (-len(entries) % _WIDTH), dtype=torch.float64, device=device
+    )
     group.all_reduce(vector).wait()
     total, squares, weights, *rest = vector.tolist()[: len(entries)]
     sums, (num_weighty, *counts) = rest[: len(values)], rest[len(values) :]
@@ -67,8 +76,11 @@ def average(
     return Report(means, vector[2], int(num_weighty), [count > 0 for count in counts])
 
 
-def refuse(step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layout, rank: int, group: Group) -> NoReturn:
-    """Raise, on every rank with the same words, of what each has found that is not finite. One exchange of JSON.
+def refuse(
+    step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layout, rank: int, group: Group
+) -> NoReturn:
+    """Raise, on every rank with the same words, of what each has found that is not finite. One
+    exchange of JSON.
 
     Args:
         loss: this rank's.
@@ -77,7 +89,9 @@ def refuse(step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layou
     pieces = {
         layout.leaves[n].path: piece
         for b, flat in reduced.items()
-        for n, piece in zip(layout.buckets[b].leaves, cut(flat, layout.buckets[b], rank), strict=True)
+        for n, piece in zip(
+            layout.buckets[b].leaves, cut(flat, layout.buckets[b], rank), strict=True
+        )
     }
     found = not_finite(pieces)
     everyone = group.exchange(json.dumps([float(loss), found]).encode())
@@ -88,45 +102,55 @@ def _check(total: int, squares: int, group: Group, log: Sequence[str]) -> None:
     if total * total != squares * group.size:
         began, last = ", ".join(log[:1]), ", ".join(log[1:][-4:])
         raise GroupError(
-            "the ranks are at different steps, have not started the same collectives, or report other metrics; rank "
-            f"{group.rank} was at {began or 'none'} and started {len(log[1:])}, the last ones: {last or 'none'}. Their "
-            "results are wrong, and the step is undone. Remedy: make every rank take the same steps, call the same "
-            "units in the same order, return the same metrics, and give a weight on all ranks or on none"
+            "the ranks are at different steps, have not started the same collectives, or report "
+            f"other metrics; rank {group.rank} was at {began or 'none'} and started "
+            f"{len(log[1:])}, the last ones: {last or 'none'}. Their results are wrong, and the "
+            "step is undone. Remedy: make every rank take the same steps, call the same units in "
+            "the same order, return the same metrics, and give a weight on all ranks or on none"
         )
 
 
 def agree(group: Group, facts: dict[str, Any]) -> None:
-    """Raise `MismatchError` on every rank, naming the first field that differs, unless all ranks give equal facts.
+    """Raise `MismatchError` on every rank, naming the first field that differs, unless all ranks
+    give equal facts.
 
-    Two small exchanges: digests of 32 bytes, and only when they differ the facts themselves, as JSON.
+    Two small exchanges: digests of 32 bytes, and only when they differ the facts themselves, as
+        JSON.
     """
     digests = group.exchange(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(data) for data in group.exchange(json.dumps(facts).encode())]  # in order: causes come first
+    everyone = [
+        json.loads(data) for data in group.exchange(json.dumps(facts).encode())
+    ]  # in order: causes come first
     other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
     field, ours, theirs = first_difference(everyone[0], everyone[other])
     like_other = [rank for rank, facts in enumerate(everyone) if facts == everyone[other]]
     raise MismatchError(
-        f"the ranks were given different things: {field} is {_short(ours)} on rank 0 and {_short(theirs)} on "
-        f"{_ranks(like_other)} (this is rank {group.rank}). Remedy: {_remedy(field)}"
+        f"the ranks were given different things: {field} is {_short(ours)} on rank 0 and "
+        f"{_short(theirs)} on {_ranks(like_other)} (this is rank {group.rank}). Remedy: "
+        f"{_remedy(field)}"
     )
 
 
 def _remedy(field: str) -> str:
     if field.startswith("values"):
         return (
-            "build the model from the same seed on every rank, or take one rank's values, fz.broadcast(params, group)"
+            "build the model from the same seed on every rank, or take one rank's values, "
+            "fz.broadcast(params, group)"
         )
     return "build model, optimizer and options the same way on every rank"
 
 
 def first_difference(a: Any, b: Any, field: str = "") -> tuple[str, Any, Any]:
-    """The dotted name of the first field in which two pieces of plain data differ, and the two values."""
+    """The dotted name of the first field in which two pieces of plain data differ, and the two
+    values."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(k for k in b if k not in a)]:
             if a.get(key, _Absent) != b.get(key, _Absent):
-                return first_difference(a.get(key, _Absent), b.get(key, _Absent), f"{field}.{key}".lstrip("."))
+                return first_difference(
+                    a.get(key, _Absent), b.get(key, _Absent), f"{field}.{key}".lstrip(".")
+                )
     if isinstance(a, list) and isinstance(b, list):
         for i, (x, y) in enumerate(zip(a, b, strict=False)):
             if x != y:

@@ -46,29 +46,37 @@ def shard(
     accumulate_in: AccumulateIn | None = None,
     cut_state_over: CutStateOver = "shard",
 ) -> ShardedTrainStep | ShardedEvalStep:
-    """The same step for the ranks of a group: it returns what the unsharded step returns, or says why it can't.
+    """The same step for the ranks of a group: it returns what the unsharded step returns, or says
+    why it can't.
 
     Args:
         step: made by `train_step` or `eval_step`.
-        level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too; 3 or "fsdp",
-            params too. Or levels by leaf: a mapping from patterns of paths, `{"": 3, "*.adapter": 1}`, of which the
-            innermost that names a leaf or a tree around it counts; or a function `(path, leaf) -> level`.
-        group: a `Group`, a torch process group, a DeviceMesh, or None for torch's default group. A `HybridGroup`, or a
-            mesh of two dims (replicate, shard), keeps pieces inside the shard axis and copies along the other.
-        donate: the step may reuse the storage of the state it is given, which can't be used again then.
-        buffers: what becomes of buffers that ranks have changed differently: their mean (integers: of the first that
-            counts), rank 0's, or each rank keeps its own. Where a batch weighs 0 they stay as they are, and don't count
-            in the mean.
-        reshard_after_forward: at level 3, free a unit's params after forward and gather them again in backward
-            (least memory), or keep them (least traffic).
-        accumulate_in: with `train_step(accumulate=k)`, what gradients add up in over the micro-batches: "pieces", each
-            reduced at once (least memory: S/N), or "whole", reduced once a step (least traffic). None: the level's
-            own, pieces at levels 2 and 3, whole at 0 and 1, which have no pieces to offer.
-        cut_state_over: with a group of two axes, "shard": each replica has all of the optimizer's state, or "both": it
-            is cut over the replicas, too, which then also share the optimizer's work.
+        level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too;
+            3 or "fsdp",
+            params too. Or levels by leaf: a mapping from patterns of paths,
+                `{"": 3, "*.adapter": 1}`, of which the
+            innermost that names a leaf or a tree around it counts; or a function
+            `(path, leaf) -> level`.
+        group: a `Group`, a torch process group, a DeviceMesh, or None for torch's default group. A
+            `HybridGroup`, or a mesh of two dims (replicate, shard), keeps pieces inside the shard
+            axis and copies along the other.
+        donate: the step may reuse the storage of the state it is given, which can't be used again
+            then.
+        buffers: what becomes of buffers that ranks have changed differently: their mean (integers:
+            of the first that counts), rank 0's, or each rank keeps its own. Where a batch weighs 0
+            they stay as they are, and don't count in the mean.
+        reshard_after_forward: at level 3, free a unit's params after forward and gather them again
+            in backward (least memory), or keep them (least traffic).
+        accumulate_in: with `train_step(accumulate=k)`, what gradients add up in over the
+            micro-batches: "pieces", each reduced at once (least memory: S/N), or "whole", reduced
+            once a step (least traffic). None: the level's own, pieces at levels 2 and 3, whole at 0
+            and 1, which have no pieces to offer.
+        cut_state_over: with a group of two axes, "shard": each replica has all of the optimizer's
+            state, or "both": it is cut over the replicas, too, which then also share the
+            optimizer's work.
 
-    Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2; level 3: at most 3, 2
-    when not resharding. After Rajbhandari et al., "ZeRO" (2020).
+    Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
+    level 3: at most 3, 2 when not resharding. After Rajbhandari et al., "ZeRO" (2020).
     """
     if not isinstance(step, TrainStep | EvalStep):
         raise TypeError(f"shard takes what train_step or eval_step made, got {type(step).__name__}")
@@ -81,4 +89,8 @@ def shard(
         reshard_after_forward,
         check_accumulate_in(accumulate_in, levels),
     )
-    return ShardedTrainStep(step, options) if isinstance(step, TrainStep) else ShardedEvalStep(step, options)
+    return (
+        ShardedTrainStep(step, options)
+        if isinstance(step, TrainStep)
+        else ShardedEvalStep(step, options)
+    )

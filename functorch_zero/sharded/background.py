@@ -1,4 +1,5 @@
-"""What runs beside a step on every rank, an `async_save` say, and whose failure the next step raises."""
+"""What runs beside a step on every rank, an `async_save` say, and whose failure the next step
+raises."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Watch(Protocol):
 
 
 class Watches:
-    """A step's watches. When one has failed on any rank, every rank's next step raises before it touches the state."""
+    """A step's watches. When one has failed on any rank, every rank's next step raises before it
+    touches the state."""
 
     def __init__(self) -> None:
         self._watches: list[Watch] = []
@@ -38,4 +40,6 @@ class Watches:
         if failed:
             for watch in self._watches:
                 watch.wait()
-            raise PeerError("what runs beside training has failed on another rank, and not on this one")
+            raise PeerError(
+                "what runs beside training has failed on another rank, and not on this one"
+            )

@@ -25,11 +25,14 @@ def check_buffer_rule(rule: Any) -> BufferRule:
 
 def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
     """Which buffers this rank's loss replaced, in flatten order. Ranks may differ in it."""
-    return [a is not b for a, b in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)]
+    return [
+        a is not b for a, b in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
+    ]
 
 
 def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
-    """The buffers, those that lie in the storage of params (a target network, say) copied: it may be overwritten."""
+    """The buffers, those that lie in the storage of params (a target network, say) copied: it may
+    be overwritten."""
     if not optree.tree_leaves(buffers):
         return buffers
     taken = {storage_id(flat) for flat in flats}
@@ -45,12 +48,14 @@ def sync_buffers(
     num_weighty: int | None = None,
     weighty: bool = True,
 ) -> PyTree[Tensor]:
-    """Make the buffers that any rank's loss has `changed` the same on every rank, by the rule. One collective a dtype.
+    """Make the buffers that any rank's loss has `changed` the same on every rank, by the rule. One
+    collective a dtype.
 
-    "mean" averages floating-point buffers, each rank counting the same (but those whose batch weighs nothing, which
-    have changed nothing; `num_weighty` are the others, this one among them if it is `weighty`); integers (BatchNorm's
-    count of batches) are those of the first rank that counts. What no rank has changed keeps its value to the bit:
-    averaged are the changes. An exchange more where some ranks' batches weigh nothing.
+    "mean" averages floating-point buffers, each rank counting the same (but those whose batch
+    weighs nothing, which have changed nothing; `num_weighty` are the others, this one among them if
+    it is `weighty`); integers (BatchNorm's count of batches) are those of the first rank that
+    counts. What no rank has changed keeps its value to the bit: averaged are the changes. An
+        exchange more where some ranks' batches weigh nothing.
     """
     if rule == "local" or group.size == 1 or not any(changed):
         return new

@@ -38,7 +38,10 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
     for n, leaf in enumerate(optree.tree_leaves(batch)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and not len(leaf) and bool(loss.isnan()):
             what, path = "the batch is empty, and its loss NaN", paths(batch)[n]
-            remedy = "give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts for nothing"
+            remedy = (
+                "give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts "
+                "for nothing"
+            )
             raise StructureError(explain(what, path=path, rank=rank, remedy=remedy))
 
 
@@ -47,7 +50,9 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
     check_state(state)
     sharding = state.sharding
     if sharding is None:
-        raise StructureError("a sharded step was given a whole state. Remedy: `step.scatter(state)` first")
+        raise StructureError(
+            "a sharded step was given a whole state. Remedy: `step.scatter(state)` first"
+        )
     got = Place(sharding.level, sharding.layout.num_ranks, sharding.rank, sharding.mesh)
     if got != options.place:
         raise StructureError(
@@ -60,7 +65,9 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
             )
         )
     if optree.tree_structure(state.params) != sharding.layout.treedef:
-        remedy = "replace leaves by tree_map, which keeps the tree: in a dict they have another order"
+        remedy = (
+            "replace leaves by tree_map, which keeps the tree: in a dict they have another order"
+        )
         what = "state.params have another tree structure than those of `init`"
         kind = type(state.params).__name__
         raise StructureError(explain(what, got=f"a {kind}", rank=options.group.rank, remedy=remedy))

@@ -49,7 +49,18 @@ class Description(NamedTuple):
         return sum(row.nbytes + row.state_nbytes for row in self.rows)
 
     def __str__(self) -> str:
-        head = ("unit", "leaves", "storage", "compute", "wire", "where", "bytes", "state", "where", "bytes")
+        head = (
+            "unit",
+            "leaves",
+            "storage",
+            "compute",
+            "wire",
+            "where",
+            "bytes",
+            "state",
+            "where",
+            "bytes",
+        )
         table = [head, *map(_cells, self.rows)]
         widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
         numbers = [name in ("leaves", "bytes") for name in head]
@@ -113,10 +124,17 @@ def describe(step: TrainStep | ShardedTrainStep, state: TrainState) -> Descripti
 def _whole_layout(state: TrainState) -> Layout:
     """The layout of a state that is not sharded: every bucket whole, on one rank."""
     whole = Cut(level=0, num_pieces=1, num_held=1)
-    return make_layout(state.params, 1, trainable=lambda path, leaf: leaf.requires_grad, cut=lambda path, leaf: whole)
+    return make_layout(
+        state.params,
+        1,
+        trainable=lambda path, leaf: leaf.requires_grad,
+        cut=lambda path, leaf: whole,
+    )
 
 
-def _describe(state: TrainState, layout: Layout, plan: StatePlan, *, rank: int, num_ranks: int) -> Description:
+def _describe(
+    state: TrainState, layout: Layout, plan: StatePlan, *, rank: int, num_ranks: int
+) -> Description:
     params, opt_state = state.params, state.opt_state
     rest = state._replace(params=None, opt_state=None)
     leaves, states = optree.tree_leaves(params), optree.tree_leaves(opt_state)
@@ -129,8 +147,19 @@ def _describe(state: TrainState, layout: Layout, plan: StatePlan, *, rank: int, 
         for bucket in (layout.buckets[b] for b in unit.buckets):
             follows = [pair for n in bucket.leaves for pair in of_leaf.get(n, ())]
             held, name = [leaves[n] for n in bucket.leaves], unit.name or "root"
-            rows.append(_row(name, bucket, [layout.leaves[n].path for n in bucket.leaves], held, follows, num_ranks))
-    shared = [x for planned, x in zip(plan.leaves, states, strict=True) if planned.kind == "replicated"]
+            rows.append(
+                _row(
+                    name,
+                    bucket,
+                    [layout.leaves[n].path for n in bucket.leaves],
+                    held,
+                    follows,
+                    num_ranks,
+                )
+            )
+    shared = [
+        x for planned, x in zip(plan.leaves, states, strict=True) if planned.kind == "replicated"
+    ]
     for name, tree in (("(optimizer)", shared), ("(buffers and counts)", rest)):
         tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
         if tensors:
@@ -165,16 +194,31 @@ def _row(
 
 
 def _wire(bucket: Bucket) -> tuple[tuple[str, torch.dtype], ...]:
-    """What travels of a bucket in a step: gathers on use, reductions, and the all-gather after the update."""
+    """What travels of a bucket in a step: gathers on use, reductions, and the all-gather after the
+    update."""
     gathers = [("gather", bucket.gather)] if bucket.cut.level == 3 else []
     reduces = [("reduce", bucket.reduce)] if bucket.trainable else []
-    publishes = [("publish", bucket.dtype)] if bucket.trainable and bucket.cut.level in (1, 2) else []
+    publishes = (
+        [("publish", bucket.dtype)] if bucket.trainable and bucket.cut.level in (1, 2) else []
+    )
     return (*gathers, *reduces, *publishes)
 
 
 def _plain(name: str, tensors: Sequence[Tensor]) -> Row:
     storage = _distinct(x.dtype for x in tensors)
-    return Row(name, (), sum(x.numel() for x in tensors), storage, None, (), "whole", _nbytes(tensors), (), "", 0)
+    return Row(
+        name,
+        (),
+        sum(x.numel() for x in tensors),
+        storage,
+        None,
+        (),
+        "whole",
+        _nbytes(tensors),
+        (),
+        "",
+        0,
+    )
 
 
 def _share(num_pieces: int) -> str:

@@ -35,7 +35,8 @@ class ShardedEvalStep:
 
     @torch.no_grad()
     def __call__(self, state: TrainState, batch: Any) -> Metrics:
-        """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a unit, on use."""
+        """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a
+        unit, on use."""
         with told(*self.options.axes.groups):
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
@@ -44,7 +45,9 @@ class ShardedEvalStep:
             check_batch(batch, flats[0].device, self.group.rank)
             log = [f"evaluation at step {int(state.step)}"]
             if self.unsharded.params is not None:
-                chosen = self.unsharded.chosen(state.opt_state, pieces_of(flats, layout, axes.number).tree)
+                chosen = self.unsharded.chosen(
+                    state.opt_state, pieces_of(flats, layout, axes.number).tree
+                )
                 flats = evaluated(chosen, flats, layout, axes)
             sources = make_sources(flats, layout, axes, log)
             ahead, self._trace = self._trace, []  # ranks of which one fails forget it
@@ -52,6 +55,8 @@ class ShardedEvalStep:
             with replayed(state.seed, state.step, self.group.rank, flats[0].device):
                 metrics, weight = call_eval(self.unsharded.fn, run.handles(), state.buffers, batch)
             run.finish()
-            report = agreement.average(metrics, weight, labelled(self.group, "evaluation/metrics"), log)
+            report = agreement.average(
+                metrics, weight, labelled(self.group, "evaluation/metrics"), log
+            )
             self._trace = run.trace
             return report.metrics

@@ -13,23 +13,30 @@ from ..groups.protocol import Group
 
 @contextmanager
 def told(*groups: Group) -> Iterator[None]:
-    """Tell the other ranks when this one fails, so that none waits for it. What failed before is tried again."""
+    """Tell the other ranks when this one fails, so that none waits for it. What failed before is
+    tried again."""
     for group in groups:
         rejoin(group)
     try:
         yield
     except BaseException as error:
-        for group in () if isinstance(error, NonFiniteError) else groups:  # which all ranks raise alike
-            if len(groups) > 1 or not isinstance(error, GroupError):  # who shares another group has not heard of it
+        for group in (
+            () if isinstance(error, NonFiniteError) else groups
+        ):  # which all ranks raise alike
+            if len(groups) > 1 or not isinstance(
+                error, GroupError
+            ):  # who shares another group has not heard of it
                 group.fail(error)
         raise
 
 
 def failing_together(step: Any) -> AbstractContextManager[None]:
-    """Around a training loop: when it raises on this rank, outside of a step too, the other ranks raise `PeerError`.
+    """Around a training loop: when it raises on this rank, outside of a step too, the other ranks
+    raise `PeerError`.
 
-    Steps, saves and loads tell the other ranks by themselves. What fails between them (a file that one rank can't read,
-    say) would keep the others waiting, until this rank's process ends or the group's time limit is over.
+    Steps, saves and loads tell the other ranks by themselves. What fails between them (a file that
+    one rank can't read, say) would keep the others waiting, until this rank's process ends or the
+    group's time limit is over.
 
         with fz.failing_together(step):
             for batch in batches:

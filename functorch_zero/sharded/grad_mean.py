@@ -1,12 +1,14 @@
 """Loss seeds and divisors that turn the sum of gradients over ranks into their weighted mean.
 
-Note [seeds]: the loss is differentiated with this rank's share of the whole (its weight, or 1/N) as the seed, so that
-gradients need only be summed. Lower precisions would round what such a seed makes of them, and float16 overflow where
-the unsharded step doesn't. There the seed is a power of two not above 1/N, and packed gradients get the rest.
+Note [seeds]: the loss is differentiated with this rank's share of the whole (its weight, or 1/N) as
+the seed, so that gradients need only be summed. Lower precisions would round what such a seed makes
+of them, and float16 overflow where the unsharded step doesn't. There the seed is a power of two not
+above 1/N, and packed gradients get the rest.
 
-Note [overflow]: with a loss scale the seed is 1/N, so that what flows back through float16 has the size that it has in
-the unsharded step, and overflows when it does. A leaf's gradient is a sum, whose parts fit where the sum wouldn't; so
-reduced gradients count as overflown where float16 couldn't hold them.
+Note [overflow]: with a loss scale the seed is 1/N, so that what flows back through float16 has the
+size that it has in the unsharded step, and overflows when it does. A leaf's gradient is a sum,
+whose parts fit where the sum wouldn't; so reduced gradients count as overflown where float16
+couldn't hold them.
 """
 
 from __future__ import annotations
@@ -53,8 +55,11 @@ class LossSeed(NamedTuple):
     scale: GradScale  # of packed gradients
 
 
-def loss_seed_of(outcome: Outcome, layout: Layout, num_ranks: int, count: int, scale: float | None) -> LossSeed:
-    """The seed and scale of one of `count` micro-batches on one of `num_ranks` ranks; see Note [seeds] and Note [overflow].
+def loss_seed_of(
+    outcome: Outcome, layout: Layout, num_ranks: int, count: int, scale: float | None
+) -> LossSeed:
+    """The seed and scale of one of `count` micro-batches on one of `num_ranks` ranks; see Note
+    [seeds] and Note [overflow].
 
     `scale`: of the loss; None: it isn't scaled.
     """
@@ -65,13 +70,16 @@ def loss_seed_of(outcome: Outcome, layout: Layout, num_ranks: int, count: int, s
         first = 0.5 ** math.ceil(math.log2(num_ranks)) if scale is None else 1 / num_ranks
         rest = share / first
     seed = torch.as_tensor(
-        first if scale is None else first * scale, dtype=outcome.loss.dtype, device=outcome.loss.device
+        first if scale is None else first * scale,
+        dtype=outcome.loss.dtype,
+        device=outcome.loss.device,
     )
     return LossSeed(seed.detach(), GradScale(rest, outcome.weight))
 
 
 def in_range(reduced: Mapping[int, Tensor], layout: Layout, *, weighted: bool) -> bool:
-    """Whether reduced, scaled gradients are finite, and would be in the unsharded step; see Note [overflow].
+    """Whether reduced, scaled gradients are finite, and would be in the unsharded step; see Note
+    [overflow].
 
     Weighted sums are not held to float16's range: by what they will be divided is not known yet.
     """
@@ -80,7 +88,8 @@ def in_range(reduced: Mapping[int, Tensor], layout: Layout, *, weighted: bool) -
 
 
 def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float | None) -> None:
-    """Sums of weighted, scaled gradients -> weighted means, in place. A total of 0 leaves them 0."""
+    """Sums of weighted, scaled gradients -> weighted means, in place. A total of 0 leaves them
+    0."""
     if total is None and scale is None:
         return
     for flat in reduced.values():

@@ -1,4 +1,5 @@
-"""Going on and stopping together: what a loop on N ranks must agree on, so that none waits for one that has left."""
+"""Going on and stopping together: what a loop on N ranks must agree on, so that none waits for one
+that has left."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ Batch = TypeVar("Batch")
 
 
 def any_rank(flag: bool, group: Any = None) -> bool:
-    """Whether any rank says so: every rank calls it, and every rank gets the same answer. One all-reduce of a number.
+    """Whether any rank says so: every rank calls it, and every rank gets the same answer. One
+    all-reduce of a number.
 
     For early exit: a rank that leaves a loop alone would keep the others waiting in the next step.
 
     Args:
-        flag: what this rank says: its time is up, it was told to stop, its metric has stopped falling.
+        flag: what this rank says: its time is up, it was told to stop, its metric has stopped
+            falling.
         group: as for `shard`.
 
     >>> from functorch_zero.testing import run_ranks
@@ -40,11 +43,15 @@ def any_rank(flag: bool, group: Any = None) -> bool:
     return bool(raised.item())
 
 
-def rounds(batches: Iterable[Batch], group: Any = None, *, empty: Batch | None = None) -> Iterator[Batch]:
-    """This rank's batches, and then empty ones for as long as another rank has some: all ranks take as many steps.
+def rounds(
+    batches: Iterable[Batch], group: Any = None, *, empty: Batch | None = None
+) -> Iterator[Batch]:
+    """This rank's batches, and then empty ones for as long as another rank has some: all ranks take
+    as many steps.
 
-    One all-reduce of a number a batch. An empty batch joins a step with weight 0, so the loss (or evaluation) must
-    return a weight, `Aux(weight=len(batch))`; then metrics and gradients are those of the batches there are.
+    One all-reduce of a number a batch. An empty batch joins a step with weight 0, so the loss (or
+    evaluation) must return a weight, `Aux(weight=len(batch))`; then metrics and gradients are those
+    of the batches there are.
 
     Args:
         batches: of this rank; the numbers of them may differ between ranks.
@@ -52,10 +59,14 @@ def rounds(batches: Iterable[Batch], group: Any = None, *, empty: Batch | None =
         empty: what a rank without batches passes. None: its first batch with 0 rows.
 
     Raises:
-        StructureError: a rank that has no batch at all was not given `empty`; PeerError on the others.
+        StructureError: a rank that has no batch at all was not given `empty`; PeerError on the
+            others.
 
     >>> from functorch_zero.testing import run_ranks
-    >>> run_ranks(lambda group: [len(x) for x in rounds([torch.ones(2)] * (1 + group.rank), group)], 2)
+    >>> def sizes(group):
+    ...     own = [torch.ones(2)] * (1 + group.rank)
+    ...     return [len(batch) for batch in rounds(own, group)]
+    >>> run_ranks(sizes, 2)
     [[2, 0], [2, 2]]
     """
     group, waiting = as_group(group), iter(batches)
@@ -67,23 +78,28 @@ def rounds(batches: Iterable[Batch], group: Any = None, *, empty: Batch | None =
         if batch is None and empty is None:
             with told(group):
                 raise StructureError(
-                    f"rank {group.rank} has no batch at all, and others have. Remedy: rounds(batches, group, "
-                    "empty=...), a batch with 0 rows"
+                    f"rank {group.rank} has no batch at all, and others have. Remedy: "
+                    "rounds(batches, group, empty=...), a batch with 0 rows"
                 )
         if empty is None:
             empty = tree_map(lambda x: x[:0] if isinstance(x, Tensor) and x.dim() else x, batch)
         yield empty if batch is None else batch
 
 
-def broadcast(tree: PyTree[Tensor], group: Group | Any = None, *, source: int = 0) -> PyTree[Tensor]:
-    """One rank's values for a tree of tensors that every rank has, of the same shapes: new tensors on every rank.
+def broadcast(
+    tree: PyTree[Tensor], group: Group | Any = None, *, source: int = 0
+) -> PyTree[Tensor]:
+    """One rank's values for a tree of tensors that every rank has, of the same shapes: new tensors
+    on every rank.
 
-    For ranks that have built the same model from different seeds, or of which one has read a file: `init` wants the
+    For ranks that have built the same model from different seeds, or of which one has read a file:
+        `init` wants the
     same whole params on every rank, and compares them.
 
         params, buffers = fz.broadcast((params, buffers), group)
 
-    Collectives: an exchange of 32 bytes, and one broadcast a leaf; S bytes arrive in all. `tree` stays as it is.
+    Collectives: an exchange of 32 bytes, and one broadcast a leaf; S bytes arrive in all. `tree`
+        stays as it is.
 
     Args:
         tree: tensors on the group's devices; on each rank the whole tree.
@@ -101,7 +117,12 @@ def broadcast(tree: PyTree[Tensor], group: Group | Any = None, *, source: int = 
             if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
                 got = leaf.device if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise StructureError(
-                    explain("only tensors with values can be broadcast", path=path, got=got, rank=group.rank)
+                    explain(
+                        "only tensors with values can be broadcast",
+                        path=path,
+                        got=got,
+                        rank=group.rank,
+                    )
                 )
         shapes = {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in named.items()}
         agree(labelled(group, "broadcast/agreement"), {"source": source, "leaves": shapes})

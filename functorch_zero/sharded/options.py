@@ -25,7 +25,11 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         level = "several levels" if self.level is None else f"level {self.level}"
         replicas, ranks, number = self.mesh
-        mesh = f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}" if replicas > 1 else ""
+        mesh = (
+            f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}"
+            if replicas > 1
+            else ""
+        )
         return f"{level}, {self.num_pieces} ranks, rank {self.rank}{mesh}"
 
 
@@ -71,11 +75,13 @@ CutStateOver = Literal["shard", "both"]
 def check_accumulate_in(value: Any, levels: Levels) -> AccumulateIn | None:
     """The choice, if it is one that the level has."""
     if value not in (None, *get_args(AccumulateIn)):
-        raise ValueError(f"accumulate_in must be one of {get_args(AccumulateIn)} or None, got {value!r}")
+        raise ValueError(
+            f"accumulate_in must be one of {get_args(AccumulateIn)} or None, got {value!r}"
+        )
     if value == "pieces" and levels.number in (0, 1):
         raise ValueError(
-            f"level {levels.number} keeps whole gradients until the update, so they can't add up in pieces. "
-            "Remedy: level 2, which is level 1 with gradients in pieces"
+            f"level {levels.number} keeps whole gradients until the update, so they can't add up "
+            "in pieces. Remedy: level 2, which is level 1 with gradients in pieces"
         )
     return value  # type: ignore[no-any-return]
 

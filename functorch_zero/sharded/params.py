@@ -11,7 +11,15 @@ from torch import Tensor
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
-from ..layout.flat_buffers import by_bucket, cut, flat_of_pieces, flats_of, own_piece, to_tree, unpack
+from ..layout.flat_buffers import (
+    by_bucket,
+    cut,
+    flat_of_pieces,
+    flats_of,
+    own_piece,
+    to_tree,
+    unpack,
+)
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..runtime.reduce import Accumulating, Reducer, Sink, Streaming
@@ -31,28 +39,44 @@ def all_gather_params(params: PyTree[Tensor], layout: Layout, axes: Axes) -> PyT
             flats[b] = whole
     for work in started:
         work.wait()
-    return to_tree([unpack(flat, bucket) for flat, bucket in zip(flats, layout.buckets, strict=True)], layout)
+    return to_tree(
+        [unpack(flat, bucket) for flat, bucket in zip(flats, layout.buckets, strict=True)], layout
+    )
 
 
-def make_sink(layout: Layout, axes: Axes, log: list[str], accumulate_in: AccumulateIn | None = None) -> Sink:
+def make_sink(
+    layout: Layout, axes: Axes, log: list[str], accumulate_in: AccumulateIn | None = None
+) -> Sink:
     """Where a step's gradients go."""
     reducer = Reducer(layout, axes, log)
     rows = [level_of(bucket) for bucket in layout.buckets if bucket.trainable]
     gathered = any(level_of(bucket).cuts_params for bucket in layout.buckets)
     if not gathered and not any(row.streams for row in rows):
         return Accumulating(reducer)
-    streams = [b for b, bkt in enumerate(layout.buckets) if level_of(bkt).streams and accumulate_in != "whole"]
+    streams = [
+        b
+        for b, bkt in enumerate(layout.buckets)
+        if level_of(bkt).streams and accumulate_in != "whole"
+    ]
     return Streaming(reducer, frozenset(streams))
 
 
 def make_sources(
-    flats: Sequence[Tensor], layout: Layout, axes: Axes, log: list[str], params: PyTree[Tensor] = None
+    flats: Sequence[Tensor],
+    layout: Layout,
+    axes: Axes,
+    log: list[str],
+    params: PyTree[Tensor] = None,
 ) -> list[Source]:
-    """Where a pass's whole leaves come from, unit by unit. `params` may have been cut from the flats already."""
+    """Where a pass's whole leaves come from, unit by unit. `params` may have been cut from the
+    flats already."""
     sources: list[Source] = []
     leaves = optree.tree_leaves(params)
     for unit, content in zip(layout.units, layout.contents, strict=True):
-        own, sharded = [*map(flats.__getitem__, unit.buckets)], [level_of(b).cuts_params for b in content.buckets]
+        own, sharded = (
+            [*map(flats.__getitem__, unit.buckets)],
+            [level_of(b).cuts_params for b in content.buckets],
+        )
         if content.rounds or any(sharded):
             group = labelled(axes.shard, f"{unit.name or 'root'}/gather")
             sources.append(Gathered(own, content.buckets, sharded, group, log, unit.name))
@@ -76,7 +100,11 @@ def publish(
     Levels 1 and 2: one all-gather a bucket, each started when that bucket is ready.
     """
     rank = axes.number
-    moved = {} if updates is None else dict(zip(_trained_numbers(layout), optree.tree_leaves(updates), strict=True))
+    moved = (
+        {}
+        if updates is None
+        else dict(zip(_trained_numbers(layout), optree.tree_leaves(updates), strict=True))
+    )
     leaves, started = list(optree.tree_leaves(params)), []
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         if not bucket.trainable:
@@ -100,7 +128,8 @@ def publish(
 
 
 class _Spreading:
-    """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather along each axis."""
+    """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather
+    along each axis."""
 
     def __init__(self, held: Tensor, bucket: Bucket, over: Sequence[Group]):
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
@@ -132,8 +161,11 @@ def _held_over(bucket: Bucket, axes: Axes) -> list[Group]:
     return shard + ([axes.replicate] if level.cuts_state and axes.both else [])
 
 
-def evaluated(chosen: PyTree[Tensor], flats: Sequence[Tensor], layout: Layout, axes: Axes) -> list[Tensor]:
-    """The flats that would hold the params between steps if the trained ones were `chosen`, this rank's pieces.
+def evaluated(
+    chosen: PyTree[Tensor], flats: Sequence[Tensor], layout: Layout, axes: Axes
+) -> list[Tensor]:
+    """The flats that would hold the params between steps if the trained ones were `chosen`, this
+    rank's pieces.
 
     Levels 1 and 2: one all-gather a bucket, all under way at once.
     """
@@ -141,7 +173,9 @@ def evaluated(chosen: PyTree[Tensor], flats: Sequence[Tensor], layout: Layout, a
     pieces = {n: next(leaves) for n in _trained_numbers(layout)}
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         if bucket.trainable:
-            own = flat_of_pieces([pieces[n].reshape(-1) for n in bucket.leaves], bucket, axes.number)
+            own = flat_of_pieces(
+                [pieces[n].reshape(-1) for n in bucket.leaves], bucket, axes.number
+            )
             flat = torch.empty_like(flat)
             own_piece(flat, bucket, axes.number).copy_(own)
             started.append(_Spreading(flat, bucket, _held_over(bucket, axes)))
@@ -169,4 +203,6 @@ def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTre
         started.append((whole, group.all_gather(whole, piece), piece))
     for _, work, _ in started:
         work.wait()
-    return to_tree([unpack(whole, layout.buckets[b]) for b, (whole, _, _) in enumerate(started)], layout)
+    return to_tree(
+        [unpack(whole, layout.buckets[b]) for b, (whole, _, _) in enumerate(started)], layout
+    )

@@ -20,9 +20,12 @@ from .params import all_gather_params
 
 
 def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) -> Any:
-    """Put leaves that follow a param into one new flat for each bucket and slot (of one dtype); copy the rest."""
+    """Put leaves that follow a param into one new flat for each bucket and slot (of one dtype);
+    copy the rest."""
     leaves, treedef = optree.tree_flatten(opt_state)
-    assert len(leaves) == len(plan.leaves), "the state of init on placeholders has another structure"
+    assert len(leaves) == len(plan.leaves), (
+        "the state of init on placeholders has another structure"
+    )
     new: dict[int, Any] = {}
     for slots in _by_bucket_and_slot(plan, layout):
         if len({leaves[i].dtype for _, i in slots}) > 1:
@@ -32,12 +35,15 @@ def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) ->
         for (_, i), view in zip(slots, cut(flat, bucket, rank), strict=True):
             new[i] = view.copy_(leaves[i])
     rest = {i: leaf for i, leaf in enumerate(leaves) if i not in new}
-    new |= {i: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for i, leaf in rest.items()}
+    new |= {
+        i: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for i, leaf in rest.items()
+    }
     return treedef.unflatten([new[i] for i in range(len(leaves))])
 
 
 def _by_bucket_and_slot(plan: StatePlan, layout: Layout) -> list[list[tuple[int, int]]]:
-    """(bucket, position in the state) of the leaves that share a flat, in bucket order; only complete buckets."""
+    """(bucket, position in the state) of the leaves that share a flat, in bucket order; only
+    complete buckets."""
     places = plan.slots()
     num_slots = 1 + max((slot for slot, _ in places), default=-1)
     groups = []
@@ -55,7 +61,10 @@ def gather_state(state: TrainState, plan: StatePlan, axes: Axes) -> TrainState:
     params = all_gather_params(state.params, layout, axes)
     flags = layout.trainable
     leaves, treedef = optree.tree_flatten(state.opt_state)
-    whole = [_gather_leaf(x, leaf, layout, axes.optimizer) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+    whole = [
+        _gather_leaf(x, leaf, layout, axes.optimizer)
+        for x, leaf in zip(leaves, plan.leaves, strict=True)
+    ]
     return TrainState(
         state.step.clone(),
         tree_map(lambda p, flag: p.detach().clone().requires_grad_(flag), params, flags),
@@ -74,7 +83,9 @@ def _gather_leaf(x: Any, leaf: StateLeaf, layout: Layout, group: Group) -> Any:
         bucket = layout.buckets[b]
         if bucket.cut.num_pieces == 1:
             return x.clone().view(bucket.shapes[k])
-        return _gather_piece(x, [bucket.extent(k, r).num_here for r in range(group.size)], group).view(bucket.shapes[k])
+        return _gather_piece(
+            x, [bucket.extent(k, r).num_here for r in range(group.size)], group
+        ).view(bucket.shapes[k])
     if leaf.kind == "owned":
         here = leaf.owner == group.rank
         whole = x.clone() if here else torch.empty(leaf.shape, dtype=leaf.dtype, device=x.device)
@@ -102,7 +113,9 @@ def scatter_state(whole: TrainState, plan: StatePlan, sharding: Sharding, rank: 
     layout = sharding.layout
     leaves, treedef = optree.tree_flatten(whole.opt_state)
     assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
-    part: list[Any] = [_scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+    part: list[Any] = [
+        _scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)
+    ]
     return TrainState(
         whole.step.clone(),
         hold(whole.params, layout, rank),

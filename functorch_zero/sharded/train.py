@@ -1,4 +1,5 @@
-"""`shard`: the same step for N ranks. No arithmetic here, and no collective of its own: it composes."""
+"""`shard`: the same step for N ranks. No arithmetic here, and no collective of its own: it
+composes."""
 
 from __future__ import annotations
 
@@ -47,14 +48,17 @@ from .update import Prepared
 class ShardedTrainStep:
     """`step(state, batch) -> (state, metrics)` on one rank of a group. Made by `shard`.
 
-    Each rank passes its own part of the batch; what comes back is what the unsharded step makes of the whole.
+    Each rank passes its own part of the batch; what comes back is what the unsharded step makes of
+    the whole.
     """
 
     def __init__(self, step: TrainStep, options: Options):
         self.unsharded, self.options = step, options
         self.watches = Watches()
         self._prepared: Prepared | None = None
-        self._trace: list[str] = []  # the units the last pass fetched, in order: a hint for prefetch
+        self._trace: list[
+            str
+        ] = []  # the units the last pass fetched, in order: a hint for prefetch
 
     @property
     def group(self) -> Group:
@@ -74,10 +78,12 @@ class ShardedTrainStep:
         seed: int | None = 0,
         values: Deferred | None = None,
     ) -> TrainState:
-        """The first state: this rank's part of copies of params and buffers, and of the optimizer's state.
+        """The first state: this rank's part of copies of params and buffers, and of the optimizer's
+        state.
 
-        Every rank passes the same whole params; those on the meta device get their values, a bucket at a time, from
-        `values`, made by `deferred`. Small exchanges compare layout, optimizer, options and values.
+        Every rank passes the same whole params; those on the meta device get their values, a bucket
+        at a time, from `values`, made by `deferred`. Small exchanges compare layout, optimizer,
+        options and values.
 
         Raises:
             MismatchError: on every rank, naming the first thing in which ranks differ.
@@ -88,7 +94,9 @@ class ShardedTrainStep:
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self._make_layout(params)
             buffers = {} if buffers is None else buffers if values is None else values.fill(buffers)
-            agree(labelled(self.group, "init/agreement"), self._facts(layout, params, buffers, seed))
+            agree(
+                labelled(self.group, "init/agreement"), self._facts(layout, params, buffers, seed)
+            )
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
             made = None if values is None else Made(values)
             held = hold(params, layout, self._rank, made)
@@ -109,14 +117,17 @@ class ShardedTrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step on this rank's part of the batch.
 
-        Collectives: those of the level's row (design: units' gathers and reductions), one all-reduce of metrics, one
-        of the buffers that changed, and what the optimizer asks for. The state given is used up when donating.
+        Collectives: those of the level's row (design: units' gathers and reductions), one
+            all-reduce of metrics, one
+        of the buffers that changed, and what the optimizer asks for. The state given is used up
+        when donating.
 
         Raises:
             DonatedError: the state was used up before.
             StructureError: state, batch or loss are not what they must be.
             PeerError: another rank failed; GroupError: ranks did different things.
-            CheckpointError: an `async_save` with this step has failed; on every rank, and the state is still good.
+            CheckpointError: an `async_save` with this step has failed; on every rank, and the state
+                is still good.
         """
         with told(*self.options.axes.groups):
             sharding = sharding_of(state, self.options)
@@ -128,20 +139,30 @@ class ShardedTrainStep:
             reduced, outcome, log = self._backward(state, batch, flats, layout)
             trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
             policy = self.unsharded.finite
-            bad = [not in_range(reduced, layout, weighted=outcome.weight is not None)] if policy.looks else []
+            bad = (
+                [not in_range(reduced, layout, weighted=outcome.weight is not None)]
+                if policy.looks
+                else []
+            )
             metrics, total, weighty, changed = self._report(state, outcome, log, bad)
             self._trace = trace
             fine = not policy.looks or (not changed.pop() and all_finite([metrics["loss"]]))
             finite = policy.next(state.finite, fine=fine)
             if not fine and policy.nonfinite == "raise":
-                agreement.refuse(int(state.step), outcome.loss, reduced, layout, self._rank, self.group)
+                agreement.refuse(
+                    int(state.step), outcome.loss, reduced, layout, self._rank, self.group
+                )
             with torch.no_grad():
-                to_means(reduced, None if outcome.weight is None else total, policy.scale(state.finite))
+                to_means(
+                    reduced, None if outcome.weight is None else total, policy.scale(state.finite)
+                )
                 group, buffers = labelled(self.group, "step/buffers"), state.buffers
                 if fine:
                     own = outcome.weight is None or float(outcome.weight) != 0
                     rule = self.options.buffers
-                    buffers = sync_buffers(buffers, outcome.buffers, changed, rule, group, weighty, own)
+                    buffers = sync_buffers(
+                        buffers, outcome.buffers, changed, rule, group, weighty, own
+                    )
                 grads = grads_of(reduced, flats, layout, self._rank)
                 del reduced
                 view = pieces_of(flats, layout, self._rank)
@@ -157,23 +178,36 @@ class ShardedTrainStep:
                         updates, opt_state = prepared.update(grads, opt_state, view)
                     measures.see("update_norm", lambda: updates)
                     with ranged("publish"):
-                        params = publish(params, flats, updates, layout, self.options.axes, donate=self.options.donate)
+                        params = publish(
+                            params,
+                            flats,
+                            updates,
+                            layout,
+                            self.options.axes,
+                            donate=self.options.donate,
+                        )
                 else:
                     measures.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
                 metrics = with_measured(metrics, measures.metrics(opt_state))
             metrics = with_measured(metrics, policy.metrics(finite))
-            new = TrainState(state.step + 1, params, buffers, opt_state, state.seed, sharding, finite)
+            new = TrainState(
+                state.step + 1, params, buffers, opt_state, state.seed, sharding, finite
+            )
             return new, metrics
 
     def gather(self, state: TrainState) -> TrainState:
-        """The whole, unsharded state on every rank: copies. All-gathers what is in pieces, broadcasts what is owned."""
+        """The whole, unsharded state on every rank: copies. All-gathers what is in pieces,
+        broadcasts what is owned."""
         with told(*self.options.axes.groups), torch.no_grad():
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
-            return gather_state(state, self._prepare(sharding.layout).plan, self.options.axes.at("state/gather"))
+            return gather_state(
+                state, self._prepare(sharding.layout).plan, self.options.axes.at("state/gather")
+            )
 
     def scatter(self, state: TrainState) -> TrainState:
-        """The inverse of `gather`: this rank's part of a whole state that every rank holds. No communication."""
+        """The inverse of `gather`: this rank's part of a whole state that every rank holds. No
+        communication."""
         if state.sharding is not None:
             raise StructureError("scatter takes a whole state, and this one is sharded already")
         with torch.no_grad():
@@ -186,7 +220,8 @@ class ShardedTrainStep:
         return self._prepare(layout).plan
 
     def first_optimizer_state(self, params: PyTree[Tensor], layout: Layout) -> Any:
-        """The optimizer's state as `init` makes it, for params as a state holds them. What the optimizer asks for."""
+        """The optimizer's state as `init` makes it, for params as a state holds them. What the
+        optimizer asks for."""
         prepared = self._prepare(layout)
         view = pieces_of(flats_of(params, layout, self._rank), layout, self._rank)
         made = self.unsharded.optimizer.init(view.tree, prepared.across)
@@ -210,7 +245,14 @@ class ShardedTrainStep:
             raise
 
     def _on_micro_batch(
-        self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout, sink: Sink, log: list[str], i: int
+        self,
+        state: TrainState,
+        batch: Any,
+        flats: list[Tensor],
+        layout: Layout,
+        sink: Sink,
+        log: list[str],
+        i: int,
     ) -> Outcome:
         """One pass, whose gradients go to the sink."""
         device, rank, count = flats[0].device, self.group.rank, self.unsharded.accumulate
@@ -219,7 +261,9 @@ class ShardedTrainStep:
         run = Pass(layout, sources, sink, device=device, keeps=keeps, ahead=self._trace, last=last)
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
             with ranged("loss"):
-                outcome = call_loss(self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank)
+                outcome = call_loss(
+                    self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank
+                )
             if not any(unit.entered for unit in run.runs):
                 raise independent(rank)
             check_not_empty(batch, outcome.loss, outcome.weight, rank)
@@ -233,11 +277,16 @@ class ShardedTrainStep:
         metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
         return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
 
-    def _report(self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]) -> agreement.Report:
-        """What all ranks know after backward: metrics, the sum of weights, which buffers any changed, and `more`."""
+    def _report(
+        self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]
+    ) -> agreement.Report:
+        """What all ranks know after backward: metrics, the sum of weights, which buffers any
+        changed, and `more`."""
         flags = [*replaced(state.buffers, outcome.buffers), *more, self.watches.failed()]
         seen = {"loss": outcome.loss, **outcome.metrics}
-        report = agreement.average(seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags)
+        report = agreement.average(
+            seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags
+        )
         self.watches.raise_if(report.flags.pop())
         return report
 
@@ -249,7 +298,12 @@ class ShardedTrainStep:
     def _make_layout(self, params: PyTree[Tensor]) -> Layout:
         self.options.levels.check(params)
         num_ranks = self.options.axes.optimizer.size
-        return make_layout(params, num_ranks, trainable=lambda path, leaf: leaf.requires_grad, cut=self.options.cut_of)
+        return make_layout(
+            params,
+            num_ranks,
+            trainable=lambda path, leaf: leaf.requires_grad,
+            cut=self.options.cut_of,
+        )
 
     def _prepare(self, layout: Layout) -> Prepared:
         known = self._prepared

@@ -29,14 +29,20 @@ class Prepared:
         self._optimizer = step.optimizer
         self._split = None if "update_norm" in step.metrics else split_fused(step.optimizer)
 
-    def update(self, grads: Pieces, state: Any, params: Pieces) -> tuple[PyTree[Tensor] | None, Any]:
-        """The updates and the optimizer's next state; no updates where a fused kernel has applied them already."""
+    def update(
+        self, grads: Pieces, state: Any, params: Pieces
+    ) -> tuple[PyTree[Tensor] | None, Any]:
+        """The updates and the optimizer's next state; no updates where a fused kernel has applied
+        them already."""
         if self._split is not None and self.across.fuses(self._split[1], params.flats):
             head, tail = self._split
             if head is None:
                 return None, self.across.fused(tail, grads.flats, state, params.flats)
             updates, first = head.update(grads.tree, state[:-1], params.tree, self.across)
-            return None, (*first, self.across.fused(tail, self.across.flats(updates), state[-1], params.flats))
+            return None, (
+                *first,
+                self.across.fused(tail, self.across.flats(updates), state[-1], params.flats),
+            )
         updates, state = self._optimizer.update(grads.tree, state, params.tree, self.across)
         state = self.across.keep(state, params.tree)
         same_structure(params.tree, updates, what="the optimizer's updates")

@@ -45,11 +45,19 @@ class Sharded:
         group: the ranks.
         donate: pointwise updates may overwrite the updates and the state they are given.
 
-    Every tree given or returned holds this rank's pieces of the trained leaves, None elsewhere. A leaf that is not cut
-    (level 0) is here whole, and alike on every rank: what is asked of it is answered without communication.
+    Every tree given or returned holds this rank's pieces of the trained leaves, None elsewhere. A
+    leaf that is not cut (level 0) is here whole, and alike on every rank: what is asked of it is
+    answered without communication.
     """
 
-    def __init__(self, layout: Layout, group: Group, *, donate: bool = False, mask: PyTree[bool] | None = None):
+    def __init__(
+        self,
+        layout: Layout,
+        group: Group,
+        *,
+        donate: bool = False,
+        mask: PyTree[bool] | None = None,
+    ):
         self._layout, self._group, self._donate = layout, group, donate
         mask = layout.trainable if mask is None else mask
         self._extents = select(layout.extents(group.rank), mask)
@@ -64,10 +72,16 @@ class Sharded:
         return self._extents
 
     def select(self, mask: PyTree[bool]) -> Sharded:
-        chosen = tuple(n for n, keep in zip(self._numbers, optree.tree_leaves(mask), strict=True) if keep)
+        chosen = tuple(
+            n for n, keep in zip(self._numbers, optree.tree_leaves(mask), strict=True) if keep
+        )
         if chosen not in self._narrowed:
-            of_all = self._layout.treedef.unflatten([i in set(chosen) for i in range(len(self._layout.leaves))])
-            self._narrowed[chosen] = Sharded(self._layout, self._group, donate=self._donate, mask=of_all)
+            of_all = self._layout.treedef.unflatten(
+                [i in set(chosen) for i in range(len(self._layout.leaves))]
+            )
+            self._narrowed[chosen] = Sharded(
+                self._layout, self._group, donate=self._donate, mask=of_all
+            )
         return self._narrowed[chosen]
 
     # scalars: one all-reduce for all leaves of all trees
@@ -84,49 +98,83 @@ class Sharded:
         return tuple(answers) if len(trees) > 1 else answers[0]
 
     def norm(self, *trees: Tree) -> Any:
-        squares = self._scalars(lambda x: torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype)).square(), trees, "sum")
+        squares = self._scalars(
+            lambda x: torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype)).square(), trees, "sum"
+        )
         return tree_map(torch.sqrt, squares)
 
     def max(self, *trees: Tree) -> Any:
-        return self._scalars(lambda x: x.max() if x.numel() else x.new_full((), -math.inf), trees, "max")
+        return self._scalars(
+            lambda x: x.max() if x.numel() else x.new_full((), -math.inf), trees, "max"
+        )
 
     def total(self, *trees: Tree) -> Any:
-        totals = [[x.sum(dtype=sum_dtype(x.dtype)) for x in optree.tree_leaves(tree)] for tree in trees]
+        totals = [
+            [x.sum(dtype=sum_dtype(x.dtype)) for x in optree.tree_leaves(tree)] for tree in trees
+        ]
         return each(lambda x: x, self._totals(totals, [self._cut_leaves(tree) for tree in trees]))
 
     def dot(self, a: Tree, b: Tree) -> Tensor:
         return self.dots((a, b))[0]
 
     def dots(self, *pairs: tuple[Tree, Tree]) -> tuple[Tensor, ...]:
-        return tuple(self._totals([_products(a, b) for a, b in pairs], [self._cut_leaves(a) for a, _ in pairs]))
+        return tuple(
+            self._totals(
+                [_products(a, b) for a, b in pairs], [self._cut_leaves(a) for a, _ in pairs]
+            )
+        )
 
     def _totals(self, sums: Sequence[list[Tensor]], cuts: Sequence[list[bool]]) -> list[Tensor]:
-        """For each list of sums over leaves here, one a leaf, the total over all of them, everywhere."""
-        parts = [[x for x, cut in zip(s, c, strict=True) if cut] for s, c in zip(sums, cuts, strict=True)]
-        reduced = self._reduce([total_of(part) for part in parts], "sum", [bool(part) for part in parts])
-        rest = [[x for x, cut in zip(s, c, strict=True) if not cut] for s, c in zip(sums, cuts, strict=True)]
-        return [total_of(([x] if part else []) + alone) for x, part, alone in zip(reduced, parts, rest, strict=True)]
+        """For each list of sums over leaves here, one a leaf, the total over all of them,
+        everywhere."""
+        parts = [
+            [x for x, cut in zip(s, c, strict=True) if cut] for s, c in zip(sums, cuts, strict=True)
+        ]
+        reduced = self._reduce(
+            [total_of(part) for part in parts], "sum", [bool(part) for part in parts]
+        )
+        rest = [
+            [x for x, cut in zip(s, c, strict=True) if not cut]
+            for s, c in zip(sums, cuts, strict=True)
+        ]
+        return [
+            total_of(([x] if part else []) + alone)
+            for x, part, alone in zip(reduced, parts, rest, strict=True)
+        ]
 
     def _cut_leaves(self, tree: Tree) -> list[bool]:
         """For each leaf of a tree, whether it is cut."""
         flags, treedef = optree.tree_flatten(self._is_cut)
         if len(set(flags)) > 1 and optree.tree_structure(tree) != treedef:
             raise TransformError(
-                "some leaves are replicated (level 0) and others are cut, so a question must be asked of trees with "
-                "the structure of params, and this one has another. Remedy: ask tree by tree, or train none at level 0"
+                "some leaves are replicated (level 0) and others are cut, so a question must be "
+                "asked of trees with the structure of params, and this one has another. Remedy: "
+                "ask tree by tree, or train none at level 0"
             )
-        return flags if len(set(flags)) > 1 else [any(flags)] * optree.tree_structure(tree).num_leaves
+        return (
+            flags if len(set(flags)) > 1 else [any(flags)] * optree.tree_structure(tree).num_leaves
+        )
 
-    def _scalars(self, local: Callable[[Tensor], Tensor], trees: Sequence[Tree], op: ReduceOp) -> Any:
+    def _scalars(
+        self, local: Callable[[Tensor], Tensor], trees: Sequence[Tree], op: ReduceOp
+    ) -> Any:
         flattened = [optree.tree_flatten(tree) for tree in trees]
         cuts = [cut for tree in trees for cut in self._cut_leaves(tree)]
-        reduced = iter(self._reduce([local(x) for leaves, _ in flattened for x in leaves], op, cuts))
-        return each(lambda x: x, [treedef.unflatten([next(reduced) for _ in leaves]) for leaves, treedef in flattened])
+        reduced = iter(
+            self._reduce([local(x) for leaves, _ in flattened for x in leaves], op, cuts)
+        )
+        return each(
+            lambda x: x,
+            [treedef.unflatten([next(reduced) for _ in leaves]) for leaves, treedef in flattened],
+        )
 
     def _reduce(self, values: list[Tensor], op: ReduceOp, cuts: Sequence[bool]) -> list[Tensor]:
-        """Reduce those tensors that `cuts` says, of any shape, each to its own shape and dtype, in one all-reduce."""
+        """Reduce those tensors that `cuts` says, of any shape, each to its own shape and dtype, in
+        one all-reduce."""
         if self._group.size > 1 and any(cuts):
-            reduced = iter(self._all_reduce([x for x, cut in zip(values, cuts, strict=True) if cut], op))
+            reduced = iter(
+                self._all_reduce([x for x, cut in zip(values, cuts, strict=True) if cut], op)
+            )
             return [next(reduced) if cut else x for x, cut in zip(values, cuts, strict=True)]
         return values
 
@@ -159,9 +207,15 @@ class Sharded:
             dims = dims_of(dim, extent.shape)
             return None if dims is None else reduce_piece(x, extent, dims, op)
 
-        asked = [tree_map(lambda x, e, d=dim: local(x, e, d), tree, self._extents) for tree, dim in questions]
+        asked = [
+            tree_map(lambda x, e, d=dim: local(x, e, d), tree, self._extents)
+            for tree, dim in questions
+        ]
         leaves, treedef = optree.tree_flatten(asked)
-        cuts = [tree_map(lambda cut, x: None if x is None else cut, self._is_cut, tree) for tree in asked]
+        cuts = [
+            tree_map(lambda cut, x: None if x is None else cut, self._is_cut, tree)
+            for tree in asked
+        ]
         return tuple(treedef.unflatten(self._reduce(leaves, op, optree.tree_leaves(cuts))))
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
@@ -181,7 +235,9 @@ class Sharded:
 
     # pointwise: bunch by bunch
 
-    def pointwise(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    def pointwise(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
         return self._bunches.pointwise(part, updates, state, params)
 
     def flats(self, tree: Tree) -> list[Tensor]:
@@ -192,8 +248,11 @@ class Sharded:
         """Whether `fused` can run this transform."""
         return self._bunches.fuses(transform, params)
 
-    def fused(self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]) -> Any:
-        """Run a transform's kernel on flats of donated params, and on donated state. Returns the state."""
+    def fused(
+        self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
+    ) -> Any:
+        """Run a transform's kernel on flats of donated params, and on donated state. Returns the
+        state."""
         return self._bunches.fused(transform, updates, state, params)
 
     # whole leaves: one all-to-all in, one out
@@ -208,12 +267,16 @@ class Sharded:
         owners = self._owners(part)
         (whole,) = self._exchange.to_owners([leaves], owners)
         states = []
-        for i, (leaf, owner, extent) in enumerate(zip(leaves, owners, optree.tree_leaves(self._extents), strict=True)):
+        for i, (leaf, owner, extent) in enumerate(
+            zip(leaves, owners, optree.tree_leaves(self._extents), strict=True)
+        ):
             if owner in (self._group.rank, EVERYONE):
                 states.append(Owned(part.init(whole[i]), i))
             else:
                 made = part.init(torch.empty(extent.shape, dtype=leaf.dtype, device="meta"))
-                states.append(Owned(tree_map(lambda x, d=leaf.device: x.new_empty(0, device=d), made), i))
+                states.append(
+                    Owned(tree_map(lambda x, d=leaf.device: x.new_empty(0, device=d), made), i)
+                )
         return treedef.unflatten(states)
 
     def whole(self, part: WholeLeaf, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
@@ -225,12 +288,16 @@ class Sharded:
         results = {}
         for batch in batches(part, whole[0]):
             given = [whole[-1][i] if part.wants_param else None for i in batch]
-            new_u, new_s = run_batch(part, [whole[0][i] for i in batch], [states[i].state for i in batch], given)
+            new_u, new_s = run_batch(
+                part, [whole[0][i] for i in batch], [states[i].state for i in batch], given
+            )
             for i, made_u, made_s in zip(batch, new_u, new_s, strict=True):
                 check_whole(updates, i, (whole[0][i], states[i].state), (made_u, made_s))
                 results[i] = made_u.to(leaves[i].dtype)
                 states[i] = Owned(made_s, states[i].leaf)
-        return treedef.unflatten(self._exchange.from_owners(results, leaves, owners)), treedef.unflatten(states)
+        return treedef.unflatten(
+            self._exchange.from_owners(results, leaves, owners)
+        ), treedef.unflatten(states)
 
     # the whole tree: gathered on every rank
 
@@ -246,7 +313,8 @@ class Sharded:
         return pieces, new_state
 
     def _gather(self, trees: list[Tree], limit: int) -> list[Tree]:
-        """Whole leaves on every rank, where everyone is an owner: S (N-1)/N bytes for each of the trees."""
+        """Whole leaves on every rank, where everyone is an owner: S (N-1)/N bytes for each of the
+        trees."""
         extents, treedef = optree.tree_flatten(self._extents)
         leaves = [optree.tree_leaves(tree) for tree in trees]
         check_limit(extents, leaves[0], limit)

@@ -1,8 +1,10 @@
-"""Sums over dims of a tensor of which only a contiguous range of elements is here, and their answers put back.
+"""Sums over dims of a tensor of which only a contiguous range of elements is here, and their
+answers put back.
 
-A full shape is read as (rows, width): `width` is the last run of dims that are all reduced or all kept, `rows` the
-dims before it. Then a piece is a few whole rows with a part of one at each end, and each row goes to one place of the
-answer.
+A full shape is read as (rows, width): `width` is the last run of dims that are all reduced or all
+    kept, `rows` the
+dims before it. Then a piece is a few whole rows with a part of one at each end, and each row goes
+to one place of the answer.
 """
 
 from __future__ import annotations

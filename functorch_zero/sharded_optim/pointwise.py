@@ -21,7 +21,9 @@ from ..optim.base import Transform
 from ..tree import PyTree, has_values, select, storage_id, storages
 from .state_plan import placeholder, plan_of, plan_state
 
-_CHUNK = 2**17  # elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
+_CHUNK = (
+    2**17
+)  # elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
 
 
 class Bunches:
@@ -35,10 +37,14 @@ class Bunches:
     def __init__(self, layout: Layout, mask: PyTree[bool], rank: int, *, donate: bool):
         self._layout, self._mask, self._rank, self._donate = layout, mask, rank, donate
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
-        self.numbers: list[int] = optree.tree_leaves(select(everything, mask))  # of the leaves, in tree order
+        self.numbers: list[int] = optree.tree_leaves(
+            select(everything, mask)
+        )  # of the leaves, in tree order
         self._position = {n: i for i, n in enumerate(self.numbers)}
         self._bunches = self._find_bunches()
-        self._at = [[self._position[n] for n in bunch.leaves] for bunch in self._bunches]  # in the trees given
+        self._at = [
+            [self._position[n] for n in bunch.leaves] for bunch in self._bunches
+        ]  # in the trees given
         self._regroupings: WeakKeyDictionary[Pointwise, _Regrouping | None] = WeakKeyDictionary()
 
     def _find_bunches(self) -> list[_Bunch]:
@@ -52,7 +58,9 @@ class Bunches:
                 bunches += [_Bunch((n,), None, self._rank) for n in inside]
         return bunches
 
-    def pointwise(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    def pointwise(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
         how = self._regrouping(part)
         if how is None or not self._bunches:  # without leaves, counts go on all the same
             return part.update(updates, state, params)
@@ -62,10 +70,18 @@ class Bunches:
         owned = self._owned(u, p) if self._donate else set()
         for bunch, at, places in zip(self._bunches, self._at, how.places, strict=True):
             flat_u, flat_p = bunch.flat([u[i] for i in at]), bunch.flat([p[i] for i in at])
-            flats = [bunch.flat([old[i] for i in where]) if follows else old[where[0]] for follows, where in places]
+            flats = [
+                bunch.flat([old[i] for i in where]) if follows else old[where[0]]
+                for follows, where in places
+            ]
             donated = [_share(u[at[0]], flat_u) and storage_id(flat_u) in owned]
-            donated += [self._donate and f and _share(old[w[0]], x) for (f, w), x in zip(places, flats, strict=True)]
-            made_u, *made_s = _stream(part, how.one, flat_u, flat_p, flats, [f for f, _ in places], donated)
+            donated += [
+                self._donate and f and _share(old[w[0]], x)
+                for (f, w), x in zip(places, flats, strict=True)
+            ]
+            made_u, *made_s = _stream(
+                part, how.one, flat_u, flat_p, flats, [f for f, _ in places], donated
+            )
             _put(u, at, bunch, flat_u, made_u)
             for (follows, where), flat, made in zip(places, flats, made_s, strict=True):
                 if follows:
@@ -75,24 +91,35 @@ class Bunches:
         return treedef.unflatten(u), how.full.unflatten(new)
 
     def _owned(self, updates: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
-        """The storages that one bunch's updates have for themselves: elsewhere padding may be a leaf."""
+        """The storages that one bunch's updates have for themselves: elsewhere padding may be a
+        leaf."""
         within = ({storage_id(updates[i]) for i in at} for at in self._at)
         times = Counter(storage for storages in within for storage in storages)
         return {storage for storage, count in times.items() if count == 1} - storages(params)
 
     def flats(self, tree: Tree) -> list[Tensor]:
-        """The flats that a tree's leaves lie in, one a bunch; packed into new ones where they don't lie in one."""
+        """The flats that a tree's leaves lie in, one a bunch; packed into new ones where they don't
+        lie in one."""
         leaves = optree.tree_leaves(tree)
-        return [bunch.flat([leaves[i] for i in at]) for bunch, at in zip(self._bunches, self._at, strict=True)]
+        return [
+            bunch.flat([leaves[i] for i in at])
+            for bunch, at in zip(self._bunches, self._at, strict=True)
+        ]
 
     def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this transform on these flats."""
         if not self._donate or transform.fused is None or transform.plain is None or not params:
             return False
-        return all(map(transform.fused.takes, params)) and self._regrouping(transform.plain) is not None
+        return (
+            all(map(transform.fused.takes, params))
+            and self._regrouping(transform.plain) is not None
+        )
 
-    def fused(self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]) -> Any:
-        """Run a transform's kernel on flats of donated params and updates and on donated state. Returns the state."""
+    def fused(
+        self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
+    ) -> Any:
+        """Run a transform's kernel on flats of donated params and updates and on donated state.
+        Returns the state."""
         assert transform.fused is not None and transform.plain is not None
         how = self._regrouping(transform.plain)
         assert how is not None
@@ -107,7 +134,9 @@ class Bunches:
         for (bunch, where), flat in zip(how.runs, flats, strict=True):
             if old[where[0]]._base is not flat and not _share(old[where[0]], flat):
                 _put(new, where, bunch, old[where[0]], flat)
-        for (follows, where), result in zip(how.places[0], optree.tree_leaves(made[0]), strict=True):
+        for (follows, where), result in zip(
+            how.places[0], optree.tree_leaves(made[0]), strict=True
+        ):
             if not follows:
                 new[where[0]] = result
         return how.full.unflatten(new)
@@ -118,8 +147,14 @@ class Bunches:
         return self._regroupings[part]
 
     def _find_regrouping(self, part: Pointwise) -> _Regrouping | None:
-        """Where each bunch's state lies; None where leaves are not treated alike, and nothing can be regrouped."""
-        full = plan_state(lambda params, across: part.init(params), self._layout, self._mask, self._layout.num_ranks)
+        """Where each bunch's state lies; None where leaves are not treated alike, and nothing can
+        be regrouped."""
+        full = plan_state(
+            lambda params, across: part.init(params),
+            self._layout,
+            self._mask,
+            self._layout.num_ranks,
+        )
         one = plan_of(part.init({"": placeholder(0, torch.float32)}))
         slots = full.slots()
         rest = [i for i, leaf in enumerate(full.leaves) if leaf.kind != "follows"]
@@ -142,7 +177,8 @@ class Bunches:
 
 @dataclass(frozen=True)
 class _Bunch:
-    """Leaves that a pointwise update sees as one flat: a whole bucket, or where some are masked out a single leaf."""
+    """Leaves that a pointwise update sees as one flat: a whole bucket, or where some are masked out
+    a single leaf."""
 
     leaves: tuple[int, ...]
     bucket: Bucket | None
@@ -161,13 +197,20 @@ class _Regrouping:
 
     full: Any  # structure of the full state
     one: Any  # structure of the state of a single leaf
-    places: list[list[tuple[bool, list[int]]]]  # for each bunch and leaf of `one`: (follows a param, positions)
+    places: list[
+        list[tuple[bool, list[int]]]
+    ]  # for each bunch and leaf of `one`: (follows a param, positions)
     bunches: list[_Bunch]
 
     @cached_property
     def runs(self) -> list[tuple[_Bunch, list[int]]]:
         """The leaves that lie in one flat together: of which bunch, and where in the full state."""
-        return [(b, where) for b, places in zip(self.bunches, self.places, strict=True) for f, where in places if f]
+        return [
+            (b, where)
+            for b, places in zip(self.bunches, self.places, strict=True)
+            for f, where in places
+            if f
+        ]
 
     @cached_property
     def following(self) -> list[int]:
@@ -176,9 +219,13 @@ class _Regrouping:
 
     @cached_property
     def rows(self) -> list[list[int]]:
-        """For each bunch and leaf of `one`, its position in the list of the runs' flats and then the full state."""
+        """For each bunch and leaf of `one`, its position in the list of the runs' flats and then
+        the full state."""
         runs = iter(range(len(self.runs)))
-        return [[next(runs) if f else len(self.runs) + where[0] for f, where in places] for places in self.places]
+        return [
+            [next(runs) if f else len(self.runs) + where[0] for f, where in places]
+            for places in self.places
+        ]
 
     @cached_property
     def recall(self) -> Recall:
@@ -199,7 +246,9 @@ def _distinct(leaves: list[Tensor]) -> list[Tensor]:
     return [leaf if first[id(leaf)] == i else leaf.clone() for i, leaf in enumerate(leaves)]
 
 
-def _put(leaves: list[Tensor], where: Sequence[int], bunch: _Bunch, old: Tensor, new: Tensor) -> None:
+def _put(
+    leaves: list[Tensor], where: Sequence[int], bunch: _Bunch, old: Tensor, new: Tensor
+) -> None:
     """Put a new flat's pieces in the place of the old ones, unless it is the old flat itself."""
     if new is not old:
         for i, view in zip(where, bunch.cut(new), strict=True):
@@ -207,9 +256,16 @@ def _put(leaves: list[Tensor], where: Sequence[int], bunch: _Bunch, old: Tensor,
 
 
 def _stream(
-    part: Pointwise, one: Any, u: Tensor, p: Tensor, state: list[Tensor], follows: list[bool], donated: list[bool]
+    part: Pointwise,
+    one: Any,
+    u: Tensor,
+    p: Tensor,
+    state: list[Tensor],
+    follows: list[bool],
+    donated: list[bool],
 ) -> list[Tensor]:
-    """A pointwise update of one flat, in chunks that stay in a CPU's cache: the updates, then the state's leaves.
+    """A pointwise update of one flat, in chunks that stay in a CPU's cache: the updates, then the
+    state's leaves.
 
     Where `donated`, a result is written into the storage of what it replaces.
     """
@@ -226,9 +282,14 @@ def _stream(
         made_u, made_s = update({"": u[here]}, one.unflatten(given), {"": p[here]})
         made = [made_u[""], *optree.tree_leaves(made_s)]
         if u.numel() <= size and not any(donated):
-            return [made[0], *(x.clone() if x.dim() and _share(x, made[0]) else x for x in made[1:])]
+            return [
+                made[0],
+                *(x.clone() if x.dim() and _share(x, made[0]) else x for x in made[1:]),
+            ]
         if not out:
-            fits = [d and x.dtype == m.dtype for d, x, m in zip(donated, [u, *state], made, strict=True)]
+            fits = [
+                d and x.dtype == m.dtype for d, x, m in zip(donated, [u, *state], made, strict=True)
+            ]
             out = [
                 x if fit else m.new_empty(u.numel()) if f else m
                 for x, m, f, fit in zip([u, *state], made, moved, fits, strict=True)
@@ -244,7 +305,8 @@ def _stream(
 
 
 def _apart(made: list[Tensor], places: list[Tensor], given: list[Tensor]) -> list[Tensor]:
-    """Results that are what was given (a state that is the old updates, say), copied: that may be written to first.
+    """Results that are what was given (a state that is the old updates, say), copied: that may be
+    written to first.
 
     Not those that are in their places already.
     """
@@ -256,7 +318,11 @@ def _apart(made: list[Tensor], places: list[Tensor], given: list[Tensor]) -> lis
 
 
 def _is_at(x: Tensor, place: Tensor) -> bool:
-    return _share(x, place) and x.storage_offset() == place.storage_offset() and x.stride() == place.stride()
+    return (
+        _share(x, place)
+        and x.storage_offset() == place.storage_offset()
+        and x.stride() == place.stride()
+    )
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

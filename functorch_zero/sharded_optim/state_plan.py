@@ -1,7 +1,9 @@
-"""Which leaves of an optimizer's state follow a param, found by running `init` on placeholders, not by names or shapes.
+"""Which leaves of an optimizer's state follow a param, found by running `init` on placeholders, not
+by names or shapes.
 
-A placeholder is a 1-D tensor on the meta device whose length names the leaf; no real tensor is that long. A state leaf
-of that length holds one value per element of the param, so it is cut as the param is.
+A placeholder is a 1-D tensor on the meta device whose length names the leaf; no real tensor is that
+long. A state leaf of that length holds one value per element of the param, so it is cut as the
+param is.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ class StatePlan:
 
     def slots(self) -> dict[tuple[int, int], int]:
         """(slot, param) -> position in flatten order, for the leaves that follow a param."""
-        return {(leaf.slot, leaf.leaf): i for i, leaf in enumerate(self.leaves) if leaf.kind == "follows"}
+        return {
+            (leaf.slot, leaf.leaf): i
+            for i, leaf in enumerate(self.leaves)
+            if leaf.kind == "follows"
+        }
 
 
 @dataclass(frozen=True)
@@ -61,23 +67,34 @@ class _AtOwner:
 
 
 class Planner(Local):
-    """The `across` that `init` is given while a state is planned. `owned` tells of whole leaves afterwards."""
+    """The `across` that `init` is given while a state is planned. `owned` tells of whole leaves
+    afterwards."""
 
     def __init__(
-        self, numbers: PyTree[int], extents: PyTree[Extent], num_ranks: int, whole: frozenset[int] = frozenset()
+        self,
+        numbers: PyTree[int],
+        extents: PyTree[Extent],
+        num_ranks: int,
+        whole: frozenset[int] = frozenset(),
     ):
         self._numbers, self._num_ranks, self._whole = numbers, num_ranks, whole
         self._extents = extents
-        self.owned: list[tuple[int, int, float]] = []  # what `whole_init` was asked for: (leaf, owner, cost)
+        self.owned: list[
+            tuple[int, int, float]
+        ] = []  # what `whole_init` was asked for: (leaf, owner, cost)
 
     def select(self, mask: PyTree[bool]) -> Planner:
-        chosen = Planner(select(self._numbers, mask), select(self._extents, mask), self._num_ranks, self._whole)
+        chosen = Planner(
+            select(self._numbers, mask), select(self._extents, mask), self._num_ranks, self._whole
+        )
         chosen.owned = self.owned
         return chosen
 
     def placeholders(self, dtypes: Sequence[torch.dtype]) -> Tree:
         """A tree of placeholders; `dtypes` by leaf number."""
-        return tree_map(lambda n: torch.empty(_LONG + n, dtype=dtypes[n], device="meta"), self._numbers)
+        return tree_map(
+            lambda n: torch.empty(_LONG + n, dtype=dtypes[n], device="meta"), self._numbers
+        )
 
     def sum_dim(self, tree: Tree, dim: Dim) -> Tree:
         def reduced(x: Tensor, extent: Extent) -> Tensor | None:
@@ -89,7 +106,9 @@ class Planner(Local):
     max_dim = sum_dim
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
-        return tree_map(lambda n, x: None if x is None else x.new_empty(_LONG + n), self._numbers, tree)
+        return tree_map(
+            lambda n, x: None if x is None else x.new_empty(_LONG + n), self._numbers, tree
+        )
 
     def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
         extents, numbers = optree.tree_leaves(self._extents), optree.tree_leaves(self._numbers)
@@ -98,7 +117,9 @@ class Planner(Local):
         self.owned += zip(numbers, owners, costs, strict=True)
         leaves, treedef = optree.tree_flatten(params)
         states = []
-        for i, (leaf, extent, number, owner) in enumerate(zip(leaves, extents, numbers, owners, strict=True)):
+        for i, (leaf, extent, number, owner) in enumerate(
+            zip(leaves, extents, numbers, owners, strict=True)
+        ):
             state = part.init(leaf.new_empty(extent.shape))
             if owner != EVERYONE:
                 state = tree_map(lambda x, n=number, o=owner: _AtOwner(x, n, o), state)
@@ -109,7 +130,9 @@ class Planner(Local):
         return init(tree_map(lambda p, e: p.new_empty(e.shape), params, self._extents))
 
 
-def plan_state(init: Callable[..., Any], layout: Layout, mask: PyTree[bool], num_ranks: int) -> StatePlan:
+def plan_state(
+    init: Callable[..., Any], layout: Layout, mask: PyTree[bool], num_ranks: int
+) -> StatePlan:
     """Plan the state that `init(params, across)` makes for the leaves where `mask` is true."""
     planner = make_planner(layout, mask, num_ranks)
     return plan_of(init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner))
@@ -138,8 +161,9 @@ def plan_of(state: Any) -> StatePlan:
             plan.append(StateLeaf("follows", number, slot=seen[number]))
         elif isinstance(leaf, Tensor) and is_placeholder(leaf):
             raise TransformError(
-                "a leaf of the optimizer's state holds several values for each element of a param in one tensor, which "
-                "can't be cut as the param is. Remedy: keep them in several tensors, each shaped like the param"
+                "a leaf of the optimizer's state holds several values for each element of a param "
+                "in one tensor, which can't be cut as the param is. Remedy: keep them in several "
+                "tensors, each shaped like the param"
             )
         else:
             plan.append(StateLeaf("replicated"))
@@ -158,12 +182,15 @@ def placeholder(number: int, dtype: torch.dtype) -> Tensor:
 
 def owners_of(costs: Sequence[float], cuts: Sequence[bool], num_ranks: int) -> list[int]:
     """The owner of each leaf: of those that are cut a rank, of the others everyone."""
-    owners = iter(assign_owners([cost for cost, cut in zip(costs, cuts, strict=True) if cut], num_ranks))
+    owners = iter(
+        assign_owners([cost for cost, cut in zip(costs, cuts, strict=True) if cut], num_ranks)
+    )
     return [next(owners) if cut else EVERYONE for cut in cuts]
 
 
 def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """A rank for each cost, the costliest first, each to the rank with the least so far. The same on every rank."""
+    """A rank for each cost, the costliest first, each to the rank with the least so far. The same
+    on every rank."""
     loads = [(0.0, rank) for rank in range(num_ranks)]
     owners = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -23,7 +23,8 @@ class Exchange:
         layout: how all leaves are cut over the group.
         numbers: the leaves, by their number in the layout.
 
-    Only the ranks that hold something of a leaf are gone through, so its cost does not grow with leaves times ranks.
+    Only the ranks that hold something of a leaf are gone through, so its cost does not grow with
+    leaves times ranks.
     """
 
     def __init__(self, layout: Layout, numbers: Sequence[int], group: Group):
@@ -38,15 +39,33 @@ class Exchange:
         """
         everyone, shapes = range(self._group.size), self._shapes
         if self._group.size == 1:
-            return [{i: x.reshape(shape) for i, (x, shape) in enumerate(zip(t, shapes, strict=True))} for t in trees]
-        whole = [{i: x.reshape(shapes[i]) for i, x in enumerate(t) if not self._is_cut(i)} for t in trees]
-        items = [(t, i, x) for t, leaves in enumerate(trees) for i, x in enumerate(leaves) if self._is_cut(i)]
+            return [
+                {i: x.reshape(shape) for i, (x, shape) in enumerate(zip(t, shapes, strict=True))}
+                for t in trees
+            ]
+        whole = [
+            {i: x.reshape(shapes[i]) for i, x in enumerate(t) if not self._is_cut(i)} for t in trees
+        ]
+        items = [
+            (t, i, x)
+            for t, leaves in enumerate(trees)
+            for i, x in enumerate(leaves)
+            if self._is_cut(i)
+        ]
         for dtype in dict.fromkeys(x.dtype for _, _, x in items):
             some = [(t, i, x) for t, i, x in items if x.dtype == dtype]
             like = some[0][2]
-            runs = [(rank, x) for _, i, x in some for rank in (everyone if owners[i] == EVERYONE else (owners[i],))]
+            runs = [
+                (rank, x)
+                for _, i, x in some
+                for rank in (everyone if owners[i] == EVERYONE else (owners[i],))
+            ]
             mine = [(t, i) for t, i, _ in some if owners[i] in (self._group.rank, EVERYONE)]
-            sizes = [(rank, m, part.num_here) for m, (_, i) in enumerate(mine) for rank, part in self._parts(i)]
+            sizes = [
+                (rank, m, part.num_here)
+                for m, (_, i) in enumerate(mine)
+                for rank, part in self._parts(i)
+            ]
             parts: list[list[Tensor]] = [[] for _ in mine]
             for (_, m, _), part in self._swap(runs, sizes, like):
                 parts[m].append(part)
@@ -55,7 +74,9 @@ class Exchange:
                 whole[t][i] = joined.reshape(shapes[i])
         return whole
 
-    def from_owners(self, results: dict[int, Tensor], leaves: list[Tensor], owners: list[int]) -> list[Tensor]:
+    def from_owners(
+        self, results: dict[int, Tensor], leaves: list[Tensor], owners: list[int]
+    ) -> list[Tensor]:
         """Whole leaves at their owners -> everyone's pieces. One all-to-all a dtype."""
         here = self._group.rank
         if self._group.size == 1:
@@ -64,10 +85,16 @@ class Exchange:
         for dtype in dict.fromkeys(x.dtype for i, x in enumerate(leaves) if i not in pieces):
             some = [i for i, x in enumerate(leaves) if x.dtype == dtype and owners[i] != EVERYONE]
             flat = {i: results[i].reshape(-1) for i in some if owners[i] == here}
-            runs = [(rank, flat[i][part.start : part.stop]) for i in flat for rank, part in self._parts(i)]
+            runs = [
+                (rank, flat[i][part.start : part.stop])
+                for i in flat
+                for rank, part in self._parts(i)
+            ]
             sizes = [(owners[i], i, self._part(i, here).num_here) for i in some]
             for (_, i, _), part in self._swap(runs, sizes, leaves[some[0]]):
-                pieces[i] = part.clone()  # a view of what was received could be taken for a view of a bucket
+                pieces[i] = (
+                    part.clone()
+                )  # a view of what was received could be taken for a view of a bucket
         return [pieces[i] for i in range(len(leaves))]
 
     def _is_cut(self, i: int) -> bool:
@@ -81,13 +108,16 @@ class Exchange:
         """What the ranks hold of a leaf, those that hold something of it."""
         bucket, k = self._places[i]
         start, numel = bucket.offsets[k], bucket.numels[k]
-        holders = range(start // bucket.piece, -(-(start + numel) // bucket.piece)) if numel else range(0)
+        holders = (
+            range(start // bucket.piece, -(-(start + numel) // bucket.piece)) if numel else range(0)
+        )
         return [(rank, bucket.extent(k, rank)) for rank in holders]
 
     def _swap(
         self, runs: list[tuple[int, Tensor]], sizes: list[tuple[int, int, int]], like: Tensor
     ) -> list[tuple[tuple[int, int, int], Tensor]]:
-        """One all-to-all of packed `(rank, run)`s. What comes is `sizes`: (from which rank, what, elements).
+        """One all-to-all of packed `(rank, run)`s. What comes is `sizes`: (from which rank, what,
+        elements).
 
         What this rank has for itself comes as it is, without a copy.
         """
@@ -97,7 +127,9 @@ class Exchange:
             outgoing[rank].append(run)
         own = iter([run for run in outgoing[here] if run.numel()])
         outgoing[here] = []
-        expected = sorted(sizes, key=lambda size: size[0])  # stable: what comes from one rank stays in its order
+        expected = sorted(
+            sizes, key=lambda size: size[0]
+        )  # stable: what comes from one rank stays in its order
         lengths = [0 if rank == here else size for rank, _, size in expected]
         received = [0] * num_ranks
         for (rank, _, _), length in zip(expected, lengths, strict=True):
@@ -111,7 +143,8 @@ class Exchange:
 
 
 def batches(part: WholeLeaf, whole: dict[int, Tensor]) -> list[list[int]]:
-    """Positions of leaves that run together: of one shape and dtype, if the transform takes batches."""
+    """Positions of leaves that run together: of one shape and dtype, if the transform takes
+    batches."""
     if not part.batched:
         return [[i] for i in whole]
     alike: dict[Any, list[int]] = {}
@@ -129,4 +162,6 @@ def run_batch(
     stacked = tree_map(lambda *xs: torch.stack(xs), *states)
     given = torch.stack([p for p in params if p is not None]) if part.wants_param else None
     new_u, new_s = part.update(torch.stack(updates), stacked, given)
-    return list(new_u.unbind()), [tree_map(lambda x, k=k: x[k].clone(), new_s) for k in range(len(updates))]
+    return list(new_u.unbind()), [
+        tree_map(lambda x, k=k: x[k].clone(), new_s) for k in range(len(updates))
+    ]

@@ -1,4 +1,5 @@
-"""The evaluation step for one process: no gradients, on the params or on something else that the state holds."""
+"""The evaluation step for one process: no gradients, on the params or on something else that the
+state holds."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ class EvalStep:
     @torch.no_grad()
     def __call__(self, state: TrainState, batch: Any) -> Metrics:
         if state.sharding is not None:
-            raise StructureError("an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, ...)`")
+            raise StructureError(
+                "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "
+                "...)`"
+            )
         params = state.params
         if self.params is not None:
             params = merge(self.chosen(state.opt_state, optimizer_view(params)[0]), params)
@@ -38,7 +42,8 @@ class EvalStep:
         return {k: if_weighty(as_metric(v), weight) for k, v in metrics.items()}
 
     def chosen(self, opt_state: Any, params: PyTree[Tensor]) -> PyTree[Tensor]:
-        """What `self.params` gives for an optimizer's state and the trained leaves, both whole or in pieces."""
+        """What `self.params` gives for an optimizer's state and the trained leaves, both whole or
+        in pieces."""
         assert self.params is not None
         found = self.params(opt_state, params)
         same_structure(params, found, what="what eval_step(params=...) gave")
@@ -46,27 +51,34 @@ class EvalStep:
 
 
 def eval_step(
-    fn: Callable[[Any, Any, Any], Any], *, params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None
+    fn: Callable[[Any, Any, Any], Any],
+    *,
+    params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None,
 ) -> EvalStep:
-    """Make an evaluation step: `fn(params, buffers, batch)` returns metrics by name, or `Aux(metrics=…, weight=…)`.
+    """Make an evaluation step: `fn(params, buffers, batch)` returns metrics by name, or
+    `Aux(metrics=…, weight=…)`.
 
     Sharded, metrics are averaged over ranks as a train step's are.
 
     Args:
         fn: what to evaluate.
-        params: what to evaluate it on instead of the params: `(opt_state, params) -> params`, of the trained leaves
-            (None elsewhere), such as `optim.ema_params`. At levels 1 to 3 it sees and gives this rank's pieces; levels
-            1 and 2 gather them, one all-gather a bucket.
+        params: what to evaluate it on instead of the params: `(opt_state, params) -> params`, of
+            the trained leaves (None elsewhere), such as `optim.ema_params`. At levels 1 to 3 it
+            sees and gives this rank's pieces; levels 1 and 2 gather them, one all-gather a bucket.
     """
     return EvalStep(fn, params)
 
 
-def call_eval(fn: Any, params: Any, buffers: Any, batch: Any) -> tuple[Mapping[str, Any], Tensor | float | None]:
+def call_eval(
+    fn: Any, params: Any, buffers: Any, batch: Any
+) -> tuple[Mapping[str, Any], Tensor | float | None]:
     """Call a user's evaluation and check what it returns: metrics and weight."""
     result = fn(params, buffers, batch)
     if isinstance(result, Aux):
         return result.metrics, result.weight
     if not isinstance(result, Mapping):
         got = type(result).__name__
-        raise TypeError(f"an eval function returns metrics by name, or fz.Aux(metrics=...); got {got}")
+        raise TypeError(
+            f"an eval function returns metrics by name, or fz.Aux(metrics=...); got {got}"
+        )
     return result, None

@@ -23,8 +23,10 @@ class Aux:
     Attributes:
         buffers: the new buffers, as `apply` returned them; None when nothing changed.
         metrics: 0-d tensors or numbers by name, averaged like the loss.
-        weight: how much this batch counts (its number of tokens, say); None: each rank's batch counts the same. What
-            weighs 0 counts for nothing: neither its loss, metrics and gradients nor the buffers that it changed.
+        weight: how much this batch counts (its number of tokens, say); None: each rank's batch
+            counts the same. What
+            weighs 0 counts for nothing: neither its loss, metrics and gradients nor the buffers
+                that it changed.
     """
 
     buffers: Mapping[str, Tensor] | None = None
@@ -45,25 +47,38 @@ class Outcome(NamedTuple):
     weight: Tensor | float | None
 
 
-def call_loss(loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None) -> Outcome:
+def call_loss(
+    loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
+) -> Outcome:
     """Call a user's loss and check what it returns."""
     result = loss_fn(params, buffers, batch)
     loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, Aux())
     if not isinstance(aux, Aux):
-        raise TypeError(f"a loss returns a tensor, or (tensor, fz.Aux(...)); got {type(aux).__name__} as the second")
+        raise TypeError(
+            f"a loss returns a tensor, or (tensor, fz.Aux(...)); got {type(aux).__name__} as the "
+            "second"
+        )
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        got = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        got = (
+            f"shape {tuple(loss.shape)}, {loss.dtype}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
         what, remedy = "the loss is not a scalar", "reduce it, with .mean() for example"
         raise StructureError(explain(what, expected="shape ()", got=got, rank=rank, remedy=remedy))
     if not loss.requires_grad:
         raise independent(rank)
     check_weight(aux.weight, rank)
     if "loss" in aux.metrics:
-        raise StructureError(explain('a metric is called "loss", as the loss is', rank=rank, remedy="rename it"))
+        raise StructureError(
+            explain('a metric is called "loss", as the loss is', rank=rank, remedy="rename it")
+        )
     new = (
         buffers
         if aux.buffers is None
-        else tree_map(lambda b: b if type(b) is Tensor and not b.requires_grad else b.detach(), aux.buffers)
+        else tree_map(
+            lambda b: b if type(b) is Tensor and not b.requires_grad else b.detach(), aux.buffers
+        )
     )
     same_structure(buffers, new, what="Aux.buffers", rank=rank)
     new = tree_map(lambda old, b: b if b is old else if_weighty(b, aux.weight, old), buffers, new)
@@ -72,8 +87,13 @@ def call_loss(loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int 
 
 def independent(rank: int | None = None) -> StructureError:
     """The error for a loss that uses no param."""
-    remedy = "compute it from the `params` it is given, with `apply` and not the module; without detach or item"
-    return StructureError(explain("the loss does not depend on any trained leaf", rank=rank, remedy=remedy))
+    remedy = (
+        "compute it from the `params` it is given, with `apply` and not the module; without "
+        "detach or item"
+    )
+    return StructureError(
+        explain("the loss does not depend on any trained leaf", rank=rank, remedy=remedy)
+    )
 
 
 def check_weight(weight: Any, rank: int | None) -> None:
@@ -84,11 +104,16 @@ def check_weight(weight: Any, rank: int | None) -> None:
         return  # without waiting for the device
     if not 0 <= float(weight) < math.inf:
         remedy = "count examples, or tokens; 0 counts for nothing"
-        raise StructureError(explain("Aux.weight is no weight", expected=">= 0", got=weight, rank=rank, remedy=remedy))
+        raise StructureError(
+            explain(
+                "Aux.weight is no weight", expected=">= 0", got=weight, rank=rank, remedy=remedy
+            )
+        )
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """The batch in `count` parts along dim 0 of its tensors; whatever has no dims is in all of them."""
+    """The batch in `count` parts along dim 0 of its tensors; whatever has no dims is in all of
+    them."""
     if count == 1:
         return [batch]
     leaves, treedef = optree.tree_flatten(batch)
@@ -101,20 +126,30 @@ def _parts(path: str, leaf: Any, count: int) -> list[Any]:
         return [leaf] * count
     if 0 < len(leaf) < count:
         remedy = "pass larger batches, or accumulate over fewer"
-        raise StructureError(explain("the batch is too small", path=path, expected=count, got=len(leaf), remedy=remedy))
+        raise StructureError(
+            explain(
+                "the batch is too small", path=path, expected=count, got=len(leaf), remedy=remedy
+            )
+        )
     return list(leaf.tensor_split(count))
 
 
 def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
     """The mean of one value a micro-batch, by their weights; 0 where nothing has weight."""
     weights = [as_metric(1.0 if o.weight is None else o.weight) for o in outcomes]
-    terms = [if_weighty(as_tensor(v), w) * w.to(as_tensor(v).device) for v, w in zip(values, weights, strict=True)]
+    terms = [
+        if_weighty(as_tensor(v), w) * w.to(as_tensor(v).device)
+        for v, w in zip(values, weights, strict=True)
+    ]
     total = sum(weights[1:], weights[0])
     return sum(terms[1:], terms[0]) / torch.where(total == 0, 1, total).to(terms[0].device)
 
 
-def if_weighty(value: Tensor, weight: Tensor | float | None, otherwise: Tensor | float = 0) -> Tensor:
-    """The value, or zeros where the weight is 0: what weighs nothing counts for nothing, the mean of nothing too."""
+def if_weighty(
+    value: Tensor, weight: Tensor | float | None, otherwise: Tensor | float = 0
+) -> Tensor:
+    """The value, or zeros where the weight is 0: what weighs nothing counts for nothing, the mean
+    of nothing too."""
     if weight is None:
         return value
     if isinstance(weight, Tensor) and weight.device.type != "cpu":
@@ -129,9 +164,13 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     if len(outcomes) == 1:
         return outcomes[0]
     last = outcomes[-1]
-    metrics = {name: weighted_mean([o.metrics[name] for o in outcomes], outcomes) for name in last.metrics}
+    metrics = {
+        name: weighted_mean([o.metrics[name] for o in outcomes], outcomes) for name in last.metrics
+    }
     weight = None if last.weight is None else sum(as_tensor(o.weight) for o in outcomes)
-    return Outcome(weighted_mean([o.loss for o in outcomes], outcomes), last.buffers, metrics, weight)
+    return Outcome(
+        weighted_mean([o.loss for o in outcomes], outcomes), last.buffers, metrics, weight
+    )
 
 
 def as_tensor(value: Any) -> Tensor:
@@ -145,5 +184,7 @@ def as_metric(value: Tensor | float) -> Tensor:
     if not metric.is_floating_point():
         metric = metric.to(torch.get_default_dtype())
     if metric.dim() != 0:
-        raise StructureError(f"a metric must be a number or a 0-d tensor, got shape {tuple(metric.shape)}")
+        raise StructureError(
+            f"a metric must be a number or a 0-d tensor, got shape {tuple(metric.shape)}"
+        )
     return metric

@@ -1,4 +1,5 @@
-"""What a step says of its own update: norms, and what the optimizer's state reports. Asked for by name."""
+"""What a step says of its own update: norms, and what the optimizer's state reports. Asked for by
+name."""
 
 from __future__ import annotations
 
@@ -28,15 +29,19 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_reported(names: Sequence[str], opt_state: Any) -> None:
-    """Raise if a metric that was asked for is nothing that a step with this optimizer's state knows."""
+    """Raise if a metric that was asked for is nothing that a step with this optimizer's state
+    knows."""
     known = [*NORMS, *_by_name(state_metrics(opt_state))]
     for name in names:
         if name not in known:
-            raise ValueError(f"this optimizer has no metric {name!r}. Remedy: choose among {', '.join(known)}")
+            raise ValueError(
+                f"this optimizer has no metric {name!r}. Remedy: choose among {', '.join(known)}"
+            )
 
 
 class Measures:
-    """The metrics of one update. Norms are taken of what this rank holds, and summed in the end with one collective."""
+    """The metrics of one update. Norms are taken of what this rank holds, and summed in the end
+    with one collective."""
 
     def __init__(self, names: Sequence[str], across: Across):
         self._names, self._across = names, across
@@ -53,10 +58,17 @@ class Measures:
         norms: dict[str, Tensor] = {}
         if self._squares:
             sums = self._across.sum(*self._squares.values())
-            for name, tree in zip(self._squares, sums if len(self._squares) > 1 else (sums,), strict=True):
+            for name, tree in zip(
+                self._squares, sums if len(self._squares) > 1 else (sums,), strict=True
+            ):
                 norms[name] = total_of(optree.tree_leaves(tree)).sqrt()
         found = norms | reported
-        wanted = [key for name in self._names for key in found if key == name or key.startswith(name + ".")]
+        wanted = [
+            key
+            for name in self._names
+            for key in found
+            if key == name or key.startswith(name + ".")
+        ]
         return {key: found[key] for key in wanted}
 
 

@@ -1,8 +1,8 @@
 """Numbers that are not finite: what a step does about them, and the loss scale that float16 needs.
 
-All ranks decide together, from the loss averaged over ranks and the reduced gradients. A skipped step leaves params,
-buffers and the optimizer's state as they were; only the step counter, the count of skipped steps and the loss scale
-go on.
+All ranks decide together, from the loss averaged over ranks and the reduced gradients. A skipped
+step leaves params, buffers and the optimizer's state as they were; only the step counter, the count
+of skipped steps and the loss scale go on.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ NonFinite = Literal["raise", "skip", "pass"]
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scaling, for float16: the loss is multiplied before backward, gradients are divided after it.
+    """Dynamic loss scaling, for float16: the loss is multiplied before backward, gradients are
+    divided after it.
 
-    As torch.amp.GradScaler (`init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`) and DeepSpeed's
-    `fp16` (`initial_scale_power`, `loss_scale_window`, `min_loss_scale`); after Micikevicius et al. (2018), 3.2.
+    As torch.amp.GradScaler (`init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`) and
+    DeepSpeed's `fp16` (`initial_scale_power`, `loss_scale_window`, `min_loss_scale`); after
+    Micikevicius et al. (2018), 3.2.
 
     Attributes:
-        initial: the first scale. A power of two, as all scales are with the other defaults, rounds nothing.
+        initial: the first scale. A power of two, as all scales are with the other defaults, rounds
+            nothing.
         growth: the scale is multiplied by this after `interval` finite steps in a row.
         backoff: and by this when a step is not finite, and skipped.
         interval: in steps.
@@ -44,7 +47,10 @@ class LossScale:
 
     def __post_init__(self) -> None:
         if not (0 < self.minimum <= self.initial < math.inf):
-            raise ValueError(f"expected 0 < minimum <= initial, got minimum {self.minimum}, initial {self.initial}")
+            raise ValueError(
+                f"expected 0 < minimum <= initial, got minimum {self.minimum}, initial "
+                f"{self.initial}"
+            )
         if not (1 <= self.growth < math.inf and 0 < self.backoff < 1 and self.interval >= 1):
             raise ValueError(
                 "expected growth >= 1, 0 < backoff < 1 and interval >= 1, got "
@@ -56,7 +62,9 @@ class Finite(NamedTuple):
     """What a state remembers of numbers that were not finite; the same on every rank."""
 
     skipped: Tensor  # 0-d int64, on the CPU: steps skipped so far
-    scale: Tensor | None  # 0-d float64, on the CPU: what the next loss is multiplied by; None: not scaled
+    scale: (
+        Tensor | None
+    )  # 0-d float64, on the CPU: what the next loss is multiplied by; None: not scaled
     good_steps: Tensor | None  # 0-d int64, on the CPU: finite steps since the scale changed last
 
 
@@ -69,11 +77,14 @@ class FinitePolicy:
 
     def __post_init__(self) -> None:
         if self.nonfinite not in get_args(NonFinite):
-            raise ValueError(f"nonfinite must be one of {get_args(NonFinite)}, got {self.nonfinite!r}")
+            raise ValueError(
+                f"nonfinite must be one of {get_args(NonFinite)}, got {self.nonfinite!r}"
+            )
         if self.scaling is not None and self.nonfinite != "skip":
             raise ValueError(
-                f"loss_scale and nonfinite={self.nonfinite!r} exclude each other: the scale is found by letting "
-                "gradients overflow, and steps that do must be skipped. Remedy: leave nonfinite out, or don't scale"
+                f"loss_scale and nonfinite={self.nonfinite!r} exclude each other: the scale is "
+                "found by letting gradients overflow, and steps that do must be skipped. Remedy: "
+                "leave nonfinite out, or don't scale"
             )
 
     @property
@@ -103,7 +114,11 @@ class FinitePolicy:
         skipped = finite.skipped + (0 if fine else 1)
         if self.scaling is None or finite.scale is None or finite.good_steps is None:
             return finite._replace(skipped=skipped)
-        scale, good, none = finite.scale.clone(), finite.good_steps + 1, torch.zeros_like(finite.good_steps)
+        scale, good, none = (
+            finite.scale.clone(),
+            finite.good_steps + 1,
+            torch.zeros_like(finite.good_steps),
+        )
         if not fine:
             scale, good = (scale * self.scaling.backoff).clamp(min=self.scaling.minimum), none
         elif int(good) >= self.scaling.interval:
@@ -111,7 +126,8 @@ class FinitePolicy:
         return Finite(skipped, scale, good)
 
     def metrics(self, finite: Finite | None) -> dict[str, Tensor]:
-        """What a step says of itself: the steps skipped so far, and the scale that the next loss gets."""
+        """What a step says of itself: the steps skipped so far, and the scale that the next loss
+        gets."""
         if finite is None:
             return {}
         counted = {"skipped": finite.skipped.to(torch.get_default_dtype())}
@@ -137,13 +153,19 @@ def not_finite(named: dict[str, Tensor]) -> list[str]:
 
 
 def refusal(step: int, findings: list[Any]) -> NonFiniteError:
-    """The error of a step, from what each rank has found: its loss, and the leaves whose gradients aren't finite."""
-    losses = [f"{loss} on rank {rank}" for rank, (loss, _) in enumerate(findings) if not math.isfinite(float(loss))]
+    """The error of a step, from what each rank has found: its loss, and the leaves whose gradients
+    aren't finite."""
+    losses = [
+        f"{loss} on rank {rank}"
+        for rank, (loss, _) in enumerate(findings)
+        if not math.isfinite(float(loss))
+    ]
     leaves = list(dict.fromkeys(path for _, found in findings for path in found))
     story = [f"the loss is {', '.join(losses)}"] if losses else []
     more = f" and {len(leaves) - 4} more leaves" if len(leaves) > 4 else ""
     story += [f"the gradients of {', '.join(leaves[:4])}{more} are"] if leaves else []
     return NonFiniteError(
-        f"step {step} is not finite: {'; '.join(story)}. The state is as it was. Remedy: look for the cause there (the "
+        f"step {step} is not finite: {'; '.join(story)}. The state is as it was. Remedy: look for "
+        "the cause there (the "
         'batch, a learning rate too high), or skip such steps with train_step(nonfinite="skip")'
     )

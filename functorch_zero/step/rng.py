@@ -10,8 +10,11 @@ from torch import Tensor
 
 
 @contextmanager
-def replayed(seed: Tensor | None, step: Tensor, rank: int, device: torch.device, micro: int = 0) -> Iterator[None]:
-    """Random numbers as a function of (seed, step, rank, micro-batch); the global state is as before afterwards."""
+def replayed(
+    seed: Tensor | None, step: Tensor, rank: int, device: torch.device, micro: int = 0
+) -> Iterator[None]:
+    """Random numbers as a function of (seed, step, rank, micro-batch); the global state is as
+    before afterwards."""
     if seed is None:
         yield
         return

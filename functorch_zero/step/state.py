@@ -27,5 +27,6 @@ def check_state(state: Any) -> None:
     """Refuse what is no state."""
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"a step takes (state, batch), and a state is what step.init made; got a {type(state).__name__}"
+            "a step takes (state, batch), and a state is what step.init made; got a "
+            f"{type(state).__name__}"
         )

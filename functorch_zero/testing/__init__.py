@@ -1,4 +1,5 @@
-"""For users: run ranks as threads, check a transform, prove a step. `strategies` needs Hypothesis, the rest doesn't."""
+"""For users: run ranks as threads, check a transform, prove a step. `strategies` needs Hypothesis,
+the rest doesn't."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,13 +1,14 @@
 """The three grades of equality, and comparisons that name the first difference.
 
-What is compared is *updates*, `new - old`, and the expected update must be non-zero on every trained leaf: params that
-have hardly moved would be equal whatever the optimizer does.
+What is compared is *updates*, `new - old`, and the expected update must be non-zero on every
+trained leaf: params that have hardly moved would be equal whatever the optimizer does.
 
-Note [reordered]: the same sums, added in another order, differ by a few roundings of their largest terms, so an element
-that cancels to nearly zero may be wrong relative to itself while nothing is wrong. Hence a leaf's differences are
-measured against the largest magnitude in that leaf's expected update. And a param holds `old + update` only to its own
-last place, so a param large beside its update shows differences of that size too; two last places are allowed, and an
-update that is not well above them is refused, because comparing it would say nothing.
+Note [reordered]: the same sums, added in another order, differ by a few roundings of their largest
+terms, so an element that cancels to nearly zero may be wrong relative to itself while nothing is
+wrong. Hence a leaf's differences are measured against the largest magnitude in that leaf's expected
+update. And a param holds `old + update` only to its own last place, so a param large beside its
+update shows differences of that size too; two last places are allowed, and an update that is not
+well above them is refused, because comparing it would say nothing.
 """
 
 from __future__ import annotations
@@ -30,17 +31,22 @@ Grade = Literal["bitwise", "reordered", "approximate"]
 
 REORDERED = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative; about 4500 and 84 roundings
 LAST_PLACES = 2  # of a param, that its new and its old value may be off by in all
-VISIBLE = 8  # an update's largest magnitude must be this many times what the params' last places allow
+VISIBLE = (
+    8  # an update's largest magnitude must be this many times what the params' last places allow
+)
 
 
 @dataclass(frozen=True)
 class Equality:
-    """A grade of equality; `approximate` has a bound, relative to the largest magnitude, and the reason for it.
+    """A grade of equality; `approximate` has a bound, relative to the largest magnitude, and the
+    reason for it.
 
     - bitwise: the same arithmetic in the same order: the same bits.
-    - reordered: the same mathematics, sums in another order: 1e-12 for float64, 1e-5 for float32, relative to the
-      leaf's largest update. Where a tree mixes dtypes, the coarsest counts for all of it, since gradients pass through
-      every dtype. Half precisions are refused: round-off alone may reach any size there, so state a bound.
+    - reordered: the same mathematics, sums in another order: 1e-12 for float64, 1e-5 for float32,
+      relative to the leaf's largest update. Where a tree mixes dtypes, the coarsest counts for all
+      of it, since gradients pass through
+      every dtype. Half precisions are refused: round-off alone may reach any size there, so state a
+          bound.
     - approximate: compression, low precision: the bound that you state.
     """
 
@@ -66,7 +72,10 @@ class Equality:
         real = {torch.zeros((), dtype=dtype).abs().dtype for dtype in kinds}
         if refused := real - set(REORDERED):
             names = ", ".join(sorted(map(str, refused)))
-            raise ValueError(f"grade 'reordered' is for float64 and float32, got {names}. Remedy: use 'approximate'")
+            raise ValueError(
+                f"grade 'reordered' is for float64 and float32, got {names}. Remedy: use "
+                "'approximate'"
+            )
         return max((REORDERED[dtype] for dtype in real), default=0.0)
 
 
@@ -112,26 +121,33 @@ def assert_equal_updates(
         expected: the oracle's params after.
         got: the other's params after.
         grade: see `Equality`.
-        old_got: the other's params before, where they aren't `old` (after several steps they may differ a little).
-        trained: which leaves are trained; the others must not change at all. None: those with `requires_grad`, or all
-            where none has it.
-        unused: paths, or patterns of paths, of trained leaves that the loss does not use: their expected update may be
-            zero, or mere round-off.
-        resting: the same of leaves whose expected update may be zero in this step: those that move in another.
+        old_got: the other's params before, where they aren't `old` (after several steps they may
+            differ a little).
+        trained: which leaves are trained; the others must not change at all. None: those with
+            `requires_grad`, or all where none has it.
+        unused: paths, or patterns of paths, of trained leaves that the loss does not use: their
+            expected update may be zero, or mere round-off.
+        resting: the same of leaves whose expected update may be zero in this step: those that move
+            in another.
         slack: for each leaf, in order, how far its elements may be apart besides.
         context: what to say in an error: step, level, ranks.
 
     Raises:
-        AssertionError: naming the first leaf that differs, by how much, and the context. Also where the expected
-            update of a trained leaf is zero, not finite, or too small to be told from round-off: then the comparison
-            would prove nothing.
+        AssertionError: naming the first leaf that differs, by how much, and the context. Also where
+            the expected update of a trained leaf is zero, not finite, or too small to be told from
+            round-off: then the comparison would prove nothing.
     """
     equality = grade if isinstance(grade, Equality) else Equality(grade)
     same_structure(expected, got, what="the tree compared")
     same_structure(expected, old, what="the tree before")
     mask = _trained(old) if trained is None else optree.tree_leaves(trained)
     tolerance = equality.tolerance(leaf.dtype for leaf in optree.tree_leaves(old))
-    rows = zip(paths(old), mask, *map(_leaves, (old, old if old_got is None else old_got, expected, got)), strict=True)
+    rows = zip(
+        paths(old),
+        mask,
+        *map(_leaves, (old, old if old_got is None else old_got, expected, got)),
+        strict=True,
+    )
     slacks, unused, resting = slack or [0.0] * len(mask), tuple(unused), tuple(resting)
     found = []
     for number, (path, moves, before, before_got, after, after_got) in enumerate(rows):
@@ -139,7 +155,9 @@ def assert_equal_updates(
         if moves:
             _check_update(path, before, after, (unused, resting), equality, context)
         more = slacks[number] if moves else 0.0
-        difference = _compare_update(path, before, before_got, after, after_got, tolerance if moves else 0.0, more)
+        difference = _compare_update(
+            path, before, before_got, after, after_got, tolerance if moves else 0.0, more
+        )
         if difference is not None:
             found.append(difference)
     _raise_if(found, "the updates differ", equality, context)
@@ -157,15 +175,16 @@ def assert_equal_values(
 ) -> None:
     """Compare two trees of values (optimizer states, buffers, metrics), leaf by leaf.
 
-    Floating-point leaves may differ as the grade allows, relative to the leaf's largest expected magnitude; all other
-    leaves must be equal.
+    Floating-point leaves may differ as the grade allows, relative to the leaf's largest expected
+    magnitude; all other leaves must be equal.
 
     Args:
         expected: the oracle's tree.
         got: the other's.
         grade: see `Equality`.
         what: the tree's name, for errors.
-        dtypes: those that the values were computed from; the coarsest of them and of the leaves' own counts.
+        dtypes: those that the values were computed from; the coarsest of them and of the leaves'
+            own counts.
         slack: for each leaf, in order, how far its elements may be apart besides.
         context: what to say in an error: step, level, ranks.
     """
@@ -187,7 +206,8 @@ def assert_equal_values(
 
 
 def apart(a: Any, b: Any) -> float:
-    """How far two leaves are apart at most; infinite where they can't be compared, or where one is NaN."""
+    """How far two leaves are apart at most; infinite where they can't be compared, or where one is
+    NaN."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
         return 0.0 if not isinstance(a, Tensor) and a == b else math.inf
     if not a.numel():
@@ -210,7 +230,9 @@ def _check_kind(path: str, expected: Tensor, got: Any, context: Mapping[str, Any
     kind = (tuple(expected.shape), expected.dtype)
     other = (tuple(got.shape), got.dtype) if isinstance(got, Tensor) else type(got).__name__
     if kind != other:
-        raise AssertionError(explain("shape or dtype differ" + _told(context), path=path, expected=kind, got=other))
+        raise AssertionError(
+            explain("shape or dtype differ" + _told(context), path=path, expected=kind, got=other)
+        )
 
 
 def _check_update(
@@ -222,7 +244,9 @@ def _check_update(
     context: Mapping[str, Any] | None,
 ) -> None:
     """Refuse an expected update that would prove nothing."""
-    unused, resting = (any(fnmatchcase(path, pattern) for pattern in patterns) for patterns in excused)
+    unused, resting = (
+        any(fnmatchcase(path, pattern) for pattern in patterns) for patterns in excused
+    )
     if not old.numel():
         return
     update = _update(old, new)
@@ -234,7 +258,10 @@ def _check_update(
         story = "the expected update is zero, so the comparison would prove nothing"
         remedy = "give this leaf a gradient, freeze it, or name it in `unused`"
     elif equality.grade == "reordered" and not is_visible(old, new):
-        story = f"the expected update, at most {_largest(update):.3g}, is lost in the param's last places"
+        story = (
+            f"the expected update, at most {_largest(update):.3g}, is lost in the param's "
+            "last places"
+        )
         remedy = "take a larger learning rate, or float64"
     else:
         return
@@ -249,7 +276,13 @@ def is_visible(old: Tensor, new: Tensor) -> bool:
 
 
 def _compare_update(
-    path: str, old: Tensor, old_got: Tensor, new: Tensor, new_got: Tensor, tolerance: float, slack: float
+    path: str,
+    old: Tensor,
+    old_got: Tensor,
+    new: Tensor,
+    new_got: Tensor,
+    tolerance: float,
+    slack: float,
 ) -> Difference | None:
     expected, got = _update(old, new), _update(old_got, new_got)
     if not tolerance or not old.numel():
@@ -258,16 +291,21 @@ def _compare_update(
     return _compare(path, new, new_got, expected, got, allowed)
 
 
-def _compare_values(path: str, a: Tensor, b: Tensor, tolerance: float, slack: float) -> Difference | None:
+def _compare_values(
+    path: str, a: Tensor, b: Tensor, tolerance: float, slack: float
+) -> Difference | None:
     if not tolerance or not a.numel() or not (a.is_floating_point() or a.is_complex()):
         return _compare(path, a, b, a, b, None)
-    return _compare(path, a, b, a, b, torch.full(a.shape, tolerance * _largest(a) + slack, dtype=torch.float64))
+    return _compare(
+        path, a, b, a, b, torch.full(a.shape, tolerance * _largest(a) + slack, dtype=torch.float64)
+    )
 
 
 def _compare(
     path: str, new: Tensor, new_got: Tensor, expected: Tensor, got: Tensor, allowed: Tensor | None
 ) -> Difference | None:
-    """The element that is furthest off; None where all are as near as `allowed` (None: bitwise, of the new values)."""
+    """The element that is furthest off; None where all are as near as `allowed` (None: bitwise, of
+    the new values)."""
     if not new.numel():
         return None
     error = (_wide(expected) - _wide(got)).abs()
@@ -281,7 +319,9 @@ def _compare(
         return None
     badness = torch.where(bad, torch.nan_to_num(error - allowed, nan=torch.inf), -torch.inf)
     at = tuple(int(i) for i in torch.unravel_index(badness.argmax(), error.shape))
-    return Difference(path, at, expected[at].item(), got[at].item(), float(error[at]), float(allowed[at]))
+    return Difference(
+        path, at, expected[at].item(), got[at].item(), float(error[at]), float(allowed[at])
+    )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
@@ -302,7 +342,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> float:
-    """The largest finite magnitude: a NaN or an infinity must not widen what the other elements may differ by."""
+    """The largest finite magnitude: a NaN or an infinity must not widen what the other elements may
+    differ by."""
     sizes = _wide(x).abs()
     return float(sizes.where(sizes.isfinite(), 0.0).max())
 
@@ -311,12 +352,20 @@ def _last_places(old: Tensor, new: Tensor) -> Tensor:
     """How far apart two roundings of `new - old` may be, elementwise, float64."""
     if not (old.is_floating_point() or old.is_complex()):
         return torch.zeros(old.shape, dtype=torch.float64)
-    return LAST_PLACES * torch.finfo(old.dtype).eps * torch.maximum(_wide(old).abs(), _wide(new).abs())
+    return (
+        LAST_PLACES * torch.finfo(old.dtype).eps * torch.maximum(_wide(old).abs(), _wide(new).abs())
+    )
 
 
-def _raise_if(found: list[Difference], story: str, equality: Equality, context: Mapping[str, Any] | None) -> None:
+def _raise_if(
+    found: list[Difference], story: str, equality: Equality, context: Mapping[str, Any] | None
+) -> None:
     if found:
-        more = f", and {len(found) - 1} more leaves: {_some(d.path for d in found[1:])}" if len(found) > 1 else ""
+        more = (
+            f", and {len(found) - 1} more leaves: {_some(d.path for d in found[1:])}"
+            if len(found) > 1
+            else ""
+        )
         raise AssertionError(f"{story}{_told(context)}: {found[0]}{more}. Grade: {equality.grade}.")
 
 

@@ -1,8 +1,9 @@
-"""Small models with hostile shapes, each with its loss and its batches, for proving a step or an optimizer.
+"""Small models with hostile shapes, each with its loss and its batches, for proving a step or an
+optimizer.
 
-All are float64 unless they mix dtypes, so that real differences stand out from round-off. No leaf starts at zero, and
-every used leaf gets a gradient that is more than round-off: no bias before a norm that takes it away, no ReLU, no
-LayerNorm of one element.
+All are float64 unless they mix dtypes, so that real differences stand out from round-off. No leaf
+starts at zero, and every used leaf gets a gradient that is more than round-off: no bias before a
+norm that takes it away, no ReLU, no LayerNorm of one element.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Case:
         criterion: `(output, batch) -> loss`, a mean over rows.
         units: for `functionalize`.
         unused: patterns of paths of trained leaves that the loss does not use.
-        per_rank: whether the loss couples the rows of a batch, so that an oracle must average over ranks.
+        per_rank: whether the loss couples the rows of a batch, so that an oracle must average over
+            ranks.
         min_rows: the fewest rows that one rank's loss takes.
         seed: of the model's values.
     """
@@ -59,10 +61,14 @@ class Case:
             model = self.model()
             with torch.no_grad():
                 for leaf in model.parameters():
-                    leaf.add_(torch.randn_like(leaf), alpha=0.1)  # biases, and norms' shifts, start at zero
+                    leaf.add_(
+                        torch.randn_like(leaf), alpha=0.1
+                    )  # biases, and norms' shifts, start at zero
             return model
 
-    def step(self, optimizer: Transform, *, weighted: bool = False) -> tuple[TrainStep, Params, dict[str, Tensor]]:
+    def step(
+        self, optimizer: Transform, *, weighted: bool = False
+    ) -> tuple[TrainStep, Params, dict[str, Tensor]]:
         """`(step, params, buffers)`; `weighted` makes the loss say how many rows its batch has."""
         apply, params, buffers = functionalize(self.module(), units=self.units)
 
@@ -106,7 +112,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
@@ -135,9 +143,13 @@ class ConvNet(nn.Module):
 
     def __init__(self, channels: int, kernel: int, classes: int):
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(1, channels, kernel, bias=False), nn.BatchNorm2d(channels), nn.Softplus())
+        self.first = nn.Sequential(
+            nn.Conv2d(1, channels, kernel, bias=False), nn.BatchNorm2d(channels), nn.Softplus()
+        )
         self.second = nn.Sequential(
-            nn.Conv2d(channels, channels + 1, 2, bias=False), nn.BatchNorm2d(channels + 1), nn.Softplus()
+            nn.Conv2d(channels, channels + 1, 2, bias=False),
+            nn.BatchNorm2d(channels + 1),
+            nn.Softplus(),
         )
         self.head = nn.LazyLinear(classes)
 
@@ -150,7 +162,11 @@ class Shared(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.block, self.between, self.head = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 2)
+        self.block, self.between, self.head = (
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.Linear(width, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.block(x))
@@ -198,11 +214,14 @@ class Mixed(nn.Module):
 
 def mlp(dims: Sequence[int] = (7, 5, 3), seed: int = 0) -> Case:
     """An MLP for regression."""
-    return _regression(f"mlp{tuple(dims)}", lambda: MLP(dims).double(), dims[0], dims[-1], seed, units=nn.Linear)
+    return _regression(
+        f"mlp{tuple(dims)}", lambda: MLP(dims).double(), dims[0], dims[-1], seed, units=nn.Linear
+    )
 
 
 def frozen_mlp(dims: Sequence[int] = (7, 6, 5, 3), seed: int = 0) -> Case:
-    """An MLP with a frozen layer, and a frozen bias beside a trained weight. At least three layers."""
+    """An MLP with a frozen layer, and a frozen bias beside a trained weight. At least three
+    layers."""
 
     def make() -> nn.Module:
         model = MLP(dims).double()
@@ -214,7 +233,13 @@ def frozen_mlp(dims: Sequence[int] = (7, 6, 5, 3), seed: int = 0) -> Case:
 
 
 def gpt(
-    vocab: int = 11, width: int = 6, heads: int = 2, depth: int = 2, length: int = 5, tied: bool = True, seed: int = 0
+    vocab: int = 11,
+    width: int = 6,
+    heads: int = 2,
+    depth: int = 2,
+    length: int = 5,
+    tied: bool = True,
+    seed: int = 0,
 ) -> Case:
     """A GPT for next tokens; its blocks are units."""
 
@@ -222,12 +247,17 @@ def gpt(
         tokens = torch.randint(vocab, (rows, length + 1), generator=g)
         return {"x": tokens[:, :-1], "y": tokens[:, 1:]}
 
-    name = f"gpt(vocab={vocab}, width={width}, heads={heads}, depth={depth}, length={length}, tied={tied})"
+    name = (
+        f"gpt(vocab={vocab}, width={width}, heads={heads}, depth={depth}, length={length}, "
+        f"tied={tied})"
+    )
     make = lambda: GPT(vocab, width, heads, depth, length, tied).double()
     return Case(name, make, make_batch, _cross_entropy, units=Block, seed=seed)
 
 
-def convnet(channels: int = 3, kernel: int = 3, classes: int = 3, size: int = 6, seed: int = 0) -> Case:
+def convnet(
+    channels: int = 3, kernel: int = 3, classes: int = 3, size: int = 6, seed: int = 0
+) -> Case:
     """A ConvNet with BatchNorm for classes of images."""
 
     def make() -> nn.Module:
@@ -265,7 +295,9 @@ def mixed(width: int = 5, seed: int = 0) -> Case:
     return _regression(f"mixed({width})", lambda: Mixed(width), width, 2, seed)
 
 
-def _regression(name: str, make: Callable[[], nn.Module], num_in: int, num_out: int, seed: int, **rest: Any) -> Case:
+def _regression(
+    name: str, make: Callable[[], nn.Module], num_in: int, num_out: int, seed: int, **rest: Any
+) -> Case:
     def make_batch(rows: int, g: torch.Generator) -> Batch:
         x = torch.randn(rows, num_in, generator=g, dtype=torch.float64)
         return {"x": x, "y": torch.randn(rows, num_out, generator=g, dtype=torch.float64)}

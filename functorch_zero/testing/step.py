@@ -1,4 +1,5 @@
-"""`assert_sharded_equals_unsharded`: one step, unsharded and on ranks, compared after every batch."""
+"""`assert_sharded_equals_unsharded`: one step, unsharded and on ranks, compared after every
+batch."""
 
 from __future__ import annotations
 
@@ -22,18 +23,28 @@ from ..step.loss import Metrics, Outcome, as_metric
 from ..step.state import TrainState
 from ..step.train import TrainStep
 from ..tree import PyTree, paths
-from .equality import Equality, Grade, ProvesNothing, apart, assert_equal_updates, assert_equal_values, is_visible
+from .equality import (
+    Equality,
+    Grade,
+    ProvesNothing,
+    apart,
+    assert_equal_updates,
+    assert_equal_values,
+    is_visible,
+)
 
 HINT = (
-    "If the loss of a batch is not the mean of its parts' losses (BatchNorm, dropout, a sum instead of a mean), "
-    "compare with per_rank=True."
+    "If the loss of a batch is not the mean of its parts' losses (BatchNorm, dropout, a sum "
+    "instead of a mean), compare with per_rank=True."
 )
 AMPLIFIED = (
-    "Round-off makes a difference of this size in the unsharded step too: model or optimizer amplify round-off here "
-    "(sums that cancel, a matrix without full rank, an eps that is too small). Remedy: other data, a larger eps, or "
-    "allow_round_off=True."
+    "Round-off makes a difference of this size in the unsharded step too: model or optimizer "
+    "amplify round-off here (sums that cancel, a matrix without full rank, an eps that is too "
+    "small). Remedy: other data, a larger eps, or allow_round_off=True."
 )
-ROUND_OFF = 10  # times what round-off does to the unsharded step may be between it and the sharded one
+ROUND_OFF = (
+    10  # times what round-off does to the unsharded step may be between it and the sharded one
+)
 JITTERED_RUNS = 4
 
 
@@ -54,29 +65,36 @@ def assert_sharded_equals_unsharded(
     shard_axis: int | None = None,
     **options: Any,
 ) -> None:
-    """Prove a step: run it unsharded, and at each level on each number of ranks, and compare after every batch.
+    """Prove a step: run it unsharded, and at each level on each number of ranks, and compare after
+    every batch.
 
-    Compared are the params' updates (each trained leaf must move visibly in some step), the optimizer's state, the
-    buffers and the metrics, and all ranks must agree bit by bit. Ranks are threads of this process.
+    Compared are the params' updates (each trained leaf must move visibly in some step), the
+    optimizer's state, the buffers and the metrics, and all ranks must agree bit by bit. Ranks are
+    threads of this process.
 
     Args:
         step: an unsharded step, from `train_step`.
         params, buffers: as for `step.init`.
-        batches: whole batches, one a step: trees of tensors. Each rank gets its part of every leaf's first dim; 0-d
-            tensors and other things go to all ranks.
+        batches: whole batches, one a step: trees of tensors. Each rank gets its part of every
+            leaf's first dim; 0-d tensors and other things go to all ranks.
         levels, ranks: all combinations are run.
         grade: of equality, see `Equality`.
-        per_rank: the oracle averages the ranks' gradients, each from that rank's part, instead of taking the whole
-            batch: for losses that couple the samples of a batch (BatchNorm) or draw random numbers (dropout), and for
+        per_rank: the oracle averages the ranks' gradients, each from that rank's part, instead of
+            taking the whole
+            batch: for losses that couple the samples of a batch (BatchNorm) or draw random numbers
+                (dropout), and for
             unequal parts of a loss without a weight.
-        unused: paths, or patterns of paths, of trained leaves that the loss does not use, whose update may be zero.
-        allow_round_off: leaf by leaf, also allow ten times what round-off makes of the unsharded step: gradients
-            changed in their last places. Some
-            optimizers amplify round-off where a matrix has no full rank (Shampoo, SOAP, full-matrix Adagrad), and
-            eigenvectors are defined up to sign only; a leaf that round-off changes altogether is hardly compared then.
+        unused: paths, or patterns of paths, of trained leaves that the loss does not use, whose
+            update may be zero.
+        allow_round_off: leaf by leaf, also allow ten times what round-off makes of the unsharded
+            step: gradients changed in their last places. Some
+            optimizers amplify round-off where a matrix has no full rank (Shampoo, SOAP, full-matrix
+            Adagrad), and eigenvectors are defined up to sign only; a leaf that round-off changes
+            altogether is hardly compared then.
         seed: for `init`.
         buffer_rule: what `shard` calls `buffers`.
-        shard_axis: of a mesh of two axes, how many ranks lie along the shard axis (HSDP). It divides all `ranks`.
+        shard_axis: of a mesh of two axes, how many ranks lie along the shard axis (HSDP). It
+            divides all `ranks`.
         **options: for `shard`: `donate` and so on.
 
     Raises:
@@ -84,8 +102,10 @@ def assert_sharded_equals_unsharded(
         ValueError: a batch can't be split so that the comparison would be fair.
 
     >>> from functorch_zero import optim
-    >>> from functorch_zero.step import train_step
-    >>> step = train_step(lambda params, buffers, x: ((params["w"] - x) ** 2).mean(), optim.adamw(0.1))
+    >>> from functorch_zero import train_step
+    >>> def loss_fn(params, buffers, x):
+    ...     return ((params["w"] - x) ** 2).mean()
+    >>> step = train_step(loss_fn, optim.adamw(0.1))
     >>> params = {"w": torch.zeros(5, dtype=torch.float64, requires_grad=True)}
     >>> assert_sharded_equals_unsharded(step, params, {}, [torch.arange(30.0).view(6, 5)] * 2)
     """
@@ -141,20 +161,24 @@ def _run_sharded(
     try:
         return run_ranks(run, num_ranks)
     except Exception as error:
-        error.add_note(f"While running the sharded step at level {settings['level']}, ranks {num_ranks}.")
+        error.add_note(
+            f"While running the sharded step at level {settings['level']}, ranks {num_ranks}."
+        )
         raise
 
 
 def _check_fair(whole: Run, batches: Sequence[Any], num_ranks: int) -> None:
-    """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean of the whole."""
+    """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean of
+    the whole."""
     for batch in batches:
         for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
             uneven = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % num_ranks
             if uneven and not whole.weighted:
                 raise ValueError(
-                    f"a batch of {leaf.shape[0]} ({path or 'the batch'}) does not divide over {num_ranks} ranks, and "
-                    "the loss returns no weight, so each rank's mean would count the same. Remedy: return "
-                    "Aux(weight=...), pass batches that divide, or compare with per_rank=True"
+                    f"a batch of {leaf.shape[0]} ({path or 'the batch'}) does not divide over "
+                    f"{num_ranks} ranks, and the loss returns no weight, so each rank's mean "
+                    "would count the same. Remedy: return Aux(weight=...), pass batches that "
+                    "divide, or compare with per_rank=True"
                 )
 
 
@@ -170,16 +194,24 @@ class Comparison:
     at: dict[str, Any]  # for errors: level and ranks
 
     def run(self, jittered: Sequence[Run] = ()) -> None:
-        """Raise at the first difference that is more than the grade allows, or round-off as in `jittered` runs."""
+        """Raise at the first difference that is more than the grade allows, or round-off as in
+        `jittered` runs."""
         moving = self._moving()
-        for k, (want, *have) in enumerate(zip(self.expected.steps, *(run.steps for run in self.got), strict=True)):
+        for k, (want, *have) in enumerate(
+            zip(self.expected.steps, *(run.steps for run in self.got), strict=True)
+        ):
             at = {"step": k, **self.at}
             self._compare_updates(k, moving, jittered, at)
             for what in ("opt_state", "buffers", "metrics", "counters"):
                 slack = _slack(*(_part(run.steps[k], what) for run in (self.expected, *jittered)))
                 pair = _part(want, what), _part(have[0], what)
                 assert_equal_values(
-                    *pair, grade=self.equality, what=what, dtypes=self._dtypes(), slack=slack, context=at
+                    *pair,
+                    grade=self.equality,
+                    what=what,
+                    dtypes=self._dtypes(),
+                    slack=slack,
+                    context=at,
                 )
             self._compare_ranks(want, have, at)
 
@@ -195,20 +227,27 @@ class Comparison:
         return {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
 
     def _moving(self) -> list[str]:
-        """The paths of the leaves that some step moves visibly: in another they may rest, as with Rprop and SOAP."""
+        """The paths of the leaves that some step moves visibly: in another they may rest, as with
+        Rprop and SOAP."""
         moved = set()
         for before, after in itertools.pairwise(state.params for state in self.expected.states):
-            rows = zip(paths(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True)
+            rows = zip(
+                paths(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True
+            )
             moved |= {escape(path) for path, a, b in rows if a.numel() and self._moves(a, b)}
         return sorted(moved)
 
     def _moves(self, a: Tensor, b: Tensor) -> bool:
         return is_visible(a, b) if self.equality.grade == "reordered" else not torch.equal(a, b)
 
-    def _compare_updates(self, k: int, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]) -> None:
+    def _compare_updates(
+        self, k: int, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]
+    ) -> None:
         before, after = self.expected.states[k : k + 2]
         got_before, got_after = self.got[0].states[k : k + 2]
-        updates = [tree_map(torch.sub, run.states[k + 1].params, run.states[k].params) for run in jittered]
+        updates = [
+            tree_map(torch.sub, run.states[k + 1].params, run.states[k].params) for run in jittered
+        ]
         expected = tree_map(torch.sub, after.params, before.params)
         assert_equal_updates(
             before.params,
@@ -224,12 +263,15 @@ class Comparison:
         )
 
     def _compare_ranks(self, want: Step, have: Sequence[Step], at: dict[str, Any]) -> None:
-        """All ranks against rank 0, bit by bit; buffers that are each rank's own against the oracle's."""
+        """All ranks against rank 0, bit by bit; buffers that are each rank's own against the
+        oracle's."""
         first = have[0]
         for rank, other in list(enumerate(have))[1:]:
             here = {**at, "rank": rank}
             pair = [self._shared(step) for step in (first, other)]
-            assert_equal_values(*pair, grade="bitwise", what="rank 0's results and this rank's", context=here)
+            assert_equal_values(
+                *pair, grade="bitwise", what="rank 0's results and this rank's", context=here
+            )
             if self.local and len(want.buffers) > rank:
                 own = (want.buffers[rank], other.buffers[0])
                 assert_equal_values(*own, grade=self.equality, what="buffers", context=here)
@@ -296,8 +338,14 @@ def split(batch: Any, num_ranks: int) -> list[Any]:
     leaves, treedef = optree.tree_flatten(batch)
     rows = {x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()}
     if rows and min(rows) < num_ranks:
-        raise ValueError(f"a batch of {min(rows)} can't be split over {num_ranks} ranks. Remedy: pass larger batches")
-    cut = [x.tensor_split(num_ranks) if isinstance(x, Tensor) and x.dim() else [x] * num_ranks for x in leaves]
+        raise ValueError(
+            f"a batch of {min(rows)} can't be split over {num_ranks} ranks. Remedy: pass larger "
+            "batches"
+        )
+    cut = [
+        x.tensor_split(num_ranks) if isinstance(x, Tensor) and x.dim() else [x] * num_ranks
+        for x in leaves
+    ]
     return [treedef.unflatten([parts[rank] for parts in cut]) for rank in range(num_ranks)]
 
 
@@ -313,9 +361,15 @@ def run_whole(step: TrainStep, start: Start, batches: Sequence[Any]) -> Run:
 
 
 def run_in_parts(
-    step: TrainStep, start: Start, batches: Sequence[list[Any]], *, rule: str = "mean", jitter: int | None = None
+    step: TrainStep,
+    start: Start,
+    batches: Sequence[list[Any]],
+    *,
+    rule: str = "mean",
+    jitter: int | None = None,
 ) -> Run:
-    """The unsharded step with each batch in parts: their gradients and metrics averaged, buffers by `shard`'s rule.
+    """The unsharded step with each batch in parts: their gradients and metrics averaged, buffers by
+    `shard`'s rule.
 
     `jitter` seeds changes of the gradients in their last places.
     """
@@ -330,7 +384,10 @@ def run_in_parts(
         outcomes = [outcome for _, outcome in results]
         shares = _shares(outcomes)
         grads = tree_map(lambda *gs, s=shares: _mean(gs, s), *(grads for grads, _ in results))
-        held, before = _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares), held
+        held, before = (
+            _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares),
+            held,
+        )
         metrics, old = _average_metrics(outcomes, shares), state
         grads = grads if g is None else _jittered(grads, g)
         state, measured = step.update_measured(old, grads, held[0], metrics["loss"])
@@ -340,7 +397,11 @@ def run_in_parts(
 
 
 def _skipped(old: TrainState, new: TrainState) -> bool:
-    return old.finite is not None and new.finite is not None and bool(new.finite.skipped > old.finite.skipped)
+    return (
+        old.finite is not None
+        and new.finite is not None
+        and bool(new.finite.skipped > old.finite.skipped)
+    )
 
 
 def _shares(outcomes: Sequence[Outcome]) -> list[float]:
@@ -356,12 +417,18 @@ def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _average_metrics(outcomes: Sequence[Outcome], shares: Sequence[float]) -> Metrics:
-    seen = [{"loss": as_metric(o.loss), **{k: as_metric(v) for k, v in o.metrics.items()}} for o in outcomes]
+    seen = [
+        {"loss": as_metric(o.loss), **{k: as_metric(v) for k, v in o.metrics.items()}}
+        for o in outcomes
+    ]
     return {name: _mean([metrics[name] for metrics in seen], shares) for name in seen[0]}
 
 
-def _combine_buffers(rule: str, held: list[PyTree[Tensor]], shares: Sequence[float]) -> list[PyTree[Tensor]]:
-    """What each rank holds after a step, from what each rank's loss made; what weighs nothing isn't averaged."""
+def _combine_buffers(
+    rule: str, held: list[PyTree[Tensor]], shares: Sequence[float]
+) -> list[PyTree[Tensor]]:
+    """What each rank holds after a step, from what each rank's loss made; what weighs nothing isn't
+    averaged."""
 
     def mean(*buffers: Tensor) -> Tensor:
         counting = [b for b, share in zip(buffers, shares, strict=True) if share] or [buffers[0]]

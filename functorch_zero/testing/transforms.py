@@ -1,4 +1,5 @@
-"""`check_transform`: whether a transform does what its `needs` says, by its operators and by its numbers."""
+"""`check_transform`: whether a transform does what its `needs` says, by its operators and by its
+numbers."""
 
 from __future__ import annotations
 
@@ -37,21 +38,24 @@ def check_transform(
     ranks: Sequence[int] = (2, 3),
     grade: Grade | Equality | None = None,
 ) -> None:
-    """Raise `TransformError`, naming the operator or the leaf that gives it away, if a transform is falsely tagged.
+    """Raise `TransformError`, naming the operator or the leaf that gives it away, if a transform is
+    falsely tagged.
 
-    First its operators are watched (`optim.check.check_claims`). Then its numbers are compared: a pointwise part's on
-    whole leaves, on pieces cut at random, on single elements and on all leaves joined, bit by bit; a whole-leaf
-    function's on repetition, with inputs unchanged, and in batches; and the whole transform's updates unsharded with
-    those on ranks, which are threads of this process.
+    First its operators are watched (`optim.check.check_claims`). Then its numbers are compared: a
+    pointwise part's on whole leaves, on pieces cut at random, on single elements and on all leaves
+    joined, bit by bit; a whole-leaf function's on repetition, with inputs unchanged, and in
+    batches; and the whole transform's updates unsharded with those on ranks, which are threads of
+    this process.
 
     Args:
         transform: any, also a chain or a wrapper.
-        params: the tree it is meant for, where masks or labels bind it to one; float64 shows the most. None: a tree of
-            hostile shapes.
+        params: the tree it is meant for, where masks or labels bind it to one; float64 shows the
+            most. None: a tree of hostile shapes.
         seeds: of the random updates, one run each.
         steps: updates in a run.
         ranks: numbers of ranks.
-        grade: of equality, instead of bitwise for pointwise parts and transforms and reordered for the others.
+        grade: of equality, instead of bitwise for pointwise parts and transforms and reordered for
+            the others.
 
     >>> from functorch_zero import optim
     >>> check_transform(optim.adamw(1e-3), seeds=(0,))
@@ -65,7 +69,14 @@ def check_transform(
             for part in simple_parts(transform):
                 if part.plain is not None:
                     for dtype in (torch.float64, torch.float32):
-                        _check_cuts(part.plain, _cast(held, dtype), name_of(part), seed, steps, equality or BITWISE)
+                        _check_cuts(
+                            part.plain,
+                            _cast(held, dtype),
+                            name_of(part),
+                            seed,
+                            steps,
+                            equality or BITWISE,
+                        )
             _check_ranks(transform, held, seed, steps, ranks, equality)
             _check_fused(transform, held, seed, steps, equality or REORDERED)
 
@@ -73,19 +84,35 @@ def check_transform(
 def hostile_params(*, large: bool = True, seed: int = 0) -> Any:
     """A tree of shapes on which a wrong transform shows itself, float64.
 
-    Some leaves share a bucket, some have one of their own, so that every rank has a part of them. Among them are leaves
-    of equal shape, of one element and of none, and, if `large`, one that is longer than 4096 elements with both dims
-    over 128, since optimizers change their ways there.
+    Some leaves share a bucket, some have one of their own, so that every rank has a part of them.
+    Among them are leaves of equal shape, of one element and of none, and, if `large`, one that is
+    longer than 4096 elements with both dims over 128, since optimizers change their ways there.
     """
-    block = {"empty": (0, 3), "matrix": (7, 5), "one": (1,), "scalar": (), "twin": (7, 5), "vector": (6,)}
-    alone = {"kernel": (4, 3, 2, 2), "stack": (2, 3, 4), "wide": (3, 11), **({"large": (257, 129)} if large else {})}
+    block = {
+        "empty": (0, 3),
+        "matrix": (7, 5),
+        "one": (1,),
+        "scalar": (),
+        "twin": (7, 5),
+        "vector": (6,),
+    }
+    alone = {
+        "kernel": (4, 3, 2, 2),
+        "stack": (2, 3, 4),
+        "wide": (3, 11),
+        **({"large": (257, 129)} if large else {}),
+    }
     g = torch.Generator().manual_seed(seed)
 
     def draw(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64)
 
     children = {name: {"weight": draw(shape)} for name, shape in alone.items()}
-    return {"block": {name: draw(shape) for name, shape in block.items()}, **children, "nothing": None}
+    return {
+        "block": {name: draw(shape) for name, shape in block.items()},
+        **children,
+        "nothing": None,
+    }
 
 
 @contextmanager
@@ -95,7 +122,8 @@ def _bound_to_a_tree(default: bool) -> Iterator[None]:
     except (StructureError, ValueError) as error:
         if default and not isinstance(error, TransformError):
             error.add_note(
-                "If this transform belongs to one tree of params, pass check_transform(..., params=that tree)."
+                "If this transform belongs to one tree of params, pass check_transform(..., "
+                "params=that tree)."
             )
         raise
 
@@ -148,12 +176,16 @@ def _cuts(leaves: Sequence[Tensor], seed: int) -> list[_Cut]:
         pieces = [_Span(i, a, b) for a, b in itertools.pairwise(at)]
         found += [_Cut((s,), f"elements {s.start} to {s.stop} alone, of {n}") for s in pieces]
         singles = {0, n // 2, n - 1} & set(range(n))
-        found += [_Cut((_Span(i, k, k + 1),), f"element {k} alone, of {n}") for k in sorted(singles)]
+        found += [
+            _Cut((_Span(i, k, k + 1),), f"element {k} alone, of {n}") for k in sorted(singles)
+        ]
     joined = tuple(_Span(i, 0, leaf.numel()) for i, leaf in enumerate(leaves))
     return [*found, _Cut(joined, f"all {len(leaves)} leaves joined to one")]
 
 
-def _check_cuts(part: Pointwise, tree: Any, name: str, seed: int, steps: int, equality: Equality) -> None:
+def _check_cuts(
+    part: Pointwise, tree: Any, name: str, seed: int, steps: int, equality: Equality
+) -> None:
     """A pointwise update of whole leaves, and of each cut by itself, over some steps."""
     params: list[Tensor] = optree.tree_leaves(tree)
     cuts = _cuts(params, seed)
@@ -167,7 +199,9 @@ def _check_cuts(part: Pointwise, tree: Any, name: str, seed: int, steps: int, eq
                 made, states[c] = part.update(_alone(cut, given), states[c], _alone(cut, params))
             except (RuntimeError, IndexError, TypeError, ArithmeticError) as error:
                 raise TransformError(f"{name} fails on {_named(cut, tree)}: {error}") from error
-            _compare_cut(cut, optree.tree_leaves(new), optree.tree_leaves(made)[0], tree, name, k, equality)
+            _compare_cut(
+                cut, optree.tree_leaves(new), optree.tree_leaves(made)[0], tree, name, k, equality
+            )
 
 
 def _alone(cut: _Cut, leaves: Sequence[Tensor]) -> Any:
@@ -175,14 +209,22 @@ def _alone(cut: _Cut, leaves: Sequence[Tensor]) -> Any:
 
 
 def _compare_cut(
-    cut: _Cut, whole: Sequence[Tensor], made: Tensor, tree: Any, name: str, k: int, equality: Equality
+    cut: _Cut,
+    whole: Sequence[Tensor],
+    made: Tensor,
+    tree: Any,
+    name: str,
+    k: int,
+    equality: Equality,
 ) -> None:
     start = 0
     for span in cut.spans:
         expected = whole[span.leaf].reshape(-1)[span.start : span.stop]
         got = made.reshape(-1)[start : start + len(expected)]
         start += len(expected)
-        with _as_transform_error(f"{name} is not pointwise: on whole leaves and on {_named(cut, tree)} it differs"):
+        with _as_transform_error(
+            f"{name} is not pointwise: on whole leaves and on {_named(cut, tree)} it differs"
+        ):
             pair: list[Any] = [{paths(tree)[span.leaf]: x} for x in (expected, got)]
             assert_equal_values(*pair, grade=equality, what="updates", context={"step": k})
 
@@ -203,7 +245,12 @@ def _as_transform_error(story: str) -> Iterator[None]:
 
 
 def _check_ranks(
-    transform: Transform, params: Any, seed: int, steps: int, ranks: Sequence[int], equality: Equality | None
+    transform: Transform,
+    params: Any,
+    seed: int,
+    steps: int,
+    ranks: Sequence[int],
+    equality: Equality | None,
 ) -> None:
     drawn, name = _draw(params, seed, steps), name_of(transform)
     expected = _run_unsharded(transform, params, drawn, name, equality or REORDERED)
@@ -215,10 +262,14 @@ def _check_ranks(
                 for rank in range(num_ranks):
                     at = {"step": k, "ranks": num_ranks, "rank": rank}
                     with _as_transform_error(f"{name} makes other updates on ranks than unsharded"):
-                        assert_equal_values(want, got[rank][k], grade=grade, what="updates", context=at)
+                        assert_equal_values(
+                            want, got[rank][k], grade=grade, what="updates", context=at
+                        )
 
 
-def _on_a_rank(transform: Transform, params: Any, drawn: list[Any], donate: bool) -> Callable[[Group], list[Any]]:
+def _on_a_rank(
+    transform: Transform, params: Any, drawn: list[Any], donate: bool
+) -> Callable[[Group], list[Any]]:
     """A function of a group: the updates of each step, gathered."""
 
     def run(group: Group) -> list[Any]:
@@ -228,15 +279,20 @@ def _on_a_rank(transform: Transform, params: Any, drawn: list[Any], donate: bool
         state = transform.init(held, across)
         gathered = []
         for updates in drawn:
-            new, state = transform.update(slice_tree(updates, layout, group.rank), state, held, across)
+            new, state = transform.update(
+                slice_tree(updates, layout, group.rank), state, held, across
+            )
             gathered.append(tree_map(torch.clone, all_gather_tree(new, layout, group)))
         return gathered
 
     return run
 
 
-def _run_unsharded(transform: Transform, params: Any, drawn: list[Any], name: str, equality: Equality) -> list[Any]:
-    """The updates of each step in one process, with whole-leaf functions and purity checked on the way."""
+def _run_unsharded(
+    transform: Transform, params: Any, drawn: list[Any], name: str, equality: Equality
+) -> list[Any]:
+    """The updates of each step in one process, with whole-leaf functions and purity checked on the
+    way."""
     across = _Checking(params, name, equality)
     state = transform.init(params, across)
     made = []
@@ -249,14 +305,21 @@ def _run_unsharded(transform: Transform, params: Any, drawn: list[Any], name: st
 
 @contextmanager
 def unchanged(inputs: Any, name: str) -> Iterator[None]:
-    """Raise `TransformError` if a tensor in `inputs` has other values, or has been written to, afterwards."""
+    """Raise `TransformError` if a tensor in `inputs` has other values, or has been written to,
+    afterwards."""
     leaves: list[Any] = optree.tree_leaves(inputs)
     rows = zip(paths(inputs), leaves, strict=True)
     before = [(path, x, x.clone(), x._version) for path, x in rows if isinstance(x, Tensor)]
     yield
     for path, x, copy, version in before:
-        if x._version != version or x.shape != copy.shape or not torch.equal(x.nan_to_num(), copy.nan_to_num()):
-            raise TransformError(f"{name} changes its input {path} in place. Remedy: return new tensors")
+        if (
+            x._version != version
+            or x.shape != copy.shape
+            or not torch.equal(x.nan_to_num(), copy.nan_to_num())
+        ):
+            raise TransformError(
+                f"{name} changes its input {path} in place. Remedy: return new tensors"
+            )
 
 
 class _Checking(Local):
@@ -280,25 +343,42 @@ class _Checking(Local):
         with unchanged({path: {"update": update, "state": owned.state, "param": param}}, who):
             first, second = (one_leaf(part, update, owned, param) for _ in range(2))
         if first[0].shape != update.shape:
-            raise TransformError(f"{who} makes an update of shape {tuple(first[0].shape)} of leaf {path}")
-        with _as_transform_error(f"{who} is not a function: the same inputs give different results"):
+            raise TransformError(
+                f"{who} makes an update of shape {tuple(first[0].shape)} of leaf {path}"
+            )
+        with _as_transform_error(
+            f"{who} is not a function: the same inputs give different results"
+        ):
             _compare_leaf(path, first, second, BITWISE)
         if part.batched:
             other = one_leaf(part, update * -0.5, owned, param)
             both, states = _in_a_batch(part, [update, update * -0.5], owned, param)
             for k, alone in enumerate((first, other)):
-                with _as_transform_error(f"{who} makes something else of leaf {path} in a batch of two than alone"):
+                with _as_transform_error(
+                    f"{who} makes something else of leaf {path} in a batch of two than alone"
+                ):
                     _compare_leaf(
-                        path, alone, (both[k], Owned(tree_map(lambda x, k=k: x[k], states), 0)), self._equality
+                        path,
+                        alone,
+                        (both[k], Owned(tree_map(lambda x, k=k: x[k], states), 0)),
+                        self._equality,
                     )
 
 
-def _in_a_batch(part: WholeLeaf, updates: list[Tensor], owned: Owned, param: Tensor) -> tuple[Tensor, Any]:
+def _in_a_batch(
+    part: WholeLeaf, updates: list[Tensor], owned: Owned, param: Tensor
+) -> tuple[Tensor, Any]:
     stacked = tree_map(lambda x: torch.stack([x] * len(updates)), owned.state)
-    return part.update(torch.stack(updates), stacked, torch.stack([param] * len(updates)) if part.wants_param else None)
+    return part.update(
+        torch.stack(updates),
+        stacked,
+        torch.stack([param] * len(updates)) if part.wants_param else None,
+    )
 
 
-def _compare_leaf(path: str, a: tuple[Tensor, Owned], b: tuple[Tensor, Owned], equality: Equality) -> None:
+def _compare_leaf(
+    path: str, a: tuple[Tensor, Owned], b: tuple[Tensor, Owned], equality: Equality
+) -> None:
     pair: list[Any] = [{path: {"update": update, "state": owned.state}} for update, owned in (a, b)]
     assert_equal_values(*pair, grade=equality, what="results", dtypes={a[0].dtype})
 
@@ -306,7 +386,9 @@ def _compare_leaf(path: str, a: tuple[Tensor, Owned], b: tuple[Tensor, Owned], e
 # A transform's kernel for donated storage
 
 
-def _check_fused(transform: Transform, params: Any, seed: int, steps: int, equality: Equality) -> None:
+def _check_fused(
+    transform: Transform, params: Any, seed: int, steps: int, equality: Equality
+) -> None:
     """A transform's fused kernel against its plain update, on all leaves joined."""
     fused, plain = transform.fused, transform.plain
     if fused is None or plain is None:
@@ -322,9 +404,13 @@ def _check_fused(transform: Transform, params: Any, seed: int, steps: int, equal
         made, state = plain.update(drawn, state, _tree(expected))
         expected = expected + optree.tree_leaves(made)[0]
         (fused_state,) = fused.update([got], [drawn[""].clone()], [fused_state])
-        with _as_transform_error(f"the fused kernel of {name_of(transform)} does something else than its plain update"):
+        with _as_transform_error(
+            f"the fused kernel of {name_of(transform)} does something else than its plain update"
+        ):
             trees = _tree(old), _tree(expected), _tree(got)
-            assert_equal_updates(*trees, old_got=_tree(old_got), grade=equality, context={"step": k})
+            assert_equal_updates(
+                *trees, old_got=_tree(old_got), grade=equality, context={"step": k}
+            )
 
 
 def _tree(leaf: Tensor) -> Any:

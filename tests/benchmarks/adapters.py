@@ -1,6 +1,7 @@
 """This library's rows for a side-by-side harness: one class a level, as its adapters are written.
 
-An adapter is built inside an initialised default process group, once per process, and does nothing that a user of
+An adapter is built inside an initialised default process group, once per process, and does nothing
+that a user of
 the library would not do: `functionalize`, `train_step`, `shard`.
 """
 
@@ -24,7 +25,11 @@ def adamw(lr: float) -> optim.Transform:
 
 def nbytes(tree: Any) -> int:
     """Bytes of the distinct storages behind a tree's tensors."""
-    storages = (t.untyped_storage() for t in optree.tree_leaves(tree) if isinstance(t, Tensor) and t.dim() > 0)
+    storages = (
+        t.untyped_storage()
+        for t in optree.tree_leaves(tree)
+        if isinstance(t, Tensor) and t.dim() > 0
+    )
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
@@ -68,7 +73,8 @@ class Level0(Adapter):
 
 
 class Alone(Level0):
-    """Each process by itself, for comparing with a step that does not communicate: do not look at its params."""
+    """Each process by itself, for comparing with a step that does not communicate: do not look at
+    its params."""
 
     options: ClassVar[dict[str, Any]] = {"group": fz.Solo()}
 

@@ -1,10 +1,12 @@
-"""Two versions of this library, step by step in turn: `python tests/benchmarks/against.py OLD NEW --size small`.
+"""Two versions of this library, step by step in turn:
+`python tests/benchmarks/against.py OLD NEW --size small`.
 
-OLD and NEW are each a checkout's folder or a wheel. For every row, each version gets two fresh gloo ranks over sockets
-with a thread each, and both pairs are there at once. In each round one pair takes a few steps while the other waits,
-and then the other pair does; who begins changes from round to round. A turn's time is the median of its steps, a step's
-time that of the slower rank, from a barrier on. What is printed is the median over rounds of new / old, with quartiles:
-the machine's drift cancels in a round's ratio. "By CPU time" is the same of both ranks' CPU seconds, which other
+OLD and NEW are each a checkout's folder or a wheel. For every row, each version gets two fresh gloo
+ranks over sockets with a thread each, and both pairs are there at once. In each round one pair
+takes a few steps while the other waits, and then the other pair does; who begins changes from round
+to round. A turn's time is the median of its steps, a step's time that of the slower rank, from a
+barrier on. What is printed is the median over rounds of new / old, with quartiles: the machine's
+drift cancels in a round's ratio. "By CPU time" is the same of both ranks' CPU seconds, which other
 programs on the machine disturb less.
 
 The model and the optimizer are those of `peers.py`: a GPT-like model, float32, fused AdamW.
@@ -44,7 +46,9 @@ ROWS: dict[str, dict[str, Any]] = {  # options of `shard`
     "fz_level3_keep": {"level": 3, "reshard_after_forward": False},
     "fz_alone": {"level": 0},  # each process by itself
 }
-NAMES_BEFORE_2026_11_22 = {"groups.SingleRank": "Solo"}  # today's name -> the one it had; others are what they were
+NAMES_BEFORE_2026_11_22 = {
+    "groups.SingleRank": "Solo"
+}  # today's name -> the one it had; others are what they were
 
 
 def named(library: Any, name: str) -> Any:
@@ -54,7 +58,9 @@ def named(library: Any, name: str) -> Any:
             return reduce(getattr, candidate.split("."), library)
         except AttributeError:
             continue
-    raise AttributeError(f"{library.__file__} has no {name}. Remedy: add its other name to NAMES_BEFORE_2026_11_22")
+    raise AttributeError(
+        f"{library.__file__} has no {name}. Remedy: add its other name to NAMES_BEFORE_2026_11_22"
+    )
 
 
 class Version(NamedTuple):
@@ -76,7 +82,9 @@ def version_of(side: str, given: str, scratch: Path) -> Version:
     else:
         folder, label = path, commit_of(path)
     if not (folder / "functorch_zero" / "__init__.py").is_file():
-        raise SystemExit(f"{side.upper()} must be a checkout or a wheel of functorch_zero, got {given}")
+        raise SystemExit(
+            f"{side.upper()} must be a checkout or a wheel of functorch_zero, got {given}"
+        )
     return Version(side, folder, label)
 
 
@@ -88,7 +96,8 @@ def commit_of(folder: Path) -> str:
 
 
 class Step(NamedTuple):
-    """One step of a rank; or of a pair: the slower rank's seconds, the sum of CPU seconds, the mean loss."""
+    """One step of a rank; or of a pair: the slower rank's seconds, the sum of CPU seconds, the mean
+    loss."""
 
     seconds: float
     cpu: float
@@ -109,8 +118,15 @@ class Pair:
         self._log = scratch / f"{row}.{version.side}.log"
         spec = {"row": row, "size": args.size, "folder": str(version.folder)}
         spec["rendezvous"] = str(scratch / f"{row}.{version.side}.store")
-        python_path = os.pathsep.join([str(version.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        python_path = os.pathsep.join(
+            [str(version.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        env = {
+            **os.environ,
+            "PYTHONPATH": python_path,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         with self._log.open("w") as log:
             self._ranks = [
                 subprocess.Popen(
@@ -139,7 +155,9 @@ class Pair:
         while waiting:
             ready = select.select(list(waiting), [], [], self._timeout)[0]
             if not ready:
-                raise self._failed(f"ranks {sorted(waiting.values())} said nothing for {self._timeout:g} s")
+                raise self._failed(
+                    f"ranks {sorted(waiting.values())} said nothing for {self._timeout:g} s"
+                )
             for pipe in ready:
                 rank, line = waiting.pop(pipe), pipe.readline()
                 if not line:
@@ -198,7 +216,9 @@ def measure(versions: list[Version], row: str, args: argparse.Namespace) -> Meas
 
 def spread(values: list[float]) -> str:
     """The median and the quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    )
     return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
@@ -207,7 +227,10 @@ def line_of(row: str, measured: Measured) -> str:
     rounds = list(zip(measured.turns["old"], measured.turns["new"], strict=True))
     by_time = spread([new.seconds / old.seconds for old, new in rounds])
     by_cpu = spread([new.cpu / old.cpu for old, new in rounds])
-    times = " | ".join(f"{1e3 * statistics.median(s.seconds for s in side):.1f}" for side in measured.turns.values())
+    times = " | ".join(
+        f"{1e3 * statistics.median(s.seconds for s in side):.1f}"
+        for side in measured.turns.values()
+    )
     return f"| {row} | {by_time} | {by_cpu} | {times} | {measured.apart:.0e} |"
 
 
@@ -215,7 +238,9 @@ def machine() -> str:
     """What this runs on, in words."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
     words = [model or platform.machine(), f"{os.cpu_count()} cores", platform.system()]
     return ", ".join([*words, f"Python {platform.python_version()}"])
 
@@ -232,11 +257,21 @@ def compare(args: argparse.Namespace) -> None:
         raise SystemExit(f"--only takes some of {', '.join(ROWS)}, got {', '.join(unknown)}")
     with tempfile.TemporaryDirectory() as scratch:
         versions = [version_of(side, getattr(args, side), Path(scratch)) for side in ("old", "new")]
-        print(f"`{shlex.join(['python', 'tests/benchmarks/against.py', *sys.argv[1:]])}`: {time.strftime('%Y-%m-%d')},")
-        print(f"{machine()}, torch {torch_version()}; old: {versions[0].label}, new: {versions[1].label};")
-        print(f"{RANKS} gloo ranks, {args.rounds} rounds of {args.steps} steps; medians (quartiles).\n")
         print(
-            f"| {args.size} | new / old | by CPU time | old ms | new ms | losses apart |\n|---|---|---|---:|---:|---:|",
+            f"`{shlex.join(['python', 'tests/benchmarks/against.py', *sys.argv[1:]])}`: "
+            f"{time.strftime('%Y-%m-%d')},"
+        )
+        print(
+            f"{machine()}, torch {torch_version()}; old: {versions[0].label}, new: "
+            f"{versions[1].label};"
+        )
+        print(
+            f"{RANKS} gloo ranks, {args.rounds} rounds of {args.steps} steps; medians "
+            "(quartiles).\n"
+        )
+        print(
+            f"| {args.size} | new / old | by CPU time | old ms | new ms | losses apart "
+            "|\n|---|---|---|---:|---:|---:|",
             flush=True,
         )
         for row in rows:
@@ -257,7 +292,9 @@ def build(library: Any, row: str, size: str) -> tuple[Any, Any]:
         group = named(library, "groups.SingleRank")()
     else:
         make = named(library, "ProcessGroup")
-        over_sockets = {"cross_memory": False} if "cross_memory" in inspect.signature(make).parameters else {}
+        over_sockets = (
+            {"cross_memory": False} if "cross_memory" in inspect.signature(make).parameters else {}
+        )
         group = make(**over_sockets)
     run = named(library, "shard")(step, group=group, **ROWS[row])
     return run, run.init(params, buffers, seed=None)
@@ -275,9 +312,13 @@ def serve(spec: dict[str, Any]) -> None:
     import functorch_zero as library
 
     found, rank = Path(str(library.__file__)).resolve(), spec["rank"]
-    assert found.is_relative_to(spec["folder"]), f"{found} was imported, which is not in {spec['folder']}"
+    assert found.is_relative_to(spec["folder"]), (
+        f"{found} was imported, which is not in {spec['folder']}"
+    )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{spec['rendezvous']}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{spec['rendezvous']}", rank=rank, world_size=RANKS
+    )
     run, state = build(library, spec["row"], spec["size"])
     index = 0
     for line in sys.stdin:
@@ -297,7 +338,9 @@ def serve(spec: dict[str, Any]) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         serve(json.loads(sys.argv[2]))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", help="a checkout's folder, or a wheel")
     parser.add_argument("new", help="the same of the version to compare with it")
     parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])

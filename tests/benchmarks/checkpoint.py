@@ -1,11 +1,13 @@
-"""Saving and loading against raw files, and against torch.distributed.checkpoint. Ratios of one run.
+"""Saving and loading against raw files, and against torch.distributed.checkpoint. Ratios of one
+run.
 
     python tests/benchmarks/checkpoint.py --mib 512 --ranks 2
 
-Every rank is a process with one thread. `raw` writes the same bytes, 4 MiB a call, and flushes them to disk; raw
-reading is from the page cache, as loading is. Of several rounds, each of which reads five times, the best counts. A
-core's work is the time that a rank has run, in user and system: what else the machine does counts less there. Extra
-memory is the most anonymous memory of a rank above what it had before, sampled in a round that isn't timed.
+Every rank is a process with one thread. `raw` writes the same bytes, 4 MiB a call, and flushes them
+to disk; raw reading is from the page cache, as loading is. Of several rounds, each of which reads
+five times, the best counts. A core's work is the time that a rank has run, in user and system: what
+else the machine does counts less there. Extra memory is the most anonymous memory of a rank above
+what it had before, sampled in a round that isn't timed.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def raw_read(path: Path, data: memoryview) -> None:
 
 class Timing(NamedTuple):
     seconds: float  # until the slowest rank is done
-    busy: float  # seconds of a core's work, of the rank with the most: what else the machine does counts less
+    # seconds of a core's work, of the rank with the most: what else the machine does counts less
+    busy: float
 
 
 def timed(group: ProcessGroup, work: Callable[[], Any]) -> Timing:
@@ -106,13 +109,19 @@ def watched(group: ProcessGroup, work: Callable[[], Any]) -> float:
     return worst.item()
 
 
-def rank_main(folder: str, mib: int, rounds: int) -> tuple[dict[str, list[Timing]], dict[str, float]]:
+def rank_main(
+    folder: str, mib: int, rounds: int
+) -> tuple[dict[str, list[Timing]], dict[str, float]]:
     torch.manual_seed(0)
     group = ProcessGroup()
     root = Path(folder)
     numel = mib * 2**20 // 4 // 3 // LEAVES  # Adam's state is three times the params
     params = {f"w{i}": torch.randn(numel, requires_grad=True) for i in range(LEAVES)}
-    step = shard(train_step(lambda p, b, x: sum(w.sum() for w in p.values()), optim.adamw(0.1)), level=3, group=group)
+    step = shard(
+        train_step(lambda p, b, x: sum(w.sum() for w in p.values()), optim.adamw(0.1)),
+        level=3,
+        group=group,
+    )
     state = step.init(params, {})
     del params
     flat = torch.randn(mib * 2**20 // 4 // group.size).view(torch.uint8)
@@ -148,9 +157,13 @@ def rank_main(folder: str, mib: int, rounds: int) -> tuple[dict[str, list[Timing
 
 
 def dtensors(flat: Tensor, mesh: Any) -> dict[str, Tensor]:
-    """As many bytes as DTensors of equal pieces, which is what that library saves: views of `flat`, a copy of none."""
+    """As many bytes as DTensors of equal pieces, which is what that library saves: views of `flat`,
+    a copy of none."""
     pieces = flat.view(torch.float32).chunk(3 * LEAVES)
-    return {f"w{i}": DTensor.from_local(x, mesh, [Shard(0)], run_check=False) for i, x in enumerate(pieces)}
+    return {
+        f"w{i}": DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+        for i, x in enumerate(pieces)
+    }
 
 
 def main() -> None:
@@ -164,7 +177,10 @@ def main() -> None:
         found, extra = launch(rank_main, args.ranks, folder, args.mib, args.rounds, timeout=600)[0]
     size = args.mib * 2**20 / 1e9
     best = {name: Timing(*map(min, zip(*rows, strict=True))) for name, rows in found.items()}
-    print("| | GB/s, best round | of raw | of raw, by work | extra memory a rank, MiB |\n|---|---|---|---|---|")
+    print(
+        "| | GB/s, best round | of raw | of raw, by work | extra memory a rank, MiB "
+        "|\n|---|---|---|---|---|"
+    )
     for name in found:
         raw, ours = best["raw write" if name in WRITES else "raw read"], best[name]
         ratios = f"{raw.seconds / ours.seconds:.2f} | {raw.busy / ours.busy:.2f}"

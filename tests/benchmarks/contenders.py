@@ -1,6 +1,8 @@
-"""The model and the peers that `peers.py` runs: DDP, DDP + ZeroRedundancyOptimizer and `fully_shard`, with fused AdamW.
+"""The model and the peers that `peers.py` runs: DDP, DDP + ZeroRedundancyOptimizer and
+`fully_shard`, with fused AdamW.
 
-A contender is built inside an initialised default process group of gloo; `step(batch)` is a whole training step.
+A contender is built inside an initialised default process group of gloo; `step(batch)` is a whole
+training step.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "fused": True}
+ADAMW: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "fused": True,
+}
 
 
 class Size(NamedTuple):
@@ -51,7 +59,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
-        q, k, v = (z.view(b, t, self.heads, -1).transpose(1, 2) for z in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        q, k, v = (
+            z.view(b, t, self.heads, -1).transpose(1, 2)
+            for z in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(a.transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -115,11 +126,16 @@ class DDP(Wrapped):
 
 class Zero(Wrapped):
     def __init__(self, model_fn: Callable[[], nn.Module], world: int):
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns when it is imported
+        from torch.distributed.optim import (
+            ZeroRedundancyOptimizer,
+        )  # which warns when it is imported
 
         self.model = DistributedDataParallel(model_fn(), gradient_as_bucket_view=True)
         self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW
+            self.model.parameters(),
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=True,
+            **ADAMW,
         )
 
 
@@ -139,4 +155,9 @@ class FullyShardKeep(FullyShard):
     reshard = False
 
 
-PEERS = {"fully_shard": FullyShard, "fully_shard_keep": FullyShardKeep, "zero_redundancy": Zero, "ddp": DDP}
+PEERS = {
+    "fully_shard": FullyShard,
+    "fully_shard_keep": FullyShardKeep,
+    "zero_redundancy": Zero,
+    "ddp": DDP,
+}

@@ -1,8 +1,11 @@
-"""What torch.distributed.checkpoint does with checkpoints that are damaged, half written, hostile or of another model.
+"""What torch.distributed.checkpoint does with checkpoints that are damaged, half written, hostile
+or of another model.
 
-    $ PYTHONPATH=. python tests/benchmarks/dcp_faults.py           # every case, some seconds, in one process
+    $ PYTHONPATH=. python tests/benchmarks/dcp_faults.py           # every case, some seconds, in
+    one process
 
-A small state is saved, something happens to the folder, and it is loaded again: what was raised, or what came back.
+A small state is saved, something happens to the folder, and it is loaded again: what was raised, or
+    what came back.
 Ours are tests: test_checkpoint_faults.py, test_checkpoint_manifest.py and test_checkpoint.py.
 """
 
@@ -41,7 +44,9 @@ def load(folder: Path, like: State) -> str:
         dcp.load(like, storage_reader=dcp.FileSystemReader(folder))
     except BaseException as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
-    return "no error; " + ", ".join(f"{k} is {sorted(set(v.tolist()))} ({v.dtype})" for k, v in like.items())
+    return "no error; " + ", ".join(
+        f"{k} is {sorted(set(v.tolist()))} ({v.dtype})" for k, v in like.items()
+    )
 
 
 def flip(folder: Path) -> str:
@@ -68,14 +73,17 @@ def killed(folder: Path) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         os.fsync = dies  # type: ignore[assignment]
-        dcp.save(state_of(2), storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False))
+        dcp.save(
+            state_of(2), storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False)
+        )
         os._exit(0)
     os.waitpid(child, 0)
     return load(folder, state_of(0))
 
 
 class Marker:
-    """Pickled, it makes a folder when it is unpickled: harmless, where a hostile file's wouldn't be."""
+    """Pickled, it makes a folder when it is unpickled: harmless, where a hostile file's wouldn't
+    be."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -89,7 +97,9 @@ def hostile(folder: Path) -> str:
     save(folder, 1)
     (folder / ".metadata").write_bytes(pickle.dumps(Marker(folder / "marker")))
     said = load(folder, state_of(0))
-    return f"{'its code was run' if (folder / 'marker').exists() else 'nothing was run'}; then {said}"
+    return (
+        f"{'its code was run' if (folder / 'marker').exists() else 'nothing was run'}; then {said}"
+    )
 
 
 def dtype(folder: Path) -> str:
@@ -130,7 +140,10 @@ def background(folder: Path) -> str:
         while not result.done():
             time.sleep(0.01)
         dcp.save(state_of(2), checkpoint_id=folder.with_name("next"))
-        said = f"nothing was raised, and the next save went well; asked, it says {type(result.exception()).__name__}"
+        said = (
+            "nothing was raised, and the next save went well; asked, it says "
+            f"{type(result.exception()).__name__}"
+        )
     except BaseException as error:
         said = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
     dist.destroy_process_group()
@@ -143,8 +156,12 @@ CASES: dict[str, Callable[[Path], str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=", ".join(CASES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "cases", nargs="*", default=list(CASES), metavar="case", help=", ".join(CASES)
+    )
     warnings.filterwarnings("ignore")
     for case in parser.parse_args().cases:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,9 @@
-"""Draw what `peers.py` printed: `python tests/benchmarks/draw_peers.py docs/peers.svg small.md medium.md`.
+"""Draw what `peers.py` printed:
+`python tests/benchmarks/draw_peers.py docs/peers.svg small.md medium.md`.
 
-Each file holds the output of one run; its name without the ending is the panel's title. Two columns of bars, step time
-and peak memory of a rank; this library's rows (in bold there) stand out. Nothing but the standard library is needed.
+Each file holds the output of one run; its name without the ending is the panel's title. Two columns
+of bars, step time and peak memory of a rank; this library's rows (in bold there) stand out. Nothing
+but the standard library is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import NamedTuple
 
 COLUMNS = {"step ms": "step, ms", "peak MB": "peak memory of a rank, MB"}
 ROW, LEFT, WIDTH, GAP = 18, 210, 250, 60  # pixels
-STYLE = """svg { background: #fff } text { font: 11px sans-serif; fill: #333 } .title { font-weight: bold }
+STYLE = """svg { background: #fff } text { font: 11px sans-serif; fill: #333 }
+.title { font-weight: bold }
 .ours { fill: #1769aa } .peer { fill: #b0b0b0 } @media (prefers-color-scheme: dark) {
 svg { background: #1b1b1b } text { fill: #ddd } .ours { fill: #4aa3e0 } .peer { fill: #777 } }"""
 
@@ -43,7 +46,9 @@ def read(text: str) -> list[Row]:
             values = {name: float(cell) for name, cell in found.items() if cell != "-"}
             rows.append(Row(cells[0].replace("*", "").replace("`", ""), "**" in cells[0], values))
     if not rows:
-        raise ValueError(f"expected a table with the columns {', '.join(COLUMNS)}, as peers.py prints it")
+        raise ValueError(
+            f"expected a table with the columns {', '.join(COLUMNS)}, as peers.py prints it"
+        )
     return rows
 
 
@@ -64,16 +69,29 @@ def draw(panels: dict[str, list[Row]]) -> str:
                     value = row.values[column]
                     kind = "ours" if row.ours else "peer"
                     body.append(
-                        f'<rect class="{kind}" x="{left}" y="{y}" width="{WIDTH * value / most:.1f}" height="13"/>'
+                        f'<rect class="{kind}" x="{left}" y="{y}" '
+                        f'width="{WIDTH * value / most:.1f}" height="13"/>'
                     )
-                    body.append(f'<text x="{left + WIDTH * value / most + 4:.1f}" y="{y + 11}">{value:g}</text>')
+                    body.append(
+                        f'<text x="{left + WIDTH * value / most + 4:.1f}" '
+                        f'y="{y + 11}">{value:g}</text>'
+                    )
         top += ROW * len(rows) + 44
     size = f'width="{LEFT + 2 * (WIDTH + GAP)}" height="{top - 16}"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}</style>", *body, "</svg>\n"])
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+            f"<style>{STYLE}</style>",
+            *body,
+            "</svg>\n",
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("printed", type=Path, nargs="+", help="files with what peers.py printed")
     args = parser.parse_args()

@@ -1,10 +1,12 @@
 """What fully_shard, DDP and this library do when one of two ranks differs, fails or is lost.
 
-    $ PYTHONPATH=. python tests/benchmarks/faults.py                    # every case, about five minutes
-    $ PYTHONPATH=. python tests/benchmarks/faults.py order --lib fsdp
+    $ PYTHONPATH=. python tests/benchmarks/faults.py                    # every case, about five
+    minutes $ PYTHONPATH=. python tests/benchmarks/faults.py order --lib fsdp
 
-Over gloo, with a time limit of 10 s for collectives. For each rank: what it raised, in which time, or the loss of its
-last step and a digest of its whole params. Two digests that differ, or one loss that is NaN, and no error: silent.
+Over gloo, with a time limit of 10 s for collectives. For each rank: what it raised, in which time,
+    or the loss of its
+last step and a digest of its whole params. Two digests that differ, or one loss that is NaN, and no
+    error: silent.
 """
 
 from __future__ import annotations
@@ -73,7 +75,13 @@ CASES = {
 def model_of(case: str, odd_one: bool) -> nn.Module:
     torch.manual_seed(1 if odd_one and case == "seed" else 0)
     odd = {name: odd_one and case == name for name in CASES}
-    model = Model(17 if odd["width"] else 16, 3 if odd["depth"] else 2, odd["numel"], odd["order"], odd["unused"])
+    model = Model(
+        17 if odd["width"] else 16,
+        3 if odd["depth"] else 2,
+        odd["numel"],
+        odd["order"],
+        odd["unused"],
+    )
     return model.bfloat16() if odd["dtype"] else model
 
 
@@ -127,7 +135,10 @@ def train_ours(case: str) -> str:
         for i in range(STEPS - (odd_one and case == "short")):
             state, metrics = sharded(state, batch_of(case, odd_one, i))
     whole = sharded.gather(state).params.values()
-    return f"loss {metrics['loss'].item():.4f}, params {sum(p.double().abs().sum() for p in whole).item():.6f}"
+    return (
+        f"loss {metrics['loss'].item():.4f}, params "
+        f"{sum(p.double().abs().sum() for p in whole).item():.6f}"
+    )
 
 
 def outcomes(case: str, lib: str) -> list[str]:
@@ -137,11 +148,16 @@ def outcomes(case: str, lib: str) -> list[str]:
         def run() -> None:
             start = time.monotonic()
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT), dist.group.WORLD)
-            fn: Callable[[], str] = lambda: train_ours(case) if lib == "ours" else train_theirs(case, lib)
+            fn: Callable[[], str] = lambda: (
+                train_ours(case) if lib == "ours" else train_theirs(case, lib)
+            )
             try:
                 said = fn()
             except Exception as error:
-                said = f"{type(error).__name__} after {time.monotonic() - start:.1f} s: {str(error).splitlines()[0]}"
+                said = (
+                    f"{type(error).__name__} after {time.monotonic() - start:.1f} s: "
+                    f"{str(error).splitlines()[0]}"
+                )
             Path(folder, str(dist.get_rank())).write_bytes(pickle.dumps(said))
             if case == "raises":
                 time.sleep(LIMIT + 3)  # it lives on
@@ -150,13 +166,22 @@ def outcomes(case: str, lib: str) -> list[str]:
         with suppress(Exception):
             fz.launch(run, 2, start_method="fork", timeout=LIMIT + 8)
         paths = [Path(folder, str(rank)) for rank in range(2)]
-        return [pickle.loads(path.read_bytes())[:150] if path.exists() else "died, or hung" for path in paths]
+        return [
+            pickle.loads(path.read_bytes())[:150] if path.exists() else "died, or hung"
+            for path in paths
+        ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="case", help=", ".join(CASES))
-    parser.add_argument("--lib", nargs="+", default=["fsdp", "ddp", "ours"], choices=["fsdp", "ddp", "ours"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "cases", nargs="*", default=list(CASES), metavar="case", help=", ".join(CASES)
+    )
+    parser.add_argument(
+        "--lib", nargs="+", default=["fsdp", "ddp", "ours"], choices=["fsdp", "ddp", "ours"]
+    )
     args = parser.parse_args()
     for case in args.cases:
         print(f"{case}: on rank 1, {CASES[case]}")

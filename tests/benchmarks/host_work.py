@@ -1,6 +1,8 @@
-"""What a step costs beside its tensors' arithmetic: `python tests/benchmarks/host_work.py --size small`.
+"""What a step costs beside its tensors' arithmetic:
+`python tests/benchmarks/host_work.py --size small`.
 
-For each contender, in two fresh processes (gloo ranks, a thread each): the bytecodes that Python runs in a step of rank
+For each contender, in two fresh processes (gloo ranks, a thread each): the bytecodes that Python
+    runs in a step of rank
 0, the C functions that it calls, and the page faults of a step, a median of 8 after 4 that warm up.
 """
 
@@ -56,7 +58,9 @@ def measure(name: str, size: str) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
     args = parser.parse_args()
 

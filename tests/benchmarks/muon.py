@@ -1,9 +1,11 @@
-"""Muon's wall time on 2 ranks beside one: `python tests/benchmarks/muon.py`. About a minute on a calm machine.
+"""Muon's wall time on 2 ranks beside one: `python tests/benchmarks/muon.py`. About a minute on a
+calm machine.
 
-The optimizer alone, for 24 equal matrices in float32, one thread a rank, over gloo. Each rank owns half of the
-matrices and does half of the Newton-Schulz work; two all-to-alls carry the momentum there and the directions back.
-In each round, rank 0 first does the whole work by itself, while the other sleeps, then both do it together. Then the
-same with nothing but the Newton-Schulz products, which no exchange can beat: what the machine lets two processes do.
+The optimizer alone, for 24 equal matrices in float32, one thread a rank, over gloo. Each rank owns
+half of the matrices and does half of the Newton-Schulz work; two all-to-alls carry the momentum
+there and the directions back. In each round, rank 0 first does the whole work by itself, while the
+other sleeps, then both do it together. Then the same with nothing but the Newton-Schulz products,
+which no exchange can beat: what the machine lets two processes do.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Update:
 
     def __init__(self, group: Group, size: int):
         g = torch.Generator().manual_seed(0)
-        params = {f"matrix{i:02}": torch.randn(size, size, generator=g) for i in range(NUM_MATRICES)}
+        params = {
+            f"matrix{i:02}": torch.randn(size, size, generator=g) for i in range(NUM_MATRICES)
+        }
         layout = make_layout(params, group.size, trainable=lambda path, leaf: True)
         self.across: Any = Sharded(layout, group)
         self.params = slice_tree(params, layout, group.rank)
@@ -95,7 +99,11 @@ def measure(size: int, rounds: int) -> tuple[list[Seconds], list[Seconds]]:
     for _ in range(rounds + 1):
         updates.append(compare(group, alone, together))
         products.append(
-            compare(group, lambda: newton_schulz(stack), lambda: newton_schulz(stack[: NUM_MATRICES // group.size]))
+            compare(
+                group,
+                lambda: newton_schulz(stack),
+                lambda: newton_schulz(stack[: NUM_MATRICES // group.size]),
+            )
         )
     return updates[1:], products[1:]  # the first one warms up
 
@@ -111,8 +119,13 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    print(f"24 matrices, float32, 2 gloo processes of one thread, medians of {args.rounds} rounds.\n")
-    print("| matrix | one rank | two ranks | ratio | of the fastest | of CPU time | products alone, ratio | fastest |")
+    print(
+        f"24 matrices, float32, 2 gloo processes of one thread, medians of {args.rounds} rounds.\n"
+    )
+    print(
+        "| matrix | one rank | two ranks | ratio | of the fastest | of CPU time | products alone, "
+        "ratio | fastest |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     met = True
     for size in args.sizes:
@@ -129,7 +142,10 @@ def main() -> None:
             fastest(products),
         )
         times = (f"{1000 * t:.0f} ms" for t in (middle.alone, middle.together))
-        print("| " + " | ".join([f"{size} x {size}", *times, *(f"{r:.2f}" for r in ratios)]) + " |", flush=True)
+        print(
+            "| " + " | ".join([f"{size} x {size}", *times, *(f"{r:.2f}" for r in ratios)]) + " |",
+            flush=True,
+        )
     print(f"\nThe bar, a ratio of medians of at most {BAR}, is {'met' if met else 'not met'}.")
 
 

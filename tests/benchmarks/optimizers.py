@@ -1,14 +1,20 @@
-"""LAMB, Adafactor and Muon, here and elsewhere: `python tests/benchmarks/optimizers.py --size small --rounds 12`.
+"""LAMB, Adafactor and Muon, here and elsewhere:
+`python tests/benchmarks/optimizers.py --size small --rounds 12`.
 
-These need norms or whole matrices, which a rank of a sharded run does not hold. So beside time, memory and traffic it
-is counted how far the params' change after some steps is from the same optimizer's in one process, on the same batches:
-the largest difference of a leaf relative to that leaf's largest change, and the norm of all differences relative to
-the norm of all changes. Gradients can be compared to the bit: one process takes the ranks' batches one by one, and two
-summands have one order. Everyone is compared with itself, ours with `train_step`, others with their own torch class.
+These need norms or whole matrices, which a rank of a sharded run does not hold. So beside time,
+memory and traffic it is counted how far the params' change after some steps is from the same
+optimizer's in one process, on the same batches: the largest difference of a leaf relative to that
+leaf's largest change, and the norm of all differences relative to
+the norm of all changes. Gradients can be compared to the bit: one process takes the ranks' batches
+    one by one, and two
+summands have one order. Everyone is compared with itself, ours with `train_step`, others with their
+own torch class.
 
-Memory, traffic and state: as `peers.py`, in fresh processes. Times: as `pairs.py`, in turn in the same two processes;
-relative to `alone`, plain torch without communication. FairScale's rows need `pip install --no-build-isolation
-fairscale==0.4.13`; it is no dependency of anything else here. Linux only.
+Memory, traffic and state: as `peers.py`, in fresh processes. Times: as `pairs.py`, in turn in the
+    same two processes;
+relative to `alone`, plain torch without communication. FairScale's rows need
+`pip install --no-build-isolation fairscale==0.4.13`; it is no dependency of anything else here.
+Linux only.
 """
 
 from __future__ import annotations
@@ -45,15 +51,20 @@ NUM_STEPS = 3  # of which errors are taken
 
 
 class Lamb(torch.optim.Optimizer):
-    """What a user writes who wants LAMB (You et al., 2020, Algorithm 2) from torch: norms of a parameter and its step.
+    """What a user writes who wants LAMB (You et al., 2020, Algorithm 2) from torch: norms of a
+    parameter and its step.
 
-    Under `fully_shard` a parameter is a DTensor, whose norm is the whole parameter's as long as it stays a DTensor:
-    its `float` (`floats`) is the norm of this rank's piece. In FairScale's FSDP a parameter is a piece of a unit's flat
+    Under `fully_shard` a parameter is a DTensor, whose norm is the whole parameter's as long as it
+    stays a DTensor: its `float` (`floats`) is the norm of this rank's piece. In FairScale's FSDP a
+        parameter is a piece of a unit's flat
     parameter, and so is what the norm is of.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, floats: bool = False):
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "floats": floats})
+        super().__init__(
+            params,
+            {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "floats": floats},
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -101,8 +112,12 @@ class Setup(NamedTuple):
 ADAMW: dict[str, Any] = contenders.ADAMW
 SETUPS = {
     "lamb": Setup(lambda: optim.lamb(1e-3, weight_decay=0.01), [(Lamb, {"lr": 1e-3}, everything)]),
-    "lamb_floats": Setup(lambda: optim.lamb(1e-3), [(Lamb, {"lr": 1e-3, "floats": True}, everything)]),
-    "adafactor": Setup(lambda: optim.adafactor(1e-2), [(torch.optim.Adafactor, {"lr": 1e-2}, everything)]),
+    "lamb_floats": Setup(
+        lambda: optim.lamb(1e-3), [(Lamb, {"lr": 1e-3, "floats": True}, everything)]
+    ),
+    "adafactor": Setup(
+        lambda: optim.adafactor(1e-2), [(torch.optim.Adafactor, {"lr": 1e-2}, everything)]
+    ),
     "muon": Setup(
         lambda: optim.muon(
             0.02,
@@ -137,7 +152,9 @@ class Peer:
 
     def wrap(self, model: nn.Module, setup: Setup) -> tuple[nn.Module, list[Any]]:
         """`alone`: the module itself."""
-        return model, _optimizers(model, setup, lambda make, params, options: make(params, **options))
+        return model, _optimizers(
+            model, setup, lambda make, params, options: make(params, **options)
+        )
 
     def step(self, *batches: Any) -> Tensor:
         """Of one batch, or of the mean of several's gradients."""
@@ -151,17 +168,29 @@ class Peer:
 
     def full_params(self) -> dict[str, Tensor]:
         named = self.model.named_parameters()
-        return {k.removeprefix("module."): getattr(p, "full_tensor", lambda p=p: p)().detach() for k, p in named}
+        return {
+            k.removeprefix("module."): getattr(p, "full_tensor", lambda p=p: p)().detach()
+            for k, p in named
+        }
 
     def state_bytes(self) -> int:
         states = [getattr(optimizer, "optim", optimizer).state for optimizer in self.optimizers]
-        tensors = [x for state in states for s in state.values() for x in s.values() if isinstance(x, Tensor)]
+        tensors = [
+            x
+            for state in states
+            for s in state.values()
+            for x in s.values()
+            if isinstance(x, Tensor)
+        ]
         return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors if x.dim())
 
 
 def _optimizers(model: nn.Module, setup: Setup, build: Callable[..., Any]) -> list[Any]:
     named = [*model.named_parameters()]
-    chosen = [(make, [p for k, p in named if which(k, p)], options) for make, options, which in setup.theirs]
+    chosen = [
+        (make, [p for k, p in named if which(k, p)], options)
+        for make, options, which in setup.theirs
+    ]
     return [build(make, params, options) for make, params, options in chosen if params]
 
 
@@ -170,9 +199,13 @@ class Zero(Peer):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         def build(make: Any, params: list[Tensor], options: dict[str, Any]) -> Any:
-            return ZeroRedundancyOptimizer(params, optimizer_class=make, parameters_as_bucket_view=True, **options)
+            return ZeroRedundancyOptimizer(
+                params, optimizer_class=make, parameters_as_bucket_view=True, **options
+            )
 
-        return DistributedDataParallel(model, gradient_as_bucket_view=True), _optimizers(model, setup, build)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True), _optimizers(
+            model, setup, build
+        )
 
 
 class FullyShard(Peer):
@@ -190,12 +223,15 @@ class Oss(Peer):
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim.oss import OSS
 
-        made = _optimizers(model, setup, lambda make, params, options: OSS(params, optim=make, **options))
+        made = _optimizers(
+            model, setup, lambda make, params, options: OSS(params, optim=make, **options)
+        )
         return ShardedDataParallel(model, made), made
 
 
 class FairScaleFSDP(Peer):
-    """FairScale's FSDP. Without a GPU it needs streams that do nothing; gloo refuses what its bucketing sends."""
+    """FairScale's FSDP. Without a GPU it needs streams that do nothing; gloo refuses what its
+    bucketing sends."""
 
     def wrap(self, model: nn.Module, setup: Setup) -> tuple[nn.Module, list[Any]]:
         import fairscale.nn.data_parallel.fully_sharded_data_parallel as module
@@ -211,15 +247,25 @@ class FairScaleFSDP(Peer):
         module.torch = types.ModuleType("torch")
         module.torch.__getattr__ = lambda name: cuda if name == "cuda" else getattr(torch, name)
         torch.Tensor.record_stream = lambda self, stream: None
-        options = {"compute_device": torch.device("cpu"), "reshard_after_forward": True, "bucket_cap_mb": 0}
+        options = {
+            "compute_device": torch.device("cpu"),
+            "reshard_after_forward": True,
+            "bucket_cap_mb": 0,
+        }
         for i, block in enumerate(model.blocks):
             model.blocks[i] = module.FullyShardedDataParallel(block, **options)
         return super().wrap(module.FullyShardedDataParallel(model, **options), setup)
 
     def full_params(self) -> dict[str, Tensor]:
         with self.model.summon_full_params():
-            named = [(k.replace("_fsdp_wrapped_module.", ""), p) for k, p in self.model.named_parameters()]
-            return {k.replace("_fpw_module.", "").replace("module.", ""): p.detach().clone() for k, p in named}
+            named = [
+                (k.replace("_fsdp_wrapped_module.", ""), p)
+                for k, p in self.model.named_parameters()
+            ]
+            return {
+                k.replace("_fpw_module.", "").replace("module.", ""): p.detach().clone()
+                for k, p in named
+            }
 
 
 PEERS = {"zero": Zero, "oss": Oss, "fully_shard": FullyShard, "fairscale_fsdp": FairScaleFSDP}
@@ -261,11 +307,15 @@ def _errors(name: str, size: str, rank: int, dtype: torch.dtype) -> list[float]:
     last = contender.full_params()
     del contender
     expected = _in_one_process(name, size, make)
-    changes = {k: (last[k].double() - first[k].double(), expected[k].double() - first[k].double()) for k in first}
+    changes = {
+        k: (last[k].double() - first[k].double(), expected[k].double() - first[k].double())
+        for k in first
+    }
     assert all(change.any() for _, change in changes.values()), "a leaf that nobody changed"
     largest = max(float((a - b).abs().max() / b.abs().max()) for a, b in changes.values())
     off, whole = (
-        torch.cat([x.flatten() for x in row]) for row in zip(*((a - b, b) for a, b in changes.values()), strict=True)
+        torch.cat([x.flatten() for x in row])
+        for row in zip(*((a - b, b) for a, b in changes.values()), strict=True)
     )
     return [largest, float(off.norm() / whole.norm())]
 
@@ -280,7 +330,9 @@ def _in_one_process(name: str, size: str, make: MakeModel) -> dict[str, Tensor]:
             alone.step(*batches)
         return alone.full_params()
     apply, params, buffers = fz.functionalize(make(), units="blocks.*")
-    step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], SETUPS[optimizer].ours(), accumulate=RANKS)
+    step = fz.train_step(
+        lambda p, b, batch: apply(p, b, *batch)[0], SETUPS[optimizer].ours(), accumulate=RANKS
+    )
     state = step.init(params, buffers, seed=None)
     for batches in steps:
         state, _ = step(state, tuple(map(torch.cat, zip(*batches, strict=True))))
@@ -322,10 +374,18 @@ def table(optimizer: str, args: argparse.Namespace) -> str:
     """One optimizer's rows, as Markdown."""
     names = {system: f"{optimizer}:{system}" for system in LABELS if system in args.only.split(",")}
     found = {system: measured(name, args) for system, name in names.items()}
-    alive = [f"{optimizer}:alone", *(names[s] for s, made in found.items() if not isinstance(made, str))]
-    taken = fz.launch(seconds, RANKS, alive, args.size, args.rounds, start_method="fork", timeout=900)[0]
+    alive = [
+        f"{optimizer}:alone",
+        *(names[s] for s, made in found.items() if not isinstance(made, str)),
+    ]
+    taken = fz.launch(
+        seconds, RANKS, alive, args.size, args.rounds, start_method="fork", timeout=900
+    )[0]
     head = [f"{optimizer}, {args.size}", "step ÷ alone", "peak MB", "sent MB", "state MB"]
-    rows = [[*head, "error, float32", "of norm", "error, float64", "of norm"], ["---", *["---:"] * 8]]
+    rows = [
+        [*head, "error, float32", "of norm", "error, float64", "of norm"],
+        ["---", *["---:"] * 8],
+    ]
     for system, made in found.items():
         if isinstance(made, str):
             rows.append([LABELS[system], made.replace("|", "/"), *[""] * 7])
@@ -334,22 +394,39 @@ def table(optimizer: str, args: argparse.Namespace) -> str:
         low, middle, high = statistics.quantiles(ratios, n=4)
         cells = [f"{made[kind] / 1e6:.1f}" for kind in ("peak", "sent", "state")]
         off = [f"{x:.0e}" if x else "0" for pair in made["errors"].values() for x in pair]
-        rows.append([LABELS[system], f"{middle:.2f} ({low:.2f}-{high:.2f})", *cells, *off, *["-"] * (4 - len(off))])
+        rows.append(
+            [
+                LABELS[system],
+                f"{middle:.2f} ({low:.2f}-{high:.2f})",
+                *cells,
+                *off,
+                *["-"] * (4 - len(off)),
+            ]
+        )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
     parser.add_argument("--rounds", type=int, default=12, help="of timing")
-    parser.add_argument("--optimizers", default="lamb,adafactor,muon", help=f"some of {', '.join(SETUPS)}")
+    parser.add_argument(
+        "--optimizers", default="lamb,adafactor,muon", help=f"some of {', '.join(SETUPS)}"
+    )
     parser.add_argument("--only", default=",".join(LABELS))
     parser.add_argument("--timeout", type=float, default=180, help="seconds a contender")
     args = parser.parse_args()
     args.ranks, args.warmup, args.steps = RANKS, 3, 3
     command = " ".join(["python tests/benchmarks/optimizers.py", *sys.argv[1:]])
-    print(f"`{command}`: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.machine()}, torch")
-    print(f"{torch.__version__}; {RANKS} ranks, {args.rounds} rounds; errors after {NUM_STEPS} steps.")
+    print(
+        f"`{command}`: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.machine()}, "
+        "torch"
+    )
+    print(
+        f"{torch.__version__}; {RANKS} ranks, {args.rounds} rounds; errors after {NUM_STEPS} steps."
+    )
     for optimizer in args.optimizers.split(","):
         print(f"\n{table(optimizer, args)}", flush=True)
 

@@ -1,10 +1,11 @@
-"""Steps of everyone in turn, in the same two processes: `python tests/benchmarks/pairs.py --size small --rounds 30`.
+"""Steps of everyone in turn, in the same two processes:
+`python tests/benchmarks/pairs.py --size small --rounds 30`.
 
-`peers.py` gives each contender fresh processes, and so measures memory; between them the machine may have changed.
-Here all contenders' models are there at once, and each round takes one step of each (A B C ... A B C ...), from a
-barrier on, by the slower rank's clock. What is printed is the median over rounds of the ratio of two steps of one
-round. Two gloo ranks, a thread each, fused AdamW. `plain` and `fz_alone` don't communicate: plain torch, and `shard` at
-level 0 for one rank.
+`peers.py` gives each contender fresh processes, and so measures memory; between them the machine
+may have changed. Here all contenders' models are there at once, and each round takes one step of
+each (A B C ... A B C ...), from a barrier on, by the slower rank's clock. What is printed is the
+median over rounds of the ratio of two steps of one round. Two gloo ranks, a thread each, fused
+AdamW. `plain` and `fz_alone` don't communicate: plain torch, and `shard` at level 0 for one rank.
 """
 
 from __future__ import annotations
@@ -69,22 +70,30 @@ def measure(size: str, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
 
     import functorch_zero as fz
 
-    seconds = fz.launch(measure, RANKS, args.size, args.rounds, start_method="fork", timeout=1800)[0]
-    print(f"\n{args.size}, {args.rounds} rounds; median of the rounds' ratios (first and third quartile).\n")
+    seconds = fz.launch(measure, RANKS, args.size, args.rounds, start_method="fork", timeout=1800)[
+        0
+    ]
+    print(
+        f"\n{args.size}, {args.rounds} rounds; median of the rounds' ratios (first and third "
+        "quartile).\n"
+    )
     print("| | against | ratio of step times | asked for |\n|---|---|---|---|")
     for ours, theirs, small, medium in AGAINST:
         ratios = [a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         asked = {"small": small, "medium": medium}.get(args.size)
         print(
-            f"| {ours} | {theirs} | {middle:.2f} ({low:.2f}-{high:.2f}) | {'' if asked is None else f'{asked:.2f}'} |"
+            f"| {ours} | {theirs} | {middle:.2f} ({low:.2f}-{high:.2f}) | "
+            f"{'' if asked is None else f'{asked:.2f}'} |"
         )
 
 

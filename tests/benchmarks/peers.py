@@ -1,14 +1,16 @@
-"""This library beside what torch itself carries: `python tests/benchmarks/peers.py --size small --rounds 5`.
+"""This library beside what torch itself carries:
+`python tests/benchmarks/peers.py --size small --rounds 5`.
 
-One GPT-like model, float32, fused AdamW, ranks over gloo with a thread each, all on this machine. The contenders take
-turns (A B C ... A B C ...), each time in fresh processes; a turn that other programs disturbed is taken again, and the
-calmest counts. What is measured:
+One GPT-like model, float32, fused AdamW, ranks over gloo with a thread each, all on this machine.
+The contenders take turns (A B C ... A B C ...), each time in fresh processes; a turn that other
+programs disturbed is taken again, and the calmest counts. What is measured:
 
 - step: the slowest rank's time from a barrier on; the median of a turn's steps, and of the turns.
-- peak: the most memory resident in a step (VmHWM, reset through clear_refs), above what was resident before building;
-  malloc is told to map each tensor by itself, so that freed ones count no more. In a process of its own, not timed.
-- sent: what a rank's sockets have sent a step, by the kernel's count (TCP_INFO). gloo's reduce-scatter, which
-  `fully_shard` uses, moves what an all-reduce moves.
+- peak: the most memory resident in a step (VmHWM, reset through clear_refs), above what was
+  resident before building; malloc is told to map each tensor by itself, so that freed ones count no
+  more. In a process of its own, not timed.
+- sent: what a rank's sockets have sent a step, by the kernel's count (TCP_INFO). gloo's
+  reduce-scatter, which `fully_shard` uses, moves what an all-reduce moves.
 
 Ratios of steps are taken within a turn, which cancels slow drift of the machine. Linux only.
 """
@@ -65,8 +67,19 @@ BARS = [
 def launch(name: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one contender on fresh processes. Returns what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        spec = {"name": name, "mode": mode, "size": args.size, "warmup": args.warmup, "steps": args.steps}
-        env = {**os.environ, "WORLD_SIZE": str(args.ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        spec = {
+            "name": name,
+            "mode": mode,
+            "size": args.size,
+            "warmup": args.warmup,
+            "steps": args.steps,
+        }
+        env = {
+            **os.environ,
+            "WORLD_SIZE": str(args.ranks),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         if mode == "size":
             env |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         command = [sys.executable, str(HERE / "rank.py"), json.dumps({**spec, "dir": folder})]
@@ -103,7 +116,10 @@ def take_turns(names: list[str], args: argparse.Namespace) -> dict[str, list[dic
                 if taken["foreign"] > args.max_foreign:
                     taken = min(taken, launch(name, "time", args), key=lambda t: t["foreign"])
             turns[name].append(taken)
-            say(f"round {i + 1}: {name} {1e3 * taken['seconds']:.1f} ms, others' share {taken['foreign']:.0%}")
+            say(
+                f"round {i + 1}: {name} {1e3 * taken['seconds']:.1f} ms, others' share "
+                f"{taken['foreign']:.0%}"
+            )
     return turns
 
 
@@ -121,15 +137,28 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-def table(names: list[str], turns: dict[str, list[dict[str, float]]], sizes: dict[str, dict[str, Any]]) -> str:
-    """All contenders, as Markdown; ratios to the first `fully_shard` and to DDP where they are among them."""
+def table(
+    names: list[str], turns: dict[str, list[dict[str, float]]], sizes: dict[str, dict[str, Any]]
+) -> str:
+    """All contenders, as Markdown; ratios to the first `fully_shard` and to DDP where they are
+    among them."""
     bases = [base for base in ("fully_shard", "ddp") if base in names]
-    head = ["", "step ms", *(f"step ÷ {b}" for b in bases), "peak MB", *(f"peak ÷ {b}" for b in bases)]
+    head = [
+        "",
+        "step ms",
+        *(f"step ÷ {b}" for b in bases),
+        "peak MB",
+        *(f"peak ÷ {b}" for b in bases),
+    ]
     head += ["sent MB", *(f"sent ÷ {b}" for b in bases)]
     rows = [head, ["---", *["---:"] * (len(head) - 1)]]
     for name in names:
         row = [LABELS[name]]
-        row += [f"{1e3 * statistics.median(t['seconds'] for t in turns[name]):.1f}"] if turns[name] else ["-"]
+        row += (
+            [f"{1e3 * statistics.median(t['seconds'] for t in turns[name]):.1f}"]
+            if turns[name]
+            else ["-"]
+        )
         row += [spread(ratio(turns, name, base)) if turns[name] else "-" for base in bases]
         for kind in ("peak", "sent"):
             row.append(f"{sizes[name][kind] / 1e6:.1f}")
@@ -138,7 +167,11 @@ def table(names: list[str], turns: dict[str, list[dict[str, float]]], sizes: dic
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def bars(args: argparse.Namespace, turns: dict[str, list[dict[str, float]]], sizes: dict[str, dict[str, Any]]) -> str:
+def bars(
+    args: argparse.Namespace,
+    turns: dict[str, list[dict[str, float]]],
+    sizes: dict[str, dict[str, Any]],
+) -> str:
     """What issue 6 asks for, beside what was measured."""
     rows = [
         "| level / peer | step | at most | peak | at most | sent | at most |",
@@ -147,32 +180,52 @@ def bars(args: argparse.Namespace, turns: dict[str, list[dict[str, float]]], siz
     for bar in BARS:
         if bar.ours not in sizes or bar.peer not in sizes or bar.step.get(args.size) is None:
             continue
-        step = statistics.median(ratio(turns, bar.ours, bar.peer)) if turns[bar.ours] else float("nan")
+        step = (
+            statistics.median(ratio(turns, bar.ours, bar.peer)) if turns[bar.ours] else float("nan")
+        )
         peak, sent = (sizes[bar.ours][kind] / sizes[bar.peer][kind] for kind in ("peak", "sent"))
         pairs = [(step, bar.step[args.size]), (peak, bar.peak), (sent, bar.sent)]
-        cells = " | ".join(f"{x:.2f}{' (missed)' if x > most + 0.005 else ''} | {most:.2f}" for x, most in pairs)
+        cells = " | ".join(
+            f"{x:.2f}{' (missed)' if x > most + 0.005 else ''} | {most:.2f}" for x, most in pairs
+        )
         rows.append(f"| {LABELS[bar.ours]} / {LABELS[bar.peer]} | {cells} |")
     return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="turns for timing; 0: memory and traffic only")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="turns for timing; 0: memory and traffic only"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps a turn")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--only", help=f"some of {', '.join(OURS + PEERS)}, with commas between")
-    parser.add_argument("--max-foreign", type=float, default=0.1, help="share of the machine others may use in a turn")
-    parser.add_argument("--retries", type=int, default=4, help="how often to take a disturbed turn again")
+    parser.add_argument(
+        "--max-foreign",
+        type=float,
+        default=0.1,
+        help="share of the machine others may use in a turn",
+    )
+    parser.add_argument(
+        "--retries", type=int, default=4, help="how often to take a disturbed turn again"
+    )
     parser.add_argument("--timeout", type=float, default=180, help="seconds a turn")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that `launch` kills its ranks
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("terminated")
+    )  # so that `launch` kills its ranks
     names = args.only.split(",") if args.only else [*OURS, *PEERS]
     sizes = {}
     for name in names:
         sizes[name] = launch(name, "size", args)
-        say(f"{name}: peak {sizes[name]['peak'] / 1e6:.1f} MB, sent {sizes[name]['sent'] / 1e6:.1f} MB a step")
+        say(
+            f"{name}: peak {sizes[name]['peak'] / 1e6:.1f} MB, sent "
+            f"{sizes[name]['sent'] / 1e6:.1f} MB a step"
+        )
     turns = take_turns(names, args)
     losses = [sizes[name]["losses"] for name in names]
     apart = max(max(abs(a - b) for a, b in zip(one, losses[0], strict=True)) for one in losses)
@@ -180,9 +233,18 @@ def main() -> None:
     import torch
 
     command = " ".join(["python tests/benchmarks/peers.py", *sys.argv[1:]])
-    print(f"`{command}`: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.machine()}, torch")
-    print(f"{torch.__version__}; {args.ranks} ranks, {args.rounds} turns of {args.steps} steps; others used at most")
-    print(f"{foreign:.0%} of the machine in a turn that counts; losses of all contenders within {apart:.0e}.\n")
+    print(
+        f"`{command}`: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.machine()}, "
+        "torch"
+    )
+    print(
+        f"{torch.__version__}; {args.ranks} ranks, {args.rounds} turns of {args.steps} steps; "
+        "others used at most"
+    )
+    print(
+        f"{foreign:.0%} of the machine in a turn that counts; losses of all contenders within "
+        f"{apart:.0e}.\n"
+    )
     print(table(names, turns, sizes))
     print("\nAgainst the same level, ratios of medians:\n")
     print(bars(args, turns, sizes))

@@ -1,4 +1,5 @@
-"""How long a plan takes: `python tests/benchmarks/plan_speed.py`. 10,000 leaves in 1,000 units for 4,096 ranks."""
+"""How long a plan takes: `python tests/benchmarks/plan_speed.py`. 10,000 leaves in 1,000 units for
+4,096 ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +20,22 @@ from functorch_zero.params import Params, UnitSpec
 def many_leaves(num_units: int, num_leaves: int) -> Params:
     """Square leaves on the meta device: 40 GB of them."""
     names = [[f"{u}.{i}" for i in range(num_leaves)] for u in range(num_units)]
-    leaves = {name: torch.empty(1000, 1000, device="meta", requires_grad=True) for unit in names for name in unit}
-    return Params(leaves, tuple(UnitSpec(str(u), (str(u),), tuple(unit)) for u, unit in enumerate(names)))
+    leaves = {
+        name: torch.empty(1000, 1000, device="meta", requires_grad=True)
+        for unit in names
+        for name in unit
+    }
+    return Params(
+        leaves, tuple(UnitSpec(str(u), (str(u),), tuple(unit)) for u, unit in enumerate(names))
+    )
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("| units | leaves | ranks | level | seconds for the layout | the plan (median of 5) | CPU seconds |")
+    print(
+        "| units | leaves | ranks | level | seconds for the layout | the plan (median of 5) | CPU "
+        "seconds |"
+    )
     print("|---:|---:|---:|---:|---:|---:|---:|")
     for num_units, ranks in ((10, 4096), (100, 4096), (1000, 4096), (1000, 100_000)):
         params = many_leaves(num_units, 10)
@@ -40,7 +50,9 @@ def main() -> None:
                 wall.append(time.perf_counter() - began[0])
                 cpu.append(time.process_time() - began[1])
             took = f"{layout} | {statistics.median(wall):.2f} | {statistics.median(cpu):.2f}"
-            print(f"| {num_units:,} | {10 * num_units:,} | {ranks:,} | {level} | {took} |", flush=True)
+            print(
+                f"| {num_units:,} | {10 * num_units:,} | {ranks:,} | {level} | {took} |", flush=True
+            )
 
 
 if __name__ == "__main__":

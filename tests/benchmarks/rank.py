@@ -1,4 +1,5 @@
-"""One rank of one measurement of `peers.py`, in a process of its own: `python rank.py JSON`. Rank 0 writes out.json."""
+"""One rank of one measurement of `peers.py`, in a process of its own: `python rank.py JSON`. Rank 0
+writes out.json."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def cpu_seconds() -> tuple[float, float]:
     """(busy CPU seconds of the whole machine, of this process)."""
     fields = [int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     own = resource.getrusage(resource.RUSAGE_SELF)
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK"), own.ru_utime + own.ru_stime
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf(
+        "SC_CLK_TCK"
+    ), own.ru_utime + own.ru_stime
 
 
 def everyone(value: Any, world: int) -> list[Any]:
@@ -62,8 +65,11 @@ def everyone(value: Any, world: int) -> list[Any]:
     return out
 
 
-def measure_time(build: Callable[[], Any], batches: list[Any], spec: dict[str, Any], world: int) -> dict[str, Any]:
-    """The slowest rank's seconds of each step, from a barrier on; and what share of the machine others used."""
+def measure_time(
+    build: Callable[[], Any], batches: list[Any], spec: dict[str, Any], world: int
+) -> dict[str, Any]:
+    """The slowest rank's seconds of each step, from a barrier on; and what share of the machine
+    others used."""
     import torch.distributed as dist
 
     contender = build()
@@ -83,8 +89,11 @@ def measure_time(build: Callable[[], Any], batches: list[Any], spec: dict[str, A
     return {"seconds": statistics.median(seconds), "foreign": foreign}
 
 
-def measure_size(build: Callable[[], Any], batches: list[Any], warm: Callable[[], None], world: int) -> dict[str, Any]:
-    """The most memory resident in steady state, above that before building; bytes sent a step; the mean loss."""
+def measure_size(
+    build: Callable[[], Any], batches: list[Any], warm: Callable[[], None], world: int
+) -> dict[str, Any]:
+    """The most memory resident in steady state, above that before building; bytes sent a step; the
+    mean loss."""
     import torch.distributed as dist
 
     warm()
@@ -108,7 +117,9 @@ def measure_size(build: Callable[[], Any], batches: list[Any], warm: Callable[[]
     return {
         "peak": max(everyone(peak, world)),
         "sent": max(everyone(sent, world)) / 3,
-        "state": max(everyone(contender.state_bytes() if hasattr(contender, "state_bytes") else 0, world)),
+        "state": max(
+            everyone(contender.state_bytes() if hasattr(contender, "state_bytes") else 0, world)
+        ),
         "losses": [sum(step) / world for step in zip(*everyone(losses, world), strict=True)],
     }
 
@@ -125,7 +136,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{spec['dir']}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{spec['dir']}/store", rank=rank, world_size=world
+    )
     name, size = spec["name"], spec["size"]
     make = contenders.model_fn(size)
     batches = [contenders.batch_of(size, rank, i) for i in range(spec["warmup"] + spec["steps"])]

@@ -1,6 +1,8 @@
-"""What a unit costs in host work: `python tests/benchmarks/step_overhead.py`. CPU time of steps of 10 to 1,000 units.
+"""What a unit costs in host work: `python tests/benchmarks/step_overhead.py`. CPU time of steps of
+10 to 1,000 units.
 
-Units are linear maps of 8 x 8, so that there is hardly any arithmetic. Two ranks: one of a `CountingGroup`, which has
+Units are linear maps of 8 x 8, so that there is hardly any arithmetic. Two ranks: one of a
+    `CountingGroup`, which has
 no other rank and copies what it would send, and both as threads, which also wait for each other.
 """
 
@@ -25,7 +27,8 @@ STEPS = 5
 
 
 def microseconds_a_unit(group: Any, num_units: int, level: int) -> float:
-    """CPU time of this process, the median of a few steps, divided by units and ranks that run in it."""
+    """CPU time of this process, the median of a few steps, divided by units and ranks that run in
+    it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_units)))
     apply, params, buffers = fz.functionalize(model, units=nn.Linear)
@@ -47,9 +50,18 @@ def main() -> None:
     print("| level | ranks | 10 units | 100 units | 1,000 units |\n|---:|---|---:|---:|---:|")
     for level in range(4):
         counted = [microseconds_a_unit(fz.CountingGroup(2), n, level) for n in (10, 100, 1000)]
-        print(f"| {level} | one, counting | " + " | ".join(f"{t:.0f}" for t in counted) + " |", flush=True)
-        threads = [run_ranks(lambda g, n=n, lv=level: microseconds_a_unit(g, n, lv), 2)[0] for n in (10, 100, 1000)]
-        print(f"| {level} | two threads | " + " | ".join(f"{t:.0f}" for t in threads) + " |", flush=True)
+        print(
+            f"| {level} | one, counting | " + " | ".join(f"{t:.0f}" for t in counted) + " |",
+            flush=True,
+        )
+        threads = [
+            run_ranks(lambda g, n=n, lv=level: microseconds_a_unit(g, n, lv), 2)[0]
+            for n in (10, 100, 1000)
+        ]
+        print(
+            f"| {level} | two threads | " + " | ".join(f"{t:.0f}" for t in threads) + " |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The comparison of two versions: it runs, both of a wheel and of a checkout, and each side gets its own version."""
+"""The comparison of two versions: it runs, both of a wheel and of a checkout, and each side gets
+its own version."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ ROW = rf"^\| fz_level3 \| {SPREAD} \| {SPREAD} \| \S+ \| \S+ \| (\S+) \|$"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=280
+    )
 
 
 def wheel_of(folder: Path, source: str | None = None) -> Path:
@@ -47,7 +50,18 @@ def module() -> Any:
 @pytest.mark.timeout(300)  # four processes import torch, on machines that others use, too
 def test_a_wheel_against_a_checkout(tmp_path: Path) -> None:
     wheel = wheel_of(tmp_path)
-    done = run(str(wheel), str(ROOT), "--size", "tiny", "--rounds", "2", "--steps", "1", "--only", "fz_level3")
+    done = run(
+        str(wheel),
+        str(ROOT),
+        "--size",
+        "tiny",
+        "--rounds",
+        "2",
+        "--steps",
+        "1",
+        "--only",
+        "fz_level3",
+    )
     assert done.returncode == 0, done.stderr
     assert f"old: {wheel.name}, new: " in done.stdout and "--rounds 2" in done.stdout
     found = re.search(ROW, done.stdout, re.MULTILINE)
@@ -64,12 +78,17 @@ def test_a_side_that_fails_is_reported(tmp_path: Path) -> None:
     wheel = wheel_of(tmp_path, "raise RuntimeError('a version that does not work')")
     done = run(str(ROOT), str(wheel), "--size", "tiny", "--rounds", "1", "--only", "fz_alone")
     assert done.returncode == 1
-    assert "a version that does not work" in done.stderr and re.search(r"rank \d ended", done.stderr)
+    assert "a version that does not work" in done.stderr and re.search(
+        r"rank \d ended", done.stderr
+    )
 
 
 def test_what_is_no_version_is_refused(tmp_path: Path) -> None:
     done = run(str(ROOT), str(tmp_path))
-    assert done.returncode == 1 and "NEW must be a checkout or a wheel of functorch_zero" in done.stderr
+    assert (
+        done.returncode == 1
+        and "NEW must be a checkout or a wheel of functorch_zero" in done.stderr
+    )
     done = run(str(ROOT), str(ROOT), "--only", "fz_level7")
     assert done.returncode == 1 and "--only takes some of fz_level0" in done.stderr
 

@@ -1,4 +1,5 @@
-"""The drawing of the peers benchmark: every contender with its numbers, ours apart from the others."""
+"""The drawing of the peers benchmark: every contender with its numbers, ours apart from the
+others."""
 
 from __future__ import annotations
 
@@ -36,10 +37,20 @@ def module() -> Any:
 def test_every_contender_is_drawn(module: Any) -> None:
     svg = ElementTree.fromstring(module.draw({"small": module.read(PRINTED)}))
     texts = [node.text for node in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"small", "level 3, without resharding", "DDP & more", "fully_shard", "114.9", "40", "75.3"} <= set(texts)
+    assert {
+        "small",
+        "level 3, without resharding",
+        "DDP & more",
+        "fully_shard",
+        "114.9",
+        "40",
+        "75.3",
+    } <= set(texts)
     bars = list(svg.iter("{http://www.w3.org/2000/svg}rect"))
     assert [bar.get("class") for bar in bars] == ["ours", "peer", "ours", "peer", "peer"]
-    assert float(bars[0].get("width") or 0) == pytest.approx(0.8 * float(bars[1].get("width") or 0), abs=0.1)
+    assert float(bars[0].get("width") or 0) == pytest.approx(
+        0.8 * float(bars[1].get("width") or 0), abs=0.1
+    )
 
 
 def test_another_table_is_refused(module: Any) -> None:

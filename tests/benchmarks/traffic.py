@@ -1,7 +1,10 @@
-"""What optimizers send in a step, counted: `python tests/benchmarks/traffic.py`. Seconds, no other process, no data.
+"""What optimizers send in a step, counted: `python tests/benchmarks/traffic.py`. Seconds, no other
+process, no data.
 
-For a language model of GPT-2's size in float32 on 8 ranks, each rank in turn is imagined: it runs an optimizer's update
-on the meta device, and its collectives are recorded. Beside it: gathering everything, the other way to show an
+For a language model of GPT-2's size in float32 on 8 ranks, each rank in turn is imagined: it runs
+an optimizer's update
+on the meta device, and its collectives are recorded. Beside it: gathering everything, the other way
+    to show an
 optimizer whole tensors, where every rank all-gathers the gradients concerned and does all the work.
 """
 
@@ -39,8 +42,12 @@ def label(path: str, leaf: torch.Tensor) -> str:
 
 OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
     "adamw": lambda: optim.adamw(1e-3),
-    "clip_by_global_norm, adamw": lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)),
-    "adaptive_grad_clip, adamw": lambda: optim.chain(optim.adaptive_grad_clip(0.1), optim.adamw(1e-3)),
+    "clip_by_global_norm, adamw": lambda: optim.chain(
+        optim.clip_by_global_norm(1.0), optim.adamw(1e-3)
+    ),
+    "adaptive_grad_clip, adamw": lambda: optim.chain(
+        optim.adaptive_grad_clip(0.1), optim.adamw(1e-3)
+    ),
     "lamb": lambda: optim.lamb(1e-3),
     "lars": lambda: optim.lars(1e-3),
     "novograd": lambda: optim.novograd(1e-3),
@@ -84,26 +91,42 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning)
     params = gpt_tree(*Model(), device="meta")
     size = sum(leaf.nbytes for leaf in optree.tree_leaves(params))
-    matrices = sum(leaf.nbytes for path, leaf in named_leaves(params).items() if label(path, leaf) == "matrix")
-    print(f"{nbytes(size)} of params, {nbytes(matrices)} of them in the blocks' matrices, on {ranks} ranks.\n")
+    matrices = sum(
+        leaf.nbytes for path, leaf in named_leaves(params).items() if label(path, leaf) == "matrix"
+    )
+    print(
+        f"{nbytes(size)} of params, {nbytes(matrices)} of them in the blocks' matrices, on "
+        f"{ranks} ranks.\n"
+    )
     print("| optimizer | collectives | sent by a rank, mean | most | gathering | mean of that |")
     print("|---|---|---|---|---|---|")
     for name, make in OPTIMIZERS.items():
         optimizer = make()
         by_rank = [calls_of(optimizer, Model(), rank, ranks) for rank in range(ranks)]
         sent = [sum(call.sent_bytes for call in calls) for calls in by_rank]
-        mean, concerned = sum(sent) / ranks, matrices if optimizer.needs == optim.Needs.WHOLE_LEAF else size
-        gathering = 0 if optimizer.needs == optim.Needs.POINTWISE else concerned * (ranks - 1) / ranks
+        mean, concerned = (
+            sum(sent) / ranks,
+            matrices if optimizer.needs == optim.Needs.WHOLE_LEAF else size,
+        )
+        gathering = (
+            0 if optimizer.needs == optim.Needs.POINTWISE else concerned * (ranks - 1) / ranks
+        )
         share = f"{mean / gathering:.2%}" if gathering else "-"
         print(
-            f"| {name} | {kinds(by_rank[0])} | {nbytes(mean)} | {nbytes(max(sent))} | {nbytes(gathering)} | {share} |"
+            f"| {name} | {kinds(by_rank[0])} | {nbytes(mean)} | {nbytes(max(sent))} | "
+            f"{nbytes(gathering)} | {share} |"
         )
 
 
 def kinds(calls: list[Call]) -> str:
     """Which, and how many of each."""
     names = dict.fromkeys(call.kind for call in calls)
-    return ", ".join(f"{sum(c.kind == name for c in calls)} {name.replace('_', '-')}" for name in names) or "none"
+    return (
+        ", ".join(
+            f"{sum(c.kind == name for c in calls)} {name.replace('_', '-')}" for name in names
+        )
+        or "none"
+    )
 
 
 def nbytes(size: float) -> str:

@@ -1,7 +1,8 @@
-"""A user's own pointwise chain beside torch's fused AdamW: `python tests/benchmarks/update.py`. Under a minute.
+"""A user's own pointwise chain beside torch's fused AdamW: `python tests/benchmarks/update.py`.
+Under a minute.
 
-AdamW's operators written out as a chain, which `optim.compiled` makes one kernel, against torch's fused AdamW on as
-many parameters, in one process of one thread, in turn.
+AdamW's operators written out as a chain, which `optim.compiled` makes one kernel, against torch's
+fused AdamW on as many parameters, in one process of one thread, in turn.
 """
 
 from __future__ import annotations
@@ -52,9 +53,13 @@ class Own:
     def step(self, grads: Any) -> None:
         flats = self._across.flats(self._params)
         if self._across.fuses(self._transform, flats):
-            self._state = self._across.fused(self._transform, self._across.flats(grads), self._state, flats)
+            self._state = self._across.fused(
+                self._transform, self._across.flats(grads), self._state, flats
+            )
             return
-        updates, self._state = self._transform.update(grads, self._state, self._params, self._across)
+        updates, self._state = self._transform.update(
+            grads, self._state, self._params, self._across
+        )
         for p, u in zip(tree_leaves(self._params), tree_leaves(updates), strict=True):
             p.add_(u)
 
@@ -77,7 +82,9 @@ class Torch:
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
@@ -101,11 +108,17 @@ def main() -> None:
             if k >= 2:
                 times[name].append(time.perf_counter() - start)
     first = next(iter(times.values()))
-    print(f"\n{args.numel / 1e6:.0f} million parameters, float32, one thread; medians of {args.rounds} rounds.\n")
+    print(
+        f"\n{args.numel / 1e6:.0f} million parameters, float32, one thread; medians of "
+        f"{args.rounds} rounds.\n"
+    )
     print("| update | ms | ratio | of the fastest |\n|---|---|---|---|")
     for name, seen in times.items():
         ratio = statistics.median(a / b for a, b in zip(seen, first, strict=True))
-        print(f"| {name} | {statistics.median(seen) * 1e3:.1f} | {ratio:.2f} | {min(seen) / min(first):.2f} |")
+        print(
+            f"| {name} | {statistics.median(seen) * 1e3:.1f} | {ratio:.2f} | "
+            f"{min(seen) / min(first):.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,9 @@ def test_training_goes_on_and_the_old_state_is_saved(
     assert_same(want, load_on(tmp_path, 2, 3))
 
 
-def test_without_donation_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_donation_nothing_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from functorch_zero.checkpoint.snapshot import Snapshot
 
     copies = []
@@ -78,7 +80,9 @@ def test_without_donation_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.
     assert copies == [1]
 
 
-def test_a_state_changed_in_place_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_changed_in_place_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     step, state = solo_step(donate=False)
     saving = checkpoint.async_save(tmp_path, step, state)
@@ -99,7 +103,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("asked", ["result", "save", "async_save", "wait"])
-def test_a_failure_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+def test_a_failure_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
     step, state = solo_step(donate=False)
     with monkeypatch.context() as context:
         failing(context)
@@ -120,7 +126,8 @@ def test_a_failure_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("guilty", [(0,), (1,), (0, 1)])
 def test_a_failure_is_raised_by_the_next_step(tmp_path: Path, guilty: tuple[int, ...]) -> None:
-    """C7. By every rank, before it touches the state, whichever rank's disk is full; then training goes on."""
+    """C7. By every rank, before it touches the state, whichever rank's disk is full; then training
+    goes on."""
 
     def run() -> list[Any]:
         group = ProcessGroup(timeout=20)
@@ -137,7 +144,9 @@ def test_a_failure_is_raised_by_the_next_step(tmp_path: Path, guilty: tuple[int,
         group.barrier()
         with pytest.raises(CheckpointError, match="No space left") as caught:
             step(state, batch)
-        same = all(torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state), strict=True))
+        same = all(
+            torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state), strict=True)
+        )
         state, _ = step(state, batch)
         checkpoint.async_save(tmp_path, step, state).result(20)
         return [str(caught.value), same, int(state.step)]
@@ -237,4 +246,6 @@ def test_leaving_the_program_waits(tmp_path: Path, how: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout == "left\n", done.stderr
     assert checkpoint.latest(tmp_path) == (0 if how == "well" else None)
-    assert ("an async_save failed: " in done.stderr and "No space left" in done.stderr) == (how == "fail")
+    assert ("an async_save failed: " in done.stderr and "No space left" in done.stderr) == (
+        how == "fail"
+    )

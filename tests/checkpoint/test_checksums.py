@@ -1,4 +1,5 @@
-"""The checksums of a checkpoint's blocks, against their definition written out, and what they must see."""
+"""The checksums of a checkpoint's blocks, against their definition written out, and what they must
+see."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def written_out(data: bytes) -> int:
         rows = [struct.unpack_from(f"<{WORDS}Q", table, ROW * i) for i in range(len(table) // ROW)]
         sums = [sum(column) for column in zip(*rows, strict=True)]
         sums += [sum(row[at : at + RUN]) for row in rows for at in range(0, WORDS, RUN)]
-        found += struct.pack(f"<{len(sums)}Q", *(n % 2**64 for n in sums)) + table[len(rows) * ROW :]
+        found += (
+            struct.pack(f"<{len(sums)}Q", *(n % 2**64 for n in sums)) + table[len(rows) * ROW :]
+        )
     return zlib.crc32(found)
 
 
@@ -44,7 +47,9 @@ def test_sums64_is_what_it_says(size: int) -> None:
     assert sums64([memoryview(noise(size))]) == written_out(noise(size))
     with torch.device("meta"):  # somebody's default device is not where files are read
         assert sums64([memoryview(noise(size))]) == written_out(noise(size))
-    assert sums64([memoryview(b"\xff" * size)]) == written_out(b"\xff" * size)  # sums wrap around; nor is this writable
+    assert sums64([memoryview(b"\xff" * size)]) == written_out(
+        b"\xff" * size
+    )  # sums wrap around; nor is this writable
 
 
 @pytest.mark.parametrize("name", CHECKSUMS)
@@ -60,7 +65,8 @@ def test_where_the_bytes_lie_does_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHECKSUMS)
 def test_what_must_be_seen(name: str) -> None:
-    """One bit and two, zeros for a sector or a page, and sectors, pages and words that change places."""
+    """One bit and two, zeros for a sector or a page, and sectors, pages and words that change
+    places."""
     size = TABLE + TABLE // 2 + 100
     intact, chance = noise(size), random.Random(2)
     whole = CHECKSUMS[name]([memoryview(intact)])
@@ -88,8 +94,13 @@ def test_what_must_be_seen(name: str) -> None:
             a, b = (chance.randrange(len(identity) // length) * length for _ in range(2))
             data = bytearray(identity)
             data[a : a + length], data[b : b + length] = data[b : b + length], data[a : a + length]
-            assert data == identity or CHECKSUMS[name]([memoryview(data)]) != CHECKSUMS[name]([memoryview(identity)])
-    for column in (7, ROW - 1):  # the topmost bits, which a sum loses in pairs: here two of a column
+            assert data == identity or CHECKSUMS[name]([memoryview(data)]) != CHECKSUMS[name](
+                [memoryview(identity)]
+            )
+    for column in (
+        7,
+        ROW - 1,
+    ):  # the topmost bits, which a sum loses in pairs: here two of a column
         data = noise(size)
         data[column] ^= 128
         data[column + 3 * ROW] ^= 128
@@ -97,7 +108,9 @@ def test_what_must_be_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKSUMS)
-def test_a_checkpoint_with_either_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_checkpoint_with_either_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """The manifest names it. Files of older versions, with sums64, are read and checked."""
     for module in (block_io, save_job):
         monkeypatch.setattr(module, "CHECKSUM", name)

@@ -39,12 +39,18 @@ def gpt() -> tuple[Any, Any, Any, Any]:
         torch.manual_seed(0)
         apply, params, buffers = functionalize(GPT().double(), units=Block)
     # schedule-free keeps copies of the params, which an import must make anew
-    step = train_step(lambda p, b, x: cross_entropy(apply(p, b, x["x"])[0], x["y"]), optim.schedule_free_adamw(0.01))
+    step = train_step(
+        lambda p, b, x: cross_entropy(apply(p, b, x["x"])[0], x["y"]),
+        optim.schedule_free_adamw(0.01),
+    )
     return apply, step, params, buffers
 
 
 def zeros(params: Params) -> Params:
-    return Params({k: torch.zeros_like(v).requires_grad_(v.requires_grad) for k, v in params.items()}, params.units)
+    return Params(
+        {k: torch.zeros_like(v).requires_grad_(v.requires_grad) for k, v in params.items()},
+        params.units,
+    )
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -65,7 +71,8 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("limit", [5 * 10**9, 3000, 1])
 def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
-    """C8. Logical shapes, the model's names; the original module takes them; they load into pieces."""
+    """C8. Logical shapes, the model's names; the original module takes them; they load into
+    pieces."""
     apply, base, params, buffers = gpt()
 
     def save(group: Group) -> TrainState:
@@ -75,7 +82,9 @@ def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
         return step.gather(state)
 
     want = run_ranks(save, 3)[0]
-    out = checkpoint.export(tmp_path / "root", tmp_path / "out", aliases=apply, max_file_bytes=limit)
+    out = checkpoint.export(
+        tmp_path / "root", tmp_path / "out", aliases=apply, max_file_bytes=limit
+    )
     assert not leftovers(tmp_path)
     tensors = read_all(out)
     model = GPT().double()
@@ -98,9 +107,19 @@ def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
 
 
 def test_buffers_and_averages(tmp_path: Path) -> None:
-    want = save_on(tmp_path / "root", 2, 3, name="convnet", optimizer=optim.chain(optim.sgd(0.1), optim.ema(0.9)))
-    ConvNet().double().load_state_dict(read_all(checkpoint.export(tmp_path / "root", tmp_path / "out")))
-    average = read_all(checkpoint.export(tmp_path / "root", tmp_path / "ema", trees=["opt_state.1.ema", "buffers"]))
+    want = save_on(
+        tmp_path / "root",
+        2,
+        3,
+        name="convnet",
+        optimizer=optim.chain(optim.sgd(0.1), optim.ema(0.9)),
+    )
+    ConvNet().double().load_state_dict(
+        read_all(checkpoint.export(tmp_path / "root", tmp_path / "out"))
+    )
+    average = read_all(
+        checkpoint.export(tmp_path / "root", tmp_path / "ema", trees=["opt_state.1.ema", "buffers"])
+    )
     ConvNet().double().load_state_dict(average)
     assert set(average) == {*want.params, *want.buffers}
 
@@ -155,7 +174,9 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
         import_into({**tensors, "norm.bias": bias, "more": bias})
     with pytest.raises(StructureError, match=r"norm\.bias has shape \(1, 5\), expected \(5,\)"):
         import_into({**tensors, "norm.bias": bias[None]})
-    with pytest.raises(StructureError, match=r"norm\.bias is torch.float32, expected torch.float64"):
+    with pytest.raises(
+        StructureError, match=r"norm\.bias is torch.float32, expected torch.float64"
+    ):
         import_into({**tensors, "norm.bias": bias.float()})
     import_into({**tensors, "norm.bias": bias.float()}, cast=True)
     with pytest.raises(StructureError, match="holds tensors by name, got str"):
@@ -225,7 +246,9 @@ def test_without_the_safetensors_package(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "..", ""])
 def test_an_index_does_not_reach_outside(tmp_path: Path, name: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"a": name}})
+    )
     with pytest.raises(CorruptError, match="is not the name of a file beside it"):
         import_into(tmp_path)
 
@@ -236,7 +259,12 @@ def test_keep(tmp_path: Path) -> None:
     for count in range(1, 9):
         checkpoint.save(tmp_path, step, state._replace(step=torch.tensor(count)))
     (tmp_path / "step-000000000007" / "manifest.json").unlink()
-    assert checkpoint.keep(tmp_path, last=2, every=4) == [1, 2, 3, 5]  # 7 is damaged: not counted, not deleted
+    assert checkpoint.keep(tmp_path, last=2, every=4) == [
+        1,
+        2,
+        3,
+        5,
+    ]  # 7 is damaged: not counted, not deleted
     assert list(checkpoint.verify(tmp_path)) == [4, 6, 7, 8]
     assert checkpoint.keep(tmp_path, last=1) == [4, 6]
     assert checkpoint.keep(tmp_path, last=1) == [] and not leftovers(tmp_path)
@@ -245,7 +273,16 @@ def test_keep(tmp_path: Path) -> None:
 
 
 def test_the_command_in_a_process(tmp_path: Path) -> None:
-    line = [sys.executable, "-W", "error", "-m", "functorch_zero", "checkpoint", "verify", str(tmp_path)]
+    line = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "functorch_zero",
+        "checkpoint",
+        "verify",
+        str(tmp_path),
+    ]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (1, f"no checkpoint in {tmp_path}\n", "")
 
@@ -270,7 +307,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert again.returncode == 2 and "exists" in again.stderr and "Traceback" not in again.stderr
     (root / "step-000000000001" / "rank-00002-of-00002.safetensors").unlink()
     broken = command("verify", root)
-    assert broken.returncode == 1 and "rank-00002-of-00002.safetensors: No such file" in broken.stdout
+    assert (
+        broken.returncode == 1 and "rank-00002-of-00002.safetensors: No such file" in broken.stdout
+    )
     assert "step 1  damaged" in command("ls", root).stdout
 
 
@@ -295,7 +334,10 @@ def test_dcp_out_and_in_again(tmp_path: Path, level: int) -> None:
         if group.rank == 0:
             checkpoint.export_dcp(tmp_path / "root", tmp_path / "dcp", prefix="model.")
         group.barrier()
-        like = step.init({k: torch.zeros_like(v).requires_grad_(v.requires_grad) for k, v in params.items()}, buffers)
+        like = step.init(
+            {k: torch.zeros_like(v).requires_grad_(v.requires_grad) for k, v in params.items()},
+            buffers,
+        )
         back = checkpoint.import_dcp(tmp_path / "dcp", step, like=like, prefix="model.")
         with pytest.raises(StructureError, match="lacks"):
             checkpoint.import_dcp(tmp_path / "dcp", step, like=back, prefix="other.")

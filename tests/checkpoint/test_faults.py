@@ -1,4 +1,5 @@
-"""Saves that are killed, disks that are full, files that are damaged: the old state or the new one, or an error."""
+"""Saves that are killed, disks that are full, files that are damaged: the old state or the new one,
+or an error."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def save_step(root: Path, steps: int) -> TrainState:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainState, TrainState, list[str]]:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, TrainState, TrainState, list[str]]:
     """A root with step 1, the states of steps 1 and 2, and the calls that saving step 2 makes."""
     root = tmp_path_factory.mktemp("saved")
     first = save_step(root / "one", 1)
@@ -96,7 +99,8 @@ def in_child(fn: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("at", range(1, 20))
 def test_killed_at_every_call(saved: Any, tmp_path: Path, at: int) -> None:
-    """C2. Both ranks, as threads, die before the call. What is left loads as step 1 or 2, and can be saved into."""
+    """C2. Both ranks, as threads, die before the call. What is left loads as step 1 or 2, and can
+    be saved into."""
     old, first, second, calls = saved
     root = tmp_path / "root"
     shutil.copytree(old, root)
@@ -140,7 +144,13 @@ def test_killed_while_cleaning_up(saved: Any, tmp_path: Path, at: int) -> None:
 
 
 def test_only_our_own_leftovers_are_deleted(tmp_path: Path) -> None:
-    for name in (".tmp-mine", ".tmp-step-1-abc", "step-1", "notes", ".tmp-step-000000000002-0123456789abcdeg"):
+    for name in (
+        ".tmp-mine",
+        ".tmp-step-1-abc",
+        "step-1",
+        "notes",
+        ".tmp-step-000000000002-0123456789abcdeg",
+    ):
         (tmp_path / name).mkdir()
     save_step(tmp_path, 1)
     assert len(list(tmp_path.iterdir())) == 6
@@ -149,7 +159,8 @@ def test_only_our_own_leftovers_are_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", range(2, 15))  # the first makes the root, which is there
 def test_every_call_fails_once(saved: Any, tmp_path: Path, at: int) -> None:
-    """C3. The disk is full: the same error on every rank, nothing left over, and saving works again afterwards."""
+    """C3. The disk is full: the same error on every rank, nothing left over, and saving works again
+    afterwards."""
     old, first, second, calls = saved
     if at > len(calls):
         pytest.skip("a save has fewer calls")
@@ -186,7 +197,9 @@ def test_a_limit_on_the_size_of_files(saved: Any, tmp_path: Path) -> None:
     def limited() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        with pytest.raises(CheckpointError, match=r"ranks 0, 1: OSError: \[Errno 27\] File too large"):
+        with pytest.raises(
+            CheckpointError, match=r"ranks 0, 1: OSError: \[Errno 27\] File too large"
+        ):
             save_step(root, 2)
 
     assert in_child(limited) == 0
@@ -196,7 +209,9 @@ def test_a_limit_on_the_size_of_files(saved: Any, tmp_path: Path) -> None:
 def test_a_step_is_never_overwritten(saved: Any, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(saved[0], root)
-    with pytest.raises(CheckpointError, match=r"rank 0: .*step-000000000001 exists, and is never overwritten"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 0: .*step-000000000001 exists, and is never overwritten"
+    ):
         save_step(root, 1)
     assert_same(load_on(root, 1, 3), saved[1])
     assert not leftovers(root)
@@ -252,7 +267,8 @@ def test_one_process_is_killed(tmp_path: Path, rank: int, at: int) -> None:
 
 
 def damage(name: str) -> Callable[[Path, Path], str]:
-    """A way to damage a step's folder, given another step's; returns the name that the error must have."""
+    """A way to damage a step's folder, given another step's; returns the name that the error must
+    have."""
     first, manifest = "rank-00001-of-00002.safetensors", "manifest.json"
 
     def flip(file: Path, at: int) -> None:
@@ -271,9 +287,15 @@ def damage(name: str) -> Callable[[Path, Path], str]:
         "flip the header": (first, lambda f, o: flip(f / first, 40)),
         "flip the manifest": (manifest, lambda f, o: flip(f / manifest, 300)),
         "flip its checksum": (manifest, lambda f, o: flip(f / manifest, 7)),
-        "cut the file": (first, lambda f, o: os.truncate(f / first, (f / first).stat().st_size - 1)),
+        "cut the file": (
+            first,
+            lambda f, o: os.truncate(f / first, (f / first).stat().st_size - 1),
+        ),
         "empty the file": (first, lambda f, o: os.truncate(f / first, 0)),
-        "lengthen the file": (first, lambda f, o: (f / first).write_bytes((f / first).read_bytes() + b"x")),
+        "lengthen the file": (
+            first,
+            lambda f, o: (f / first).write_bytes((f / first).read_bytes() + b"x"),
+        ),
         "cut the manifest": (manifest, lambda f, o: os.truncate(f / manifest, 500)),
         "empty the manifest": (manifest, lambda f, o: os.truncate(f / manifest, 0)),
         "lose the file": (first, lambda f, o: (f / first).unlink()),
@@ -300,7 +322,8 @@ DAMAGES: list[str] = damage("flip the body").names  # type: ignore[attr-defined]
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_an_error_that_names_the_file(saved: Any, tmp_path: Path, name: str) -> None:
-    """C4. And without a count, the step before is loaded, with a warning, when the damage shows without reading all."""
+    """C4. And without a count, the step before is loaded, with a warning, when the damage shows
+    without reading all."""
     old = saved[0]
     root = tmp_path / "root"
     shutil.copytree(old, root)
@@ -336,7 +359,9 @@ def test_a_stale_file_is_reported_and_never_read(saved: Any, tmp_path: Path) -> 
     root = tmp_path / "root"
     shutil.copytree(saved[0], root)
     folder = root / "step-000000000001"
-    shutil.copy(folder / "rank-00001-of-00002.safetensors", folder / "rank-00001-of-00004.safetensors")
+    shutil.copy(
+        folder / "rank-00001-of-00002.safetensors", folder / "rank-00001-of-00004.safetensors"
+    )
     assert "rank-00001-of-00004.safetensors: does not belong" in checkpoint.verify(root)[1][0]
     assert_same(load_on(root, 2, 3), saved[1])
 

@@ -41,8 +41,9 @@ OTHERS = {  # beside the layout that wrote it
 }
 CASES = [(name, layout) for name in FIXTURES for layout in (FIXTURES[name].layout, *OTHERS[name])]
 REGENERATE = (
-    "Field names of states are part of the checkpoint format: a path that goes or changes makes saved checkpoints "
-    "unreadable. If lines were only added: PYTHONPATH=. python tests/fixtures/write_checkpoints.py paths tests/fixtures"
+    "Field names of states are part of the checkpoint format: a path that goes or changes makes "
+    "saved checkpoints unreadable. If lines were only added: PYTHONPATH=. python "
+    "tests/fixtures/write_checkpoints.py paths tests/fixtures"
 )
 
 
@@ -70,7 +71,9 @@ def load(name: str, step: Any, like: fz.TrainState) -> fz.TrainState:
 
 def copied(state: fz.TrainState) -> fz.TrainState:
     """A copy of a whole state: the next step may use the state up."""
-    made: fz.TrainState = optree.tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad), state)
+    made: fz.TrainState = optree.tree_map(
+        lambda x: x.detach().clone().requires_grad_(x.requires_grad), state
+    )
     return made
 
 
@@ -120,10 +123,13 @@ def test_dims_lie_in_memory_as_they_did() -> None:
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_training_goes_on(name: str, layout: Layout) -> None:
-    """The next step is the unsharded one's, by the fixture's grade; and it is finite, and not zero."""
+    """The next step is the unsharded one's, by the fixture's grade; and it is finite, and not
+    zero."""
     fixture = FIXTURES[name]
 
-    def one_more(step: Any, like: fz.TrainState, part_of: Any) -> tuple[fz.TrainState, fz.TrainState]:
+    def one_more(
+        step: Any, like: fz.TrainState, part_of: Any
+    ) -> tuple[fz.TrainState, fz.TrainState]:
         state = load(name, step, like)
         before = copied(whole_of(step, state))
         state, metrics = step(state, part_of(fixture.batch(fixture.steps)))
@@ -141,7 +147,8 @@ def test_training_goes_on(name: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_it_is_saved_the_same_today(name: str, tmp_path: Path) -> None:
-    """The same leaves under the same paths, by the same training: a checkpoint of today would load yesterday."""
+    """The same leaves under the same paths, by the same training: a checkpoint of today would load
+    yesterday."""
     fixture: Fixture = FIXTURES[name]
     write(fixture, tmp_path)
     then, now = manifest_of(root_of(name)), manifest_of(tmp_path)
@@ -167,6 +174,10 @@ def test_a_wrong_expectation_is_noticed() -> None:
     with safe_open(root_of("unsharded") / "expected.safetensors", "pt") as file:
         leaf = file.get_tensor("params.head.scale")
     assert same_bits(leaf, leaf.clone())
-    assert not same_bits(leaf, -leaf) and not same_bits(leaf, leaf.float()) and not same_bits(leaf, leaf[:1])
+    assert (
+        not same_bits(leaf, -leaf)
+        and not same_bits(leaf, leaf.float())
+        and not same_bits(leaf, leaf[:1])
+    )
     with pytest.raises(AssertionError, match="part of the checkpoint format"):
         compare("checkpoint_paths.txt", ["# nothing"])

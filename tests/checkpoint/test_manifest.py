@@ -1,4 +1,5 @@
-"""Manifests and headers from somebody who wants harm: an error, soon, in little memory, and nothing run."""
+"""Manifests and headers from somebody who wants harm: an error, soon, in little memory, and nothing
+run."""
 
 from __future__ import annotations
 
@@ -30,9 +31,35 @@ from functorch_zero.errors import StructureError
 from tests.checkpoints import make_step, save_on
 
 HOSTILE = [
-    None, True, -1, 0, 1, 2**31, 2**62, 2**63, 10**30, 1.5, 1e308, "", "../../etc/passwd", "/etc/passwd", "a\0b", "F32",
-    "crc32", [], {}, [[]], [-1], [2**62] * 64, [0] * 70, {"a": {}}, "x" * 1000, [1, 2, 3, 4], [0, 0, 1, 8], "00000000",
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**62,
+    2**63,
+    10**30,
+    1.5,
+    1e308,
+    "",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "a\0b",
+    "F32",
+    "crc32",
+    [],
+    {},
+    [[]],
+    [-1],
+    [2**62] * 64,
+    [0] * 70,
+    {"a": {}},
+    "x" * 1000,
+    [1, 2, 3, 4],
+    [0, 0, 1, 8],
+    "00000000",
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +81,13 @@ def sealed(body: bytes) -> bytes:
 def places(node: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The ways to every node of nested data."""
     found = [at]
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
     for key, child in items:
         found += places(child, (*at, key))
     return found
@@ -91,17 +124,22 @@ def test_any_value_in_any_place(saved: Path, data: st.DataObject) -> None:
     rows = rows_of(saved)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.sampled_from(places(rows)))
-        rows = put(rows, at, data.draw(st.sampled_from(HOSTILE) | st.integers() | st.text(max_size=9)))
+        rows = put(
+            rows, at, data.draw(st.sampled_from(HOSTILE) | st.integers() | st.text(max_size=9))
+        )
     load_hostile(saved, sealed(json.dumps(rows).encode()))
 
 
 @settings(max_examples=100)
 @given(data=st.data())
 def test_numbers_that_are_nearly_right(saved: Path, data: st.DataObject) -> None:
-    """Pieces and sizes off by a little: overlaps, gaps, and reads past the end. What parses covers all exactly once."""
+    """Pieces and sizes off by a little: overlaps, gaps, and reads past the end. What parses covers
+    all exactly once."""
     rows = rows_of(saved)
     numbers = [
-        at for at in places(rows) if type(read(rows, at)) is int and at[0] in ("files", "leaves", "block", "ranks")
+        at
+        for at in places(rows)
+        if type(read(rows, at)) is int and at[0] in ("files", "leaves", "block", "ranks")
     ]
     for _ in range(data.draw(st.integers(1, 2))):
         at = data.draw(st.sampled_from(numbers))
@@ -111,9 +149,13 @@ def test_numbers_that_are_nearly_right(saved: Path, data: st.DataObject) -> None
     except CorruptError:
         return
     for leaf in range(len(manifest.leaves)):
-        covered = sorted((p.start, p.start + p.numel) for f in manifest.files for p in f.pieces if p.leaf == leaf)
+        covered = sorted(
+            (p.start, p.start + p.numel) for f in manifest.files for p in f.pieces if p.leaf == leaf
+        )
         ends = [0, *(stop for _, stop in covered)]
-        assert [start for start, _ in covered] == ends[:-1] and ends[-1] == manifest.leaves[leaf].numel
+        assert [start for start, _ in covered] == ends[:-1] and ends[-1] == manifest.leaves[
+            leaf
+        ].numel
 
 
 def read(node: Any, at: tuple[Any, ...]) -> Any:
@@ -142,7 +184,8 @@ def test_what_is_encoded_is_parsed(saved: Path) -> None:
 
 
 BODIES = {
-    "duplicate keys": b'{"format": "functorch_zero checkpoint", "format": "functorch_zero checkpoint"}',
+    "duplicate keys": b'{"format": "functorch_zero checkpoint", "format": "functorch_zero '
+    b'checkpoint"}',
     "NaN": b'{"format": NaN}',
     "deep": b"[" * 100_000 + b"]" * 100_000,
     "long number": b'{"step": ' + b"9" * 5000 + b"}",
@@ -163,7 +206,11 @@ def test_json_that_is_refused(saved: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("at", "value", "text"),
     [
-        (("files", 0, 0), "../rank-00001-of-00002.safetensors", "expected the file rank-00001-of-00002"),
+        (
+            ("files", 0, 0),
+            "../rank-00001-of-00002.safetensors",
+            "expected the file rank-00001-of-00002",
+        ),
         (("files", 0, 0), "/etc/passwd", "expected the file"),
         (("version",), 2, "of version 2"),
         (("extra",), 1, "keys"),
@@ -175,7 +222,7 @@ def test_json_that_is_refused(saved: Path, name: str) -> None:
         (("block",), 2**40, "size for a block"),
         (("checksum",), "md5", "unknown checksum"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said(saved: Path, at: Any, value: Any, text: str) -> None:
     rows = rows_of(saved)
     rows = {**rows, "extra": value} if at == ("extra",) else put(rows, at, value)
@@ -325,7 +372,8 @@ class Bomb:
 
 
 def test_nothing_is_unpickled(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that torch.load would run are damage like any other, and `pickle` isn't called between ranks."""
+    """Files that torch.load would run are damage like any other, and `pickle` isn't called between
+    ranks."""
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "root"
     save_on(root, 1, 0)
@@ -334,10 +382,16 @@ def test_nothing_is_unpickled(saved: Path, tmp_path: Path, monkeypatch: pytest.M
     assert checkpoint.verify(root)[2]
     save_on(root, 1, 0, steps=3)
     size = (root / "step-000000000003" / "rank-00001-of-00001.safetensors").stat().st_size
-    (root / "step-000000000003" / "rank-00001-of-00001.safetensors").write_bytes(pickle.dumps(Bomb()).ljust(size))
+    (root / "step-000000000003" / "rank-00001-of-00001.safetensors").write_bytes(
+        pickle.dumps(Bomb()).ljust(size)
+    )
     step, params, buffers = make_step()
     with pytest.raises(CorruptError):
         checkpoint.load(root, step, like=step.init(params, buffers), count=3)
     assert not (tmp_path / "bomb").exists()
     sources = Path(checkpoint.__file__).parent.glob("*.py")
-    assert not [path.name for path in sources if re.search(r"\bpickle\b|torch\.load\(|torch\.save\(", path.read_text())]
+    assert not [
+        path.name
+        for path in sources
+        if re.search(r"\bpickle\b|torch\.load\(|torch\.save\(", path.read_text())
+    ]

@@ -37,7 +37,9 @@ def example() -> ModuleType:
 
 
 def options(root: Path, *more: str) -> argparse.Namespace:
-    args: argparse.Namespace = example().make_parser().parse_args(["--root", str(root), "--timeout", "4", *RUN, *more])
+    args: argparse.Namespace = (
+        example().make_parser().parse_args(["--root", str(root), "--timeout", "4", *RUN, *more])
+    )
     return args
 
 
@@ -49,7 +51,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     folder = tmp_path_factory.mktemp("undisturbed")
     train = example().train
     return {
-        level: launch(train, 2, options(folder / str(level), "--level", str(level)), start_method="fork", timeout=60)[0]
+        level: launch(
+            train,
+            2,
+            options(folder / str(level), "--level", str(level)),
+            start_method="fork",
+            timeout=60,
+        )[0]
         for level in (1, 3)
     }
 
@@ -59,7 +67,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     [(3, "kill"), (1, "raise"), (3, "hang"), (1, "kill inside"), (3, "raise inside")],
 )
 def test_a_run_that_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[int, str], level: int, fault: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: dict[int, str],
+    level: int,
+    fault: str,
 ) -> None:
     """E1, with this test in the agent's place: what torchrun does, in a second."""
     kind, _, where = fault.partition(" ")
@@ -67,7 +79,9 @@ def test_a_run_that_is_restarted(
     for attempt in range(2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         try:
-            ended = launch(example().train, 2, options(tmp_path, *more), start_method="fork", timeout=60)
+            ended = launch(
+                example().train, 2, options(tmp_path, *more), start_method="fork", timeout=60
+            )
         except Exception:
             assert attempt == 0 and checkpoint.latest(tmp_path) == 6
             continue
@@ -82,19 +96,40 @@ def torchrun(*command: str) -> list[str]:
 
 
 ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-}  # fmt: skip
+}
 
 
 @THOROUGH
 def test_under_torchrun(tmp_path: Path, undisturbed: dict[int, str]) -> None:
     """E1. Killed inside a save."""
-    command = torchrun("--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1",
-                       str(SCRIPT), "--root", str(tmp_path), *RUN, "--fault", "kill", "--inside-save")  # fmt: skip
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_LIMIT)
+    command = torchrun(
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "3",
+        "--monitor-interval",
+        "0.1",
+        str(SCRIPT),
+        "--root",
+        str(tmp_path),
+        *RUN,
+        "--fault",
+        "kill",
+        "--inside-save",
+    )
+    done = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=RUN_LIMIT
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert re.findall(r"attempt (\d+): 2 ranks from step (\d+)", done.stdout) == [("0", "0"), ("1", "6")]
+    assert re.findall(r"attempt (\d+): 2 ranks from step (\d+)", done.stdout) == [
+        ("0", "0"),
+        ("1", "6"),
+    ]
     assert f"digest {undisturbed[3]}" in done.stdout
     assert checkpoint.verify(tmp_path) == SAVED and not leftovers(tmp_path)
 
@@ -111,15 +146,40 @@ def test_two_agents_shrink_to_one(tmp_path: Path) -> None:
     """E2. An agent is killed; its rank goes with it, and the other agent's resumes alone."""
     root, logs = tmp_path / "root", [tmp_path / "0", tmp_path / "1"]
     config = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2,join_timeout=60"
-    command = torchrun("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5", "--monitor-interval", "0.1",
-                       "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "shrink",
-                       "--rdzv-conf", config, "--local-addr", "127.0.0.1",
-                       str(SCRIPT), "--root", str(root), "--steps", "60", "--pause", "0.1")  # fmt: skip
+    command = torchrun(
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "5",
+        "--monitor-interval",
+        "0.1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--rdzv-id",
+        "shrink",
+        "--rdzv-conf",
+        config,
+        "--local-addr",
+        "127.0.0.1",
+        str(SCRIPT),
+        "--root",
+        str(root),
+        "--steps",
+        "60",
+        "--pause",
+        "0.1",
+    )
     agents = []
     try:
         for log in logs:
             with log.open("w") as out:
-                agents.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT))
+                agents.append(
+                    subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT)
+                )
             time.sleep(1.0)  # the first one is host
         give_up = time.monotonic() + RUN_LIMIT
         while not (root.exists() and checkpoint.latest(root)) and time.monotonic() < give_up:
@@ -134,5 +194,7 @@ def test_two_agents_shrink_to_one(tmp_path: Path) -> None:
     said = logs[0].read_text()
     attempts = re.findall(r"attempt \d+: (\d) ranks from step (\d+)", said + logs[1].read_text())
     assert agents[0].returncode == 0, said[-4000:]
-    assert attempts[0] == ("2", "0") and attempts[-1][0] == "1" and int(attempts[-1][1]) >= 10, attempts
+    assert attempts[0] == ("2", "0") and attempts[-1][0] == "1" and int(attempts[-1][1]) >= 10, (
+        attempts
+    )
     assert "step 60 digest" in said and checkpoint.latest(root) == 60

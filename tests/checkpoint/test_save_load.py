@@ -30,10 +30,13 @@ from tests.models import ZOO, even, split
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_saved_anywhere_loads_anywhere(tmp_path: Path, ranks: int, level: int) -> None:
-    """C1. Each (ranks, level) loads at every number of ranks, and the four tests of a number at each level there."""
+    """C1. Each (ranks, level) loads at every number of ranks, and the four tests of a number at
+    each level there."""
     want = save_on(tmp_path, ranks, level, user={"cursor": [1, 2]})
     for to_ranks in (1, 2, 3, 4):
-        assert_same(want, load_on(tmp_path, to_ranks, (to_ranks + level) % 4, donate=bool(to_ranks % 2)))
+        assert_same(
+            want, load_on(tmp_path, to_ranks, (to_ranks + level) % 4, donate=bool(to_ranks % 2))
+        )
     step, params, buffers = make_step()
     restored = checkpoint.load(tmp_path, step, like=step.init(params, buffers))
     assert_same(want, restored.state)
@@ -79,19 +82,24 @@ def test_every_model(tmp_path: Path, name: str) -> None:
 
 def test_the_choice_of_units_does_not_matter(tmp_path: Path) -> None:
     save_on(tmp_path, 3, 3, name="gpt")
-    apply, params, buffers = functionalize(ZOO["gpt"].model().double())  # other units: those of children
+    apply, params, buffers = functionalize(
+        ZOO["gpt"].model().double()
+    )  # other units: those of children
     step = train_step(lambda p, b, x: F.mse_loss(apply(p, b, x["x"])[0], x["x"]), optim.adamw(0.01))
 
     def run(group: Group) -> TrainState:
         sharded = shard(step, level=3, group=group)
-        return sharded.gather(checkpoint.load(tmp_path, sharded, like=sharded.init(params, buffers)).state)
+        return sharded.gather(
+            checkpoint.load(tmp_path, sharded, like=sharded.init(params, buffers)).state
+        )
 
     for state in run_ranks(run, 2):
         assert_same(load_on(tmp_path, 2, 3, name="gpt"), state)
 
 
 def test_every_element_is_written_once_and_no_padding(tmp_path: Path) -> None:
-    """At levels 0 to 2, too: what all ranks have is shared out evenly. Plain safetensors reads it."""
+    """At levels 0 to 2, too: what all ranks have is shared out evenly. Plain safetensors reads
+    it."""
     for level in (0, 1, 3):
         want = save_on(tmp_path / str(level), 3, level, name="gpt")
         files = sorted((tmp_path / str(level) / "step-000000000002").glob("*.safetensors"))
@@ -133,7 +141,9 @@ def noisy_step(optimizer: Any) -> tuple[TrainStep, Any, Any, list[Tensor]]:
     return train_step(loss_fn, optimizer), params, buffers, batches
 
 
-def run_noisy(group: Group, level: int, optimizer: Any, folder: Path | None, resume: bool) -> list[TrainState]:
+def run_noisy(
+    group: Group, level: int, optimizer: Any, folder: Path | None, resume: bool
+) -> list[TrainState]:
     """Six steps, saved after the third; or the last three of them."""
     base, params, buffers, batches = noisy_step(optimizer)
     step = shard(base, level=level, group=group)
@@ -153,8 +163,11 @@ def run_noisy(group: Group, level: int, optimizer: Any, folder: Path | None, res
 @pytest.mark.parametrize("level", [0, 3])
 @pytest.mark.parametrize("name", ["schedule", "soap", "shampoo", "adafactor"])
 def test_a_resumed_run_is_bit_identical(tmp_path: Path, level: int, name: str) -> None:
-    """C9. At the same world size: dropout, BatchNorm, schedules and preconditioners go on as if nothing had been."""
-    want = run_ranks(lambda group: run_noisy(group, level, OPTIMIZERS[name](), tmp_path, False), 2)[0]
+    """C9. At the same world size: dropout, BatchNorm, schedules and preconditioners go on as if
+    nothing had been."""
+    want = run_ranks(lambda group: run_noisy(group, level, OPTIMIZERS[name](), tmp_path, False), 2)[
+        0
+    ]
     got = run_ranks(lambda group: run_noisy(group, level, OPTIMIZERS[name](), tmp_path, True), 2)[0]
     for a, b in zip(want, got, strict=True):
         assert_same(a, b)
@@ -216,10 +229,17 @@ def test_processes(tmp_path: Path) -> None:
 def test_nan_and_infinities_keep_their_bits(tmp_path: Path) -> None:
     step = train_step(lambda p, b, x: p["w"].sum(), optim.adamw(0.1))
     bits = torch.tensor([0x7FC00001, 0x7F800000, -0x80000000, 1], dtype=torch.int32)
-    params = {"w": bits.view(torch.float32).clone().requires_grad_(), "h": torch.ones(3, dtype=torch.bfloat16)}
-    checkpoint.save(tmp_path, step, step.init(params, {"b": torch.tensor([True, False]), "e": torch.empty(0)}))
-    like = step.init({k: torch.zeros_like(v).requires_grad_(v.requires_grad) for k, v in params.items()},
-                     {"b": torch.tensor([False, False]), "e": torch.empty(0)})  # fmt: skip
+    params = {
+        "w": bits.view(torch.float32).clone().requires_grad_(),
+        "h": torch.ones(3, dtype=torch.bfloat16),
+    }
+    checkpoint.save(
+        tmp_path, step, step.init(params, {"b": torch.tensor([True, False]), "e": torch.empty(0)})
+    )
+    like = step.init(
+        {k: torch.zeros_like(v).requires_grad_(v.requires_grad) for k, v in params.items()},
+        {"b": torch.tensor([False, False]), "e": torch.empty(0)},
+    )
     state = checkpoint.load(tmp_path, step, like=like).state
     assert torch.equal(state.params["w"].detach().view(torch.int32), bits)
     assert state.buffers["b"].tolist() == [True, False]
@@ -235,9 +255,13 @@ def test_loading_does_not_write_to_like_unless_the_step_donates(tmp_path: Path) 
         checkpoint.load(tmp_path, step, like=like)
 
     def donating(step: Any, like: Any) -> None:
-        pointers = {x.untyped_storage().data_ptr() for x in optree.tree_leaves(like.params) if x.numel()}
+        pointers = {
+            x.untyped_storage().data_ptr() for x in optree.tree_leaves(like.params) if x.numel()
+        }
         state = checkpoint.load(tmp_path, step, like=like).state
-        assert pointers == {x.untyped_storage().data_ptr() for x in optree.tree_leaves(state.params) if x.numel()}
+        assert pointers == {
+            x.untyped_storage().data_ptr() for x in optree.tree_leaves(state.params) if x.numel()
+        }
         with pytest.raises(DonatedError):
             checkpoint.load(tmp_path, step, like=like)
 
@@ -252,7 +276,9 @@ def test_leaves_lie_in_flats_after_loading(tmp_path: Path) -> None:
     def check(step: Any, like: Any) -> None:
         state = checkpoint.load(tmp_path, step, like=like).state
         pairs = zip(optree.tree_leaves(like), optree.tree_leaves(state), strict=True)
-        in_flats = [(a._base.shape, b._base.shape) for a, b in pairs if a._base is not None and a.dim()]
+        in_flats = [
+            (a._base.shape, b._base.shape) for a, b in pairs if a._base is not None and a.dim()
+        ]
         assert in_flats and all(a == b for a, b in in_flats)
 
     on_ranks(2, 3, check, donate=False)
@@ -274,7 +300,9 @@ def load_into(root: Path, params: Any, optimizer: Any = None, **options: Any) ->
 def test_another_optimizer(tmp_path: Path) -> None:
     saved_mlp(tmp_path)
     _, params, _ = make_step()
-    with pytest.raises(StructureError, match=r"lacks opt_state.* and the checkpoint|the checkpoint has opt_state"):
+    with pytest.raises(
+        StructureError, match=r"lacks opt_state.* and the checkpoint|the checkpoint has opt_state"
+    ):
         load_into(tmp_path, params, optim.sgd(0.1))
     state = load_into(tmp_path, params, optim.sgd(0.1), allow_extra=True, allow_missing=True)
     assert torch.equal(state.params["layers.0.weight"], params["layers.0.weight"])
@@ -288,7 +316,9 @@ def test_missing_and_extra_leaves(tmp_path: Path) -> None:
         load_into(tmp_path, more)
     assert load_into(tmp_path, more, allow_missing=True).params["spare"].tolist() == [5, 5]
     less = {k: v for k, v in params.items() if k != "norm.bias"}
-    with pytest.raises(StructureError, match=r"the checkpoint has .*params\.norm\.bias.*allow_extra"):
+    with pytest.raises(
+        StructureError, match=r"the checkpoint has .*params\.norm\.bias.*allow_extra"
+    ):
         load_into(tmp_path, less)
     assert "norm.bias" not in load_into(tmp_path, less, allow_extra=True).params
 
@@ -297,10 +327,14 @@ def test_other_shapes_and_dtypes(tmp_path: Path) -> None:
     saved_mlp(tmp_path)
     _, params, _ = make_step()
     wide = {**params, "layers.0.weight": torch.zeros(7, 5).double().requires_grad_()}
-    with pytest.raises(StructureError, match=r"params\.layers\.0\.weight has shape \(7, 5\) here, \(5, 7\) in"):
+    with pytest.raises(
+        StructureError, match=r"params\.layers\.0\.weight has shape \(7, 5\) here, \(5, 7\) in"
+    ):
         load_into(tmp_path, wide, allow_missing=True, allow_extra=True, cast=True)
     single = {k: v.detach().float().requires_grad_() for k, v in params.items()}
-    with pytest.raises(StructureError, match=r"is torch.float32 here, torch.float64 in the checkpoint \(cast=True"):
+    with pytest.raises(
+        StructureError, match=r"is torch.float32 here, torch.float64 in the checkpoint \(cast=True"
+    ):
         load_into(tmp_path, single)
     zeros = {k: torch.zeros_like(v).requires_grad_() for k, v in single.items()}
     state = load_into(tmp_path, zeros, cast=True)
@@ -337,7 +371,9 @@ def test_ranks_that_save_different_things(tmp_path: Path, what: str) -> None:
     assert checkpoint.latest(tmp_path) is None and not leftovers(tmp_path)
 
 
-@pytest.mark.parametrize("user", [{1: 2}, (1, 2), float("nan"), {"a": {1}}, b"x", torch.ones(1)], ids=str)
+@pytest.mark.parametrize(
+    "user", [{1: 2}, (1, 2), float("nan"), {"a": {1}}, b"x", torch.ones(1)], ids=str
+)
 def test_user_is_plain_data(tmp_path: Path, user: Any) -> None:
     step, params, buffers = make_step()
     with pytest.raises(checkpoint.CheckpointError, match="TypeError: user must"):
@@ -350,11 +386,17 @@ def test_states_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StructureError, match="got dict"):
         checkpoint.save(tmp_path, step, dict(state._asdict()))  # type: ignore[arg-type]
     with pytest.raises(StructureError, match=r"can't hold this dtype: path buffers\.z"):
-        checkpoint.save(tmp_path, step, state._replace(buffers={"z": torch.zeros(2, dtype=torch.complex128)}))
-    with pytest.raises(StructureError, match=r"made of tensors, numbers and strings: path buffers\.z"):
+        checkpoint.save(
+            tmp_path, step, state._replace(buffers={"z": torch.zeros(2, dtype=torch.complex128)})
+        )
+    with pytest.raises(
+        StructureError, match=r"made of tensors, numbers and strings: path buffers\.z"
+    ):
         checkpoint.save(tmp_path, step, state._replace(buffers={"z": object()}))
     with pytest.raises(StructureError, match="meta device"):
-        checkpoint.save(tmp_path, step, state._replace(buffers={"z": torch.zeros(2, device="meta")}))
+        checkpoint.save(
+            tmp_path, step, state._replace(buffers={"z": torch.zeros(2, device="meta")})
+        )
 
     def donated(sharded: Any, first: Any) -> None:
         sharded(first, split(ZOO["mlp"].batches(1, 12)[0], even(12, 2))[sharded.group.rank])

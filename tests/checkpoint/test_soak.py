@@ -1,4 +1,5 @@
-"""A few seconds of the soak test, training whose memory stays flat, and launches that leave nothing behind."""
+"""A few seconds of the soak test, training whose memory stays flat, and launches that leave nothing
+behind."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ from tests.tiers import FULL, THOROUGH
     [
         pytest.param(2.0, 2, 3, 1, id="quick"),
         pytest.param(20.0, 3, 2, 2, id="thorough", marks=THOROUGH),
-        *(pytest.param(60.0, 2 + seed % 2, 3, seed, id=f"full-{seed}", marks=FULL) for seed in range(5)),
+        *(
+            pytest.param(60.0, 2 + seed % 2, 3, seed, id=f"full-{seed}", marks=FULL)
+            for seed in range(5)
+        ),
     ],
 )
 def test_training_through_faults(seconds: float, ranks: int, level: int, seed: int) -> None:
@@ -50,7 +54,11 @@ def test_memory_is_flat_over_many_steps(first: int, last: int) -> None:
     def run() -> list[list[float]]:
         group = ProcessGroup(timeout=20)
         optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.001))
-        step = shard(train_step(lambda p, b, x: (x @ gather(p)["w"]).square().mean(), optimizer), level=3, group=group)
+        step = shard(
+            train_step(lambda p, b, x: (x @ gather(p)["w"]).square().mean(), optimizer),
+            level=3,
+            group=group,
+        )
         state, batch = step.init({"w": torch.ones(5, 3, requires_grad=True)}), torch.ones(4, 5)
         seen = []
         for i in range(1, last + 1):
@@ -81,13 +89,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the ranks meet in a temporary folder")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere the ranks meet in a temporary folder"
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_launch_whose_parent_is_killed_leaves_nothing(tmp_path: Path, number: Any) -> None:
     pids, temporary = tmp_path / "pids", tmp_path / "temporary"
     pids.mkdir()
     temporary.mkdir()
-    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     parent = subprocess.Popen([sys.executable, "-c", SCRIPT, str(pids)], env=environment)
     give_up = time.monotonic() + 60
     while len(list(pids.iterdir())) < 2 and time.monotonic() < give_up:

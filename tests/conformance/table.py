@@ -1,9 +1,12 @@
-"""The conformance table: one row for every public optimizer, transform and wrapper, schedule and weight decay on.
+"""The conformance table: one row for every public optimizer, transform and wrapper, schedule and
+weight decay on.
 
-A row's name is the public name, and after a comma what is special about it. Adding an optimizer is adding its row;
-`test_conformance.py` fails while `functorch_zero.optim` has one without. There is no column for skipping.
+A row's name is the public name, and after a comma what is special about it. Adding an optimizer is
+adding its row; `test_conformance.py` fails while `functorch_zero.optim` has one without. There is
+no column for skipping.
 
-The grade follows from what a transform needs: bitwise where it is pointwise, since nothing is summed across ranks then,
+The grade follows from what a transform needs: bitwise where it is pointwise, since nothing is
+    summed across ranks then,
 else reordered. A row that could not meet it would state its bound and reason as an `Equality`.
 """
 
@@ -33,7 +36,8 @@ class Row:
     Attributes:
         make: makes it, anew for every rank.
         grade: of equality; None for what its kind must meet.
-        between: what a user does to its state between steps, on every rank alike: `(opt_state, step, metrics)`.
+        between: what a user does to its state between steps, on every rank alike:
+            `(opt_state, step, metrics)`.
     """
 
     make: Callable[[], Transform]
@@ -42,7 +46,9 @@ class Row:
 
     def equality(self) -> Equality:
         """The grade it must meet."""
-        return self.grade or Equality("bitwise" if self.make().needs == Needs.POINTWISE else "reordered")
+        return self.grade or Equality(
+            "bitwise" if self.make().needs == Needs.POINTWISE else "reordered"
+        )
 
 
 def finished(part: Transform) -> Transform:
@@ -108,7 +114,9 @@ def own_user_tree_map() -> Transform:
 
     def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         count, factor = state[0] + 1, 1 / (2 + state[0].double())
-        mu = tree_map(lambda m, u, p: m * factor + (u + p) * (1 - factor), state[1], updates, params)
+        mu = tree_map(
+            lambda m, u, p: m * factor + (u + p) * (1 - factor), state[1], updates, params
+        )
         return tree_map(lambda m: m * (-0.1 * factor), mu), (count, mu)
 
     return optim.pointwise(init, update)
@@ -127,7 +135,10 @@ def own_every_question() -> Transform:
     def update(updates: Any, state: Any, params: Any, across: Any) -> tuple[Any, Any]:
         sums, others = across.sum(updates, params)
         means, norms, largest = across.mean(params), across.norm(updates), across.max(updates)
-        rows, peaks = across.sum_dims((updates, last), (params, last))[0], across.max_dim(params, last)
+        rows, peaks = (
+            across.sum_dims((updates, last), (params, last))[0],
+            across.max_dim(params, last),
+        )
         inner = across.dot(updates, params) / (1 + across.total(tree_map(torch.abs, params)))
         numbers = (sums, others, means, norms, largest, tree_map(lambda u: inner, updates))
         beside = across.spread(rows, last), across.spread(peaks, last)
@@ -139,7 +150,9 @@ def own_every_question() -> Transform:
 def own_whole_leaves() -> Transform:
     def update(u: Tensor, count: Tensor, param: Tensor) -> tuple[Tensor, Tensor]:
         flat = (u + 0.1 * param).reshape(-1)
-        return (flat.cumsum(0).flip(0) / (1 + count.double())).to(u.dtype).reshape(u.shape), count + 1
+        return (flat.cumsum(0).flip(0) / (1 + count.double())).to(u.dtype).reshape(
+            u.shape
+        ), count + 1
 
     return optim.with_whole_leaves(lambda param: torch.zeros((), dtype=torch.int64), update)
 
@@ -184,12 +197,16 @@ def every_schedule() -> Transform:
         optim.polynomial_schedule(1.0, 0.5, 2, 5),
         optim.piecewise_constant_schedule(1.0, {2: 0.5}),
         optim.piecewise_interpolate_schedule("cosine", 1.0, {2: 0.5, 4: 0.5}),
-        optim.sgdr_schedule([{"init_value": 0.5, "peak_value": 1.0, "decay_steps": 3, "warmup_steps": 1}] * 3),
+        optim.sgdr_schedule(
+            [{"init_value": 0.5, "peak_value": 1.0, "decay_steps": 3, "warmup_steps": 1}] * 3
+        ),
         optim.warmup_constant_schedule(0.5, 1.0, 3),
         optim.warmup_cosine_decay_schedule(0.5, 1.0, 2, 6),
         optim.warmup_exponential_decay_schedule(0.5, 1.0, 2, 2, 0.9),
         optim.warmup_stable_decay_schedule(0.5, 1.0, 2, 2, 2),
-        optim.join_schedules([optim.constant_schedule(1.0), optim.linear_schedule(1.0, 0.5, 3)], [2]),
+        optim.join_schedules(
+            [optim.constant_schedule(1.0), optim.linear_schedule(1.0, 0.5, 3)], [2]
+        ),
     ]
     return optim.chain(*(optim.scale_by_schedule(s) for s in schedules), optim.scale(30.0))
 
@@ -214,12 +231,20 @@ POINTWISE: dict[str, Row] = {
     "adamaxw": Row(lambda: optim.adamaxw(rate, weight_decay=decay)),
     "nadam": Row(lambda: optim.nadam(rate, weight_decay=decay)),
     "nadamw": Row(lambda: optim.nadamw(rate, weight_decay=decay)),
-    "radam": Row(lambda: optim.radam(rate, b2=0.9, weight_decay=decay)),  # b2: rectified from the fifth step on
+    "radam": Row(
+        lambda: optim.radam(rate, b2=0.9, weight_decay=decay)
+    ),  # b2: rectified from the fifth step on
     "adagrad": Row(lambda: optim.adagrad(rate, lr_decay=0.1, weight_decay=decay)),
     "adadelta": Row(lambda: optim.adadelta(rate, eps=1e-2, weight_decay=decay)),
     "rmsprop": Row(lambda: optim.rmsprop(rate, weight_decay=decay)),
-    "rmsprop, centered": Row(lambda: optim.rmsprop(rate, centered=True, momentum=0.9, weight_decay=decay)),
-    "rprop": Row(lambda: optim.chain(decayed(optim.rprop(0.01)), optim.scale_by_schedule(lambda t: 1 / (1 + t)))),
+    "rmsprop, centered": Row(
+        lambda: optim.rmsprop(rate, centered=True, momentum=0.9, weight_decay=decay)
+    ),
+    "rprop": Row(
+        lambda: optim.chain(
+            decayed(optim.rprop(0.01)), optim.scale_by_schedule(lambda t: 1 / (1 + t))
+        )
+    ),
     "sign_sgd": Row(lambda: decayed(optim.sign_sgd(rate))),
     "lion": Row(lambda: optim.lion(rate, weight_decay=decay)),
     "adabelief": Row(lambda: decayed(optim.adabelief(rate))),
@@ -250,16 +275,24 @@ POINTWISE: dict[str, Row] = {
     "scale": Row(lambda: finished(optim.scale(0.3))),
     "scale_by_schedule": Row(lambda: finished(optim.scale_by_schedule(lambda t: 1 / (1 + t)))),
     "scale_by_schedule, all of them": Row(lambda: finished(every_schedule())),
-    "scale_by_learning_rate": Row(lambda: optim.chain(optim.scale_by_learning_rate(rate), optim.trace(0.5))),
-    "scale_by_label": Row(lambda: finished(optim.scale_by_label({"matrix": 0.5, "vector": rate}, by_dims))),
+    "scale_by_learning_rate": Row(
+        lambda: optim.chain(optim.scale_by_learning_rate(rate), optim.trace(0.5))
+    ),
+    "scale_by_label": Row(
+        lambda: finished(optim.scale_by_label({"matrix": 0.5, "vector": rate}, by_dims))
+    ),
     "add_decayed_weights": Row(lambda: decayed(optim.scale_by_learning_rate(rate))),
     "clip": Row(lambda: finished(optim.clip(0.2))),
     "nan_to_num": Row(lambda: finished(optim.nan_to_num())),
     "zero_nans": Row(lambda: finished(optim.zero_nans())),
     "pointwise": Row(lambda: finished(own_pointwise())),
     "pointwise, by a 0-d number": Row(own_user_tree_map),
-    "from_optax": Row(lambda: finished(optim.from_optax(optax_pair(torch.add), needs=Needs.POINTWISE))),
-    "from_torchopt": Row(lambda: finished(optim.from_torchopt(torchopt_pair(), needs=Needs.POINTWISE))),
+    "from_optax": Row(
+        lambda: finished(optim.from_optax(optax_pair(torch.add), needs=Needs.POINTWISE))
+    ),
+    "from_torchopt": Row(
+        lambda: finished(optim.from_torchopt(torchopt_pair(), needs=Needs.POINTWISE))
+    ),
     "from_torch": Row(
         lambda: optim.chain(
             optim.from_torch(torch.optim.Adamax, lr=0.05, weight_decay=0.1),
@@ -273,11 +306,15 @@ STATISTICS: dict[str, Row] = {
     "clip_by_block_rms": Row(lambda: finished(optim.clip_by_block_rms(0.1))),
     "adaptive_grad_clip": Row(lambda: finished(optim.adaptive_grad_clip(0.1))),
     "lamb": Row(lambda: optim.lamb(rate, weight_decay=decay)),
-    "lars": Row(lambda: optim.lars(rate, decay, is_matrix, 0.5, nesterov=True)),  # 0.001 would be lost in float32
+    "lars": Row(
+        lambda: optim.lars(rate, decay, is_matrix, 0.5, nesterov=True)
+    ),  # 0.001 would be lost in float32
     "fromage": Row(lambda: decayed(optim.fromage(rate))),
     "novograd": Row(lambda: optim.novograd(rate, weight_decay=decay)),
     "adafactor": Row(lambda: optim.adafactor(rate, weight_decay_rate=decay)),
-    "adafactor, momentum": Row(lambda: optim.adafactor(rate, 3, momentum=0.9, clipping_threshold=0.5)),
+    "adafactor, momentum": Row(
+        lambda: optim.adafactor(rate, 3, momentum=0.9, clipping_threshold=0.5)
+    ),
     "adafactor, absolute step": Row(
         lambda: optim.adafactor(
             rate,
@@ -288,7 +325,9 @@ STATISTICS: dict[str, Row] = {
             weight_decay_mask=is_matrix,
         )
     ),
-    "adafactor, not factored": Row(lambda: optim.adafactor(rate, factored=False, weight_decay_rate=decay)),
+    "adafactor, not factored": Row(
+        lambda: optim.adafactor(rate, factored=False, weight_decay_rate=decay)
+    ),
     "sm3": Row(lambda: decayed(optim.sm3(rate))),
     "lbfgs": Row(lambda: decayed(optim.lbfgs(rate, 3))),
     "prodigy": Row(lambda: optim.prodigy(rate, estim_lr0=0.5, weight_decay=0.1)),
@@ -296,8 +335,12 @@ STATISTICS: dict[str, Row] = {
     "scale_by_param_block_norm": Row(lambda: finished(optim.scale_by_param_block_norm())),
     "scale_by_param_block_rms": Row(lambda: finished(optim.scale_by_param_block_rms())),
     "scale_by_novograd": Row(lambda: finished(optim.scale_by_novograd())),
-    "scale_by_adafactor": Row(lambda: optim.chain(optim.scale_by_adafactor(rate), optim.add_decayed_weights(decay))),
-    "scale_by_factored_rms": Row(lambda: finished(optim.scale_by_factored_rms(min_dim_size_to_factor=2))),
+    "scale_by_adafactor": Row(
+        lambda: optim.chain(optim.scale_by_adafactor(rate), optim.add_decayed_weights(decay))
+    ),
+    "scale_by_factored_rms": Row(
+        lambda: finished(optim.scale_by_factored_rms(min_dim_size_to_factor=2))
+    ),
     "scale_by_sm3": Row(lambda: finished(optim.scale_by_sm3())),
     "scale_by_lbfgs": Row(lambda: finished(optim.scale_by_lbfgs(3))),
     "with_statistics": Row(lambda: finished(own_statistics())),
@@ -313,69 +356,112 @@ WHOLE: dict[str, Row] = {
     "shampoo": Row(lambda: optim.shampoo(rate, weight_decay=decay)),
     "shampoo, blocks": Row(
         lambda: optim.shampoo(
-            rate, b2=0.9, weight_decay=decay, block_size=4, precondition_frequency=2, graft="rmsprop", nesterov=True
+            rate,
+            b2=0.9,
+            weight_decay=decay,
+            block_size=4,
+            precondition_frequency=2,
+            graft="rmsprop",
+            nesterov=True,
         )
     ),
     "scale_by_shampoo": Row(lambda: finished(optim.scale_by_shampoo(graft="sgd"))),
     "soap": Row(lambda: optim.soap(rate, weight_decay=decay, precondition_frequency=2)),
-    "scale_by_soap": Row(lambda: finished(optim.scale_by_soap(max_precond_dim=5, precondition_frequency=1))),
+    "scale_by_soap": Row(
+        lambda: finished(optim.scale_by_soap(max_precond_dim=5, precondition_frequency=1))
+    ),
     "full_matrix_adagrad": Row(lambda: optim.full_matrix_adagrad(rate, weight_decay=decay)),
     "full_matrix_adagrad, whole tree": Row(
         lambda: optim.full_matrix_adagrad(rate, weight_decay=decay, whole_tree=True)
     ),
     "scale_by_full_matrix_adagrad": Row(lambda: finished(optim.scale_by_full_matrix_adagrad())),
-    "scale_by_full_matrix_adagrad_tree": Row(lambda: finished(optim.scale_by_full_matrix_adagrad_tree())),
+    "scale_by_full_matrix_adagrad_tree": Row(
+        lambda: finished(optim.scale_by_full_matrix_adagrad_tree())
+    ),
     "with_whole_leaves": Row(lambda: finished(own_whole_leaves())),
     "with_whole_tree": Row(lambda: finished(own_whole_tree())),
     "from_optax, whole leaf": Row(
         lambda: finished(
-            optim.from_optax(optax_pair(lambda m, p: m - m.sum() / (1 + m.numel()) + p), needs=Needs.WHOLE_LEAF)
+            optim.from_optax(
+                optax_pair(lambda m, p: m - m.sum() / (1 + m.numel()) + p), needs=Needs.WHOLE_LEAF
+            )
         )
     ),
     "from_optax, whole tree": Row(
-        lambda: finished(optim.from_optax(optax_pair(lambda m, p: m + p.sum() / 100), needs=Needs.WHOLE_TREE))
+        lambda: finished(
+            optim.from_optax(optax_pair(lambda m, p: m + p.sum() / 100), needs=Needs.WHOLE_TREE)
+        )
     ),
 }
 
 WRAPPERS: dict[str, Row] = {
     "chain": Row(lambda: optim.chain(optim.clip(0.3), optim.clip_by_global_norm(0.5), muon())),
-    "named_chain": Row(lambda: optim.named_chain(("clip", optim.clip_by_global_norm(0.5)), ("lamb", lamb()))),
-    "named_chain, pointwise": Row(lambda: optim.named_chain(("clip", optim.clip(0.3)), ("adam", optim.adam(rate)))),
-    "masked": Row(lambda: optim.chain(optim.masked(lamb(), is_matrix), optim.scale_by_schedule(rate))),
+    "named_chain": Row(
+        lambda: optim.named_chain(("clip", optim.clip_by_global_norm(0.5)), ("lamb", lamb()))
+    ),
+    "named_chain, pointwise": Row(
+        lambda: optim.named_chain(("clip", optim.clip(0.3)), ("adam", optim.adam(rate)))
+    ),
+    "masked": Row(
+        lambda: optim.chain(optim.masked(lamb(), is_matrix), optim.scale_by_schedule(rate))
+    ),
     "masked, pointwise": Row(lambda: finished(optim.masked(optim.scale_by_adam(), is_matrix))),
     "partition": Row(
-        lambda: optim.partition({"matrix": muon(), "vector": optim.adamw(rate, weight_decay=decay)}, by_dims)
+        lambda: optim.partition(
+            {"matrix": muon(), "vector": optim.adamw(rate, weight_decay=decay)}, by_dims
+        )
     ),
     "partition, of every kind": Row(
         lambda: optim.partition(
-            {"a": muon(), "b": lamb(), "c": optim.adafactor(rate), "d": optim.nadam(rate, weight_decay=decay)},
+            {
+                "a": muon(),
+                "b": lamb(),
+                "c": optim.adafactor(rate),
+                "d": optim.nadam(rate, weight_decay=decay),
+            },
             lambda path, leaf: "abcd"[(leaf.ndim + len(path)) % 4],
         )
     ),
     "freeze": Row(lambda: finished(optim.freeze(is_matrix))),
     "inject_hyperparams": Row(
-        lambda: optim.inject_hyperparams(optim.adamw)(rate, weight_decay=decay), between=reduced_then_raised
+        lambda: optim.inject_hyperparams(optim.adamw)(rate, weight_decay=decay),
+        between=reduced_then_raised,
     ),
-    "inject_hyperparams, statistics": Row(lambda: optim.inject_hyperparams(optim.lamb)(rate, weight_decay=decay)),
-    "inject_hyperparams, whole leaf": Row(lambda: optim.inject_hyperparams(optim.muon)(rate, weight_decay=decay)),
+    "inject_hyperparams, statistics": Row(
+        lambda: optim.inject_hyperparams(optim.lamb)(rate, weight_decay=decay)
+    ),
+    "inject_hyperparams, whole leaf": Row(
+        lambda: optim.inject_hyperparams(optim.muon)(rate, weight_decay=decay)
+    ),
     "apply_if_finite": Row(lambda: optim.apply_if_finite(optim.adamw(rate, weight_decay=decay), 2)),
     "apply_if_finite, whole leaf": Row(lambda: optim.apply_if_finite(muon(), 2)),
     "multi_steps": Row(lambda: optim.multi_steps(lamb(), 2)),
     "multi_steps, pointwise": Row(
         lambda: optim.multi_steps(optim.adamw(rate, weight_decay=decay), lambda done: 1 + done)
     ),
-    "maybe_update": Row(lambda: finished(optim.maybe_update(optim.clip_by_global_norm(0.3), lambda t: t % 2 == 0))),
-    "maybe_update, pointwise": Row(lambda: finished(optim.maybe_update(optim.trace(0.9), lambda t: t > 1))),
+    "maybe_update": Row(
+        lambda: finished(optim.maybe_update(optim.clip_by_global_norm(0.3), lambda t: t % 2 == 0))
+    ),
+    "maybe_update, pointwise": Row(
+        lambda: finished(optim.maybe_update(optim.trace(0.9), lambda t: t > 1))
+    ),
     "lookahead": Row(lambda: optim.lookahead(muon(), 2, 0.5)),
-    "lookahead, pointwise": Row(lambda: optim.lookahead(optim.adamw(rate, weight_decay=decay), 3, 0.5)),
+    "lookahead, pointwise": Row(
+        lambda: optim.lookahead(optim.adamw(rate, weight_decay=decay), 3, 0.5)
+    ),
     "params_ema": Row(lambda: optim.params_ema(lamb(), decay)),
-    "params_ema, pointwise": Row(lambda: optim.params_ema(optim.adamw(rate, weight_decay=decay), 0.9)),
+    "params_ema, pointwise": Row(
+        lambda: optim.params_ema(optim.adamw(rate, weight_decay=decay), 0.9)
+    ),
     "schedule_free, statistics": Row(
-        lambda: optim.schedule_free(optim.chain(optim.clip_by_global_norm(0.5), decayed(optim.sgd(rate))), rate)
+        lambda: optim.schedule_free(
+            optim.chain(optim.clip_by_global_norm(0.5), decayed(optim.sgd(rate))), rate
+        )
     ),
     "sam": Row(lambda: optim.sam(lamb(), 0.1)),
     "reduce_on_plateau": Row(
-        lambda: optim.chain(optim.adamw(rate, weight_decay=decay), optim.reduce_on_plateau(0.5, 1)), between=watched
+        lambda: optim.chain(optim.adamw(rate, weight_decay=decay), optim.reduce_on_plateau(0.5, 1)),
+        between=watched,
     ),
 }
 

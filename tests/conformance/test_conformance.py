@@ -1,7 +1,9 @@
 """Every optimizer, sharded, is what it is unsharded: the table in `conformance/table.py`, run.
 
-A row has 32 cells: level, number of ranks, dtype. It is run at four of them, so chosen that it sees every level, every
-number of ranks and both dtypes: at one in the quick tier, at the others in the thorough one. Over each 32 rows the
+A row has 32 cells: level, number of ranks, dtype. It is run at four of them, so chosen that it sees
+    every level, every
+number of ranks and both dtypes: at one in the quick tier, at the others in the thorough one. Over
+    each 32 rows the
 quick cells are all 32. The full tier runs every cell of every row.
 """
 
@@ -25,7 +27,12 @@ from functorch_zero.optim.base import split_fused
 from functorch_zero.optim.claims.check import check_claims, name_of
 from functorch_zero.optim.kernels import compiled
 from functorch_zero.sharded.params import all_gather_tree
-from functorch_zero.testing import Equality, assert_equal_updates, assert_equal_values, check_transform
+from functorch_zero.testing import (
+    Equality,
+    assert_equal_updates,
+    assert_equal_values,
+    check_transform,
+)
 from functorch_zero.testing.strategies import known_optimizers
 from tests.conformance.table import TABLE, Row, decay, rate
 from tests.conformance.tree import batches, hostile, part_of
@@ -46,14 +53,22 @@ class Case(NamedTuple):
 
 def all_cases() -> list[Case]:
     cells = itertools.product(LEVELS, RANKS, DTYPES)
-    return [Case(level, ranks, dtype, bool(i % 3 == 0)) for i, (level, ranks, dtype) in enumerate(cells)]
+    return [
+        Case(level, ranks, dtype, bool(i % 3 == 0)) for i, (level, ranks, dtype) in enumerate(cells)
+    ]
 
 
 def cases_of(row: int) -> list[Case]:
-    """Each level once, each number of ranks once, both dtypes twice, donated and not. The quick case comes first."""
+    """Each level once, each number of ranks once, both dtypes twice, donated and not. The quick
+    case comes first."""
     turn, swap = row % len(RANKS), row // len(RANKS) + row // 16
     cases = [
-        Case(level, RANKS[(level + turn) % len(RANKS)], DTYPES[(level + swap) % 2], bool((level // 2 + row) % 2))
+        Case(
+            level,
+            RANKS[(level + turn) % len(RANKS)],
+            DTYPES[(level + swap) % 2],
+            bool((level // 2 + row) % 2),
+        )
         for level in LEVELS
     ]
     first = (row + row // len(LEVELS)) % len(LEVELS)
@@ -76,12 +91,15 @@ def test_the_quick_cases_are_all_cells() -> None:
     assert len(cells) == 32
     for start in range(len(TABLE) - 31):
         assert {cases_of(row)[0][:3] for row in range(start, start + 32)} == cells
-    donated = {(case.level, case.donate) for case in (cases_of(row)[0] for row in range(len(TABLE)))}
+    donated = {
+        (case.level, case.donate) for case in (cases_of(row)[0] for row in range(len(TABLE)))
+    }
     assert donated == set(itertools.product(LEVELS, (False, True)))
 
 
 class Run(NamedTuple):
-    """Whole params before the first step and after each, and the whole optimizer state at the end."""
+    """Whole params before the first step and after each, and the whole optimizer state at the
+    end."""
 
     params: list[Any]
     opt_state: Any
@@ -107,7 +125,9 @@ def run_sharded(row: Row, case: Case) -> list[Run]:
     data = batches(params, NUM_STEPS, case.dtype)
 
     def one(group: ThreadGroup) -> Run:
-        step = fz.shard(fz.train_step(loss_fn, row.make()), level=case.level, group=group, donate=case.donate)
+        step = fz.shard(
+            fz.train_step(loss_fn, row.make()), level=case.level, group=group, donate=case.donate
+        )
         state = step.init(params)
         seen = [whole_params(state, group, case.level)]
         for k, batch in enumerate(data):
@@ -124,15 +144,20 @@ def whole_params(state: fz.TrainState, group: ThreadGroup, level: int) -> Any:
     """Copies: the next step may use the storage again."""
     with torch.no_grad():
         if level < 3:
-            return optree.tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), state.params)
+            return optree.tree_map(
+                lambda p: p.detach().clone().requires_grad_(p.requires_grad), state.params
+            )
         assert state.sharding is not None
         layout = state.sharding.layout
         whole = all_gather_tree(state.params, layout, group)
-        return optree.tree_map(lambda p, flag: p.detach().clone().requires_grad_(flag), whole, layout.trainable)
+        return optree.tree_map(
+            lambda p, flag: p.detach().clone().requires_grad_(flag), whole, layout.trainable
+        )
 
 
 def grade_of(row: Row, case: Case) -> Equality:
-    """The row's; on donated storage a fused kernel rounds otherwise than the chain it stands for."""
+    """The row's; on donated storage a fused kernel rounds otherwise than the chain it stands
+    for."""
     equality = row.equality()
     if equality.grade == "bitwise" and case.donate and split_fused(row.make()) is not None:
         return Equality("reordered")
@@ -144,26 +169,42 @@ def assert_conforms(row: Row, case: Case, expected: Run) -> None:
     runs, equality, at = run_sharded(row, case), grade_of(row, case), case._asdict()
     first = runs[0]
     for other in runs[1:]:
-        assert_equal_values((first.params, first.opt_state), (other.params, other.opt_state), grade="bitwise")
+        assert_equal_values(
+            (first.params, first.opt_state), (other.params, other.opt_state), grade="bitwise"
+        )
     moving = {path for a, b in itertools.pairwise(expected.params) for path in moved(a, b)}
     pairs = zip(itertools.pairwise(expected.params), itertools.pairwise(first.params), strict=True)
     for k, ((old, new), (old_got, new_got)) in enumerate(pairs):
         assert_equal_updates(
-            old, new, new_got, old_got=old_got, grade=equality, resting=moving, context={"step": k, **at}
+            old,
+            new,
+            new_got,
+            old_got=old_got,
+            grade=equality,
+            resting=moving,
+            context={"step": k, **at},
         )
     assert_equal_values(
-        expected.opt_state, first.opt_state, grade=equality, what="opt_state", dtypes=[case.dtype], context=at
+        expected.opt_state,
+        first.opt_state,
+        grade=equality,
+        what="opt_state",
+        dtypes=[case.dtype],
+        context=at,
     )
 
 
 def moved(old: Any, new: Any) -> set[str]:
     after = fz.named_leaves(new)
-    return {path for path, leaf in fz.named_leaves(old).items() if not torch.equal(leaf, after[path])}
+    return {
+        path for path, leaf in fz.named_leaves(old).items() if not torch.equal(leaf, after[path])
+    }
 
 
 @pytest.fixture
 def claims_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`shard` checks a transform's claims at each `init`, on each rank; a row's are the same each time."""
+    """`shard` checks a transform's claims at each `init`, on each rank; a row's are the same each
+    time."""
     checked: list[str] = []
 
     def check(transform: optim.Transform, params: Any) -> None:
@@ -171,7 +212,9 @@ def claims_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
             checked.append(name_of(transform))
             check_claims(transform, params)
 
-    monkeypatch.setattr(importlib.import_module("functorch_zero.sharded.train"), "check_claims", check)
+    monkeypatch.setattr(
+        importlib.import_module("functorch_zero.sharded.train"), "check_claims", check
+    )
 
 
 @pytest.mark.usefixtures("claims_checked_once")
@@ -186,7 +229,11 @@ def test_sharded_is_unsharded(name: str, cases: list[Case]) -> None:
 @pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
 def test_a_compiled_chain_is_a_row_too() -> None:
     """In a process of its own, since torch's compiler leaves threads behind."""
-    ours = [optim.scale_by_adam(), optim.add_decayed_weights(decay), optim.scale_by_learning_rate(rate)]
+    ours = [
+        optim.scale_by_adam(),
+        optim.add_decayed_weights(decay),
+        optim.scale_by_learning_rate(rate),
+    ]
     optimizer = optim.compiled(optim.chain(*ours))
     row = Row(lambda: optimizer)  # which is compiled once
 
@@ -215,11 +262,17 @@ def test_claims_hold(name: str) -> None:
 def public_transforms() -> set[str]:
     """What makes a transform, or a function that makes one, by its signature."""
     things = {name: getattr(optim, name) for name in optim.__all__}
-    makers = {name: inspect.signature(t).return_annotation for name, t in things.items() if inspect.isfunction(t)}
+    makers = {
+        name: inspect.signature(t).return_annotation
+        for name, t in things.items()
+        if inspect.isfunction(t)
+    }
     return {name for name, made in makers.items() if "Transform" in str(made)}
 
 
 def test_every_public_optimizer_has_a_row() -> None:
     assert len(public_transforms()) > 90
-    missing = public_transforms() - {name.split(",")[0] for name in TABLE} - {"compiled"}  # which has a test above
+    missing = (
+        public_transforms() - {name.split(",")[0] for name in TABLE} - {"compiled"}
+    )  # which has a test above
     assert not missing, f"rows are missing for {sorted(missing)}"

@@ -1,7 +1,10 @@
-"""The tree that every optimizer is run on, and a loss whose gradients have the same bits however they are summed.
+"""The tree that every optimizer is run on, and a loss whose gradients have the same bits however
+they are summed.
 
-The loss is linear in params, and its coefficients are small integers over powers of two. So every product and sum in
-backward, and every sum over ranks, is exact, in float32 too: the sharded step and the unsharded one are fed the same
+The loss is linear in params, and its coefficients are small integers over powers of two. So every
+product and sum in
+backward, and every sum over ranks, is exact, in float32 too: the sharded step and the unsharded one
+    are fed the same
 gradients, and what is then compared is the optimizer, not the order in which rows were added.
 """
 
@@ -24,7 +27,8 @@ Batch = dict[str, Any]
 
 
 class Tied(nn.Module):
-    """An embedding that is the head, too, between a convolution and a stack of experts; and a frozen matrix."""
+    """An embedding that is the head, too, between a convolution and a stack of experts; and a
+    frozen matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +64,8 @@ class Experts(nn.Module):
 
 
 def loose_leaves() -> dict[str, Any]:
-    """Leaves that no module has: 0-d, empty, of one element, None, a matrix that nothing divides, and its double."""
+    """Leaves that no module has: 0-d, empty, of one element, None, a matrix that nothing divides,
+    and its double."""
     return {
         "layers": [{"w": torch.randn(7, 5)}, {"w": torch.randn(7, 5), "b": torch.randn(13)}],
         "scale": torch.tensor(1.5),
@@ -87,7 +92,9 @@ def hostile(dtype: torch.dtype) -> tuple[Any, Callable[..., Any]]:
         outputs, _ = apply(params["model"], {}, batch["model"])
         total = sum((y * c).sum() for y, c in zip(outputs, batch["outputs"], strict=True))
         leaves = optree.tree_leaves(fz.gather(params["loose"]))
-        total = total + sum((p * c.sum(0)).sum() for p, c in zip(leaves, batch["loose"], strict=True))
+        total = total + sum(
+            (p * c.sum(0)).sum() for p, c in zip(leaves, batch["loose"], strict=True)
+        )
         rows = len(batch["loose"][0])
         return total / rows, fz.Aux(weight=rows)
 

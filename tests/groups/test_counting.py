@@ -106,7 +106,12 @@ def test_results_are_as_if_every_rank_had_this_ranks_data() -> None:
 def test_the_same_as_threads_that_hold_the_same() -> None:
     def fn(group: Group) -> list[list[float]]:
         n = group.size
-        out, piece, tensor, received = torch.zeros(2 * n), torch.zeros(2), torch.arange(3.0), torch.zeros(2 * n)
+        out, piece, tensor, received = (
+            torch.zeros(2 * n),
+            torch.zeros(2),
+            torch.arange(3.0),
+            torch.zeros(2 * n),
+        )
         group.all_gather(out, torch.arange(2.0)).wait()
         group.reduce_scatter(piece, torch.arange(2.0 * n)).wait()
         group.all_reduce(tensor).wait()

@@ -1,4 +1,5 @@
-"""A raw collective inside a torch.func transform raises, where torch would differentiate it to zero."""
+"""A raw collective inside a torch.func transform raises, where torch would differentiate it to
+zero."""
 
 import pytest
 import torch
@@ -62,7 +63,15 @@ def inside(kind):
     return str(error.value)
 
 
-KINDS = ["all_gather", "reduce_scatter", "all_reduce", "all_reduce of much", "all_to_all", "broadcast", "barrier"]
+KINDS = [
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_reduce of much",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

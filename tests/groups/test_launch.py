@@ -1,4 +1,5 @@
-"""Starting ranks as processes: results, exceptions, deaths, time limits, and nothing left behind."""
+"""Starting ranks as processes: results, exceptions, deaths, time limits, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ from functorch_zero.groups import ProcessGroup, launch
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
 
 
-def forked(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 20.0, **options: Any) -> list[Any]:
+def forked(
+    fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 20.0, **options: Any
+) -> list[Any]:
     return launch(fn, ranks, *args, timeout=timeout, start_method="fork", **options)
 
 
 @pytest.fixture(autouse=True)
-def no_temporary_files(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
+def no_temporary_files(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
@@ -80,7 +85,9 @@ class OddError(ValueError):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_exception_keeps_its_type_and_brings_its_traceback(error: Any, kind: Any, text: str) -> None:
+def test_an_exception_keeps_its_type_and_brings_its_traceback(
+    error: Any, kind: Any, text: str
+) -> None:
     def the_culprit() -> None:
         if dist.get_rank() == 1:
             raise error
@@ -132,11 +139,17 @@ def test_a_result_that_cannot_be_pickled() -> None:
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL", lambda: time.sleep(60)),
         (lambda: os._exit(0), "exit code 0", dist.barrier),
-        (lambda: (faulthandler.disable(), os.abort()), "killed by SIGABRT.*fz.CheckedGroup", dist.barrier),
+        (
+            lambda: (faulthandler.disable(), os.abort()),
+            "killed by SIGABRT.*fz.CheckedGroup",
+            dist.barrier,
+        ),
     ],
     ids=["kill", "exit", "abort"],
 )
-def test_a_death_ends_the_others(die: Callable[[], None], text: str, meanwhile: Callable[[], None]) -> None:
+def test_a_death_ends_the_others(
+    die: Callable[[], None], text: str, meanwhile: Callable[[], None]
+) -> None:
     """Those that are busy are killed after 2 s; errors about the lost connection come second."""
 
     def fn() -> None:
@@ -231,7 +244,9 @@ def test_garbage_of_an_earlier_launch_does_no_harm() -> None:
     gc.disable()  # until the rank does it
     try:
         with contextlib.suppress(ZeroDivisionError):
-            forked(lambda: 1 // 0, 1)  # the exception and the frames that it came through are a cycle
+            forked(
+                lambda: 1 // 0, 1
+            )  # the exception and the frames that it came through are a cycle
         assert forked(gc.collect, 1)[0] > 0
     finally:
         gc.enable()
@@ -283,7 +298,8 @@ def test_spawned_ranks() -> None:
 
 
 def test_a_script_that_torchrun_started(tmp_path: Path) -> None:
-    """Its environment is all that matters of torchrun; the number of ranks is torchrun's, not the script's."""
+    """Its environment is all that matters of torchrun; the number of ranks is torchrun's, not the
+    script's."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -40,7 +40,10 @@ def outcome(fn: Callable[[], object]) -> tuple[str, str, bool]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_collectives(ranks: int) -> None:
-    assert on_ranks(lambda: check_all(ProcessGroup()), ranks) == [[check.__name__ for check in CHECKS]] * ranks
+    assert (
+        on_ranks(lambda: check_all(ProcessGroup()), ranks)
+        == [[check.__name__ for check in CHECKS]] * ranks
+    )
 
 
 def test_collectives_through_copies_on_the_host() -> None:
@@ -48,14 +51,17 @@ def test_collectives_through_copies_on_the_host() -> None:
 
     class Staging(ProcessGroup):
         def _must_stage(self, tensor: torch.Tensor) -> bool:
-            self.staged = not getattr(self, "staged", False)  # the collective calls itself with the copies
+            self.staged = not getattr(
+                self, "staged", False
+            )  # the collective calls itself with the copies
             return self.staged
 
     on_ranks(lambda: check_all(Staging()), 3)
 
 
 def test_collectives_with_none_of_gloos_shortcuts() -> None:
-    """What NCCL does: the backend's own reduce-scatter and all-reduce, whatever the size. (gloo has both, slowly.)"""
+    """What NCCL does: the backend's own reduce-scatter and all-reduce, whatever the size. (gloo has
+    both, slowly.)"""
 
     class Native(ProcessGroup):
         def _backend(self, tensor: torch.Tensor) -> str:
@@ -79,7 +85,10 @@ def test_sums_are_in_rank_order() -> None:
 
 def test_two_ranks_get_the_same_bits() -> None:
     """Also where the order of two terms shows: which of two NaNs, which of two zeros."""
-    bits = [[0x7FC00001, 0, 0x3F800000], [0x7FC00002, -(2**31), 0x7FC00003]]  # float32: NaN, 0, 1 and NaN, -0, NaN
+    bits = [
+        [0x7FC00001, 0, 0x3F800000],
+        [0x7FC00002, -(2**31), 0x7FC00003],
+    ]  # float32: NaN, 0, 1 and NaN, -0, NaN
 
     def fn() -> list[list[int]]:
         group, got = ProcessGroup(), []
@@ -95,7 +104,8 @@ def test_two_ranks_get_the_same_bits() -> None:
 
 
 def test_torchs_own_methods_are_asynchronous() -> None:
-    """What `torch.distributed`'s functions are told by `async_op`. Over NCCL it decides on which stream they run."""
+    """What `torch.distributed`'s functions are told by `async_op`. Over NCCL it decides on which
+    stream they run."""
     import torch._C._distributed_c10d as c10d
 
     for name in ("Allgather", "Allreduce", "AllToAll", "Broadcast", "ReduceScatter"):
@@ -103,7 +113,8 @@ def test_torchs_own_methods_are_asynchronous() -> None:
 
 
 def test_who_waits_while_the_group_is_left_gets_an_error() -> None:
-    """As another thread might, at any moment: a collective that was cut off must never look finished."""
+    """As another thread might, at any moment: a collective that was cut off must never look
+    finished."""
     heard = []
 
     class Left:
@@ -145,13 +156,19 @@ def test_many_at_once_finished_in_any_order() -> None:
     def fn() -> bool:
         group = ProcessGroup()
         outs = torch.empty(count, 2)
-        works = [group.all_gather(outs[i], torch.tensor([100.0 * i + group.rank])) for i in range(count)]
+        works = [
+            group.all_gather(outs[i], torch.tensor([100.0 * i + group.rank])) for i in range(count)
+        ]
         sums = [torch.full((20_000,), float(i + group.rank)) for i in range(3)]
         works += [group.all_reduce(total) for total in sums]
         for work in reversed(works):
             work.wait()
         expected = 100.0 * torch.arange(count)[:, None] + torch.arange(2)
-        return torch.equal(outs, expected) and [float(total[0]) for total in sums] == [1.0, 3.0, 5.0]
+        return torch.equal(outs, expected) and [float(total[0]) for total in sums] == [
+            1.0,
+            3.0,
+            5.0,
+        ]
 
     assert on_ranks(fn, 2) == [True, True]
 
@@ -261,7 +278,8 @@ def test_fail_reaches_every_rank_with_its_text(bad: int) -> None:
 
 
 def test_fail_with_collectives_of_its_own_under_way() -> None:
-    """gloo's connections close only when nothing refers to the group, works under way and finished ones included."""
+    """gloo's connections close only when nothing refers to the group, works under way and finished
+    ones included."""
 
     def fn() -> tuple[str, str, bool]:
         group = ProcessGroup()
@@ -295,14 +313,19 @@ def test_one_group_fails_and_others_go_on() -> None:
         third.barrier()
         return failure[0], names, outcome(third.barrier)[0]
 
-    assert on_ranks(fn, 2) == [(name, [b"still here"] * 2, "") for name in ("GroupError", "PeerError")]
+    assert on_ranks(fn, 2) == [
+        (name, [b"still here"] * 2, "") for name in ("GroupError", "PeerError")
+    ]
 
 
 def test_all_ranks_rejoin_after_a_failure() -> None:
-    """Twice, with works of before left over; also a part of the ranks, whose groups' names torch would use again."""
+    """Twice, with works of before left over; also a part of the ranks, whose groups' names torch
+    would use again."""
 
     def fn() -> list[object]:
-        half = dist.new_group([0, 1] if dist.get_rank() < 2 else [2, 3], use_local_synchronization=True)
+        half = dist.new_group(
+            [0, 1] if dist.get_rank() < 2 else [2, 3], use_local_synchronization=True
+        )
         heard: list[object] = []
         for group in (ProcessGroup(), ProcessGroup(half)):
             group.rejoin()  # nothing has failed
@@ -318,7 +341,9 @@ def test_all_ranks_rejoin_after_a_failure() -> None:
         return heard
 
     results = on_ranks(fn, 4)
-    mine = {rank: ["GroupError" if bad == rank else "PeerError" for bad in (1, 0)] for rank in range(4)}
+    mine = {
+        rank: ["GroupError" if bad == rank else "PeerError" for bad in (1, 0)] for rank in range(4)
+    }
     for rank, heard in enumerate(results):
         assert heard[::2] == mine[rank] + mine[rank % 2]
         assert all(heard[1::2])
@@ -338,7 +363,10 @@ def test_a_rank_that_does_not_come_back() -> None:
 
     name, text, soon = on_ranks(fn, 2)[0]
     assert (name, soon) == ("LostPeerError", True)
-    assert "rank 0 waited for all ranks to come back, after this: rank 1 failed: ValueError: bad batch" in text
+    assert (
+        "rank 0 waited for all ranks to come back, after this: rank 1 failed: ValueError: bad batch"
+        in text
+    )
 
 
 def test_a_closed_group_is_not_rejoined() -> None:
@@ -363,7 +391,9 @@ def test_a_sibling_is_another_group_of_the_same_ranks() -> None:
 
 def test_a_group_that_a_rank_does_not_make() -> None:
     def fn() -> tuple[str, str, bool]:
-        return outcome(lambda: ProcessGroup(timeout=0.5)) if dist.get_rank() == 0 else ("", "", True)
+        return (
+            outcome(lambda: ProcessGroup(timeout=0.5)) if dist.get_rank() == 0 else ("", "", True)
+        )
 
     name, text, soon = on_ranks(fn, 2)[0]
     assert (name, soon) == ("LostPeerError", True)

@@ -106,7 +106,12 @@ def test_what_torch_keeps_per_thread_is_the_callers() -> None:
     variable = contextvars.ContextVar("variable", default=0)
 
     def fn(group: ThreadGroup) -> tuple[bool, bool, int, str]:
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), variable.get(), torch.empty(0).device.type
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            variable.get(),
+            torch.empty(0).device.type,
+        )
 
     assert run_ranks(fn, 2) == [(True, False, 0, "cpu")] * 2
     variable.set(1)
@@ -154,7 +159,9 @@ def test_one_failure_breaks_the_others_and_is_raised(bad: int) -> None:
         run_ranks(fn, 3)
     assert time.monotonic() - start < 1
     assert caught.value.__notes__ == [f"Raised on rank {bad} of 3."]
-    assert heard == {rank: f"rank {bad} failed: ValueError: bad batch" for rank in range(3) if rank != bad}
+    assert heard == {
+        rank: f"rank {bad} failed: ValueError: bad batch" for rank in range(3) if rank != bad
+    }
 
 
 def test_fail_tells_the_others_at_once() -> None:
@@ -175,7 +182,9 @@ def mismatches() -> dict[str, tuple[Any, Any, list[str]]]:
     """What rank 1 calls, what the others call, and what the error must name."""
 
     def gather(k: int, dtype: torch.dtype = torch.float32) -> Any:
-        return lambda g: g.all_gather(torch.zeros(k * g.size, dtype=dtype), torch.zeros(k, dtype=dtype)).wait()
+        return lambda g: g.all_gather(
+            torch.zeros(k * g.size, dtype=dtype), torch.zeros(k, dtype=dtype)
+        ).wait()
 
     def reduce(op: Any) -> Any:
         return lambda g: g.all_reduce(torch.ones(2), op).wait()
@@ -184,10 +193,26 @@ def mismatches() -> dict[str, tuple[Any, Any, list[str]]]:
         return lambda g: g.all_to_all(torch.ones(3), [1] * 3, torch.ones(3 * k), [k] * 3).wait()
 
     return {
-        "kind": (lambda g: g.barrier(), gather(2), ["rank 0: all_gather of 2 float32", "rank 1: barrier"]),
-        "size": (gather(3), gather(2), ["rank 0: all_gather of 2 float32", "rank 1: all_gather of 3 float32"]),
-        "dtype": (gather(2, torch.int64), gather(2), ["all_gather of 2 float32", "all_gather of 2 int64"]),
-        "op": (reduce("max"), reduce("sum"), ["rank 0: all_reduce(sum)", "rank 1: all_reduce(max)"]),
+        "kind": (
+            lambda g: g.barrier(),
+            gather(2),
+            ["rank 0: all_gather of 2 float32", "rank 1: barrier"],
+        ),
+        "size": (
+            gather(3),
+            gather(2),
+            ["rank 0: all_gather of 2 float32", "rank 1: all_gather of 3 float32"],
+        ),
+        "dtype": (
+            gather(2, torch.int64),
+            gather(2),
+            ["all_gather of 2 float32", "all_gather of 2 int64"],
+        ),
+        "op": (
+            reduce("max"),
+            reduce("sum"),
+            ["rank 0: all_reduce(sum)", "rank 1: all_reduce(max)"],
+        ),
         "source": (
             lambda g: g.broadcast(torch.ones(1), 1),
             lambda g: g.broadcast(torch.ones(1), 0),
@@ -224,7 +249,8 @@ def test_a_rank_that_returns_early_is_no_hang() -> None:
             group.all_reduce(torch.ones(2)).wait()
 
     with pytest.raises(
-        GroupError, match=r"no rank can go on: rank 1 returned; rank 0 waits in all_reduce.* rank 2 waits"
+        GroupError,
+        match=r"no rank can go on: rank 1 returned; rank 0 waits in all_reduce.* rank 2 waits",
     ):
         run_ranks(fn, 3)
 
@@ -234,7 +260,9 @@ def test_a_collective_that_some_never_call_is_an_error_at_the_end() -> None:
         if group.rank != 1:
             group.all_reduce(torch.ones(2))  # not waited for
 
-    with pytest.raises(GroupError, match="rank 1 never called what others called: rank 0: all_reduce"):
+    with pytest.raises(
+        GroupError, match="rank 1 never called what others called: rank 0: all_reduce"
+    ):
         run_ranks(fn, 3)
 
 

@@ -35,14 +35,24 @@ specs = st.lists(st.tuples(shapes, kinds, st.booleans()), min_size=1, max_size=8
 def make(spec: Any, num_ranks: int, seed: int = 0) -> tuple[dict[str, Tensor], Layout]:
     """A tree of random leaves in two units, and its layout."""
     g = torch.Generator().manual_seed(seed)
-    tree = {f"{'ab'[i % 2]}{i}": torch.randn(shape, generator=g).to(dtype) for i, (shape, dtype, _) in enumerate(spec)}
+    tree = {
+        f"{'ab'[i % 2]}{i}": torch.randn(shape, generator=g).to(dtype)
+        for i, (shape, dtype, _) in enumerate(spec)
+    }
     flags = {name: flag for name, (_, _, flag) in zip(tree, spec, strict=True)}
-    nested = {"a": {k: v for k, v in tree.items() if k[0] == "a"}, "b": {k: v for k, v in tree.items() if k[0] == "b"}}
-    return nested, make_layout(nested, num_ranks, trainable=lambda path, leaf: flags[path.split(".")[1]])
+    nested = {
+        "a": {k: v for k, v in tree.items() if k[0] == "a"},
+        "b": {k: v for k, v in tree.items() if k[0] == "b"},
+    }
+    return nested, make_layout(
+        nested, num_ranks, trainable=lambda path, leaf: flags[path.split(".")[1]]
+    )
 
 
 def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    )
 
 
 @drawn(specs, st.integers(1, 5))
@@ -62,15 +72,22 @@ def test_slices_gathered_are_the_tree(spec: Any, ranks: int) -> None:
 def test_flats_are_found_again_without_a_copy(spec: Any, num_ranks: int) -> None:
     tree, layout = make(spec, num_ranks)
     leaves = optree.tree_leaves(tree)
-    copied = [copy_bucket(by_bucket(leaves, layout, b), bucket) for b, bucket in enumerate(layout.buckets)]
+    copied = [
+        copy_bucket(by_bucket(leaves, layout, b), bucket) for b, bucket in enumerate(layout.buckets)
+    ]
     assert same(to_tree(copied, layout), tree)
     for own, bucket in zip(copied, layout.buckets, strict=True):
         whole = flat_of_leaves(own, bucket)
-        assert not (bucket.offsets[-1] + bucket.numels[-1]) or whole.data_ptr() == own[0]._base.data_ptr()
+        assert (
+            not (bucket.offsets[-1] + bucket.numels[-1])
+            or whole.data_ptr() == own[0]._base.data_ptr()
+        )
         for rank in range(num_ranks):
             piece = whole[rank * bucket.piece : (rank + 1) * bucket.piece]
             found = flat_of_pieces(cut(piece, bucket, rank), bucket, rank)
-            assert not (bucket.offsets[-1] + bucket.numels[-1]) or found.data_ptr() == piece.data_ptr()
+            assert (
+                not (bucket.offsets[-1] + bucket.numels[-1]) or found.data_ptr() == piece.data_ptr()
+            )
             assert torch.equal(found, piece)
 
 
@@ -115,7 +132,9 @@ def test_reduce_scatter_gives_pieces_of_the_sum(spec: Any, ranks: int) -> None:
 
 
 def test_none_is_zeros_and_padding_is_zero() -> None:
-    tree, layout = make([((3,), torch.float32, True), ((1,), torch.float32, True), ((2,), torch.float32, True)], 2)
+    tree, layout = make(
+        [((3,), torch.float32, True), ((1,), torch.float32, True), ((2,), torch.float32, True)], 2
+    )
     (bucket,) = [b for b in layout.buckets if len(b.leaves) == 2]
     flat = pack([None, tree["a"]["a2"]], bucket, device=torch.device("cpu"))
     assert flat.count_nonzero() == 2 and torch.equal(unpack(flat, bucket)[1], tree["a"]["a2"])
@@ -124,4 +143,8 @@ def test_none_is_zeros_and_padding_is_zero() -> None:
 def test_mixed_dtypes_in_a_bucket_are_an_error() -> None:
     _, layout = make([((3,), torch.float32, True)], 2)
     with pytest.raises(TypeError, match="share a dtype"):
-        pack([torch.zeros(3, dtype=torch.float64), torch.zeros(1)], layout.buckets[0], device=torch.device("cpu"))
+        pack(
+            [torch.zeros(3, dtype=torch.float64), torch.zeros(1)],
+            layout.buckets[0],
+            device=torch.device("cpu"),
+        )

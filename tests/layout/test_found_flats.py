@@ -21,7 +21,11 @@ def views_and_finder() -> tuple[Tensor, list[Tensor], Recall, list[int]]:
 
     def find(leaves: Sequence[Tensor]) -> list[Tensor]:
         asked[0] += 1
-        return [flat if all(x._base is flat for x in leaves) else torch.cat([x.reshape(-1) for x in leaves])]
+        return [
+            flat
+            if all(x._base is flat for x in leaves)
+            else torch.cat([x.reshape(-1) for x in leaves])
+        ]
 
     return flat, [flat[:4].view(2, 2), flat[4:]], Recall(find), asked
 
@@ -65,10 +69,15 @@ def loss_of(params: Any, buffers: Any, batch: Tensor) -> Tensor:
     return ((batch @ params["a"])[:, :3] * params["b"]).square().mean()
 
 
-def check_steps(level: int, at: int, change: Callable[[fz.TrainState], fz.TrainState], metrics: Sequence[str]) -> None:
-    """Three steps, sharded and not, of which the `at`-th is given a changed state, end in the same params and state."""
+def check_steps(
+    level: int, at: int, change: Callable[[fz.TrainState], fz.TrainState], metrics: Sequence[str]
+) -> None:
+    """Three steps, sharded and not, of which the `at`-th is given a changed state, end in the same
+    params and state."""
     params = {"a": torch.randn(4, 4), "b": torch.randn(3)}
-    step = fz.train_step(loss_of, optim.adamw(0.1), trainable=lambda path, leaf: True, metrics=metrics)
+    step = fz.train_step(
+        loss_of, optim.adamw(0.1), trainable=lambda path, leaf: True, metrics=metrics
+    )
     sharded = fz.shard(step, level=level, group=fz.Solo())
     expected, got = step.init(params), sharded.init(params)
     for i in range(3):

@@ -1,4 +1,5 @@
-"""Leaves that are buckets of their own, whose gradients are reduced as autograd gives them, without a copy."""
+"""Leaves that are buckets of their own, whose gradients are reduced as autograd gives them, without
+a copy."""
 
 import pytest
 import torch
@@ -19,7 +20,11 @@ def nothing_is_small(monkeypatch):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(24),
+            nn.Linear(24, 48),
+            nn.Linear(48, 24, bias=False),
+        )
 
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)).tanh())
@@ -38,7 +43,9 @@ class Net(nn.Module):
         return self.head(self.last(self.block(self.block(self.embed(x)))))
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"accumulate_in": "whole"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_forward": False}, {"accumulate_in": "whole"}]
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equal_to_the_unsharded_step(options, accumulate, weighted):
@@ -52,7 +59,9 @@ def test_equal_to_the_unsharded_step(options, accumulate, weighted):
 
     batches = [{k: torch.randint(48, (12, 5)) for k in "xy"} for _ in range(2)]
     step = train_step(loss_fn, optim.adamw(1e-2), accumulate=accumulate)
-    assert_sharded_equals_unsharded(step, params, buffers, batches, levels=(2, 3), ranks=(2, 3), **options)
+    assert_sharded_equals_unsharded(
+        step, params, buffers, batches, levels=(2, 3), ranks=(2, 3), **options
+    )
 
 
 def test_two_leaves_may_be_given_one_gradient():
@@ -65,4 +74,6 @@ def test_two_leaves_may_be_given_one_gradient():
     batches = [{"x": torch.randn(6, 6, 16, dtype=torch.float64)} for _ in range(2)]
     step = train_step(loss_fn, optim.sgd(1e-1))
     assert_sharded_equals_unsharded(step, params, {}, batches, levels=(2, 3), ranks=(2, 3))
-    assert_sharded_equals_unsharded(step, params, {}, batches, levels=({"a": 3, "b": 0},), ranks=(2,))
+    assert_sharded_equals_unsharded(
+        step, params, {}, batches, levels=({"a": 3, "b": 0},), ranks=(2,)
+    )

@@ -26,7 +26,8 @@ leaves = st.tuples(shapes, st.sampled_from(DTYPES), st.booleans())
 trees = st.recursive(
     leaves,
     lambda children: st.one_of(
-        st.lists(children, min_size=1, max_size=3), st.dictionaries(st.sampled_from("abcd"), children, min_size=1)
+        st.lists(children, min_size=1, max_size=3),
+        st.dictionaries(st.sampled_from("abcd"), children, min_size=1),
     ),
     max_leaves=12,
 ).filter(lambda tree: not isinstance(tree, tuple) or isinstance(tree[0], tuple))
@@ -39,8 +40,16 @@ def is_leaf(x: Any) -> bool:
 
 def layout_of(tree: Any, num_ranks: int) -> tuple[Layout, Any]:
     """The layout, and the tree of meta tensors it is for."""
-    flags = dict(zip(paths_of(tree), (leaf[2] for leaf in optree.tree_leaves(tree, is_leaf=is_leaf)), strict=True))
-    tensors = optree.tree_map(lambda x: torch.empty(x[0], dtype=x[1], device="meta"), tree, is_leaf=is_leaf)
+    flags = dict(
+        zip(
+            paths_of(tree),
+            (leaf[2] for leaf in optree.tree_leaves(tree, is_leaf=is_leaf)),
+            strict=True,
+        )
+    )
+    tensors = optree.tree_map(
+        lambda x: torch.empty(x[0], dtype=x[1], device="meta"), tree, is_leaf=is_leaf
+    )
     return make_layout(tensors, num_ranks, trainable=lambda path, leaf: flags[path]), tensors
 
 
@@ -77,13 +86,19 @@ def test_buckets_are_aligned_and_hold_one_kind(tree: Any, num_ranks: int) -> Non
             leaf = layout.leaves[n]
             assert (leaf.dtype, leaf.trainable) == (bucket.dtype, bucket.trainable)
             assert bucket.offsets[k] * size % ALIGNMENT == 0
-            assert end <= bucket.offsets[k] < end + ALIGNMENT // size + 1, "leaves follow each other, without overlap"
+            assert end <= bucket.offsets[k] < end + ALIGNMENT // size + 1, (
+                "leaves follow each other, without overlap"
+            )
             end = bucket.offsets[k] + leaf.numel
         waste = num_ranks * bucket.piece - (bucket.offsets[-1] + bucket.numels[-1])
-        assert waste < (num_ranks + 1) * ALIGNMENT, "padding is at most a step of alignment for each rank"
+        assert waste < (num_ranks + 1) * ALIGNMENT, (
+            "padding is at most a step of alignment for each rank"
+        )
         seen += bucket.leaves
     assert sorted(seen) == list(range(len(layout.leaves)))
-    assert sorted(b for unit in layout.units for b in unit.buckets) == list(range(len(layout.buckets)))
+    assert sorted(b for unit in layout.units for b in unit.buckets) == list(
+        range(len(layout.buckets))
+    )
 
 
 @drawn(trees, worlds)
@@ -119,7 +134,11 @@ def test_units_of_a_module_and_of_its_children() -> None:
     _, params, _ = functionalize(Net())
     layout = make_layout(params, 2, trainable=lambda path, leaf: leaf.requires_grad)
     assert [unit.name for unit in layout.units] == ["a", "b"]
-    assert [bucket.name for bucket in layout.buckets] == ["a[float32]", "b[float32]", "b[float32, frozen]"]
+    assert [bucket.name for bucket in layout.buckets] == [
+        "a[float32]",
+        "b[float32]",
+        "b[float32, frozen]",
+    ]
     assert layout.trainable == {"a.weight": True, "a.bias": True, "b.weight": True, "b.bias": False}
 
 
@@ -132,8 +151,10 @@ def test_units_of_models_inside_a_tree() -> None:
     named = {unit.name: unit.modules for unit in layout.units}
     assert named["one.0"] == ("0",) and named["one.1"] == ("1",)
     assert len({unit.name for unit in layout.units}) == len(layout.units)
-    leaves = {unit.name: {layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves}
-              for unit in layout.units}  # fmt: skip
+    leaves = {
+        unit.name: {layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves}
+        for unit in layout.units
+    }
     assert leaves["one.1"] == {"one.1.weight", "one.1.bias"}
     assert {"rest.0.weight", "rest.0.bias"} in leaves.values()
     assert sorted(path for paths in leaves.values() for path in paths) == sorted(paths(tree))
@@ -142,8 +163,10 @@ def test_units_of_models_inside_a_tree() -> None:
 def test_default_units() -> None:
     tree = {"a": [1, 2], "b": 3, "c": {"d": 4}, "e": 5}
     assert {unit.name: unit.leaves for unit in default_units(tree)} == {
-        "a": ("a.0", "a.1"), "": ("b", "e"), "c": ("c.d",),
-    }  # fmt: skip
+        "a": ("a.0", "a.1"),
+        "": ("b", "e"),
+        "c": ("c.d",),
+    }
 
 
 def test_units_must_cover_the_tree_once() -> None:
@@ -174,14 +197,22 @@ def test_a_layout_is_hashable_plain_data() -> None:
 
 def test_a_large_leaf_whose_gradient_is_reduced_at_once_is_a_bucket_of_its_own() -> None:
     with torch.device("meta"):
-        params = {"a": torch.empty(1024), "head": torch.empty(2048, 1024), "odd": torch.empty(2049, 1025)}
+        params = {
+            "a": torch.empty(1024),
+            "head": torch.empty(2048, 1024),
+            "odd": torch.empty(2049, 1025),
+        }
         params |= {"frozen": torch.empty(2048, 1024), "z": torch.empty(7)}
     unit = [UnitSpec("", (), tuple(params))]
 
     def names(level: int) -> list[list[str]]:
         cut = Cut(level, 2 if level else 1, 2 if level == 3 else 1)
         layout = make_layout(
-            params, 2, trainable=lambda path, _: path != "frozen", units=unit, cut=lambda path, leaf: cut
+            params,
+            2,
+            trainable=lambda path, _: path != "frozen",
+            units=unit,
+            cut=lambda path, leaf: cut,
         )
         return [[layout.leaves[i].path for i in bucket.leaves] for bucket in layout.buckets]
 

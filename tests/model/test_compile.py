@@ -1,4 +1,5 @@
-"""Compiled units: the same numbers, sharded or not; compiled once; collectives, hooks and skeletons as ever."""
+"""Compiled units: the same numbers, sharded or not; compiled once; collectives, hooks and skeletons
+as ever."""
 
 from __future__ import annotations
 
@@ -21,11 +22,19 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import Block
-from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_by_rank, train_sharded
+from tests.compare import (
+    assert_equal_updates,
+    assert_same_on_all_ranks,
+    train,
+    train_by_rank,
+    train_sharded,
+)
 from tests.model.test_remat import Net, Stateful, assert_same_runs, batches_of
 from tests.tiers import THOROUGH
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # torch's compiler looks at it
 LEVELS = (0, 1, 2, 3)
 compiles: list[int] = []
 
@@ -41,7 +50,9 @@ def counting(graph: Any, inputs: Any) -> Any:
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
     if util.find_spec("tqdm"):
-        importlib.import_module("tqdm").tqdm.monitor_interval = 0  # torch's compiler would start a thread that stays
+        importlib.import_module(
+            "tqdm"
+        ).tqdm.monitor_interval = 0  # torch's compiler would start a thread that stays
     torch._dynamo.reset()
     compiles.clear()
     yield
@@ -82,7 +93,10 @@ def test_on_processes() -> None:
 
     def run() -> Any:
         group = ProcessGroup()
-        return {level: train_sharded(group, *gpt(**COMPILED), batches, [3, 3], level=level) for level in (1, 3)}
+        return {
+            level: train_sharded(group, *gpt(**COMPILED), batches, [3, 3], level=level)
+            for level in (1, 3)
+        }
 
     runs = launch(run, 2, start_method="fork", timeout=100)
     expected = train(*gpt(**COMPILED), batches)
@@ -105,7 +119,8 @@ def stateful(**options: Any) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_buffers_and_dropout(remat: bool) -> None:
-    """BatchNorm, a buffer that is replaced and one that is read, dropout (this backend draws as eager does)."""
+    """BatchNorm, a buffer that is replaced and one that is read, dropout (this backend draws as
+    eager does)."""
     options = {"compile": True, "compile_options": {"backend": counting}, "remat": remat}
     assert_same_runs(train(*stateful(), batches_of()), train(*stateful(**options), batches_of()))
     assert compiles
@@ -140,45 +155,60 @@ def test_skeletons_are_used_again() -> None:
 
 def test_derivatives_inside_the_loss() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    apply, params, buffers = functionalize(model, compile=True, compile_options={"backend": counting})
+    apply, params, buffers = functionalize(
+        model, compile=True, compile_options={"backend": counting}
+    )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         slopes = vmap(grad(lambda x: apply(params, {}, x)[0].sum()))(batch["x"])
-        return slopes.square().mean() + (apply(params, {}, batch["x"])[0] - batch["y"]).square().mean()
+        return (
+            slopes.square().mean() + (apply(params, {}, batch["x"])[0] - batch["y"]).square().mean()
+        )
 
     step = train_step(loss_fn, optim.adamw(0.01))
-    assert_sharded_equals_unsharded(step, params, buffers, batches_of(num=1), levels=(0, 3), ranks=(2,))
+    assert_sharded_equals_unsharded(
+        step, params, buffers, batches_of(num=1), levels=(0, 3), ranks=(2,)
+    )
 
 
 def regression(**options: Any) -> tuple[Any, Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         halves = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.4)) for _ in range(2)]
-        apply, params, buffers = functionalize(nn.Sequential(*halves, nn.Linear(5, 3)).double(), **options)
+        apply, params, buffers = functionalize(
+            nn.Sequential(*halves, nn.Linear(5, 3)).double(), **options
+        )
     loss_fn = lambda p, b, batch: (apply(p, b, batch["x"])[0] - batch["y"]).square().mean()
     return train_step(loss_fn, optim.sgd(0.1)), params, buffers
 
 
 def with_inductor() -> float:
-    """The largest difference of an update, relative to the largest update, from the one without compilation.
+    """The largest difference of an update, relative to the largest update, from the one without
+    compilation.
 
     Ranks have other numbers of rows, and dropouts of their own.
     """
     torch._inductor.config.compile_threads = 1
     batches = batches_of()
-    make = lambda: regression(units=nn.Sequential, compile=nn.Sequential, compile_options={"dynamic": True})
+    make = lambda: regression(
+        units=nn.Sequential, compile=nn.Sequential, compile_options={"dynamic": True}
+    )
     plain, made = train(*regression(), batches), train(*make(), batches)
     runs = run_ranks(lambda group: train_sharded(group, *make(), batches, [5, 7], level=3), 2)
     assert_equal_updates(train_by_rank(*make(), batches, [5, 7]), runs[0])
     start, end = plain.states[0].params, plain.states[-1].params
     size = max(float((end[path] - start[path]).detach().abs().max()) for path in start)
-    return max(float((end[p] - made.states[-1].params[p]).detach().abs().max()) for p in start) / size
+    return (
+        max(float((end[p] - made.states[-1].params[p]).detach().abs().max()) for p in start) / size
+    )
 
 
 @THOROUGH
 @pytest.mark.skipif(not _can_compile("cpu"), reason="needs a C++ compiler")
 def test_inductor() -> None:
-    (difference,) = launch(with_inductor, 1, start_method="fork", timeout=150)  # the compiler leaves threads behind
+    (difference,) = launch(
+        with_inductor, 1, start_method="fork", timeout=150
+    )  # the compiler leaves threads behind
     assert difference < 1e-9
 
 
@@ -199,5 +229,9 @@ def test_inductor_is_told_to_draw_as_torch_does() -> None:
     assert made()["options"] == {"fallback_random": True}
     assert made(options={"fallback_random": False})["options"] == {"fallback_random": False}
     of_mode = made(mode="max-autotune-no-cudagraphs")
-    assert "mode" not in of_mode and of_mode["options"]["max_autotune"] and of_mode["options"]["fallback_random"]
+    assert (
+        "mode" not in of_mode
+        and of_mode["options"]["max_autotune"]
+        and of_mode["options"]["fallback_random"]
+    )
     assert made(backend="aot_eager") == {"backend": "aot_eager"}

@@ -1,4 +1,5 @@
-"""Deferred initialisation: values by seed and path alone, a bucket at a time, and nothing left out in silence."""
+"""Deferred initialisation: values by seed and path alone, a bucket at a time, and nothing left out
+in silence."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ LEVELS = (0, 1, 2, 3)
 
 
 class Inits(nn.Module):
-    """A nanoGPT-like model: `_init_weights` at the root, which also treats some leaves of children's children."""
+    """A nanoGPT-like model: `_init_weights` at the root, which also treats some leaves of
+    children's children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +51,8 @@ class Inits(nn.Module):
 
 
 def attention() -> nn.Module:
-    """_reset_parameters of two kinds, one of which writes into children of children, all of them."""
+    """_reset_parameters of two kinds, one of which writes into children of children, all of
+    them."""
     return nn.Transformer(8, 2, 1, 1, 12, batch_first=True)
 
 
@@ -87,7 +90,8 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_value_depends_on_seed_and_path_only(name: str) -> None:
-    """Made alone, in another order, or all together, it is the same; so are the units and buckets it is made with."""
+    """Made alone, in another order, or all together, it is the same; so are the units and buckets
+    it is made with."""
     model = on_meta(MODELS[name])
     assert all(x.is_meta for x in tensors(model).values())
     together, other = (deferred(model, seed).fill(tensors(model)) for seed in (0, 1))
@@ -123,7 +127,9 @@ def test_a_tied_leaf_is_initialised_where_it_has_its_name() -> None:
     assert all(torch.equal(tied[path], alone[path]) for path in tied)
 
 
-def train(step: Any, params: Any, buffers: Any, values: Any, group: Any = None, **options: Any) -> Any:
+def train(
+    step: Any, params: Any, buffers: Any, values: Any, group: Any = None, **options: Any
+) -> Any:
     """The state after one step, whole."""
     sharded = step if group is None else shard(step, group=group, **options)
     state = sharded.init(params, buffers, values=values)
@@ -139,14 +145,21 @@ def prepared(units: Any = Block, trainable: Any = None) -> tuple[Any, ...]:
     def loss_fn(p: Any, b: Any, x: Tensor) -> Tensor:
         return apply(p, b, x)[0].square().mean() + p["gain"].square().sum()
 
-    return train_step(loss_fn, optim.sgd(0.1), trainable=trainable), params, buffers, deferred(model, 3)
+    return (
+        train_step(loss_fn, optim.sgd(0.1), trainable=trainable),
+        params,
+        buffers,
+        deferred(model, 3),
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_same_at_every_level_and_world_size(level: int, ranks: int) -> None:
     start, end = train(*prepared())
-    for got_start, got_end in run_ranks(lambda group: train(*prepared(), group, level=level), ranks):
+    for got_start, got_end in run_ranks(
+        lambda group: train(*prepared(), group, level=level), ranks
+    ):
         for want, have in ((start, got_start), (end, got_end)):
             for path, leaf in want.params.items():
                 assert leaf.requires_grad == have.params[path].requires_grad
@@ -157,14 +170,22 @@ def test_the_same_at_every_level_and_world_size(level: int, ranks: int) -> None:
 
 def test_units_and_what_is_trained_do_not_matter() -> None:
     start, _ = train(*prepared())
-    for units, trainable in ((None, None), (nn.Linear, None), (Block, lambda path, leaf: "weight" in path)):
-        (got, _), *_ = run_ranks(lambda g, u=units, t=trainable: train(*prepared(u, t), g, level=3), 2)
+    for units, trainable in (
+        (None, None),
+        (nn.Linear, None),
+        (Block, lambda path, leaf: "weight" in path),
+    ):
+        (got, _), *_ = run_ranks(
+            lambda g, u=units, t=trainable: train(*prepared(u, t), g, level=3), 2
+        )
         assert all(torch.equal(start.params[path], leaf) for path, leaf in got.params.items())
 
 
 def test_on_processes() -> None:
     start, _ = train(*prepared())
-    runs = launch(lambda: train(*prepared(), ProcessGroup(), level=3), 3, start_method="fork", timeout=100)
+    runs = launch(
+        lambda: train(*prepared(), ProcessGroup(), level=3), 3, start_method="fork", timeout=100
+    )
     for got, _ in runs:
         assert all(torch.equal(start.params[path], leaf) for path, leaf in got.params.items())
 
@@ -188,7 +209,9 @@ def test_leaves_with_values_keep_them() -> None:
         step.init(params, buffers, values=deferred(model)),
         *run_ranks(lambda g: train(step, params, buffers, deferred(model), g, level=3)[0], 2),
     ):
-        assert (state.params["gpt.norm.weight"] == 7).all() and not state.params["gpt.embed.weight"].isnan().any()
+        assert (state.params["gpt.norm.weight"] == 7).all() and not state.params[
+            "gpt.embed.weight"
+        ].isnan().any()
 
 
 class Forgetful(nn.Module):
@@ -212,13 +235,16 @@ class Forgetful(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "path"), [("leaf", "gain"), ("partly", "partly"), ("buffer", "angles"), ("integer buffer", "positions")]
+    ("what", "path"),
+    [("leaf", "gain"), ("partly", "partly"), ("buffer", "angles"), ("integer buffer", "positions")],
 )
 def test_what_nobody_initialised_is_an_error_that_names_it(what: str, path: str) -> None:
     model = on_meta(lambda: Forgetful(what))
     apply, params, buffers = functionalize(model)
     step = train_step(lambda p, b, x: apply(p, b, x)[0].mean(), optim.sgd(0.1))
-    with pytest.raises(StructureError, match=rf"nobody initialised.*Forgetful.*path {path}\. Remedy: .*init="):
+    with pytest.raises(
+        StructureError, match=rf"nobody initialised.*Forgetful.*path {path}\. Remedy: .*init="
+    ):
         step.init(params, buffers, values=deferred(model))
 
     def init(path: str, module: nn.Module) -> None:
@@ -240,11 +266,15 @@ def test_ranks_that_make_other_values_hear_of_it() -> None:
     def run(group: Any) -> Any:
         model = on_meta(lambda: nn.Linear(2, 3))
         apply, params, buffers = functionalize(model)
-        values = deferred(model, init=lambda path, module: nn.init.constant_(module.bias, group.rank))
+        values = deferred(
+            model, init=lambda path, module: nn.init.constant_(module.bias, group.rank)
+        )
         with pytest.raises(MismatchError, match=r"deferred values\.bias"):
-            shard(train_step(lambda p, b, x: apply(p, b, x)[0].mean(), optim.sgd(0.1)), level=3, group=group).init(
-                params, buffers, values=values
-            )
+            shard(
+                train_step(lambda p, b, x: apply(p, b, x)[0].mean(), optim.sgd(0.1)),
+                level=3,
+                group=group,
+            ).init(params, buffers, values=values)
 
     run_ranks(run, 2)
 
@@ -256,7 +286,9 @@ UNIT = WIDTH * WIDTH * 8
 @pytest.mark.parametrize(("level", "held"), [(3, 2 * DEPTH / RANKS), (2, DEPTH * (1 + 1 / RANKS))])
 def test_the_peak_is_one_unit(level: int, held: float) -> None:
     """Beside what the rank keeps, params and momentum: a unit, and a megabyte or so for digests."""
-    model = on_meta(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))).double())
+    model = on_meta(
+        lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))).double()
+    )
     apply, params, buffers = functionalize(model)
     step = train_step(lambda p, b, x: apply(p, b, x)[0].mean(), optim.sgd(0.1, momentum=0.9))
     sharded = shard(step, level=level, group=CountingGroup(RANKS))
@@ -272,12 +304,18 @@ def test_the_peak_is_one_unit(level: int, held: float) -> None:
 def hugging_face(name: str) -> nn.Module:
     from tests.model.test_hugging_face import bert, gpt2, llama
 
-    return {"gpt2": gpt2, "llama": llama, "llama, tied": lambda: llama(tie_word_embeddings=True), "bert": bert}[name]()
+    return {
+        "gpt2": gpt2,
+        "llama": llama,
+        "llama, tied": lambda: llama(tie_word_embeddings=True),
+        "bert": bert,
+    }[name]()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama, tied", "bert"])
 def test_hugging_faces_models(name: str) -> None:
-    """All leaves and buffers, with the spread that the model's own initialisation gives, the same one by one."""
+    """All leaves and buffers, with the spread that the model's own initialisation gives, the same
+    one by one."""
     model = on_meta(lambda: hugging_face(name))
     assert all(p.is_meta for p in model.parameters())
     made, values = deferred(model).fill(tensors(model)), deferred(model)

@@ -36,7 +36,10 @@ def snapshot(model: nn.Module) -> Any:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return (
         {name: (id(t), t._version, t.requires_grad, t.grad is None) for name, t in tensors.items()},
-        {path: (m.training, sorted(m.__dict__), sorted(m._parameters)) for path, m in model.named_modules()},
+        {
+            path: (m.training, sorted(m.__dict__), sorted(m._parameters))
+            for path, m in model.named_modules()
+        },
     )
 
 
@@ -54,7 +57,9 @@ def test_output_and_gradients_are_the_modules(name: str) -> None:
     twin = copy.deepcopy(model)
     expected = twin(x)
     assert torch.equal(output, expected)
-    for got, want in zip(grads, torch.autograd.grad(expected.square().sum(), list(twin.parameters())), strict=True):
+    for got, want in zip(
+        grads, torch.autograd.grad(expected.square().sum(), list(twin.parameters())), strict=True
+    ):
         assert torch.equal(got, want)
 
 
@@ -187,7 +192,10 @@ def test_units_are_named(units: Any, expected: list[str]) -> None:
         names = unit_names(GPT(tied=False), units)
     assert "blocks.1" in names and ".".join(names).count("blocks.0") == 1
     if units is not None and not callable(units):
-        assert [n for n in names if n.startswith("blocks")] == ["blocks.0", "blocks.1"], (names, expected)
+        assert [n for n in names if n.startswith("blocks")] == ["blocks.0", "blocks.1"], (
+            names,
+            expected,
+        )
 
 
 def test_a_tied_weight_belongs_to_the_common_parent() -> None:
@@ -209,7 +217,11 @@ def test_small_units_join() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block, self.norm, self.head = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+            self.block, self.norm, self.head = (
+                nn.Linear(64, 64),
+                nn.LayerNorm(64),
+                nn.Linear(64, 64),
+            )
 
     assert unit_names(Net(), "block") == ["block", "norm+head"]
 
@@ -246,7 +258,13 @@ class Talkative(nn.Module):
 
     def forward(self, x: Tensor, kind: str) -> Any:
         y = self.linear(x)
-        kinds = {"tuple": (y, x), "dict": {"y": y}, "dataclass": Answer(y, (x, y)), "named": Pair(y, None), "list": [y]}
+        kinds = {
+            "tuple": (y, x),
+            "dict": {"y": y},
+            "dataclass": Answer(y, (x, y)),
+            "named": Pair(y, None),
+            "list": [y],
+        }
         return kinds[kind]
 
 
@@ -258,7 +276,9 @@ def test_outputs_of_every_kind(kind: str) -> None:
     output, _ = apply(params, buffers, x, kind=kind)
     expected = model(x, kind)
     assert type(output) is type(expected)
-    y = {"tuple": lambda o: o[0], "dict": lambda o: o["y"], "dataclass": lambda o: o.logits}.get(kind, lambda o: o[0])
+    y = {"tuple": lambda o: o[0], "dict": lambda o: o["y"], "dataclass": lambda o: o.logits}.get(
+        kind, lambda o: o[0]
+    )
     assert torch.equal(y(output), y(expected)) and y(output).requires_grad
 
 
@@ -312,7 +332,9 @@ def test_apply_is_reentrant() -> None:
 
     def twice(x: Tensor, times: int) -> Tensor:
         y = F.linear(x, params["weight"], params["bias"])
-        return F.linear(y, times * outer_params["linear.weight"], times * outer_params["linear.bias"])
+        return F.linear(
+            y, times * outer_params["linear.weight"], times * outer_params["linear.bias"]
+        )
 
     expected = F.linear(twice(x, 2), outer_params["linear.weight"], outer_params["linear.bias"])
     assert torch.equal(apply(outer_params, {}, x, 1)[0], expected)
@@ -340,13 +362,16 @@ def test_a_checkpoint_inside_recomputes_with_the_values_of_its_call() -> None:
     first = apply(params, buffers, x)[0].square().sum()
     second = apply(twice, buffers, x)[0].square().sum()  # before the first one's backward
     for loss, tree in ((first, params), (second, twice)):
-        expected = torch.autograd.grad(plain(tree, buffers, x)[0].square().sum(), list(tree.values()))
+        expected = torch.autograd.grad(
+            plain(tree, buffers, x)[0].square().sum(), list(tree.values())
+        )
         for a, b in zip(torch.autograd.grad(loss, list(tree.values())), expected, strict=True):
             assert torch.equal(a, b)
 
 
 def test_a_checkpoint_of_a_forward_keeps_its_skeleton() -> None:
-    """The bound method, or the function that a unit has in its place, is all that checkpoint holds on to."""
+    """The bound method, or the function that a unit has in its place, is all that checkpoint holds
+    on to."""
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -354,7 +379,11 @@ def test_a_checkpoint_of_a_forward_keeps_its_skeleton() -> None:
             self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.b.forward, checkpoint(self.a.forward, x, use_reentrant=False), use_reentrant=False)
+            return checkpoint(
+                self.b.forward,
+                checkpoint(self.a.forward, x, use_reentrant=False),
+                use_reentrant=False,
+            )
 
     model = Checkpointed()
     apply, params, buffers = functionalize(model, units=nn.Linear)
@@ -406,12 +435,15 @@ def test_torch_func_over_apply() -> None:
 def test_vmap_of_grad_over_apply() -> None:
     apply, params, buffers = functionalize(MLP())
     x = torch.randn(4, 7)
-    grads = torch.func.vmap(torch.func.grad(lambda p, x: apply(p, buffers, x)[0].sum()), in_dims=(None, 0))(
-        dict(params), x
-    )
+    grads = torch.func.vmap(
+        torch.func.grad(lambda p, x: apply(p, buffers, x)[0].sum()), in_dims=(None, 0)
+    )(dict(params), x)
     for i in range(4):
         expected = torch.autograd.grad(apply(params, buffers, x[i])[0].sum(), list(params.values()))
-        assert all(torch.allclose(a[i], b, atol=1e-6) for a, b in zip(grads.values(), expected, strict=True))
+        assert all(
+            torch.allclose(a[i], b, atol=1e-6)
+            for a, b in zip(grads.values(), expected, strict=True)
+        )
 
 
 class Recurrent(nn.Module):
@@ -450,7 +482,9 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "shape"), [(Recurrent, (2, 5, 3)), (Attention, (2, 5, 8)), (Normed, (2, 3))], ids=lambda v: str(v)
+    ("make", "shape"),
+    [(Recurrent, (2, 5, 3)), (Attention, (2, 5, 8)), (Normed, (2, 3))],
+    ids=lambda v: str(v),
 )
 def test_modules_with_ways_of_their_own(make: Any, shape: tuple[int, ...]) -> None:
     model, x = make(), torch.randn(shape)
@@ -502,4 +536,6 @@ def test_params_are_a_pytree_of_both_kinds() -> None:
     for mapper in (tree_map, torch.utils._pytree.tree_map):
         doubled = mapper(lambda p: 2 * p, params)
         assert isinstance(doubled, Params) and doubled.units == params.units
-        assert list(doubled) == list(params) and torch.equal(doubled["norm.bias"], 2 * params["norm.bias"])
+        assert list(doubled) == list(params) and torch.equal(
+            doubled["norm.bias"], 2 * params["norm.bias"]
+        )

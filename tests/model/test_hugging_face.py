@@ -22,30 +22,52 @@ transformers = pytest.importorskip("transformers")
 
 def llama(**options: Any) -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=23, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16, **options,
-    )  # fmt: skip
+        vocab_size=23,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        **options,
+    )
     return transformers.LlamaForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=23, n_embd=8, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=23,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     return transformers.GPT2LMHeadModel(config)
 
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(
-        vocab_size=23, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=23,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=12,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return transformers.BertForMaskedLM(config)
 
 
 def checkpointed() -> nn.Module:
     model = llama()
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
     return model
 
@@ -57,7 +79,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gpt2": (gpt2, "transformer.h.*"),
     "bert": (bert, "bert.encoder.layer.*"),
 }
-ZERO = ("attention.self.key.bias", "attn.c_attn.bias")  # a key's bias has no gradient but for rounding
+ZERO = (
+    "attention.self.key.bias",
+    "attn.c_attn.bias",
+)  # a key's bias has no gradient but for rounding
 
 
 def build(name: str) -> tuple[Any, Any, Any]:
@@ -69,7 +94,9 @@ def build(name: str) -> tuple[Any, Any, Any]:
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
         output, new = apply(params, buffers, input_ids=batch["x"], use_cache=False)
-        loss = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["x"][:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            output.logits[:, :-1].flatten(0, 1), batch["x"][:, 1:].flatten()
+        )
         return loss, Aux(buffers=new, weight=len(batch["x"]))
 
     return train_step(loss_fn, optim.sgd(0.1, momentum=0.9)), params, buffers
@@ -99,9 +126,13 @@ def test_apply_is_the_model(name: str) -> None:
 def test_sharded_is_unsharded(name: str, level: int) -> None:
     step, params, buffers = build(name)
     expected = train(step, params, buffers, batches())
-    runs = run_ranks(lambda group: train_sharded(group, *build(name), batches(), even(6, 2), level=level), 2)
+    runs = run_ranks(
+        lambda group: train_sharded(group, *build(name), batches(), even(6, 2), level=level), 2
+    )
     assert_same_on_all_ranks(runs)
     zero = tuple(path for path in params if path.endswith(ZERO))
-    grade = 1e-5 if "llama" in name else 1e-12  # Llama's norms are taken in float32, whatever the model is in
+    grade = (
+        1e-5 if "llama" in name else 1e-12
+    )  # Llama's norms are taken in float32, whatever the model is in
     tolerance = lambda path: float("inf") if path.endswith(ZERO) else grade
     assert_equal_updates(expected, runs[0], unused=zero, tolerance=tolerance)

@@ -31,7 +31,11 @@ class Stateful(nn.Module):
 
     def __init__(self, width: int, dropout: float = 0.3):
         super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(dropout)
+        self.linear, self.norm, self.dropout = (
+            nn.Linear(width, width),
+            nn.BatchNorm1d(width),
+            nn.Dropout(dropout),
+        )
         self.register_buffer("calls", torch.ones((), dtype=torch.float64))
         self.calls: Tensor
 
@@ -62,7 +66,9 @@ def build(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any, Any]
         return functionalize(make().double(), **options)
 
 
-def step_of(make: Callable[[], nn.Module] = Net, accumulate: int = 1, **options: Any) -> tuple[Any, Any, Any]:
+def step_of(
+    make: Callable[[], nn.Module] = Net, accumulate: int = 1, **options: Any
+) -> tuple[Any, Any, Any]:
     apply, params, buffers = build(make, **options)
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
@@ -82,13 +88,18 @@ def assert_same_runs(a: Any, b: Any) -> None:
     """Bit for bit: params, buffers, metrics."""
     for one, other in zip(a.states, b.states, strict=True):
         for have, want in ((one.params, other.params), (one.buffers, other.buffers)):
-            assert list(have) == list(want) and all(torch.equal(have[path], want[path]) for path in want)
+            assert list(have) == list(want) and all(
+                torch.equal(have[path], want[path]) for path in want
+            )
     assert a.metrics == b.metrics
 
 
 RULES: dict[str, Any] = {
-    "all": True, "class": Stateful, "some": lambda path, module: path == "blocks.1", "pattern": ["blocks.*", "last"]
-}  # fmt: skip
+    "all": True,
+    "class": Stateful,
+    "some": lambda path, module: path == "blocks.1",
+    "pattern": ["blocks.*", "last"],
+}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -104,14 +115,23 @@ def test_the_numbers_are_those_of_keeping_everything(rule: str, accumulate: int)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_sharded_is_unsharded(accumulate: int) -> None:
     step, params, buffers = step_of(units=Stateful, remat=True, accumulate=accumulate)
-    assert_sharded_equals_unsharded(step, params, buffers, batches_of(), levels=LEVELS, ranks=(2, 3), per_rank=True)
+    assert_sharded_equals_unsharded(
+        step, params, buffers, batches_of(), levels=LEVELS, ranks=(2, 3), per_rank=True
+    )
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_params_may_stay_gathered(reshard: bool) -> None:
     step, params, buffers = step_of(units=Stateful, remat=Stateful)
     assert_sharded_equals_unsharded(
-        step, params, buffers, batches_of(), levels=(3,), ranks=(2,), per_rank=True, reshard_after_forward=reshard
+        step,
+        params,
+        buffers,
+        batches_of(),
+        levels=(3,),
+        ranks=(2,),
+        per_rank=True,
+        reshard_after_forward=reshard,
     )
 
 
@@ -136,7 +156,8 @@ def without_chance(model: nn.Module) -> nn.Module:
 
 
 class Checkpointed(nn.Module):
-    """A model with torch.utils.checkpoint of its own, around a BatchNorm, inside units that are recomputed too."""
+    """A model with torch.utils.checkpoint of its own, around a BatchNorm, inside units that are
+    recomputed too."""
 
     def __init__(self, checkpoints: bool = True):
         super().__init__()
@@ -152,11 +173,17 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("remat", [False, Stateful, True])
 def test_beside_a_models_own_checkpoint(remat: Any) -> None:
     calls = "net.blocks.{}.norm.num_batches_tracked"
-    plain = train(*step_of(lambda: without_state(Checkpointed(False)), units=Stateful), batches_of())
-    own = train(*step_of(lambda: without_state(Checkpointed()), units=Stateful, remat=remat), batches_of())
+    plain = train(
+        *step_of(lambda: without_state(Checkpointed(False)), units=Stateful), batches_of()
+    )
+    own = train(
+        *step_of(lambda: without_state(Checkpointed()), units=Stateful, remat=remat), batches_of()
+    )
     assert_same_runs(plain, own)
     assert [int(own.states[-1].buffers[calls.format(i)]) for i in range(3)] == [4, 2, 2]
-    step, params, buffers = step_of(lambda: without_state(Checkpointed()), units=Stateful, remat=remat)
+    step, params, buffers = step_of(
+        lambda: without_state(Checkpointed()), units=Stateful, remat=remat
+    )
     assert_sharded_equals_unsharded(step, params, buffers, batches_of(), ranks=(2,), per_rank=True)
 
 
@@ -171,7 +198,9 @@ def without_state(model: nn.Module) -> nn.Module:
 def test_returned_buffers_do_not_change_in_backward() -> None:
     """They are values: a recomputation writes elsewhere, the model's own too."""
     for options in ({"remat": True}, {}):
-        apply, params, buffers = build(lambda: without_state(Checkpointed()), units=Stateful, **options)
+        apply, params, buffers = build(
+            lambda: without_state(Checkpointed()), units=Stateful, **options
+        )
         output, new = apply(params, buffers, batches_of()[0]["x"])
         before = {path: buffer.clone() for path, buffer in new.items()}
         output.sum().backward()
@@ -180,11 +209,15 @@ def test_returned_buffers_do_not_change_in_backward() -> None:
 
 def test_derivatives_inside_the_loss() -> None:
     """torch.func refuses the hooks that recomputing takes: there activations stay."""
-    apply, params, buffers = build(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), remat=True)
+    apply, params, buffers = build(
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), remat=True
+    )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         slopes = vmap(grad(lambda x: apply(params, {}, x)[0].sum()))(batch["x"])
-        return slopes.square().mean() + (apply(params, {}, batch["x"])[0] - batch["y"]).square().mean()
+        return (
+            slopes.square().mean() + (apply(params, {}, batch["x"])[0] - batch["y"]).square().mean()
+        )
 
     step = train_step(loss_fn, optim.adamw(0.01))
     assert_sharded_equals_unsharded(step, params, buffers, batches_of(), levels=LEVELS, ranks=(2,))
@@ -249,11 +282,17 @@ def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
     def make() -> tuple[Any, Any, Any]:
         apply, params, buffers = build(lambda: unit_tests.Skipping("a b? c? a b?"), remat=True)
         optimizer = optim.sgd(0.05, momentum=0.9)
-        return train_step(unit_tests.skipping(apply), optimizer, accumulate=accumulate), params, buffers
+        return (
+            train_step(unit_tests.skipping(apply), optimizer, accumulate=accumulate),
+            params,
+            buffers,
+        )
 
     expected = train(*make(), batches)
     for level in (2, 3):
-        run = lambda group, k=level: train_sharded(CheckedGroup(group), *make(), batches, even(12, 2), level=k)
+        run = lambda group, k=level: train_sharded(
+            CheckedGroup(group), *make(), batches, even(12, 2), level=k
+        )
         runs = run_ranks(run, 2)
         assert_same_on_all_ranks(runs)
         assert_equal_updates(expected, runs[0])
@@ -285,7 +324,9 @@ INPUT = WIDTH * ROWS * 8  # bytes of a block's input; its activations are eight 
 
 def peak(depth: int, remat: Any, level: int, group: int = 1) -> float:
     """The most bytes that a step of `depth` blocks holds beside its state, in inputs of a block."""
-    make = lambda: nn.Sequential(*(nn.Sequential(*(Wide() for _ in range(group))) for _ in range(depth // group)))
+    make = lambda: nn.Sequential(
+        *(nn.Sequential(*(Wide() for _ in range(group))) for _ in range(depth // group))
+    )
     apply, params, _ = build(make, units=lambda path, module: path.count(".") == 0, remat=remat)
     step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1))
     sharded = shard(step, level=level, group=CountingGroup(4))
@@ -327,14 +368,18 @@ def test_hugging_faces_own_and_ours_together(level: int) -> None:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
             output, new = apply(params, buffers, input_ids=batch["x"], use_cache=False)
             logits, wanted = output.logits[:, :-1].flatten(0, 1), batch["x"][:, 1:].flatten()
-            return nn.functional.cross_entropy(logits, wanted), Aux(buffers=new, weight=len(batch["x"]))
+            return nn.functional.cross_entropy(logits, wanted), Aux(
+                buffers=new, weight=len(batch["x"])
+            )
 
         return train_step(loss_fn, optim.sgd(0.1, momentum=0.9)), params, buffers
 
     plain = train(*make(False, False), batches())
     assert_same_runs(plain, train(*make("model.layers.*", True), batches()))
     for own in (False, True):
-        run = lambda group, o=own: train_sharded(group, *make("model.layers.*", o), batches(), even(6, 2), level=level)
+        run = lambda group, o=own: train_sharded(
+            group, *make("model.layers.*", o), batches(), even(6, 2), level=level
+        )
         runs = run_ranks(run, 2)
         assert_same_on_all_ranks(runs)
         assert_equal_updates(plain, runs[0], tolerance=1e-5)  # Llama's norms are taken in float32

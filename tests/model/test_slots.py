@@ -22,7 +22,9 @@ class Told:
         self._name, self._log = name, log
 
     def handle(self, number: int) -> Handle:
-        return make_handles([self], [number], [(2,)], [torch.float32], [torch.device("cpu")], [True])[0]
+        return make_handles(
+            [self], [number], [(2,)], [torch.float32], [torch.device("cpu")], [True]
+        )[0]
 
     def enter(self, module: str) -> Sequence[Tensor]:
         self._log.append(f"enter {self._name} for {module}")
@@ -43,7 +45,13 @@ def test_leaves_of_several_entrances_and_whole_ones() -> None:
     log: list[str] = []
     first, second, plain = Told("first", log), Told("second", log), torch.ones(2)
     leaves = {"a": first.handle(2), "b": plain, "c": second.handle(1), "d": first.handle(0)}
-    module: dict[str, Any] = {"x": leaves["a"], "y": plain, "z": leaves["c"], "v": leaves["d"], "again": leaves["a"]}
+    module: dict[str, Any] = {
+        "x": leaves["a"],
+        "y": plain,
+        "z": leaves["c"],
+        "v": leaves["d"],
+        "again": leaves["a"],
+    }
     names = {"x": "a", "y": "b", "z": "c", "v": "d", "again": "a"}
     places: list[Place] = [(module, name, leaf) for name, leaf in names.items()]
     before = found(places)

@@ -51,7 +51,10 @@ def test_by_default_each_child_is_a_unit_and_containers_are_opened() -> None:
         ("blocks.1", {"blocks.1"}),
         (lambda path, module: path.endswith("0"), {"blocks.0"}),
         ([Block, "embed"], {"blocks.0", "blocks.1", "embed"}),
-        ([nn.LayerNorm], {"blocks.0.norm1", "blocks.0.norm2", "blocks.1.norm1", "blocks.1.norm2", "norm"}),
+        (
+            [nn.LayerNorm],
+            {"blocks.0.norm1", "blocks.0.norm2", "blocks.1.norm1", "blocks.1.norm2", "norm"},
+        ),
     ],
 )
 def test_units_by_class_pattern_predicate_and_several(units: Any, chosen: set[str]) -> None:
@@ -115,7 +118,12 @@ def test_no_match_is_an_error() -> None:
             functionalize(MLP(), units=units)
 
 
-@drawn(st.lists(st.sampled_from([nn.Linear, nn.LayerNorm, Block, nn.Embedding, "blocks.*", "*.1", "head"]), min_size=1))
+@drawn(
+    st.lists(
+        st.sampled_from([nn.Linear, nn.LayerNorm, Block, nn.Embedding, "blocks.*", "*.1", "head"]),
+        min_size=1,
+    )
+)
 def test_every_leaf_is_in_one_unit(units: list[Any]) -> None:
     for tied in (True, False):
         with torch.device("meta"):

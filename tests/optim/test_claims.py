@@ -1,4 +1,5 @@
-"""`check_claims` passes what is tagged rightly and fails, naming operator and transform, what is not."""
+"""`check_claims` passes what is tagged rightly and fails, naming operator and transform, what is
+not."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from optree import tree_map
 
 from functorch_zero import optim
 from functorch_zero.errors import TransformError
-from functorch_zero.optim import Transform, pointwise, with_statistics, with_whole_leaves, with_whole_tree
+from functorch_zero.optim import (
+    Transform,
+    pointwise,
+    with_statistics,
+    with_whole_leaves,
+    with_whole_tree,
+)
 from functorch_zero.optim.base import init_empty
 from functorch_zero.optim.claims.check import check_claims, name_of, simple_parts
 from functorch_zero.testing import check_transform
@@ -67,9 +74,18 @@ CULPRITS = {
     "a list": (lambda u: u * (sum(u.tolist()) + 1), "Tensor.tolist"),
     "numpy": (through_numpy, "Tensor.numpy"),
     "another element": (lambda u: u * u[-1:], "elements of different positions by aten.mul"),
-    "neighbours": (lambda u: torch.cat([u[:1], u[1:] - u[:-1]]), "elements of different positions by aten.sub"),
-    "a transposition": (lambda u: torch.stack([u, u]).t().reshape(-1)[: u.numel()], "from elements of other positions"),
-    "an outer product": (lambda u: (u[:, None] * u[None]).diagonal(), "elements of different positions"),
+    "neighbours": (
+        lambda u: torch.cat([u[:1], u[1:] - u[:-1]]),
+        "elements of different positions by aten.sub",
+    ),
+    "a transposition": (
+        lambda u: torch.stack([u, u]).t().reshape(-1)[: u.numel()],
+        "from elements of other positions",
+    ),
+    "an outer product": (
+        lambda u: (u[:, None] * u[None]).diagonal(),
+        "elements of different positions",
+    ),
     "elements chosen by value": (lambda u: u[u > 0], "aten.index"),
     "a flip": (lambda u: u.flip(0), "aten.flip"),
 }
@@ -119,7 +135,9 @@ def test_an_in_place_change_of_the_step_count_is_refused() -> None:
         state["count"].add_(1)
         return updates, state
 
-    with pytest.raises(TransformError, match=r"in place by aten\.add_.*state \(a value that follows no param\)"):
+    with pytest.raises(
+        TransformError, match=r"in place by aten\.add_.*state \(a value that follows no param\)"
+    ):
         check_claims(pointwise(lambda params: {"count": torch.zeros(())}, update))
 
 
@@ -175,7 +193,9 @@ def test_reading_the_step_count_is_allowed() -> None:
 
 def test_whole_leaves_may_be_used_as_one_likes() -> None:
     check_claims(
-        with_whole_leaves(lambda param: torch.zeros(()), lambda u, state: (u.sort(-1).values, state + u.sum()))
+        with_whole_leaves(
+            lambda param: torch.zeros(()), lambda u, state: (u.sort(-1).values, state + u.sum())
+        )
     )
 
 
@@ -212,7 +232,9 @@ def members() -> dict[str, Transform]:
     for name in optim.__all__:
         make = getattr(optim, name)
         if inspect.isfunction(make) and not name.startswith("with_"):
-            required = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+            required = [
+                p for p in inspect.signature(make).parameters.values() if p.default is p.empty
+            ]
             arguments = [0.5 for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]
             with suppress(TypeError, AttributeError, ValueError):
                 found[name] = make(*arguments)
@@ -222,11 +244,16 @@ def members() -> dict[str, Transform]:
 @pytest.mark.parametrize("name", members())
 def test_every_member_passes(name: str) -> None:
     transform = members()[name]
-    check_claims(transform)  # the first one in a process imports what torch needs for tensors without values
+    check_claims(
+        transform
+    )  # the first one in a process imports what torch needs for tensors without values
     start = time.perf_counter()
     check_claims(transform)
     assert time.perf_counter() - start < 1.0
-    check_claims(transform, {"layer": {"w": torch.zeros(4, 5), "b": torch.zeros(4)}, "s": torch.zeros(()), "n": None})
+    check_claims(
+        transform,
+        {"layer": {"w": torch.zeros(4, 5), "b": torch.zeros(4)}, "s": torch.zeros(()), "n": None},
+    )
 
 
 def forgets_the_state(updates: Any, *others: Any) -> Any:
@@ -236,14 +263,19 @@ def forgets_the_state(updates: Any, *others: Any) -> Any:
 @pytest.mark.parametrize("make", [pointwise, with_statistics, with_whole_leaves, with_whole_tree])
 def test_an_update_that_forgets_the_state_is_named(make: Any) -> None:
     transform, params = make(lambda params: (), forgets_the_state), {"w": torch.ones(2, 3)}
-    with pytest.raises(TransformError, match=r"forgets_the_state must return \(updates, state\), got a"):
+    with pytest.raises(
+        TransformError, match=r"forgets_the_state must return \(updates, state\), got a"
+    ):
         check_transform(transform, params=params)
 
 
 def test_a_dim_that_a_leaf_does_not_have() -> None:
     """Among the leaves that a transform is tried on is one without dims."""
     transform = with_statistics(
-        lambda params: (), lambda u, s, params, across: (across.spread(across.sum_dim(u, -1), -1), s)
+        lambda params: (),
+        lambda u, s, params, across: (across.spread(across.sum_dim(u, -1), -1), s),
     )
-    with pytest.raises(ValueError, match=r"distinct dims of a leaf of shape \(\), got -1. Remedy: a function"):
+    with pytest.raises(
+        ValueError, match=r"distinct dims of a leaf of shape \(\), got -1. Remedy: a function"
+    ):
         check_transform(transform)

@@ -21,7 +21,8 @@ def loss_fn(params, buffers, batch):
 
 
 def own_chain(count_scale=0.5):
-    """What torch has no kernel for: decay by a schedule, momentum that is a signed square root, clipped."""
+    """What torch has no kernel for: decay by a schedule, momentum that is a signed square root,
+    clipped."""
 
     def init(params):
         return {"speed": optim.base.tree_zeros_like(params), "count": optim.base.step_count()}
@@ -33,43 +34,57 @@ def own_chain(count_scale=0.5):
         return made, {"speed": speed, "count": state["count"] + 1}
 
     schedule = optim.exponential_decay(0.1, 1, count_scale)
-    return optim.chain(optim.pointwise(init, update), optim.clip(1.0), optim.scale_by_learning_rate(schedule))
+    return optim.chain(
+        optim.pointwise(init, update), optim.clip(1.0), optim.scale_by_learning_rate(schedule)
+    )
 
 
 def params_of(dtype):
     torch.manual_seed(0)
     shapes = {"a": (7, 5), "b": (3,), "c": ()}
-    return {name: torch.randn(shape, dtype=dtype).requires_grad_() for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, dtype=dtype).requires_grad_() for name, shape in shapes.items()
+    }
 
 
 def check_every_level():
     """How many kernels were made meanwhile."""
     made, backend = set(), compiled._backend
-    # torch starts over with one whose numbers it does not find in inductor's cache on the disk: that is no other kernel
-    compiled._backend = lambda *args: made.add(CompileContext.current_compile_id()) or backend(*args)
+    # torch starts over with one whose numbers it does not find in inductor's cache on the disk:
+    # that is no other kernel
+    compiled._backend = lambda *args: (
+        made.add(CompileContext.current_compile_id()) or backend(*args)
+    )
     batches = [{"x": torch.randn(6, dtype=torch.float64)} for _ in range(3)]
     for scale, levels in ((0.5, (0, 1, 3)), (0.75, (2,))):
         optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.compiled(own_chain(scale)))
         step = train_step(loss_fn, optimizer)
-        assert_sharded_equals_unsharded(step, params_of(torch.float64), {}, batches, levels=levels, ranks=(1, 2))
+        assert_sharded_equals_unsharded(
+            step, params_of(torch.float64), {}, batches, levels=levels, ranks=(1, 2)
+        )
     return len(made)
 
 
 @pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
 def test_a_compiled_chain_is_the_chain_at_every_level():
     once_a_chain = [2]  # for all levels, ranks and sizes
-    assert launch(check_every_level, 1, start_method="fork", timeout=100) == once_a_chain  # it leaves threads behind
+    assert (
+        launch(check_every_level, 1, start_method="fork", timeout=100) == once_a_chain
+    )  # it leaves threads behind
 
 
 def handing_on(new):
-    """A chain whose state becomes what `new` makes of updates, state and params, all of them handed on as they are."""
+    """A chain whose state becomes what `new` makes of updates, state and params, all of them handed
+    on as they are."""
     tree_map = optim.base.tree_map
 
     def init(params):
         return {"a": optim.base.tree_zeros_like(params), "b": tree_map(torch.ones_like, params)}
 
     def update(updates, state, params):
-        made = tree_map(lambda u, a, b, p: u + 0.1 * a - 0.2 * (b - p), updates, state["a"], state["b"], params)
+        made = tree_map(
+            lambda u, a, b, p: u + 0.1 * a - 0.2 * (b - p), updates, state["a"], state["b"], params
+        )
         return made, new(updates, state, params)
 
     return optim.chain(optim.pointwise(init, update), optim.scale(-0.1))
@@ -78,21 +93,32 @@ def handing_on(new):
 HANDED_ON = {
     "two updates": lambda updates, state, params: {"a": updates, "b": state["a"]},
     "swapped": lambda updates, state, params: {"a": state["b"], "b": state["a"]},
-    "params": lambda updates, state, params: {"a": params, "b": optim.base.tree_map(torch.clone, params)},
+    "params": lambda updates, state, params: {
+        "a": params,
+        "b": optim.base.tree_map(torch.clone, params),
+    },
     "params later": lambda updates, state, params: {"a": state["b"], "b": params},
 }
 
 
 def run_handing_on():
-    batches, params = [{"x": torch.linspace(-1, k, 6)} for k in (1, 2, 3, 4)], params_of(torch.float64)
+    batches, params = (
+        [{"x": torch.linspace(-1, k, 6)} for k in (1, 2, 3, 4)],
+        params_of(torch.float64),
+    )
     apart = {}
     for name, new in HANDED_ON.items():
         chain = handing_on(new)
-        steps = [shard(train_step(loss_fn, t), level=0, group=Solo()) for t in (chain, optim.compiled(chain))]
+        steps = [
+            shard(train_step(loss_fn, t), level=0, group=Solo())
+            for t in (chain, optim.compiled(chain))
+        ]
         states = [step.init(params) for step in steps]
         for batch in batches:
             states = [step(state, batch)[0] for step, state in zip(steps, states, strict=True)]
-        pairs = zip(*(torch.utils._pytree.tree_leaves([s.params, s.opt_state]) for s in states), strict=True)
+        pairs = zip(
+            *(torch.utils._pytree.tree_leaves([s.params, s.opt_state]) for s in states), strict=True
+        )
         apart[name] = max(float((one - other).detach().abs().max()) for one, other in pairs)
     return apart
 

@@ -1,6 +1,8 @@
-"""What every optimizer of the conformance table keeps on a rank, and what it sends: counted through `shard`.
+"""What every optimizer of the conformance table keeps on a rank, and what it sends: counted through
+`shard`.
 
-The group is a `CountingGroup`: one process plays one rank, and the other ranks are imagined. The numbers that a step
+The group is a `CountingGroup`: one process plays one rank, and the other ranks are imagined. The
+    numbers that a step
 makes there mean nothing; sizes and collectives are a real run's.
 """
 
@@ -47,7 +49,9 @@ def nbytes(x: Any) -> int:
 
 def held(state: Any) -> int:
     """Bytes of the storages behind a state: a view of something large counts as all of it."""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors(state) if x.numel()}
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors(state) if x.numel()
+    }
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -97,7 +101,8 @@ def test_state_and_traffic(name: str, base: dict[tuple[int, bool], list[Call]]) 
 
 
 def check_state(name: str, optimizer: Transform, ranks: list[fz.TrainState]) -> None:
-    """A rank holds 1/N of what follows params, within padding; the whole states of the leaves it owns; and vectors."""
+    """A rank holds 1/N of what follows params, within padding; the whole states of the leaves it
+    owns; and vectors."""
     whole_tree = optimizer.needs == Needs.WHOLE_TREE
     whole = optree.tree_leaves(fz.train_step(loss_fn, optimizer).init(tree(whole_tree)).opt_state)
     plan = plan_for(optimizer, ranks[0])
@@ -108,14 +113,23 @@ def check_state(name: str, optimizer: Transform, ranks: list[fz.TrainState]) -> 
         if leaf.kind == "owned":
             by_leaf[leaf.leaf] = by_leaf.get(leaf.leaf, 0) + nbytes(x)
         if leaf.kind == "replicated" and not whole_tree:
-            assert nbytes(x) <= 8 * 32, "what every rank holds is a vector of a matrix's dim at most"
+            assert nbytes(x) <= 8 * 32, (
+                "what every rank holds is a vector of a matrix's dim at most"
+            )
     shares = [held(state.opt_state) for state in ranks]
     listed = ", ".join(f"{share:,}" for share in shares)
-    print(f"{name}: {sum(sizes.values()):,} bytes whole ({sizes['replicated']:,} on every rank); ranks hold {listed}")
+    print(
+        f"{name}: {sum(sizes.values()):,} bytes whole ({sizes['replicated']:,} on every rank); "
+        f"ranks hold {listed}"
+    )
     padding = 64 * (RANKS + 1) * sum(leaf.kind == "follows" for leaf in plan.leaves)
     indivisible = max(by_leaf.values(), default=0)  # a leaf's state is at one owner
-    slack = 1.1 * sizes["replicated"] + 8 * len(plan.leaves)  # answers of `across` may lie in one packed tensor
-    assert max(shares) <= (sizes["follows"] + sizes["owned"]) / RANKS + padding + indivisible + slack
+    slack = 1.1 * sizes["replicated"] + 8 * len(
+        plan.leaves
+    )  # answers of `across` may lie in one packed tensor
+    assert (
+        max(shares) <= (sizes["follows"] + sizes["owned"]) / RANKS + padding + indivisible + slack
+    )
 
 
 def check_traffic(optimizer: Transform, own: list[Call]) -> None:
@@ -140,11 +154,14 @@ def beyond(calls: list[Call], base: list[Call]) -> list[Call]:
 
 
 def check_statistics(calls: list[Call], leaves: list[Tensor]) -> None:
-    """One collective for a kind of question, whatever the number of leaves, of scalars or vectors a leaf."""
+    """One collective for a kind of question, whatever the number of leaves, of scalars or vectors a
+    leaf."""
     assert len(calls) <= 8, calls  # as many as there are questions
     vectors = sum(1 + sum(x.numel() // max(size, 1) for size in x.shape) for x in leaves)
     for call in calls:
-        assert call.num_elements <= 2 * vectors, f"{call}: more than two vectors for each dim of a leaf"
+        assert call.num_elements <= 2 * vectors, (
+            f"{call}: more than two vectors for each dim of a leaf"
+        )
 
 
 def check_exchange(calls: list[Call], leaves: list[Tensor], optimizer: Transform) -> None:
@@ -160,11 +177,14 @@ def check_exchange(calls: list[Call], leaves: list[Tensor], optimizer: Transform
 
 
 def check_gathering(calls: list[Call], leaves: list[Tensor], optimizer: Transform) -> None:
-    """One all-to-all, in which this rank sends what it has to each of the others: S (N-1)/N, as an all-gather would."""
+    """One all-to-all, in which this rank sends what it has to each of the others: S (N-1)/N, as an
+    all-gather would."""
     trees = 2 if any(takes_params(part) for part in parts_of(optimizer)) else 1
     assert [call.kind for call in calls] == ["all_to_all"], calls
     size, padding = sum(nbytes(x) for x in leaves), 64 * (RANKS + len(leaves))
-    assert 0 < sum(call.sent_bytes for call in calls) <= trees * (size / RANKS + padding) * (RANKS - 1)
+    assert (
+        0 < sum(call.sent_bytes for call in calls) <= trees * (size / RANKS + padding) * (RANKS - 1)
+    )
 
 
 def parts_of(transform: Transform) -> list[Transform]:

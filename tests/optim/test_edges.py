@@ -1,6 +1,6 @@
-"""Every optimizer that looks beyond one element, sharded, where it hurts: thin matrices, fewer matrices than ranks,
-gradients that are all zero, and NaNs and infinities in one rank's gradient. It does what the unsharded one does there,
-on all ranks alike.
+"""Every optimizer that looks beyond one element, sharded, where it hurts: thin matrices, fewer
+matrices than ranks, gradients that are all zero, and NaNs and infinities in one rank's gradient. It
+does what the unsharded one does there, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from functorch_zero.testing import assert_equal_values
 from tests.conformance.table import POINTWISE, STATISTICS, TABLE, WHOLE, WRAPPERS
 from tests.tiers import tiers
 
-SHAPES: dict[str, tuple[int, ...]] = {"thin": (1, 9), "column": (4, 1), "one": (1, 1), "bias": (3,), "gain": ()}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "thin": (1, 9),
+    "column": (4, 1),
+    "one": (1, 1),
+    "bias": (3,),
+    "gain": (),
+}
 ROWS = 8  # a power of two: gradients have the same bits on every number of ranks
 Edge = tuple[tuple[float | None, ...], int]  # kinds of batches, and the number of ranks
 ROW_NAMES = [*STATISTICS, *WHOLE, *WRAPPERS, "adamw", "adabelief", "schedule_free_adamw"]
@@ -27,7 +33,10 @@ ROW_NAMES = [*STATISTICS, *WHOLE, *WRAPPERS, "adamw", "adabelief", "schedule_fre
 
 def params() -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(5)
-    return {k: torch.randn(s, generator=g, dtype=torch.float64).requires_grad_() for k, s in SHAPES.items()}
+    return {
+        k: torch.randn(s, generator=g, dtype=torch.float64).requires_grad_()
+        for k, s in SHAPES.items()
+    }
 
 
 def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
@@ -36,11 +45,15 @@ def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
 
 
 def batches(*kinds: float | None) -> list[dict[str, Tensor]]:
-    """A batch each: None is an ordinary one, 0 gives gradients of zero, another number stands in the last row."""
+    """A batch each: None is an ordinary one, 0 gives gradients of zero, another number stands in
+    the last row."""
     g = torch.Generator().manual_seed(6)
     made = []
     for kind in kinds:
-        batch = {k: torch.randint(-9, 10, (ROWS, *s), generator=g).double() / 8 for k, s in SHAPES.items()}
+        batch = {
+            k: torch.randint(-9, 10, (ROWS, *s), generator=g).double() / 8
+            for k, s in SHAPES.items()
+        }
         if kind == 0:
             batch = {k: torch.zeros_like(x) for k, x in batch.items()}
         elif kind is not None:
@@ -60,12 +73,19 @@ def run(name: str, data: list[dict[str, Tensor]], level: int, ranks: int) -> Non
         sharded = fz.shard(fz.train_step(loss_fn, TABLE[name].make()), level=level, group=group)
         part = sharded.init(params())
         for batch in data:
-            part, _ = sharded(part, {k: x.tensor_split(group.size)[group.rank] for k, x in batch.items()})
+            part, _ = sharded(
+                part, {k: x.tensor_split(group.size)[group.rank] for k, x in batch.items()}
+            )
         return sharded.gather(part)
 
     for rank, got in enumerate(run_ranks(one, ranks)):
         at = {"rank": rank, "level": level, "ranks": ranks}
-        assert_equal_values((state.params, state.opt_state), (got.params, got.opt_state), what="the states", context=at)
+        assert_equal_values(
+            (state.params, state.opt_state),
+            (got.params, got.opt_state),
+            what="the states",
+            context=at,
+        )
 
 
 ZEROS: list[Edge] = [((0, None, 0), 4)]  # four ranks have fewer matrices than they are
@@ -74,7 +94,9 @@ NOT_FINITE: list[Edge] = [((None, math.nan, None), 2)]
 MORE_NOT_FINITE: list[Edge] = [((None, math.nan, None), 3), ((None, math.inf, None), 2)]
 
 
-@pytest.mark.parametrize("edges", tiers([ZEROS, NOT_FINITE], [MORE_ZEROS, MORE_NOT_FINITE]), ids=str)
+@pytest.mark.parametrize(
+    "edges", tiers([ZEROS, NOT_FINITE], [MORE_ZEROS, MORE_NOT_FINITE]), ids=str
+)
 @pytest.mark.parametrize("name", ROW_NAMES)
 def test_gradients_of_zero_and_not_finite(name: str, edges: list[Edge]) -> None:
     level = 1 + ROW_NAMES.index(name) % 3

@@ -40,14 +40,18 @@ def optax_momentum(decay: float) -> Pair:
 def torchopt_momentum(decay: float) -> Pair:
     inner = optax_momentum(decay)
 
-    def update(updates: Any, state: Any, *, params: Any = None, inplace: bool = True) -> tuple[Any, Any]:
+    def update(
+        updates: Any, state: Any, *, params: Any = None, inplace: bool = True
+    ) -> tuple[Any, Any]:
         assert not inplace and params is not None
         return inner.update(updates, state)
 
     return Pair(inner.init, update)
 
 
-@pytest.mark.parametrize("needs", [optim.Needs.POINTWISE, optim.Needs.WHOLE_LEAF, optim.Needs.WHOLE_TREE])
+@pytest.mark.parametrize(
+    "needs", [optim.Needs.POINTWISE, optim.Needs.WHOLE_LEAF, optim.Needs.WHOLE_TREE]
+)
 def test_pairs_of_functions(needs: optim.Needs) -> None:
     params = hostile_tree()
     grads = gradients(params, 3)
@@ -113,7 +117,8 @@ def test_torchs_classes(name: str) -> None:
     for a, b, p in zip(optree.tree_leaves(got), own, optree.tree_leaves(params), strict=True):
         if p.numel():
             assert (a != p).any() and torch.allclose(a, b.detach(), rtol=1e-14, atol=1e-14)
-    if name == "Rprop":  # it writes through boolean masks, which the checker can't tell from a look at other elements
+    # It writes through boolean masks, which the checker can't tell from a look at other elements.
+    if name == "Rprop":
         with pytest.raises(TransformError, match="index_put_"):
             check_claims(transform, params)
     else:
@@ -150,15 +155,23 @@ class Factored(Normalised):
             self.state[p]["row"] = p.new_zeros(7)
 
 
-SHARED: dict[str, tuple[Callable[[], optim.Transform], Callable[[list[Tensor]], torch.optim.Optimizer]]] = {
-    "SGD": (lambda: optim.sgd(0.1, 0.9, dampening=0.3), lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.3)),
+SHARED: dict[
+    str, tuple[Callable[[], optim.Transform], Callable[[list[Tensor]], torch.optim.Optimizer]]
+] = {
+    "SGD": (
+        lambda: optim.sgd(0.1, 0.9, dampening=0.3),
+        lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.3),
+    ),
     "Adam": (lambda: optim.adam(0.1), lambda p: torch.optim.Adam(p, 0.1)),
     "AdamW": (lambda: optim.adamw(0.1), lambda p: torch.optim.AdamW(p, 0.1)),
     "AMSGrad": (lambda: optim.amsgrad(0.1), lambda p: torch.optim.Adam(p, 0.1, amsgrad=True)),
     "Adamax": (lambda: optim.adamax(0.1), lambda p: torch.optim.Adamax(p, 0.1)),
     "NAdam": (lambda: optim.nadam(0.1), lambda p: torch.optim.NAdam(p, 0.1)),
     "RAdam": (lambda: optim.radam(0.1, b2=0.6), lambda p: torch.optim.RAdam(p, 0.1, (0.9, 0.6))),
-    "Adagrad": (lambda: optim.adagrad(0.1, lr_decay=0.1), lambda p: torch.optim.Adagrad(p, 0.1, 0.1)),
+    "Adagrad": (
+        lambda: optim.adagrad(0.1, lr_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, 0.1, 0.1),
+    ),
     "Adadelta": (lambda: optim.adadelta(1.0), lambda p: torch.optim.Adadelta(p, 1.0)),
     "RMSprop": (
         lambda: optim.rmsprop(0.1, momentum=0.9, centered=True),
@@ -167,10 +180,15 @@ SHARED: dict[str, tuple[Callable[[], optim.Transform], Callable[[list[Tensor]], 
     "RMSprop plain": (lambda: optim.rmsprop(0.1), lambda p: torch.optim.RMSprop(p, 0.1)),
     "Rprop": (lambda: optim.rprop(0.1), lambda p: torch.optim.Rprop(p, 0.1)),
     "partition": (
-        lambda: optim.partition({"a": optim.adam(0.1), "b": optim.adam(0.1)}, lambda path, _: "ab"[path == "scale"]),
+        lambda: optim.partition(
+            {"a": optim.adam(0.1), "b": optim.adam(0.1)}, lambda path, _: "ab"[path == "scale"]
+        ),
         lambda p: torch.optim.Adam(p, 0.1),
     ),
-    "from_torch": (lambda: optim.from_torch(torch.optim.ASGD, lr=0.1), lambda p: torch.optim.ASGD(p, 0.1)),
+    "from_torch": (
+        lambda: optim.from_torch(torch.optim.ASGD, lr=0.1),
+        lambda p: torch.optim.ASGD(p, 0.1),
+    ),
 }
 
 
@@ -190,7 +208,9 @@ def test_a_run_goes_on_here_and_back_there(name: str) -> None:
     optimizer = theirs(own)
     torch_steps(optimizer, own, grads[:3])
     transform, here = ours(), treedef.unflatten([p.detach().clone() for p in own])
-    state = optim.import_torch_state(transform.init(here, Local(here)), optimizer.state_dict(), names=names, step=3)
+    state = optim.import_torch_state(
+        transform.init(here, Local(here)), optimizer.state_dict(), names=names, step=3
+    )
     for grad in grads[3:5]:
         updates, state = transform.update(grad, state, here, Local(here))
         here = tree_map(torch.add, here, updates)
@@ -200,7 +220,9 @@ def test_a_run_goes_on_here_and_back_there(name: str) -> None:
     optimizer.load_state_dict(optim.export_torch_state(state, optimizer, names=names))
     torch_steps(optimizer, back, grads[5:])
     for a, b in zip(back, alone, strict=True):
-        rtol = 1e-5 if name == "NAdam" else 1e-12  # torch keeps NAdam's product of momenta in float32
+        rtol = (
+            1e-5 if name == "NAdam" else 1e-12
+        )  # torch keeps NAdam's product of momenta in float32
         assert torch.allclose(a, b, rtol=rtol, atol=rtol)
 
 
@@ -213,7 +235,9 @@ def test_names_from_the_state_dict() -> None:
     optimizer.step()
     transform = optim.adamw(1e-3)
     state = optim.import_torch_state(transform.init(params, Local(params)), optimizer.state_dict())
-    assert torch.equal(state[0].mu["a"], torch.full((3,), 0.3)) and torch.equal(state[0].mu["b"], torch.full((2,), 0.2))
+    assert torch.equal(state[0].mu["a"], torch.full((3,), 0.3)) and torch.equal(
+        state[0].mu["b"], torch.full((2,), 0.2)
+    )
     assert [s.count.item() for s in state] == [1, 1, 1]
 
 
@@ -228,10 +252,14 @@ def test_mistakes_in_state_dicts() -> None:
         optim.import_torch_state(state, state_dict)
     with pytest.raises(ValueError, match="2 params, got 1 names"):
         optim.import_torch_state(state, state_dict, names=["a"])
-    with pytest.raises(StructureError, match="another shape: path a, expected \\(3,\\), got \\(2,\\)"):
+    with pytest.raises(
+        StructureError, match="another shape: path a, expected \\(3,\\), got \\(2,\\)"
+    ):
         optim.import_torch_state(state, state_dict, names=["b", "a"])
     with pytest.raises(StructureError, match="lacks a part: path a, expected max_exp_avg_sq"):
-        optim.import_torch_state(optim.amsgrad(0.1).init(params, Local(params)), state_dict, names=["a", "b"])
+        optim.import_torch_state(
+            optim.amsgrad(0.1).init(params, Local(params)), state_dict, names=["a", "b"]
+        )
     state_dict["state"][1]["step"] += 1
     with pytest.raises(StructureError, match="different steps: path a, expected 2, got 1"):
         optim.import_torch_state(state, state_dict, names=["a", "b"])

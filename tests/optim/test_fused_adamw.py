@@ -36,7 +36,10 @@ def decay(count):
 )
 def test_a_fused_kernel_gives_the_pure_chains_updates(optimizer, dtype):
     torch.manual_seed(0)
-    params = {k: torch.randn(s, dtype=dtype).requires_grad_() for k, s in {"a": (7, 5), "b": (3,), "c": ()}.items()}
+    params = {
+        k: torch.randn(s, dtype=dtype).requires_grad_()
+        for k, s in {"a": (7, 5), "b": (3,), "c": ()}.items()
+    }
     step = train_step(loss_fn, optimizer)
     pure = run(shard(step, level=0, group=Solo(), donate=False), params)
     fused = run(shard(step, level=0, group=Solo(), donate=True), params)
@@ -45,7 +48,8 @@ def test_a_fused_kernel_gives_the_pure_chains_updates(optimizer, dtype):
         for name, old in before.items():
             update = expected[name] - old.detach()
             assert (update != 0).all()
-            # the sums are rounded to the params' precision, and the update's own error is 1e-5 (1e-12) of the largest
+            # the sums are rounded to the params' precision, and the update's own error is 1e-5
+            # (1e-12) of the largest
             rounding = 2 * torch.finfo(dtype).eps * expected[name].abs().max().item()
             error = (1e-12 if dtype is torch.float64 else 1e-5) * update.abs().max().item()
             assert (got[name] - old.detach() - update).abs().max() <= rounding + error

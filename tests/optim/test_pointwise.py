@@ -1,4 +1,5 @@
-"""The pointwise transforms: the papers' numbers, the same bits however elements are cut, and purity."""
+"""The pointwise transforms: the papers' numbers, the same bits however elements are cut, and
+purity."""
 
 from __future__ import annotations
 
@@ -32,9 +33,18 @@ from tests.parity.cases import (
 from tests.reference import pointwise as reference
 
 ORACLES: dict[str, tuple[optim.Transform, Any]] = {
-    "adam": (optim.adam(0.1, 0.8, 0.9, 1e-3), lambda x, g: reference.adam(x, g, 0.1, 0.8, 0.9, 1e-3)),
-    "adamax": (optim.adamax(0.1, 0.8, 0.9), lambda x, g: reference.adamax(x, g, 0.1, 0.8, 0.9, 1e-8)),
-    "lion": (optim.lion(0.1, weight_decay=0.2), lambda x, g: reference.lion(x, g, 0.1, 0.9, 0.99, 0.2)),
+    "adam": (
+        optim.adam(0.1, 0.8, 0.9, 1e-3),
+        lambda x, g: reference.adam(x, g, 0.1, 0.8, 0.9, 1e-3),
+    ),
+    "adamax": (
+        optim.adamax(0.1, 0.8, 0.9),
+        lambda x, g: reference.adamax(x, g, 0.1, 0.8, 0.9, 1e-8),
+    ),
+    "lion": (
+        optim.lion(0.1, weight_decay=0.2),
+        lambda x, g: reference.lion(x, g, 0.1, 0.9, 0.99, 0.2),
+    ),
     "adabelief": (
         optim.adabelief(0.1, eps=1e-8, eps_root=1e-8),
         lambda x, g: reference.adabelief(x, g, 0.1, 0.9, 0.999, 1e-8),
@@ -48,7 +58,10 @@ ORACLES: dict[str, tuple[optim.Transform, Any]] = {
         optim.schedule_free_sgd(0.1, b1=0.8),
         lambda x, g: reference.schedule_free_sgd(x, g, 0.1, 0.8),
     ),
-    "lookahead": (optim.lookahead(optim.sgd(0.1), 3, 0.4), lambda x, g: reference.lookahead(x, g, 0.1, 3, 0.4)),
+    "lookahead": (
+        optim.lookahead(optim.sgd(0.1), 3, 0.4),
+        lambda x, g: reference.lookahead(x, g, 0.1, 3, 0.4),
+    ),
 }
 
 
@@ -60,15 +73,24 @@ def test_updates_are_the_papers(name: str) -> None:
     got, _, _ = run(transform, params, grads)
 
     def expected(p: Tensor, *steps: Tensor) -> Tensor:
-        elements = zip(p.reshape(-1).tolist(), torch.stack(steps).reshape(len(steps), -1).T.tolist(), strict=True)
-        return torch.tensor([oracle(x, g) for x, g in elements], dtype=p.dtype).T.reshape(len(steps), *p.shape)
+        elements = zip(
+            p.reshape(-1).tolist(),
+            torch.stack(steps).reshape(len(steps), -1).T.tolist(),
+            strict=True,
+        )
+        return torch.tensor([oracle(x, g) for x, g in elements], dtype=p.dtype).T.reshape(
+            len(steps), *p.shape
+        )
 
     # the oracle's moves of y are differences of numbers near 1
-    assert_close(stacked(got), tree_map(expected, params, *grads), 1e-11 if name == "lookahead" else 1e-12)
+    assert_close(
+        stacked(got), tree_map(expected, params, *grads), 1e-11 if name == "lookahead" else 1e-12
+    )
 
 
 def cut(tree: Any, seed: int) -> Any:
-    """The same elements in other leaves: every leaf flat and cut at random places, into a dict in random order."""
+    """The same elements in other leaves: every leaf flat and cut at random places, into a dict in
+    random order."""
     g = torch.Generator().manual_seed(seed)
     pieces = []
     for leaf in optree.tree_leaves(tree):
@@ -82,7 +104,9 @@ def cut(tree: Any, seed: int) -> Any:
 @pytest.mark.parametrize("name", POINTWISE)
 def test_the_same_bits_however_cut(name: str, dtype: torch.dtype) -> None:
     if name == "from_torch" and dtype == torch.bfloat16:
-        pytest.xfail("torch's own add with alpha rounds a tensor's tail differently; from_torch says so")
+        pytest.xfail(
+            "torch's own add with alpha rounds a tensor's tail differently; from_torch says so"
+        )
     transform = POINTWISE[name]()
     assert transform.needs == optim.Needs.POINTWISE and transform.plain is not None
     params = hostile_tree(dtype)
@@ -94,7 +118,10 @@ def test_the_same_bits_however_cut(name: str, dtype: torch.dtype) -> None:
             assert x.dtype == y.dtype == dtype
             assert torch.equal(x, y)
     if dtype == torch.float32:  # then float64 and int64 leaves are numbers, not 0-d params
-        numbers = [[x.item() for x in optree.tree_leaves(s) if x.dtype != dtype] for s in (state, state_of_pieces)]
+        numbers = [
+            [x.item() for x in optree.tree_leaves(s) if x.dtype != dtype]
+            for s in (state, state_of_pieces)
+        ]
         assert numbers[0] == numbers[1]
 
 
@@ -110,9 +137,15 @@ def test_adam_in_place_has_the_same_bits(n: int, dtype: torch.dtype) -> None:
         before = [own[""].data_ptr(), other[0].mu[""].data_ptr(), other[0].nu[""].data_ptr()]
         expected, state = part.update(grads, state, params)
         got, other = part.in_place(own, other, params)
-        for x, y in zip(optree.tree_leaves((expected, state)), optree.tree_leaves((got, other)), strict=True):
+        for x, y in zip(
+            optree.tree_leaves((expected, state)), optree.tree_leaves((got, other)), strict=True
+        ):
             assert torch.equal(x, y) and (x != 0).any()
-        assert [own[""].data_ptr(), other[0].mu[""].data_ptr(), other[0].nu[""].data_ptr()] == before
+        assert [
+            own[""].data_ptr(),
+            other[0].mu[""].data_ptr(),
+            other[0].nu[""].data_ptr(),
+        ] == before
 
 
 def test_what_is_not_the_same_in_place_is_found() -> None:
@@ -147,10 +180,15 @@ def test_what_is_not_the_same_in_place_is_found() -> None:
 
 @pytest.mark.parametrize("chunk", [3, 8])
 def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flat's chunks make the same as the flat. The leaves are small, since a chunk is a few elements here."""
+    """A flat's chunks make the same as the flat. The leaves are small, since a chunk is a few
+    elements here."""
     monkeypatch.setattr(pointwise, "_CHUNK", chunk)
     params = hostile_params(large=False)
-    for transform in (optim.adam(0.1), optim.sgd(0.1, momentum=0.9), optim.lion(0.1, weight_decay=0.2)):
+    for transform in (
+        optim.adam(0.1),
+        optim.sgd(0.1, momentum=0.9),
+        optim.lion(0.1, weight_decay=0.2),
+    ):
         check_transform(transform, params=params, seeds=(0,))
 
 
@@ -170,8 +208,14 @@ def test_purity(name: str) -> None:
             assert torch.equal(x, value) and x._version == version
         for a, b in zip(optree.tree_leaves(state), optree.tree_leaves(new), strict=True):
             assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-        memory = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((grad, updates, params)) if x.numel()}
-        assert not memory & {x.untyped_storage().data_ptr() for x in optree.tree_leaves(new) if x.numel()}
+        memory = {
+            x.untyped_storage().data_ptr()
+            for x in optree.tree_leaves((grad, updates, params))
+            if x.numel()
+        }
+        assert not memory & {
+            x.untyped_storage().data_ptr() for x in optree.tree_leaves(new) if x.numel()
+        }
         state = new
 
 
@@ -189,12 +233,17 @@ def test_description_tells_hyperparameters_apart(name: str) -> None:
 def test_descriptions_differ() -> None:
     assert describe(optim.adamw(1e-3)) != describe(optim.adamw(2e-3))
     assert describe(optim.adamw(1e-3, mask=decayed_matrices)) != describe(optim.adamw(1e-3))
-    assert describe(optim.from_torch(torch.optim.Adamax)) != describe(optim.from_torch(torch.optim.RAdam))
-    assert describe(optim.lookahead(optim.sgd(0.1), 2, 0.5)) != describe(optim.lookahead(optim.sgd(0.1), 3, 0.5))
+    assert describe(optim.from_torch(torch.optim.Adamax)) != describe(
+        optim.from_torch(torch.optim.RAdam)
+    )
+    assert describe(optim.lookahead(optim.sgd(0.1), 2, 0.5)) != describe(
+        optim.lookahead(optim.sgd(0.1), 3, 0.5)
+    )
 
 
 def test_hyperparameters_do_not_promote() -> None:
-    """A 0-d float32 leaf stays float32 beside float64 numbers, and gets what it would get in a bucket."""
+    """A 0-d float32 leaf stays float32 beside float64 numbers, and gets what it would get in a
+    bucket."""
     params = {"scale": torch.tensor(0.5)}
     history, _, state = run(
         optim.adamw(lambda count: torch.tensor(0.1, dtype=torch.float64)), params, gradients(params)
@@ -207,8 +256,18 @@ def test_clip_and_nan_to_num() -> None:
     params = {"a": torch.zeros(4)}
     updates = {"a": torch.tensor([math.nan, math.inf, -3.0, 0.25])}
     assert run(optim.clip(0.5), params, [updates])[0][0]["a"][1:].tolist() == [0.5, -0.5, 0.25]
-    assert run(optim.zero_nans(), params, [updates])[0][0]["a"].tolist() == [0.0, math.inf, -3.0, 0.25]
-    assert run(optim.nan_to_num(1.0, 2.0), params, [updates])[0][0]["a"].tolist() == [1.0, 2.0, -3.0, 0.25]
+    assert run(optim.zero_nans(), params, [updates])[0][0]["a"].tolist() == [
+        0.0,
+        math.inf,
+        -3.0,
+        0.25,
+    ]
+    assert run(optim.nan_to_num(1.0, 2.0), params, [updates])[0][0]["a"].tolist() == [
+        1.0,
+        2.0,
+        -3.0,
+        0.25,
+    ]
     assert run(optim.set_to_zero(), params, [updates])[0][0]["a"].tolist() == [0.0] * 4
 
 
@@ -218,7 +277,8 @@ def test_decay_mask() -> None:
     (updates,), _, _ = run(optim.add_decayed_weights(0.5, decayed_matrices), params, [zero])
     expected = tree_map(lambda p: 0.5 * p if p.ndim >= 2 else torch.zeros_like(p), params)
     assert all(
-        torch.equal(a, b) for a, b in zip(optree.tree_leaves(updates), optree.tree_leaves(expected), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(optree.tree_leaves(updates), optree.tree_leaves(expected), strict=True)
     )
 
 

@@ -1,4 +1,5 @@
-"""Schedules: their values, that they stand wherever a number can, and reduce_on_plateau. (parity/ has optax's.)"""
+"""Schedules: their values, that they stand wherever a number can, and reduce_on_plateau. (parity/
+has optax's.)"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from functorch_zero.optim.base import describe
 from tests.parity.cases import assert_close, gradients, hostile_tree, run, stacked
 
 
-@pytest.mark.parametrize(("shape", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
+@pytest.mark.parametrize(
+    ("shape", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))]
+)
 def test_warmup_stable_decay(shape: str, middle: float) -> None:
     schedule = optim.warmup_stable_decay_schedule(0.0, 1.0, 4, 6, 10, end_value=0.2, shape=shape)
     values = [schedule(torch.tensor(count)).item() for count in range(25)]
@@ -36,13 +39,18 @@ def test_a_schedule_stands_for_a_number() -> None:
     pairs = [
         (optim.adamw(same(0.1), weight_decay=same(0.2)), optim.adamw(0.1, weight_decay=0.2)),
         (optim.sgd(same(0.1), 0.9, weight_decay=same(0.2)), optim.sgd(0.1, 0.9, weight_decay=0.2)),
-        (optim.ademamix(0.1, b3=same(0.9), alpha=same(2.0)), optim.ademamix(0.1, b3=0.9, alpha=2.0)),
+        (
+            optim.ademamix(0.1, b3=same(0.9), alpha=same(2.0)),
+            optim.ademamix(0.1, b3=0.9, alpha=2.0),
+        ),
         (optim.lookahead(optim.sgd(same(0.1)), 2, 0.5), optim.lookahead(optim.sgd(0.1), 2, 0.5)),
         (optim.params_ema(optim.sgd(0.1), same(0.9)), optim.params_ema(optim.sgd(0.1), 0.9)),
         (optim.lamb(same(0.1), weight_decay=same(0.2)), optim.lamb(0.1, weight_decay=0.2)),
     ]
     for scheduled, plain in pairs:
-        assert_close(stacked(run(scheduled, params, grads)[0]), stacked(run(plain, params, grads)[0]))
+        assert_close(
+            stacked(run(scheduled, params, grads)[0]), stacked(run(plain, params, grads)[0])
+        )
 
 
 def test_the_first_step_is_step_zero() -> None:
@@ -75,7 +83,9 @@ def test_schedules_read_nothing_on_the_host() -> None:
 
 
 def test_joined_schedules_count_from_their_beginning() -> None:
-    schedule = optim.join_schedules([lambda count: count + 100, lambda count: count, lambda count: -1.0], [2, 5])
+    schedule = optim.join_schedules(
+        [lambda count: count + 100, lambda count: count, lambda count: -1.0], [2, 5]
+    )
     assert [schedule(count).item() for count in range(7)] == [100, 101, 0, 1, 2, -1, -1]
 
 
@@ -103,13 +113,18 @@ def test_mistakes(make: object, message: str) -> None:
 
 
 def test_plateau() -> None:
-    """The learning rate halves after the second observation in a row that isn't better, anywhere in a state."""
+    """The learning rate halves after the second observation in a row that isn't better, anywhere in
+    a state."""
     params = {"a": torch.zeros(1)}
-    optimizer = optim.chain(optim.sgd(1.0), optim.chain(optim.reduce_on_plateau(factor=0.5, patience=2)))
+    optimizer = optim.chain(
+        optim.sgd(1.0), optim.chain(optim.reduce_on_plateau(factor=0.5, patience=2))
+    )
     state = {"inside": optimizer.init(params, Local(params))}
 
     def rate() -> float:
-        (updates, _) = optimizer.update({"a": torch.ones(1)}, state["inside"], params, Local(params))
+        (updates, _) = optimizer.update(
+            {"a": torch.ones(1)}, state["inside"], params, Local(params)
+        )
         return -updates["a"].item()
 
     rates = []

@@ -1,4 +1,5 @@
-"""The transforms with statistics against oracles from the papers, torch.optim, optax, and themselves on pieces."""
+"""The transforms with statistics against oracles from the papers, torch.optim, optax, and
+themselves on pieces."""
 
 from __future__ import annotations
 
@@ -66,13 +67,19 @@ TABLE: dict[str, tuple[optim.Transform, Any]] = {
         lambda: directed(oracles.FactoredRms(3)),
     ),
     "lamb": (optim.lamb(falling, weight_decay=decay), lambda: oracles.Lamb(falling, decay)),
-    "lars": (optim.lars(falling, decay, trust_coefficient=0.1), lambda: oracles.Lars(falling, decay, trust=0.1)),
+    "lars": (
+        optim.lars(falling, decay, trust_coefficient=0.1),
+        lambda: oracles.Lars(falling, decay, trust=0.1),
+    ),
     "lars, nesterov": (
         optim.lars(falling, decay, nesterov=True),
         lambda: oracles.Lars(falling, decay, nesterov=True),
     ),
     "fromage": (optim.fromage(falling), lambda: oracles.Fromage(falling)),
-    "novograd": (optim.novograd(falling, weight_decay=decay), lambda: oracles.Novograd(falling, decay)),
+    "novograd": (
+        optim.novograd(falling, weight_decay=decay),
+        lambda: oracles.Novograd(falling, decay),
+    ),
     "adafactor": (
         optim.adafactor(falling, weight_decay_rate=decay),
         lambda: oracles.Adafactor(falling, decay),
@@ -87,7 +94,10 @@ TABLE: dict[str, tuple[optim.Transform, Any]] = {
         lambda: oracles.Prodigy(falling, 0.1, 1e-2),
     ),
     "lbfgs": (optim.lbfgs(falling, 3), lambda: oracles.Lbfgs(falling, 3)),
-    "lbfgs, not scaled": (optim.lbfgs(falling, 2, False), lambda: oracles.Lbfgs(falling, 2, scaled=False)),
+    "lbfgs, not scaled": (
+        optim.lbfgs(falling, 2, False),
+        lambda: oracles.Lbfgs(falling, 2, scaled=False),
+    ),
 }
 
 
@@ -99,7 +109,9 @@ def test_the_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("clip", [1.0, 3.0])
 def test_adafactor_is_torch(clip: float) -> None:
-    ours = run(optim.adafactor(0.01, weight_decay_rate=0.1, clipping_threshold=clip), PARAMS, GRADIENTS)
+    ours = run(
+        optim.adafactor(0.01, weight_decay_rate=0.1, clipping_threshold=clip), PARAMS, GRADIENTS
+    )
     leaves = {k: p.clone().requires_grad_() for k, p in PARAMS.items()}
     theirs = torch.optim.Adafactor(leaves.values(), lr=0.01, weight_decay=0.1, d=clip)
     expected, now = [], PARAMS
@@ -117,13 +129,22 @@ def test_adafactor_is_torch(clip: float) -> None:
 OPTAX: dict[str, tuple[optim.Transform, str]] = {
     "clip_by_global_norm": (optim.clip_by_global_norm(4.0), "optax.clip_by_global_norm(4.0)"),
     "clip_by_block_rms": (optim.clip_by_block_rms(0.3), "optax.clip_by_block_rms(0.3)"),
-    "adaptive_grad_clip": (optim.adaptive_grad_clip(0.3, axis=0), "optax.adaptive_grad_clip(0.3, axis=0)"),
+    "adaptive_grad_clip": (
+        optim.adaptive_grad_clip(0.3, axis=0),
+        "optax.adaptive_grad_clip(0.3, axis=0)",
+    ),
     "scale_by_trust_ratio": (
         optim.scale_by_trust_ratio(0.2, 0.5, 0.1),
         "optax.scale_by_trust_ratio(0.2, 0.5, 0.1)",
     ),
-    "scale_by_param_block_norm": (optim.scale_by_param_block_norm(1.5), "optax.scale_by_param_block_norm(1.5)"),
-    "scale_by_param_block_rms": (optim.scale_by_param_block_rms(0.9), "optax.scale_by_param_block_rms(0.9)"),
+    "scale_by_param_block_norm": (
+        optim.scale_by_param_block_norm(1.5),
+        "optax.scale_by_param_block_norm(1.5)",
+    ),
+    "scale_by_param_block_rms": (
+        optim.scale_by_param_block_rms(0.9),
+        "optax.scale_by_param_block_rms(0.9)",
+    ),
     "scale_by_factored_rms": (
         optim.scale_by_factored_rms(min_dim_size_to_factor=3),
         "optax.scale_by_factored_rms(min_dim_size_to_factor=3)",
@@ -166,7 +187,9 @@ def test_optax_agrees(name: str) -> None:
     jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
     jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time
     transform, made = OPTAX[name]
-    left_out = {"tall", "one"} | ({"scalar"} if "grad_clip" in name or name == "sm3" else set())  # optax refuses 0-d
+    left_out = {"tall", "one"} | (
+        {"scalar"} if "grad_clip" in name or name == "sm3" else set()
+    )  # optax refuses 0-d
     shapes = {k: s for k, s in HOSTILE.items() if k not in left_out}
     params, gradients = tensors(shapes, 0), gradients_for(shapes)
     with jax.enable_x64(True):
@@ -175,7 +198,9 @@ def test_optax_agrees(name: str) -> None:
         now = {k: jax.numpy.asarray(p.numpy()) for k, p in params.items()}
         state, expected = theirs.init(now), []
         for g in gradients:
-            updates, state = update({k: jax.numpy.asarray(x.numpy()) for k, x in g.items()}, state, now)
+            updates, state = update(
+                {k: jax.numpy.asarray(x.numpy()) for k, x in g.items()}, state, now
+            )
             expected.append(updates)
             now = {k: now[k] + updates[k] for k in now}
     single = "factored" in name or name == "adafactor"  # optax takes decay ** t in float32
@@ -186,7 +211,9 @@ def test_optax_agrees(name: str) -> None:
 def test_pieces_give_the_same(name: str) -> None:
     empty = torch.zeros(0, 3, dtype=torch.float64)
     params = PARAMS | {"empty": empty, "nothing": None}
-    assert_sharded(TABLE[name][0], params, [g | {"empty": empty.clone(), "nothing": None} for g in GRADIENTS])
+    assert_sharded(
+        TABLE[name][0], params, [g | {"empty": empty.clone(), "nothing": None} for g in GRADIENTS]
+    )
 
 
 def test_injected_hyperparams_change_nothing() -> None:
@@ -195,7 +222,12 @@ def test_injected_hyperparams_change_nothing() -> None:
         optim.lars: {"learning_rate": falling, "weight_decay": decay},
         optim.fromage: {"learning_rate": 0.05},
         optim.novograd: {"learning_rate": falling, "weight_decay": 0.1},
-        optim.adafactor: {"learning_rate": falling, "weight_decay_rate": 0.1, "eps": 1e-9, "momentum": 0.9},
+        optim.adafactor: {
+            "learning_rate": falling,
+            "weight_decay_rate": 0.1,
+            "eps": 1e-9,
+            "momentum": 0.9,
+        },
         optim.scale_by_factored_rms: {"min_dim_size_to_factor": 3},
         optim.sm3: {"learning_rate": falling},
         optim.prodigy: {"weight_decay": 0.1, "estim_lr0": 1e-2},
@@ -222,7 +254,11 @@ def test_dtypes_stay(name: str) -> None:
     """Also of 0-d leaves in a tree with wider ones, and of the state."""
     transform, params = TABLE[name][0], halves(PARAMS)
     steps = run(transform, params, [halves(g) for g in GRADIENTS])
-    assert all(step[k].dtype == p.dtype and step[k].isfinite().all() for step in steps for k, p in params.items())
+    assert all(
+        step[k].dtype == p.dtype and step[k].isfinite().all()
+        for step in steps
+        for k, p in params.items()
+    )
     across = Local(params)
     state = transform.init(params, across)
     _, later = transform.update(halves(GRADIENTS[0]), state, params, across)
@@ -274,7 +310,9 @@ def test_what_is_refused() -> None:
 
 def test_not_a_number_in_one_leaf() -> None:
     """The global norm carries it everywhere, a leaf's own norm to that leaf alone."""
-    bad = GRADIENTS[0] | {"vector": GRADIENTS[0]["vector"].clone().index_fill(0, torch.tensor(2), torch.nan)}
+    bad = GRADIENTS[0] | {
+        "vector": GRADIENTS[0]["vector"].clone().index_fill(0, torch.tensor(2), torch.nan)
+    }
     for transform, everywhere in ((optim.clip_by_global_norm(1.0), True), (optim.lamb(0.1), False)):
         updates = run(transform, PARAMS, [bad])[0]
         assert updates["vector"].isnan().all()

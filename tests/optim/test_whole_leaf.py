@@ -1,4 +1,5 @@
-"""The transforms with whole leaves and whole trees against oracles, torch.optim.Muon, and themselves on pieces."""
+"""The transforms with whole leaves and whole trees against oracles, torch.optim.Muon, and
+themselves on pieces."""
 
 from __future__ import annotations
 
@@ -45,12 +46,23 @@ TABLE: dict[str, tuple[optim.Transform, Any]] = {
         optim.muon(falling, weight_decay=decay, scaling="match_rms_adamw", nesterov=False),
         lambda: oracles.Muon(falling, decay, nesterov=False, match_rms=True),
     ),
-    "shampoo": (optim.shampoo(falling, weight_decay=decay), lambda: oracles.Shampoo(falling, decay)),
+    "shampoo": (
+        optim.shampoo(falling, weight_decay=decay),
+        lambda: oracles.Shampoo(falling, decay),
+    ),
     "shampoo, blocks": (
         optim.shampoo(
-            falling, b2=0.9, eps=1e-2, weight_decay=decay, block_size=4, precondition_frequency=2, graft="rmsprop"
+            falling,
+            b2=0.9,
+            eps=1e-2,
+            weight_decay=decay,
+            block_size=4,
+            precondition_frequency=2,
+            graft="rmsprop",
         ),
-        lambda: oracles.Shampoo(falling, decay, block=4, b2=0.9, eps=1e-2, every=2, graft="rmsprop"),
+        lambda: oracles.Shampoo(
+            falling, decay, block=4, b2=0.9, eps=1e-2, every=2, graft="rmsprop"
+        ),
     ),
     "shampoo, not grafted": (
         optim.shampoo(falling, weight_decay=decay, graft=None),
@@ -89,7 +101,9 @@ def test_the_oracle(name: str) -> None:
 def test_pieces_give_the_same(name: str) -> None:
     empty = torch.zeros(0, 3, dtype=torch.float64)
     params = PARAMS | {"empty": empty, "nothing": None}
-    assert_sharded(TABLE[name][0], params, [g | {"empty": empty.clone(), "nothing": None} for g in GRADIENTS])
+    assert_sharded(
+        TABLE[name][0], params, [g | {"empty": empty.clone(), "nothing": None} for g in GRADIENTS]
+    )
 
 
 @pytest.mark.parametrize("scaling", ["original", "match_rms_adamw"])
@@ -112,7 +126,9 @@ def test_muon_is_torch(scaling: Any) -> None:
 
 def test_what_orthogonalize_runs_in() -> None:
     x = tensors({"x": (7, 4)}, 3)
-    whole, half = (run(optim.orthogonalize(ns_dtype=dtype), x, [x])[0]["x"] for dtype in (None, torch.bfloat16))
+    whole, half = (
+        run(optim.orthogonalize(ns_dtype=dtype), x, [x])[0]["x"] for dtype in (None, torch.bfloat16)
+    )
     assert half.dtype == torch.float64
     assert 1e-4 < (whole - half).norm() / whole.norm() < 3e-2
     singular = torch.linalg.svdvals(whole) / (7 / 4) ** 0.5
@@ -132,10 +148,14 @@ def test_matrices_of_ones_own() -> None:
 
 def test_labels_of_ones_own() -> None:
     adam = run(optim.adamw(0.1, weight_decay=0.0), PARAMS, GRADIENTS)
-    labels = {k: "adam" if k == "matrix" else "muon" if PARAMS[k].ndim > 1 else "adam" for k in PARAMS}
+    labels = {
+        k: "adam" if k == "matrix" else "muon" if PARAMS[k].ndim > 1 else "adam" for k in PARAMS
+    }
     ours = run(optim.muon(0.1, param_labels=labels), PARAMS, GRADIENTS)
     for step, other in zip(ours, adam, strict=True):
-        assert torch.equal(step["matrix"], other["matrix"]) and not torch.equal(step["same"], other["same"])
+        assert torch.equal(step["matrix"], other["matrix"]) and not torch.equal(
+            step["same"], other["same"]
+        )
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -156,9 +176,13 @@ def test_zero_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_not_a_number(name: str, value: float) -> None:
-    """A leaf whose gradient is not finite gets an update that isn't, the same on every rank; the others get theirs."""
+    """A leaf whose gradient is not finite gets an update that isn't, the same on every rank; the
+    others get theirs."""
     transform = TABLE[name][0]
-    bad = [GRADIENTS[0], GRADIENTS[1] | {"matrix": GRADIENTS[1]["matrix"].index_fill(0, torch.tensor(2), value)}]
+    bad = [
+        GRADIENTS[0],
+        GRADIENTS[1] | {"matrix": GRADIENTS[1]["matrix"].index_fill(0, torch.tensor(2), value)},
+    ]
     updates, good = run(transform, PARAMS, bad)[1], run(transform, PARAMS, GRADIENTS[:2])[1]
     assert not updates["matrix"].isfinite().all()
     if "whole tree" not in name:
@@ -200,7 +224,8 @@ def test_a_first_step_of_soap_is_zero() -> None:
 
 
 def test_soap_does_not_feel_last_bits() -> None:
-    """Though the gradients' ranks are less than the matrices' dims, whose statistics have null spaces."""
+    """Though the gradients' ranks are less than the matrices' dims, whose statistics have null
+    spaces."""
     params, gradients = tensors({"w": (12, 3)}, 0), gradients_for({"w": (12, 3)})
     nudged = [tree_map(lambda x: x * (1 + 2e-16 * torch.randn_like(x)), g) for g in gradients]
     soap = optim.soap(falling, precondition_frequency=1)
@@ -213,7 +238,9 @@ def test_a_matrix_too_large(whole_tree: bool, size: int) -> None:
     assert size == (sum(sizes) if whole_tree else max(sizes)) ** 2 * 8
     optim.full_matrix_adagrad(0.1, whole_tree=whole_tree, limit=size).init(PARAMS, Local(PARAMS))
     with pytest.raises(TransformError, match=f"would need {size} bytes"):
-        optim.full_matrix_adagrad(0.1, whole_tree=whole_tree, limit=size - 1).init(PARAMS, Local(PARAMS))
+        optim.full_matrix_adagrad(0.1, whole_tree=whole_tree, limit=size - 1).init(
+            PARAMS, Local(PARAMS)
+        )
 
 
 def test_a_matrix_too_large_on_every_rank() -> None:
@@ -241,7 +268,9 @@ def test_collectives_of_a_step() -> None:
                 across, transform = Sharded(layout, watched), TABLE[name][0]
                 state = transform.init(params[group.rank], across)
                 watched.reset()
-                transform.update(slice_tree(GRADIENTS[0], layout, group.rank), state, params[group.rank], across)
+                transform.update(
+                    slice_tree(GRADIENTS[0], layout, group.rank), state, params[group.rank], across
+                )
                 kinds.append(",".join(call.kind for call in watched.calls))
         return kinds
 
@@ -259,18 +288,30 @@ def test_the_state_can_be_planned(name: str) -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_dtypes_stay(name: str) -> None:
     transform = TABLE[name][0]
-    params = {k: p.to(torch.bfloat16 if k in ("matrix", "scalar") else torch.float32) for k, p in PARAMS.items()}
+    params = {
+        k: p.to(torch.bfloat16 if k in ("matrix", "scalar") else torch.float32)
+        for k, p in PARAMS.items()
+    }
     gradient = {k: g.to(params[k].dtype) for k, g in GRADIENTS[0].items()}
     state = transform.init(params, Local(params))
     updates, later = transform.update(gradient, state, params, Local(params))
-    assert all(updates[k].dtype == p.dtype and updates[k].isfinite().all() for k, p in params.items())
-    assert [(x.dtype, x.shape) for x in tree_leaves(later)] == [(x.dtype, x.shape) for x in tree_leaves(state)]
+    assert all(
+        updates[k].dtype == p.dtype and updates[k].isfinite().all() for k, p in params.items()
+    )
+    assert [(x.dtype, x.shape) for x in tree_leaves(later)] == [
+        (x.dtype, x.shape) for x in tree_leaves(state)
+    ]
 
 
 def test_injected_hyperparams_change_nothing() -> None:
     made = {
         optim.muon: {"learning_rate": falling, "weight_decay": 0.1},
-        optim.shampoo: {"learning_rate": falling, "weight_decay": decay, "b2": 0.9, "graft": "rmsprop"},
+        optim.shampoo: {
+            "learning_rate": falling,
+            "weight_decay": decay,
+            "b2": 0.9,
+            "graft": "rmsprop",
+        },
         optim.soap: {"learning_rate": 0.05},
         optim.full_matrix_adagrad: {"learning_rate": 0.05, "weight_decay": decay},
     }
@@ -305,7 +346,9 @@ def test_results_of_other_shapes_are_refused(update: Any) -> None:
     transform = with_whole_leaves(torch.zeros_like, update)
     params = {"w": torch.randn(4, 6, requires_grad=True)}
     step = train_step(lambda p, b, x: (p["w"] * x).sum(), transform)
-    with pytest.raises(TransformError, match=r"update of leaf w must make .* of the shapes that it was given"):
+    with pytest.raises(
+        TransformError, match=r"update of leaf w must make .* of the shapes that it was given"
+    ):
         step(step.init(params), torch.randn(4, 6))
 
     def on_a_rank(group: Any) -> None:

@@ -1,4 +1,5 @@
-"""Wrappers: masks, labels, hyperparameters in the state, skipped and gathered steps, averages; also sharded."""
+"""Wrappers: masks, labels, hyperparameters in the state, skipped and gathered steps, averages; also
+sharded."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def layer_of(path: str, leaf: Tensor) -> int:
 
 # Wrappers around transforms of every kind.
 WRAPPED: dict[str, Callable[[], optim.Transform]] = {
-    "masked": lambda: optim.chain(optim.masked(optim.trace(0.9), decayed_matrices), optim.scale(-0.1)),
+    "masked": lambda: optim.chain(
+        optim.masked(optim.trace(0.9), decayed_matrices), optim.scale(-0.1)
+    ),
     "masked statistics": lambda: optim.chain(
         optim.masked(optim.clip_by_global_norm(0.1), decayed_matrices), optim.sgd(0.1)
     ),
@@ -41,32 +44,58 @@ WRAPPED: dict[str, Callable[[], optim.Transform]] = {
         {"matrices": optim.adamw(0.1, weight_decay=0.1), "rest": optim.sgd(0.1, 0.9)}, by_shape
     ),
     "partition of all kinds": lambda: optim.partition(
-        {"matrices": optim.lamb(0.1), "rest": optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1))}, by_shape
+        {
+            "matrices": optim.lamb(0.1),
+            "rest": optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)),
+        },
+        by_shape,
     ),
     "nested": lambda: optim.chain(
-        optim.partition({"matrices": optim.masked(optim.adam(1.0), {"turned": True, "kernel": True, "layers": False,
-        "scale": True, "nothing": True}), "rest": optim.scale(0.5)}, by_shape),
+        optim.partition(
+            {
+                "matrices": optim.masked(
+                    optim.adam(1.0),
+                    {
+                        "turned": True,
+                        "kernel": True,
+                        "layers": False,
+                        "scale": True,
+                        "nothing": True,
+                    },
+                ),
+                "rest": optim.scale(0.5),
+            },
+            by_shape,
+        ),
         optim.scale_by_learning_rate(0.1),
     ),
     "scale_by_label": lambda: optim.chain(
-        optim.adam(0.1), optim.scale_by_label({0: 1.0, 1: optim.linear_schedule(1.0, 0.5, 3), 2: 0.25}, layer_of)
+        optim.adam(0.1),
+        optim.scale_by_label({0: 1.0, 1: optim.linear_schedule(1.0, 0.5, 3), 2: 0.25}, layer_of),
     ),
-    "inject": lambda: optim.inject_hyperparams(optim.lamb)(optim.linear_schedule(0.2, 0.1, 3), weight_decay=0.1),
+    "inject": lambda: optim.inject_hyperparams(optim.lamb)(
+        optim.linear_schedule(0.2, 0.1, 3), weight_decay=0.1
+    ),
     "apply_if_finite": lambda: optim.apply_if_finite(optim.adam(0.1), 3),
-    "multi_steps": lambda: optim.multi_steps(optim.chain(optim.clip_by_global_norm(0.5), optim.adam(0.1)), 2),
+    "multi_steps": lambda: optim.multi_steps(
+        optim.chain(optim.clip_by_global_norm(0.5), optim.adam(0.1)), 2
+    ),
     "multi_steps of labels": lambda: optim.multi_steps(
         optim.partition({"matrices": optim.adam(0.1), "rest": optim.lamb(0.1)}, by_shape), 2
     ),
     "maybe_update": lambda: optim.chain(
-        optim.maybe_update(optim.clip_by_global_norm(0.5), lambda step: step % 2 == 0), optim.adam(0.1)
+        optim.maybe_update(optim.clip_by_global_norm(0.5), lambda step: step % 2 == 0),
+        optim.adam(0.1),
     ),
     "lookahead": lambda: optim.lookahead(optim.lamb(0.1), 2, 0.5),
     "params_ema": lambda: optim.params_ema(optim.lamb(0.1), optim.linear_schedule(0.0, 0.9, 3)),
-    "schedule_free": lambda: optim.schedule_free(optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), 0.1),
+    "schedule_free": lambda: optim.schedule_free(
+        optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), 0.1
+    ),
     "sam": lambda: optim.sam(optim.adam(0.1), 0.1),
     "from_torch": lambda: optim.from_torch(torch.optim.Adamax, lr=0.1, weight_decay=0.1),
     "reduce_on_plateau": lambda: optim.chain(optim.lamb(0.1), optim.reduce_on_plateau()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -90,7 +119,10 @@ def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
     for i, p in enumerate(optree.tree_leaves(params)):
         if p.numel():
             places = batch.reshape(-1, *[1] * p.ndim) * (i + 1)
-            total = total + ((p - places) ** 2 * (1 + torch.arange(p.numel()).reshape(p.shape) % 3)).mean()
+            total = (
+                total
+                + ((p - places) ** 2 * (1 + torch.arange(p.numel()).reshape(p.shape) % 3)).mean()
+            )
     return total
 
 
@@ -119,7 +151,9 @@ def test_sharded_is_unsharded(case: tuple[str, tuple[int, int]]) -> None:
     for got in run_ranks(one_rank, ranks):
         moved = tree_map(lambda new, old: (new - old).detach(), got.params, params)
         assert_close(moved, tree_map(lambda new, old: (new - old).detach(), whole.params, params))
-        for a, b in zip(optree.tree_leaves(got.opt_state), optree.tree_leaves(whole.opt_state), strict=True):
+        for a, b in zip(
+            optree.tree_leaves(got.opt_state), optree.tree_leaves(whole.opt_state), strict=True
+        ):
             assert torch.allclose(a, b, rtol=1e-11, atol=1e-13)
 
 
@@ -143,7 +177,9 @@ def test_all_ranks_skip_what_one_cannot_use(level: int) -> None:
 
     for skipped, clean in run_ranks(one_rank, 3):
         assert skipped.opt_state.total_notfinite == 1
-        for a, b in zip(optree.tree_leaves(skipped.params), optree.tree_leaves(clean.params), strict=True):
+        for a, b in zip(
+            optree.tree_leaves(skipped.params), optree.tree_leaves(clean.params), strict=True
+        ):
             assert torch.equal(a, b)
 
 
@@ -212,7 +248,11 @@ def test_mistakes_in_masks_and_labels() -> None:
 def test_scale_by_label() -> None:
     params = hostile_tree()
     grads = gradients(params, 2)
-    history, _, _ = run(optim.scale_by_label({0: 1.0, 1: lambda count: count + 2.0, 2: 0.5}, layer_of), params, grads)
+    history, _, _ = run(
+        optim.scale_by_label({0: 1.0, 1: lambda count: count + 2.0, 2: 0.5}, layer_of),
+        params,
+        grads,
+    )
     for i, (updates, grad) in enumerate(zip(history, grads, strict=True)):
         assert torch.equal(updates["scale"], grad["scale"])
         assert torch.equal(updates["layers"][0]["weight"], grad["layers"][0]["weight"] * (i + 2))
@@ -223,7 +263,10 @@ def test_needs_is_the_most_inside() -> None:
     whole = optim.with_whole_leaves(lambda p: (), lambda u, s: (u, s))
     statistics, plain = optim.clip_by_global_norm(1.0), optim.sgd(0.1)
     assert optim.masked(plain, True).needs == optim.Needs.POINTWISE
-    assert optim.partition({"a": plain, "b": whole, "c": statistics}, "a").needs == optim.Needs.WHOLE_LEAF
+    assert (
+        optim.partition({"a": plain, "b": whole, "c": statistics}, "a").needs
+        == optim.Needs.WHOLE_LEAF
+    )
     assert optim.apply_if_finite(plain, 1).needs == optim.Needs.STATISTICS
     assert optim.apply_if_finite(whole, 1).needs == optim.Needs.WHOLE_LEAF
     assert optim.sam(plain).needs == optim.Needs.STATISTICS
@@ -234,10 +277,15 @@ def test_needs_is_the_most_inside() -> None:
 def test_named_chain_is_chain() -> None:
     params = hostile_tree()
     grads = gradients(params, 2)
-    got, _, state = run(optim.named_chain(("clip", optim.clip(0.5)), ("adam", optim.adam(0.1))), params, grads)
+    got, _, state = run(
+        optim.named_chain(("clip", optim.clip(0.5)), ("adam", optim.adam(0.1))), params, grads
+    )
     expected, _, _ = run(optim.chain(optim.clip(0.5), optim.adam(0.1)), params, grads)
     assert list(state) == ["clip", "adam"]
-    assert all(torch.equal(a, b) for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(expected), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(expected), strict=True)
+    )
 
 
 def test_hyperparameters_are_read_and_changed() -> None:
@@ -245,18 +293,24 @@ def test_hyperparameters_are_read_and_changed() -> None:
     grad = {"a": torch.full((3,), 2.0, dtype=torch.float64)}
     optimizer = optim.chain(
         optim.clip(9.0),
-        optim.inject_hyperparams(optim.sgd)(learning_rate=0.5, weight_decay=lambda count: 0.1 * count.double()),
+        optim.inject_hyperparams(optim.sgd)(
+            learning_rate=0.5, weight_decay=lambda count: 0.1 * count.double()
+        ),
     )
     state = optimizer.init(params, Local(params))
     assert {k: v.item() for k, v in optim.hyperparams(state).items()} == {
-        "learning_rate": 0.5, "dampening": 0.0, "weight_decay": 0.0,
-    }  # fmt: skip
+        "learning_rate": 0.5,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+    }
     updates, state = optimizer.update(grad, state, params, Local(params))
     assert torch.equal(updates["a"], torch.full((3,), -1.0, dtype=torch.float64))
     changed = optim.with_hyperparams(state, learning_rate=0.25)
     assert optim.hyperparams(state)["learning_rate"] == 0.5, "with_hyperparams changed its argument"
     updates, state = optimizer.update(grad, changed, params, Local(params))
-    assert torch.allclose(updates["a"], torch.full((3,), -0.25 * 2.1, dtype=torch.float64), rtol=1e-15)
+    assert torch.allclose(
+        updates["a"], torch.full((3,), -0.25 * 2.1, dtype=torch.float64), rtol=1e-15
+    )
     assert optim.hyperparams(state)["weight_decay"] == 0.1
     with pytest.raises(ValueError, match="'lr'"):
         optim.with_hyperparams(state, lr=0.1)
@@ -271,7 +325,13 @@ def test_injected_static_and_masked_arguments() -> None:
     make = optim.inject_hyperparams(optim.adamw, static_args=("b2",))
     got, _, state = run(make(0.1, mask=decayed_matrices, weight_decay=0.1), params, grads)
     expected, _, _ = run(optim.adamw(0.1, mask=decayed_matrices, weight_decay=0.1), params, grads)
-    assert set(optim.hyperparams(state)) == {"learning_rate", "b1", "eps", "eps_root", "weight_decay"}
+    assert set(optim.hyperparams(state)) == {
+        "learning_rate",
+        "b1",
+        "eps",
+        "eps_root",
+        "weight_decay",
+    }
     for a, b in zip(got, expected, strict=True):
         assert_close(a, b)
 
@@ -306,14 +366,18 @@ def test_multi_steps_is_one_step_on_the_mean() -> None:
 
 def test_multi_steps_by_schedule() -> None:
     params = {"a": torch.zeros(2)}
-    history, _, _ = run(optim.multi_steps(optim.sgd(1.0), lambda done: 1 + done), params, gradients(params, 6))
+    history, _, _ = run(
+        optim.multi_steps(optim.sgd(1.0), lambda done: 1 + done), params, gradients(params, 6)
+    )
     assert [bool((u["a"] != 0).any()) for u in history] == [True, False, True, False, False, True]
 
 
 def test_maybe_update() -> None:
     params = {"a": torch.zeros(2)}
     grads = gradients(params, 4)
-    history, _, state = run(optim.maybe_update(optim.trace(0.5), lambda step: step >= 2), params, grads)
+    history, _, state = run(
+        optim.maybe_update(optim.trace(0.5), lambda step: step >= 2), params, grads
+    )
     assert all(torch.equal(history[i]["a"], grads[i]["a"]) for i in range(3))
     assert torch.allclose(history[3]["a"], grads[3]["a"] + 0.5 * grads[2]["a"])
     assert state.inner_state.count == 2
@@ -333,8 +397,12 @@ def test_params_ema() -> None:
 
 
 def test_sam_descends_from_where_it_began() -> None:
-    """Two steps are one: to w + rho g / norm(g) and back, with the gradient from there (Foret et al., 2021, eq. 3)."""
-    params = {"a": torch.tensor([3.0, 4.0], dtype=torch.float64), "b": torch.tensor(0.0, dtype=torch.float64)}
+    """Two steps are one: to w + rho g / norm(g) and back, with the gradient from there (Foret et
+    al., 2021, eq. 3)."""
+    params = {
+        "a": torch.tensor([3.0, 4.0], dtype=torch.float64),
+        "b": torch.tensor(0.0, dtype=torch.float64),
+    }
     optimizer = optim.sam(optim.sgd(0.1), 0.5)
     state = optimizer.init(params, Local(params))
     at = params

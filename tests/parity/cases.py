@@ -17,7 +17,8 @@ NUM_STEPS = 6
 
 
 def hostile_tree(dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Any]:
-    """Leaves of every kind: 0-d, 1-D, empty, a matrix, a convolution kernel, None, one in another memory order."""
+    """Leaves of every kind: 0-d, 1-D, empty, a matrix, a convolution kernel, None, one in another
+    memory order."""
     g = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> Tensor:
@@ -25,7 +26,10 @@ def hostile_tree(dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str,
 
     return {
         "kernel": make(3, 2, 5, 7),
-        "layers": [{"weight": make(37, 11), "bias": make(37)}, {"weight": make(1, 3), "bias": None}],
+        "layers": [
+            {"weight": make(37, 11), "bias": make(37)},
+            {"weight": make(1, 3), "bias": None},
+        ],
         "scale": make(),
         "nothing": make(0, 4),
         "turned": make(6, 9).t(),
@@ -36,12 +40,16 @@ def gradients(params: Any, num_steps: int = NUM_STEPS, seed: int = 1) -> list[An
     """Different gradients for each step."""
     g = torch.Generator().manual_seed(seed)
     return [
-        tree_map(lambda p: torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype), params)
+        tree_map(
+            lambda p: torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype), params
+        )
         for _ in range(num_steps)
     ]
 
 
-def run(transform: optim.Transform, params: Any, grads: Sequence[Any]) -> tuple[list[Any], Any, Any]:
+def run(
+    transform: optim.Transform, params: Any, grads: Sequence[Any]
+) -> tuple[list[Any], Any, Any]:
     """The updates of every step, the last params and the last state; params move by the updates."""
     across = Local(params)
     state = transform.init(params, across)
@@ -54,10 +62,14 @@ def run(transform: optim.Transform, params: Any, grads: Sequence[Any]) -> tuple[
 
 
 def assert_close(got: Any, expected: Any, rtol: float = 1e-12) -> None:
-    """Every leaf of `expected` is somewhere non-zero, and `got` is as near to it, relative to its largest element."""
+    """Every leaf of `expected` is somewhere non-zero, and `got` is as near to it, relative to its
+    largest element."""
     assert optree.tree_structure(got) == optree.tree_structure(expected)
     for path, a, b in zip(
-        optree.tree_paths(expected), optree.tree_leaves(got), optree.tree_leaves(expected), strict=True
+        optree.tree_paths(expected),
+        optree.tree_leaves(got),
+        optree.tree_leaves(expected),
+        strict=True,
     ):
         assert a.shape == b.shape and a.dtype == b.dtype, path
         if b.numel():
@@ -66,7 +78,8 @@ def assert_close(got: Any, expected: Any, rtol: float = 1e-12) -> None:
 
 
 def stacked(history: Sequence[Any]) -> Any:
-    """All steps' updates in one tree; an update that happens to be small is then held to the size of the others."""
+    """All steps' updates in one tree; an update that happens to be small is then held to the size
+    of the others."""
     return tree_map(lambda *steps: torch.stack(steps), *history)
 
 
@@ -78,7 +91,8 @@ def decayed_matrices(path: str, leaf: Tensor) -> bool:
 Schedule = Callable[[Any], Any]
 RATE: Schedule = optim.warmup_cosine_decay_schedule(0.05, 0.3, 2, NUM_STEPS + 1, 0.01)
 
-# Every pointwise optimizer and transform by name, with a schedule and weight decay where they take one.
+# Every pointwise optimizer and transform by name, with a schedule and weight decay where they take
+# one.
 POINTWISE: dict[str, Callable[[], optim.Transform]] = {
     "sgd": lambda: optim.sgd(RATE, weight_decay=0.1),
     "sgd momentum": lambda: optim.sgd(RATE, 0.9, weight_decay=0.1),
@@ -97,13 +111,17 @@ POINTWISE: dict[str, Callable[[], optim.Transform]] = {
     "adadelta": lambda: optim.adadelta(RATE, weight_decay=0.1),
     "rmsprop": lambda: optim.rmsprop(RATE, weight_decay=0.1),
     "rmsprop centred": lambda: optim.rmsprop(RATE, centered=True, momentum=0.9, nesterov=True),
-    "rmsprop optax": lambda: optim.rmsprop(RATE, 0.9, initial_scale=1.0, eps_in_sqrt=True, bias_correction=True),
+    "rmsprop optax": lambda: optim.rmsprop(
+        RATE, 0.9, initial_scale=1.0, eps_in_sqrt=True, bias_correction=True
+    ),
     "rprop": lambda: optim.rprop(0.01),
     "sign_sgd": lambda: optim.sign_sgd(RATE),
     "lion": lambda: optim.lion(RATE, weight_decay=0.1),
     "adabelief": lambda: optim.adabelief(RATE),
     "yogi": lambda: optim.yogi(RATE),
-    "ademamix": lambda: optim.ademamix(RATE, b3=optim.linear_schedule(0.9, 0.99, 4), weight_decay=0.1),
+    "ademamix": lambda: optim.ademamix(
+        RATE, b3=optim.linear_schedule(0.9, 0.99, 4), weight_decay=0.1
+    ),
     "schedule_free_sgd": lambda: optim.schedule_free_sgd(0.3, warmup_steps=2, weight_decay=0.1),
     "schedule_free_adamw": lambda: optim.schedule_free_adamw(0.3, warmup_steps=2, weight_decay=0.1),
     "trace": lambda: optim.trace(0.9),
@@ -115,20 +133,28 @@ POINTWISE: dict[str, Callable[[], optim.Transform]] = {
     "lookahead": lambda: optim.lookahead(optim.sgd(RATE, 0.9), 2, 0.5),
     "params_ema": lambda: optim.params_ema(optim.adam(RATE), 0.9),
     "named_chain": lambda: optim.named_chain(("clip", optim.clip(1.0)), ("adam", optim.adam(RATE))),
-    "inject_hyperparams": lambda: optim.inject_hyperparams(optim.adamw)(RATE, b1=0.8, weight_decay=0.1),
+    "inject_hyperparams": lambda: optim.inject_hyperparams(optim.adamw)(
+        RATE, b1=0.8, weight_decay=0.1
+    ),
     "inject_hyperparams all": lambda: optim.inject_hyperparams(optim.rmsprop)(
         0.1, initial_scale=0.1, momentum=0.9, centered=True, weight_decay=0.1
     ),
-    "inject_hyperparams sgd": lambda: optim.inject_hyperparams(optim.sgd)(RATE, momentum=0.9, dampening=0.3),
+    "inject_hyperparams sgd": lambda: optim.inject_hyperparams(optim.sgd)(
+        RATE, momentum=0.9, dampening=0.3
+    ),
     "inject_hyperparams nadam": lambda: optim.inject_hyperparams(optim.nadam)(RATE),
     "inject_hyperparams radam": lambda: optim.inject_hyperparams(optim.radam)(RATE, b2=0.6),
     "inject_hyperparams yogi": lambda: optim.inject_hyperparams(optim.yogi)(RATE),
     "inject_hyperparams rprop": lambda: optim.inject_hyperparams(optim.rprop)(0.01),
-    "inject_hyperparams adagrad": lambda: optim.inject_hyperparams(optim.adagrad)(0.1, lr_decay=0.1),
+    "inject_hyperparams adagrad": lambda: optim.inject_hyperparams(optim.adagrad)(
+        0.1, lr_decay=0.1
+    ),
     "inject_hyperparams ademamix": lambda: optim.inject_hyperparams(optim.ademamix)(RATE),
     "inject_hyperparams lion": lambda: optim.inject_hyperparams(optim.lion)(RATE),
     "inject_hyperparams clip": lambda: optim.inject_hyperparams(optim.clip)(0.5),
-    "inject_hyperparams free": lambda: optim.inject_hyperparams(optim.schedule_free_sgd)(0.1, warmup_steps=2),
+    "inject_hyperparams free": lambda: optim.inject_hyperparams(optim.schedule_free_sgd)(
+        0.1, warmup_steps=2
+    ),
     "reduce_on_plateau": lambda: optim.chain(optim.adam(RATE), optim.reduce_on_plateau()),
     "from_torch": lambda: optim.from_torch(torch.optim.Adamax, lr=0.1, weight_decay=0.1),
 }

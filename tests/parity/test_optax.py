@@ -1,4 +1,5 @@
-"""Our updates are optax's where torch has no such optimizer: float64, relative 1e-12, eager on the CPU."""
+"""Our updates are optax's where torch has no such optimizer: float64, relative 1e-12, eager on the
+CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ RATE = optim.linear_schedule(0.2, 0.05, 4)
 
 def optax_line(first: float, last: float, steps: int) -> Any:
     """A line in float64: of an int32 count, optax's own schedules are float32."""
-    return lambda count: first + (last - first) * jax.numpy.clip(count.astype(jax.numpy.float64) / steps, 0, 1)
+    return lambda count: (
+        first + (last - first) * jax.numpy.clip(count.astype(jax.numpy.float64) / steps, 0, 1)
+    )
 
 
 OPTAX_RATE, OPTAX_WARMUP = optax_line(0.2, 0.05, 4), optax_line(0.0, LR, 3)
@@ -45,38 +48,62 @@ def float64_in_jax() -> Iterator[None]:
 
 def params_of_two_leaves() -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
-    return {"matrix": torch.randn(3, 5, generator=g, dtype=torch.float64), "scale": torch.tensor(0.7).double()}
+    return {
+        "matrix": torch.randn(3, 5, generator=g, dtype=torch.float64),
+        "scale": torch.tensor(0.7).double(),
+    }
 
 
 ROWS: dict[str, tuple[Callable[[], optim.Transform], Callable[[], Any]]] = {
-    "adam, eps_root": (lambda: optim.adam(LR, eps_root=1e-3), lambda: optax.adam(LR, eps_root=1e-3)),
+    "adam, eps_root": (
+        lambda: optim.adam(LR, eps_root=1e-3),
+        lambda: optax.adam(LR, eps_root=1e-3),
+    ),
     "adamw, schedule, mask": (
         lambda: optim.adamw(RATE, weight_decay=0.1, mask={"matrix": True, "scale": False}),
         lambda: optax.adamw(OPTAX_RATE, weight_decay=0.1, mask={"matrix": True, "scale": False}),
     ),
-    "adamaxw": (lambda: optim.adamaxw(LR, weight_decay=0.1), lambda: optax.adamaxw(LR, weight_decay=0.1)),
-    "radam": (lambda: optim.radam(LR, b2=0.6, eps_root=1e-3), lambda: optax.radam(LR, b2=0.6, eps_root=1e-3)),
+    "adamaxw": (
+        lambda: optim.adamaxw(LR, weight_decay=0.1),
+        lambda: optax.adamaxw(LR, weight_decay=0.1),
+    ),
+    "radam": (
+        lambda: optim.radam(LR, b2=0.6, eps_root=1e-3),
+        lambda: optax.radam(LR, b2=0.6, eps_root=1e-3),
+    ),
     "rmsprop": (
-        lambda: optim.rmsprop(LR, 0.9, initial_scale=0.5, eps_in_sqrt=True, momentum=0.8, nesterov=True),
+        lambda: optim.rmsprop(
+            LR, 0.9, initial_scale=0.5, eps_in_sqrt=True, momentum=0.8, nesterov=True
+        ),
         lambda: optax.rmsprop(LR, 0.9, initial_scale=0.5, momentum=0.8, nesterov=True),
     ),
     "rmsprop, centred, corrected": (
         lambda: optim.rmsprop(LR, 0.9, 1e-3, eps_in_sqrt=True, centered=True, bias_correction=True),
         lambda: optax.rmsprop(LR, 0.9, 1e-3, centered=True, bias_correction=True),
     ),
-    "adadelta": (lambda: optim.adadelta(1.0, weight_decay=0.1), lambda: optax.adadelta(1.0, weight_decay=0.1)),
+    "adadelta": (
+        lambda: optim.adadelta(1.0, weight_decay=0.1),
+        lambda: optax.adadelta(1.0, weight_decay=0.1),
+    ),
     "sign_sgd": (lambda: optim.sign_sgd(LR), lambda: optax.sign_sgd(LR)),
-    "lion": (lambda: optim.lion(RATE, weight_decay=0.1), lambda: optax.lion(OPTAX_RATE, weight_decay=0.1)),
+    "lion": (
+        lambda: optim.lion(RATE, weight_decay=0.1),
+        lambda: optax.lion(OPTAX_RATE, weight_decay=0.1),
+    ),
     "adabelief": (lambda: optim.adabelief(LR), lambda: optax.adabelief(LR)),
     "yogi": (lambda: optim.yogi(LR), lambda: optax.yogi(LR)),
     "ademamix": (
         lambda: optim.ademamix(LR, b3=RATE, alpha=RATE, eps_root=1e-3, weight_decay=0.1),
-        lambda: contrib.ademamix(LR, b3=OPTAX_RATE, alpha=OPTAX_RATE, eps_root=1e-3, weight_decay=0.1),
+        lambda: contrib.ademamix(
+            LR, b3=OPTAX_RATE, alpha=OPTAX_RATE, eps_root=1e-3, weight_decay=0.1
+        ),
     ),
     "schedule_free_sgd": (
         lambda: optim.schedule_free_sgd(LR, 3, weight_decay=0.1, weight_lr_power=1.5),
         lambda: contrib.schedule_free(
-            optax.chain(optax.add_decayed_weights(0.1), optax.sgd(OPTAX_WARMUP)), OPTAX_WARMUP, weight_lr_power=1.5
+            optax.chain(optax.add_decayed_weights(0.1), optax.sgd(OPTAX_WARMUP)),
+            OPTAX_WARMUP,
+            weight_lr_power=1.5,
         ),
     ),
     "schedule_free_adamw": (
@@ -102,8 +129,12 @@ ROWS: dict[str, tuple[Callable[[], optim.Transform], Callable[[], Any]]] = {
         lambda: optax.inject_hyperparams(optax.adamw)(OPTAX_RATE, b1=0.8, weight_decay=0.1),
     ),
     "partition": (
-        lambda: optim.partition({"a": optim.adam(LR), "b": optim.sgd(LR)}, {"matrix": "a", "scale": "b"}),
-        lambda: optax.partition({"a": optax.adam(LR), "b": optax.sgd(LR)}, {"matrix": "a", "scale": "b"}),
+        lambda: optim.partition(
+            {"a": optim.adam(LR), "b": optim.sgd(LR)}, {"matrix": "a", "scale": "b"}
+        ),
+        lambda: optax.partition(
+            {"a": optax.adam(LR), "b": optax.sgd(LR)}, {"matrix": "a", "scale": "b"}
+        ),
     ),
     "freeze": (
         lambda: optim.chain(optim.sgd(LR), optim.freeze({"matrix": False, "scale": False})),
@@ -114,7 +145,10 @@ ROWS: dict[str, tuple[Callable[[], optim.Transform], Callable[[], Any]]] = {
 
 def optax_updates(transform: Any, params: Any, grads: list[Any]) -> list[Any]:
     p = tree_map(lambda x: jax.numpy.asarray(x.numpy()), params)
-    state, update = transform.init(p), jax.jit(transform.update)  # compiled as one it is quicker than by operator
+    state, update = (
+        transform.init(p),
+        jax.jit(transform.update),
+    )  # compiled as one it is quicker than by operator
     history = []
     for grad in grads:
         updates, state = update(tree_map(lambda x: jax.numpy.asarray(x.numpy()), grad), state, p)
@@ -134,8 +168,41 @@ def test_updates_are_optaxs(name: str) -> None:
 
 def test_reduce_on_plateau_is_optaxs() -> None:
     """optax is given the metric with the updates; ours between steps."""
-    options: dict[str, Any] = dict(factor=0.5, patience=2, rtol=0.1, cooldown=2, accumulation_size=2, min_scale=0.1)
-    values = [5.0, 5, 4, 4, 4, 4, 4, 4, 3.9, 3.8, 4, 4, 4, 4, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9, 9]
+    options: dict[str, Any] = dict(
+        factor=0.5, patience=2, rtol=0.1, cooldown=2, accumulation_size=2, min_scale=0.1
+    )
+    values = [
+        5.0,
+        5,
+        4,
+        4,
+        4,
+        4,
+        4,
+        4,
+        3.9,
+        3.8,
+        4,
+        4,
+        4,
+        4,
+        1,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        9,
+        9,
+        9,
+        9,
+        9,
+        9,
+    ]
     theirs, ours = contrib.reduce_on_plateau(**options), optim.reduce_on_plateau(**options)
     params = {"a": torch.ones(2, dtype=torch.float64)}
     one = {"a": jax.numpy.ones(2)}
@@ -153,7 +220,10 @@ def test_reduce_on_plateau_is_optaxs() -> None:
 
 def test_apply_if_finite_is_optaxs() -> None:
     params = params_of_two_leaves()
-    ours, theirs = optim.apply_if_finite(optim.adam(LR), 2), optax.apply_if_finite(optax.adam(LR), 2)
+    ours, theirs = (
+        optim.apply_if_finite(optim.adam(LR), 2),
+        optax.apply_if_finite(optax.adam(LR), 2),
+    )
     grads = gradients(params, 8)
     for i in (1, 4, 5, 6):
         grads[i]["matrix"][1, 2] = math.nan if i % 2 else math.inf

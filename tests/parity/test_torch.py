@@ -25,7 +25,10 @@ def float64_numbers() -> Iterator[None]:
 
 
 ROWS: dict[str, tuple[Callable[[], optim.Transform], Made]] = {
-    "SGD": (lambda: optim.sgd(LR, weight_decay=0.1), lambda p: torch.optim.SGD(p, LR, weight_decay=0.1)),
+    "SGD": (
+        lambda: optim.sgd(LR, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, LR, weight_decay=0.1),
+    ),
     "SGD momentum": (
         lambda: optim.sgd(LR, 0.9, dampening=0.3, weight_decay=0.1),
         lambda p: torch.optim.SGD(p, LR, 0.9, 0.3, 0.1),
@@ -39,24 +42,38 @@ ROWS: dict[str, tuple[Callable[[], optim.Transform], Made]] = {
         lambda p: torch.optim.Adam(p, LR, (0.8, 0.99), 1e-3, 0.1),
     ),
     "AdamW": (lambda: optim.adamw(LR), lambda p: torch.optim.AdamW(p, LR)),
-    "AdamW decay": (lambda: optim.adamw(LR, weight_decay=0.2), lambda p: torch.optim.AdamW(p, LR, weight_decay=0.2)),
+    "AdamW decay": (
+        lambda: optim.adamw(LR, weight_decay=0.2),
+        lambda p: torch.optim.AdamW(p, LR, weight_decay=0.2),
+    ),
     "AMSGrad": (
         lambda: optim.amsgrad(LR, b2=0.5, weight_decay=0.1),
         lambda p: torch.optim.Adam(p, LR, (0.9, 0.5), weight_decay=0.1, amsgrad=True),
     ),
     "AMSGrad W": (
         lambda: optim.chain(
-            optim.scale_by_amsgrad(b2=0.5), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(LR)
+            optim.scale_by_amsgrad(b2=0.5),
+            optim.add_decayed_weights(0.1),
+            optim.scale_by_learning_rate(LR),
         ),
         lambda p: torch.optim.AdamW(p, LR, (0.9, 0.5), weight_decay=0.1, amsgrad=True),
     ),
-    "Adamax": (lambda: optim.adamax(LR, weight_decay=0.1), lambda p: torch.optim.Adamax(p, LR, weight_decay=0.1)),
-    "NAdam": (lambda: optim.nadam(LR, weight_decay=0.1), lambda p: torch.optim.NAdam(p, LR, weight_decay=0.1)),
+    "Adamax": (
+        lambda: optim.adamax(LR, weight_decay=0.1),
+        lambda p: torch.optim.Adamax(p, LR, weight_decay=0.1),
+    ),
+    "NAdam": (
+        lambda: optim.nadam(LR, weight_decay=0.1),
+        lambda p: torch.optim.NAdam(p, LR, weight_decay=0.1),
+    ),
     "NAdam W": (
         lambda: optim.nadamw(LR, weight_decay=0.1),
         lambda p: torch.optim.NAdam(p, LR, weight_decay=0.1, decoupled_weight_decay=True),
     ),
-    "RAdam": (lambda: optim.radam(LR, weight_decay=0.1), lambda p: torch.optim.RAdam(p, LR, weight_decay=0.1)),
+    "RAdam": (
+        lambda: optim.radam(LR, weight_decay=0.1),
+        lambda p: torch.optim.RAdam(p, LR, weight_decay=0.1),
+    ),
     "RAdam both branches": (
         lambda: optim.radam(LR, 0.9, 0.9, weight_decay=0.1),
         lambda p: torch.optim.RAdam(p, LR, (0.9, 0.9), weight_decay=0.1),
@@ -70,7 +87,10 @@ ROWS: dict[str, tuple[Callable[[], optim.Transform], Made]] = {
         lambda: optim.adadelta(1.0, 0.8, weight_decay=0.1),
         lambda p: torch.optim.Adadelta(p, 1.0, 0.8, weight_decay=0.1),
     ),
-    "RMSprop": (lambda: optim.rmsprop(LR, weight_decay=0.1), lambda p: torch.optim.RMSprop(p, LR, weight_decay=0.1)),
+    "RMSprop": (
+        lambda: optim.rmsprop(LR, weight_decay=0.1),
+        lambda p: torch.optim.RMSprop(p, LR, weight_decay=0.1),
+    ),
     "RMSprop all": (
         lambda: optim.rmsprop(LR, 0.9, centered=True, momentum=0.8, weight_decay=0.1),
         lambda p: torch.optim.RMSprop(p, LR, 0.9, momentum=0.8, centered=True, weight_decay=0.1),
@@ -83,7 +103,7 @@ ROWS: dict[str, tuple[Callable[[], optim.Transform], Made]] = {
         lambda: optim.from_torch(torch.optim.AdamW, lr=LR, weight_decay=0.1),
         lambda p: torch.optim.AdamW(p, LR, weight_decay=0.1),
     ),
-}  # fmt: skip
+}
 
 
 def torch_updates(make: Made, params: Any, grads: list[Any]) -> list[Any]:
@@ -97,7 +117,9 @@ def torch_updates(make: Made, params: Any, grads: list[Any]) -> list[Any]:
         for p, g in zip(own, optree.tree_leaves(grad), strict=True):
             p.grad = g.clone()
         optimizer.step()
-        history.append(treedef.unflatten([p.detach() - b for p, b in zip(own, before, strict=True)]))
+        history.append(
+            treedef.unflatten([p.detach() - b for p, b in zip(own, before, strict=True)])
+        )
     return history
 
 
@@ -122,7 +144,8 @@ def test_the_comparison_can_fail(name: str) -> None:
 
 
 def test_a_changing_learning_rate_is_torchs() -> None:
-    """torch multiplies RMSprop's momentum by the learning rate of the step; optax puts it inside."""
+    """torch multiplies RMSprop's momentum by the learning rate of the step; optax puts it
+    inside."""
     params = hostile_tree()
     grads = gradients(params)
 

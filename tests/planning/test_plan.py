@@ -1,6 +1,8 @@
-"""What a plan predicts is what a run does: bytes of state, collectives and peaks; and planning allocates nothing.
+"""What a plan predicts is what a run does: bytes of state, collectives and peaks; and planning
+allocates nothing.
 
-The quick tier runs a part of the combinations, in which each case, level and option is; the full tier runs all.
+The quick tier runs a part of the combinations, in which each case, level and option is; the full
+tier runs all.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def held(tree: Any) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in leaves}.values())
 
 
-def run(step: Any, params: Any, buffers: Any, batches: list[Any], ranks: int, **options: Any) -> list[tuple[Any, ...]]:
+def run(
+    step: Any, params: Any, buffers: Any, batches: list[Any], ranks: int, **options: Any
+) -> list[tuple[Any, ...]]:
     """Each rank's last state, bytes of its first state, and the collectives of its last step."""
 
     def on_rank(group: Any) -> tuple[Any, ...]:
@@ -107,7 +111,9 @@ def test_without_a_batch_a_chain_of_units_is_planned_as_it_runs(chosen: tuple[in
     level, options = chosen[0], dict(OPTIONS[chosen[1]])
     batch, parts = tokens(), options.pop("accumulate", 1)
     apply, params, buffers = fz.functionalize(decoder(), "blocks.*")
-    step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], optim.adamw(1e-3), accumulate=parts)
+    step = fz.train_step(
+        lambda p, b, batch: apply(p, b, *batch)[0], optim.adamw(1e-3), accumulate=parts
+    )
     known = plan(params, step, level=level, ranks=3, batch=batch, **options)
     unknown = plan(decoder(), step, level=level, ranks=3, units="blocks.*", **options)
     assert unknown.collectives == known.collectives
@@ -115,8 +121,22 @@ def test_without_a_batch_a_chain_of_units_is_planned_as_it_runs(chosen: tuple[in
         assert calls_of(known) == calls
 
 
-HARD = ["adafactor", "muon", "shampoo, blocks", "scale_by_soap", "lbfgs", "with_whole_tree", "partition, of every kind"]
-HARD += ["apply_if_finite, whole leaf", "lookahead, pointwise", "schedule_free, statistics", "sam", "lamb"]
+HARD = [
+    "adafactor",
+    "muon",
+    "shampoo, blocks",
+    "scale_by_soap",
+    "lbfgs",
+    "with_whole_tree",
+    "partition, of every kind",
+]
+HARD += [
+    "apply_if_finite, whole leaf",
+    "lookahead, pointwise",
+    "schedule_free, statistics",
+    "sam",
+    "lamb",
+]
 
 
 FEW_ROWS = [name for i, name in enumerate(TABLE) if name in HARD or i % 24 == 0]
@@ -174,7 +194,10 @@ def tokens(rows: int = 4, length: int = 8, vocab: int = 24) -> tuple[Tensor, Ten
 
 OPTIMIZERS = {"adamw": optim.adamw, "lamb": optim.lamb, "muon": optim.muon}
 PRECISIONS = {"float32": None, "bfloat16": fz.Precision(compute=torch.bfloat16)}
-SIZES = {"wide": ((128, 4, 512), (1, 16, 512)), "deep": ((64, 5, 128), (8, 64, 128))}  # (model, batch)
+SIZES = {
+    "wide": ((128, 4, 512), (1, 16, 512)),
+    "deep": ((64, 5, 128), (8, 64, 128)),
+}  # (model, batch)
 
 
 def measured_peaks(rows: list[tuple[str, int, str, str]]) -> list[int]:
@@ -184,7 +207,9 @@ def measured_peaks(rows: list[tuple[str, int, str, str]]) -> list[int]:
 
 
 def measured_peak(size: str, level: int, optimizer: str, precision: str) -> int:
-    apply, params, buffers = fz.functionalize(decoder(*SIZES[size][0]), "blocks.*", precision=PRECISIONS[precision])
+    apply, params, buffers = fz.functionalize(
+        decoder(*SIZES[size][0]), "blocks.*", precision=PRECISIONS[precision]
+    )
     batch = tokens(*SIZES[size][1])
     step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], OPTIMIZERS[optimizer](1e-3))
     sharded = fz.shard(step, level=level)
@@ -193,7 +218,9 @@ def measured_peak(size: str, level: int, optimizer: str, precision: str) -> int:
     for _ in range(2):
         state, _ = sharded(state, batch)
     before, peaks = held((state.params, state.opt_state)), []
-    for _ in range(2):  # gloo's threads may hold tensors a little longer than the step does: the least counts
+    for _ in range(
+        2
+    ):  # gloo's threads may hold tensors a little longer than the step does: the least counts
         gc.collect()
         events: list[int] = []
         with allocations(events):
@@ -218,14 +245,24 @@ class allocations:
         self.events += [e.nbytes() for e in sorted(found, key=lambda e: e.start_ns())]
 
 
-FEW_PEAKS = [("wide", 0, "adamw", "float32"), ("wide", 2, "muon", "float32"), ("wide", 3, "adamw", "bfloat16")]
-SOME_PEAKS = [("wide", level, "adamw", "float32") for level in (1, 2, 3)] + [("deep", 3, "adamw", "float32")]
-MORE_PEAKS = [("deep", level, "adamw", "float32") for level in range(3)] + [("wide", 3, "lamb", "float32")]
+FEW_PEAKS = [
+    ("wide", 0, "adamw", "float32"),
+    ("wide", 2, "muon", "float32"),
+    ("wide", 3, "adamw", "bfloat16"),
+]
+SOME_PEAKS = [("wide", level, "adamw", "float32") for level in (1, 2, 3)] + [
+    ("deep", 3, "adamw", "float32")
+]
+MORE_PEAKS = [("deep", level, "adamw", "float32") for level in range(3)] + [
+    ("wide", 3, "lamb", "float32")
+]
 
 
 @pytest.mark.parametrize("rows", tiers([FEW_PEAKS], [SOME_PEAKS], [MORE_PEAKS]), ids=len)
 def test_the_peak_is_that_of_a_run_on_real_ranks(rows: list[tuple[str, int, str, str]]) -> None:
-    for row, most in zip(rows, fz.launch(measured_peaks, 2, rows, timeout=100, start_method="fork")[0], strict=True):
+    for row, most in zip(
+        rows, fz.launch(measured_peaks, 2, rows, timeout=100, start_method="fork")[0], strict=True
+    ):
         size, level, optimizer, precision = row
         options: dict[str, Any] = {"units": "blocks.*", "precision": PRECISIONS[precision]}
         options |= {"level": level, "ranks": 2, "batch": tokens(*SIZES[size][1])}
@@ -234,7 +271,8 @@ def test_the_peak_is_that_of_a_run_on_real_ranks(rows: list[tuple[str, int, str,
 
 
 def test_a_large_layout_for_many_ranks_is_planned_without_allocating() -> None:
-    """1,000 leaves, 4 GB. How long ten times as many take is tests/benchmarks/plan_speed.py's business."""
+    """1,000 leaves, 4 GB. How long ten times as many take is tests/benchmarks/plan_speed.py's
+    business."""
     params, events = many_leaves(100, 10, 1000), []  # type: tuple[Params, list[int]]
     with allocations(events):
         made = plan(params, optim.adamw(1e-3), level=3, ranks=4096)
@@ -257,7 +295,10 @@ def many_leaves(num_units: int, num_leaves: int, side: int = 500) -> Params:
         for u in range(num_units)
         for i in range(num_leaves)
     }
-    units = tuple(UnitSpec(str(u), (str(u),), tuple(f"{u}.{i}" for i in range(num_leaves))) for u in range(num_units))
+    units = tuple(
+        UnitSpec(str(u), (str(u),), tuple(f"{u}.{i}" for i in range(num_leaves)))
+        for u in range(num_units)
+    )
     return Params(leaves, units)
 
 
@@ -280,8 +321,11 @@ def test_pieces_at_each_level_are_within_padding_of_the_zero_formula() -> None:
 
 
 @pytest.mark.parametrize(("num_leaves", "side", "copies"), [(4, 100, 2), (1, 2048, 1)])
-def test_gradients_are_packed_where_a_step_packs_them(num_leaves: int, side: int, copies: int) -> None:
-    """A unit's gradients leaf by leaf, and the flat they are copied to; a large leaf's gradient is its flat."""
+def test_gradients_are_packed_where_a_step_packs_them(
+    num_leaves: int, side: int, copies: int
+) -> None:
+    """A unit's gradients leaf by leaf, and the flat they are copied to; a large leaf's gradient is
+    its flat."""
     made = plan(many_leaves(3, num_leaves, side), optim.adamw(1e-3), level=2, ranks=2)
     unit = 4 * num_leaves * side**2
     first = next(sample for sample in made.samples if sample.moment.startswith("backward of"))
@@ -318,7 +362,12 @@ def test_the_zero_papers_table(row: tuple[float, int]) -> None:
 
 
 def test_the_zero_papers_example() -> None:
-    assert [round(zero_bytes(7.5e9, 64, level=level) / 1e9, 1) for level in range(4)] == [120, 31.4, 16.6, 1.9]
+    assert [round(zero_bytes(7.5e9, 64, level=level) / 1e9, 1) for level in range(4)] == [
+        120,
+        31.4,
+        16.6,
+        1.9,
+    ]
 
 
 def test_a_compiled_chain_is_not_compiled_for_a_plan() -> None:
@@ -333,7 +382,9 @@ def test_compiled_units_are_planned_as_they_are() -> None:
     plans = []
     for chosen in (False, "blocks.*"):
         apply, params, _ = fz.functionalize(decoder(), "blocks.*", compile=chosen)
-        step = fz.train_step(lambda p, b, batch, apply=apply: apply(p, b, *batch)[0], optim.adamw(1e-3))
+        step = fz.train_step(
+            lambda p, b, batch, apply=apply: apply(p, b, *batch)[0], optim.adamw(1e-3)
+        )
         plans.append(plan(params, step, level=3, ranks=2, batch=tokens()))
     assert plans[0] == plans[1]
 
@@ -344,16 +395,27 @@ def test_a_mesh_of_two_axes(level: int, over: Any) -> None:
     step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], optim.muon(1e-3))
 
     def on_rank(group: Any) -> tuple[Any, ...]:
-        sharded = fz.shard(step, level=level, group=fz.HybridGroup(group, shard=2), cut_state_over=over)
+        sharded = fz.shard(
+            step, level=level, group=fz.HybridGroup(group, shard=2), cut_state_over=over
+        )
         state = sharded.init(params, buffers)
         first = held(state.opt_state)
         return held(state.params), first, sharded.options.axes
 
     for rank, (bytes_of_params, first, axes) in enumerate(run_ranks(on_rank, 4)):
-        assert axes.optimizer.rank == imagined_axes(rank, 4, Journal(), 2, over, swaps=True).optimizer.rank
+        assert (
+            axes.optimizer.rank
+            == imagined_axes(rank, 4, Journal(), 2, over, swaps=True).optimizer.rank
+        )
         if rank in (1, 2):
             continue  # 0 and 3 differ along both axes, and a plan takes a second
-        options: dict[str, Any] = {"level": level, "ranks": 4, "rank": rank, "shard": 2, "cut_state_over": over}
+        options: dict[str, Any] = {
+            "level": level,
+            "ranks": 4,
+            "rank": rank,
+            "shard": 2,
+            "cut_state_over": over,
+        }
         made = plan(params, step, batch=tokens(), **options)
         assert (made.params, made.state) == (bytes_of_params, first), rank
         groups = {c.group for c in made.collectives}
@@ -364,7 +426,9 @@ def test_measured_metrics_are_among_the_collectives() -> None:
     apply, params, buffers = fz.functionalize(decoder(), "blocks.*")
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
-        return apply(params, buffers, *batch)[0], fz.Aux(weight=(batch[1] > 3).sum(), metrics={"a": torch.ones(())})
+        return apply(params, buffers, *batch)[0], fz.Aux(
+            weight=(batch[1] > 3).sum(), metrics={"a": torch.ones(())}
+        )
 
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
     step = fz.train_step(loss_fn, optimizer, metrics=["grad_norm", "update_norm"])
@@ -378,23 +442,34 @@ def test_measured_metrics_are_among_the_collectives() -> None:
 def test_precision(level: int) -> None:
     precision = fz.Precision(compute=torch.bfloat16, reduce=torch.bfloat16 if level == 2 else None)
     apply, params, buffers = fz.functionalize(decoder(), "blocks.*", precision=precision)
-    step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0].float(), optim.lamb(1e-3), nonfinite="skip")
+    step = fz.train_step(
+        lambda p, b, batch: apply(p, b, *batch)[0].float(), optim.lamb(1e-3), nonfinite="skip"
+    )
     made = plan(params, step, level=level, ranks=2, batch=tokens())
     for state, first, calls in run(step, params, buffers, [tokens()] * 2, 2, level=level)[:1]:
         assert calls_of(made) == calls
         assert (made.params, made.state) == (held(state.params), first)
     assert made.assumed == 1
-    unknown = plan(decoder(), optim.lamb(1e-3), level=level, ranks=2, units="blocks.*", precision=precision)
-    sizes = [[(c.kind, c.unit, c.dtype, c.nbytes) for c in p.collectives if c.unit] for p in (made, unknown)]
+    unknown = plan(
+        decoder(), optim.lamb(1e-3), level=level, ranks=2, units="blocks.*", precision=precision
+    )
+    sizes = [
+        [(c.kind, c.unit, c.dtype, c.nbytes) for c in p.collectives if c.unit]
+        for p in (made, unknown)
+    ]
     assert sizes[0] == sizes[1]
 
 
 def test_owners_balance() -> None:
-    params = {f"w{i}": torch.empty(8 * (i + 1), 8, device="meta", requires_grad=True) for i in range(6)}
+    params = {
+        f"w{i}": torch.empty(8 * (i + 1), 8, device="meta", requires_grad=True) for i in range(6)
+    }
     made = plan(params, optim.muon(1e-3), level=1, ranks=3)
     assert made.balance is not None
     assert {leaf.path for leaf in made.balance.leaves} == set(params)
-    assert sum(made.balance.loads()) == pytest.approx(sum(leaf.cost for leaf in made.balance.leaves))
+    assert sum(made.balance.loads()) == pytest.approx(
+        sum(leaf.cost for leaf in made.balance.leaves)
+    )
     assert 1 <= made.balance.imbalance < 1.5
     assert "owners of 6 leaves" in str(made)
     assert plan(params, optim.adam(1e-3), level=1, ranks=3).balance is None
@@ -416,7 +491,9 @@ def test_json_and_table() -> None:
     data = json.loads(made.to_json())
     assert data["peak"]["bytes"] == made.peak.total == max(sample.total for sample in made.samples)
     assert len(data["collectives"]) == len(made.collectives)
-    assert data["collectives"][0]["unit"] == "embed" and data["collectives"][0]["phase"] == "forward"
+    assert (
+        data["collectives"][0]["unit"] == "embed" and data["collectives"][0]["phase"] == "forward"
+    )
     assert sum(c["sent_bytes"] for c in data["collectives"]) == made.sent_bytes
     text = str(made)
     assert made.peak.moment in text and "reduce_scatter" in text and "activations" in text

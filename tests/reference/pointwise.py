@@ -1,4 +1,5 @@
-"""Oracles for pointwise optimizers, from the papers: one element at a time, in Python floats, slow and clear.
+"""Oracles for pointwise optimizers, from the papers: one element at a time, in Python floats, slow
+and clear.
 
 Each takes an element's first value and its gradients, and returns what is added to it in each step.
 """
@@ -13,7 +14,9 @@ def sign(x: float) -> float:
     return math.copysign(1.0, x) if x else 0.0
 
 
-def adam(x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps: float) -> list[float]:
+def adam(
+    x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps: float
+) -> list[float]:
     """Kingma and Ba, 2015, Algorithm 1."""
     m = v = 0.0
     moves = []
@@ -25,7 +28,9 @@ def adam(x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps:
     return moves
 
 
-def lion(x: float, grads: Sequence[float], lr: float, b1: float, b2: float, weight_decay: float) -> list[float]:
+def lion(
+    x: float, grads: Sequence[float], lr: float, b1: float, b2: float, weight_decay: float
+) -> list[float]:
     """Chen et al., 2023, Algorithm 2."""
     m = 0.0
     moves = []
@@ -37,7 +42,9 @@ def lion(x: float, grads: Sequence[float], lr: float, b1: float, b2: float, weig
     return moves
 
 
-def adabelief(x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps: float) -> list[float]:
+def adabelief(
+    x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps: float
+) -> list[float]:
     """Zhuang et al., 2020, Algorithm 2; its eps stands in two places."""
     m = s = 0.0
     moves = []
@@ -49,8 +56,11 @@ def adabelief(x: float, grads: Sequence[float], lr: float, b1: float, b2: float,
     return moves
 
 
-def yogi(x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps: float, start: float) -> list[float]:
-    """Zaheer et al., 2018, Algorithm 2, with Adam's bias correction and both moments from `start`, as in optax."""
+def yogi(
+    x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps: float, start: float
+) -> list[float]:
+    """Zaheer et al., 2018, Algorithm 2, with Adam's bias correction and both moments from `start`,
+    as in optax."""
     m = v = start
     moves = []
     for t, g in enumerate(grads, 1):
@@ -62,7 +72,15 @@ def yogi(x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps:
 
 
 def ademamix(
-    x: float, grads: Sequence[float], lr: float, b1: float, b2: float, b3: float, alpha: float, eps: float, decay: float
+    x: float,
+    grads: Sequence[float],
+    lr: float,
+    b1: float,
+    b2: float,
+    b3: float,
+    alpha: float,
+    eps: float,
+    decay: float,
 ) -> list[float]:
     """Pagliardini et al., 2024, Algorithm 1, without its schedulers."""
     m1 = m2 = v = 0.0
@@ -77,7 +95,9 @@ def ademamix(
     return moves
 
 
-def adamax(x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps: float) -> list[float]:
+def adamax(
+    x: float, grads: Sequence[float], lr: float, b1: float, b2: float, eps: float
+) -> list[float]:
     """Kingma and Ba, 2015, Algorithm 2, with torch's eps beside the gradient's size."""
     m = u = 0.0
     moves = []
@@ -89,7 +109,8 @@ def adamax(x: float, grads: Sequence[float], lr: float, b1: float, b2: float, ep
 
 
 def schedule_free_sgd(x: float, grads: Sequence[float], lr: float, beta: float) -> list[float]:
-    """Defazio et al., 2024, equations 1 to 3, at a constant rate; the moves of y, where gradients are taken."""
+    """Defazio et al., 2024, equations 1 to 3, at a constant rate; the moves of y, where gradients
+    are taken."""
     y = z = x
     moves = []
     for t, g in enumerate(grads, 1):

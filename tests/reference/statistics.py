@@ -31,11 +31,17 @@ def clip_by_block_rms(gradients: Arrays, threshold: float) -> Arrays:
     return {k: g / max(1.0, rms(g) / threshold) for k, g in gradients.items()}
 
 
-def adaptive_grad_clip(gradients: Arrays, params: Arrays, clipping: float, eps: float = 1e-3) -> Arrays:
+def adaptive_grad_clip(
+    gradients: Arrays, params: Arrays, clipping: float, eps: float = 1e-3
+) -> Arrays:
     """Brock et al., 2021, equation 3, a row (of what one output is made of) at a time."""
 
     def rows(x: np.ndarray) -> np.ndarray:
-        return x.reshape(1, -1) if sum(size != 1 for size in x.shape) <= 1 else x.reshape(x.shape[0], -1)
+        return (
+            x.reshape(1, -1)
+            if sum(size != 1 for size in x.shape) <= 1
+            else x.reshape(x.shape[0], -1)
+        )
 
     clipped = {}
     for name, g in gradients.items():
@@ -51,7 +57,9 @@ def adaptive_grad_clip(gradients: Arrays, params: Arrays, clipping: float, eps: 
 class Lamb:
     """You et al., 2020, Algorithm 2, with phi(z) = z."""
 
-    def __init__(self, lr: Schedule, decay: Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6):
+    def __init__(
+        self, lr: Schedule, decay: Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6
+    ):
         self.lr, self.decay, self.b1, self.b2, self.eps = lr, decay, b1, b2, eps
         self.m: Arrays = {}
         self.v: Arrays = {}
@@ -72,9 +80,20 @@ class Lars:
     """You et al., 2017, Algorithm 1."""
 
     def __init__(
-        self, lr: Schedule, decay: Schedule, trust: float = 0.001, momentum: float = 0.9, nesterov: bool = False
+        self,
+        lr: Schedule,
+        decay: Schedule,
+        trust: float = 0.001,
+        momentum: float = 0.9,
+        nesterov: bool = False,
     ):
-        self.lr, self.decay, self.trust, self.momentum, self.nesterov = lr, decay, trust, momentum, nesterov
+        self.lr, self.decay, self.trust, self.momentum, self.nesterov = (
+            lr,
+            decay,
+            trust,
+            momentum,
+            nesterov,
+        )
         self.v: Arrays = {}
 
     def __call__(self, t: int, gradients: Arrays, params: Arrays) -> Arrays:
@@ -105,7 +124,9 @@ class Fromage:
 class Novograd:
     """Ginsburg et al., 2019, Algorithm 1."""
 
-    def __init__(self, lr: Schedule, decay: Schedule, b1: float = 0.9, b2: float = 0.25, eps: float = 1e-6):
+    def __init__(
+        self, lr: Schedule, decay: Schedule, b1: float = 0.9, b2: float = 0.25, eps: float = 1e-6
+    ):
         self.lr, self.decay, self.b1, self.b2, self.eps = lr, decay, b1, b2, eps
         self.m: Arrays = {}
         self.v: dict[str, float] = {}
@@ -122,9 +143,12 @@ class Novograd:
 
 
 class Adafactor:
-    """Shazeer and Stern, 2018, Algorithms 4 and 5, in torch.optim.Adafactor's variant; with optax's momentum."""
+    """Shazeer and Stern, 2018, Algorithms 4 and 5, in torch.optim.Adafactor's variant; with optax's
+    momentum."""
 
-    def __init__(self, lr: Schedule, decay: Schedule, *, momentum: float | None = None, clip: float = 1.0):
+    def __init__(
+        self, lr: Schedule, decay: Schedule, *, momentum: float | None = None, clip: float = 1.0
+    ):
         self.lr, self.decay, self.momentum, self.clip = lr, decay, momentum, clip
         self.eps1, self.eps2 = np.finfo(np.float64).eps, 1e-3
         self.rows: Arrays = {}
@@ -141,7 +165,10 @@ class Adafactor:
         rows, cols = (stack**2).mean(axis=2), (stack**2).mean(axis=1)
         self.rows[k] = (1 - share) * self.rows.get(k, 0 * rows) + share * rows
         self.cols[k] = (1 - share) * self.cols.get(k, 0 * cols) + share * cols
-        made = [np.outer(r, c) / max(r.mean(), self.eps1) for r, c in zip(self.rows[k], self.cols[k], strict=True)]
+        made = [
+            np.outer(r, c) / max(r.mean(), self.eps1)
+            for r, c in zip(self.rows[k], self.cols[k], strict=True)
+        ]
         return np.stack(made).reshape(g.shape)
 
     def __call__(self, t: int, gradients: Arrays, params: Arrays) -> Arrays:
@@ -159,7 +186,8 @@ class Adafactor:
 
 
 class FactoredRms:
-    """Shazeer and Stern, 2018, Algorithm 4, of the two largest dims, if the smaller one is at least `least`."""
+    """Shazeer and Stern, 2018, Algorithm 4, of the two largest dims, if the smaller one is at least
+    `least`."""
 
     def __init__(self, least: int):
         self.least = least
@@ -211,9 +239,12 @@ class Sm3:
 
 
 class Prodigy:
-    """Mishchenko and Defazio, 2023, Algorithm 4, with the authors' bias correction and weight decay."""
+    """Mishchenko and Defazio, 2023, Algorithm 4, with the authors' bias correction and weight
+    decay."""
 
-    def __init__(self, lr: Schedule, decay: float, d0: float = 1e-6, b1: float = 0.9, b2: float = 0.999):
+    def __init__(
+        self, lr: Schedule, decay: float, d0: float = 1e-6, b1: float = 0.9, b2: float = 0.999
+    ):
         self.lr, self.decay, self.d0, self.d, self.r = lr, decay, d0, d0, 0.0
         self.b1, self.b2, self.b3 = b1, b2, b2**0.5
         self.first: Arrays = {}
@@ -232,13 +263,16 @@ class Prodigy:
         self.r = self.b3 * self.r + d / self.d0 * d * gamma * inner
         self.d = max(d, self.r / sum(np.abs(s).sum() for s in self.s.values()))
         return {
-            k: -d * gamma * (self.m[k] / (np.sqrt(self.v[k]) + self.d * 1e-8) + self.decay * params[k])
+            k: -d
+            * gamma
+            * (self.m[k] / (np.sqrt(self.v[k]) + self.d * 1e-8) + self.decay * params[k])
             for k in gradients
         }
 
 
 class Lbfgs:
-    """Nocedal and Wright, equation 7.19: the inverse Hessian as a dense matrix, from the last pairs."""
+    """Nocedal and Wright, equation 7.19: the inverse Hessian as a dense matrix, from the last
+    pairs."""
 
     def __init__(self, lr: Schedule, memory: int, scaled: bool = True):
         self.lr, self.memory, self.scaled = lr, memory, scaled

@@ -20,9 +20,12 @@ def each_matrix(x: np.ndarray) -> list[np.ndarray]:
 
 
 class Muon:
-    """torch.optim.Muon, in float64: momentum, five quintic Newton-Schulz steps, decoupled decay; AdamW for the rest."""
+    """torch.optim.Muon, in float64: momentum, five quintic Newton-Schulz steps, decoupled decay;
+    AdamW for the rest."""
 
-    def __init__(self, lr: Schedule, decay: Schedule, *, nesterov: bool = True, match_rms: bool = False):
+    def __init__(
+        self, lr: Schedule, decay: Schedule, *, nesterov: bool = True, match_rms: bool = False
+    ):
         self.lr, self.decay, self.nesterov, self.match_rms = lr, decay, nesterov, match_rms
         self.m: Arrays = {}
         self.v: Arrays = {}
@@ -44,7 +47,9 @@ class Muon:
     def adam(self, t: int, k: str, g: np.ndarray) -> np.ndarray:
         self.m[k] = 0.9 * self.m.get(k, 0 * g) + 0.1 * g
         self.v[k] = 0.999 * self.v.get(k, 0 * g) + 0.001 * g**2
-        return self.m[k] / (1 - 0.9 ** (t + 1)) / (np.sqrt(self.v[k] / (1 - 0.999 ** (t + 1))) + 1e-8)
+        return (
+            self.m[k] / (1 - 0.9 ** (t + 1)) / (np.sqrt(self.v[k] / (1 - 0.999 ** (t + 1))) + 1e-8)
+        )
 
     def __call__(self, t: int, gradients: Arrays, params: Arrays) -> Arrays:
         updates = {}
@@ -60,7 +65,8 @@ class Muon:
 
 
 class Shampoo:
-    """Gupta et al., 2018, Algorithm 1 (order 1 for vectors), in blocks, with grafting and momentum."""
+    """Gupta et al., 2018, Algorithm 1 (order 1 for vectors), in blocks, with grafting and
+    momentum."""
 
     def __init__(
         self,
@@ -73,7 +79,14 @@ class Shampoo:
         graft: str | None = "adagrad",
         eps: float = 1e-6,
     ):
-        self.lr, self.decay, self.block, self.b2, self.every, self.graft = lr, decay, block, b2, every, graft
+        self.lr, self.decay, self.block, self.b2, self.every, self.graft = (
+            lr,
+            decay,
+            block,
+            b2,
+            every,
+            graft,
+        )
         self.eps = eps
         self.stats: dict[Any, np.ndarray] = {}
         self.roots: dict[Any, np.ndarray] = {}
@@ -86,7 +99,9 @@ class Shampoo:
         if t % self.every == 0:
             values, vectors = np.linalg.eigh(self.stats[key])
             values[values < len(values) * np.finfo(np.float64).eps * values.max()] = 0  # rounding
-            self.roots[key] = vectors @ np.diag((values + self.eps * values.max()) ** power) @ vectors.T
+            self.roots[key] = (
+                vectors @ np.diag((values + self.eps * values.max()) ** power) @ vectors.T
+            )
         return self.roots[key]
 
     def matrix(self, t: int, key: Any, x: np.ndarray, is_vector: bool) -> np.ndarray:
@@ -96,7 +111,11 @@ class Shampoo:
                 at = np.s_[i : i + self.block, j : j + self.block]
                 g = x[at]
                 left = self.root(t, (*key, i, j, "left"), g @ g.T, -1 / 2 if is_vector else -1 / 4)
-                out[at] = left @ g if is_vector else left @ g @ self.root(t, (*key, i, j, "right"), g.T @ g, -1 / 4)
+                out[at] = (
+                    left @ g
+                    if is_vector
+                    else left @ g @ self.root(t, (*key, i, j, "right"), g.T @ g, -1 / 4)
+                )
         return out
 
     def size(self, t: int, k: str, g: np.ndarray) -> float:
@@ -122,9 +141,18 @@ class Shampoo:
 
 
 class Soap:
-    """Vyas et al., 2024, Algorithms 3 and 4, with our start and shift of the basis; Adam for vectors."""
+    """Vyas et al., 2024, Algorithms 3 and 4, with our start and shift of the basis; Adam for
+    vectors."""
 
-    def __init__(self, lr: Schedule, decay: Schedule, *, every: int = 10, most: int = 10000, shift: float = 1e-3):
+    def __init__(
+        self,
+        lr: Schedule,
+        decay: Schedule,
+        *,
+        every: int = 10,
+        most: int = 10000,
+        shift: float = 1e-3,
+    ):
         self.lr, self.decay, self.every, self.most, self.shift = lr, decay, every, most, shift
         self.m: Arrays = {}
         self.v: dict[Any, np.ndarray] = {}
@@ -135,14 +163,19 @@ class Soap:
         self.stats[key] = outer if t == 0 else 0.95 * self.stats[key] + 0.05 * outer
         turns = 10 if t == 0 else int(t % self.every == 0)
         for _ in range(turns):
-            matrix = self.stats[key] / np.linalg.norm(self.stats[key]) + self.shift * np.eye(len(outer))
+            matrix = self.stats[key] / np.linalg.norm(self.stats[key]) + self.shift * np.eye(
+                len(outer)
+            )
             self.bases[key] = np.linalg.qr(matrix @ self.bases.get(key, np.eye(len(outer))))[0]
 
     def basis(self, key: Any, size: int) -> np.ndarray:
         return self.bases.get(key, np.eye(size))
 
     def matrix(self, t: int, key: Any, g: np.ndarray, m: np.ndarray, is_vector: bool) -> np.ndarray:
-        left, right = self.basis((*key, "left"), g.shape[0]), self.basis((*key, "right"), g.shape[1])
+        left, right = (
+            self.basis((*key, "left"), g.shape[0]),
+            self.basis((*key, "right"), g.shape[1]),
+        )
         direction = 0 * g
         if t > 0:
             rotated, momentum = left.T @ g @ right, left.T @ m @ right
@@ -163,14 +196,19 @@ class Soap:
             self.m[k] = 0 * g if t == 0 else 0.95 * self.m[k] + 0.05 * g
             pairs = zip(each_matrix(g), each_matrix(self.m[k]), strict=True)
             parts = [self.matrix(t, (k, n), x, m, g.ndim < 2) for n, (x, m) in enumerate(pairs)]
-            updates[k] = -self.lr(t) * (np.stack(parts).reshape(g.shape) + self.decay(t) * params[k])
+            updates[k] = -self.lr(t) * (
+                np.stack(parts).reshape(g.shape) + self.decay(t) * params[k]
+            )
         return updates
 
 
 class FullMatrixAdagrad:
-    """Duchi et al., 2011, Figure 1: H = delta I + G^(1/2), with the pseudo-inverse where G has a null space."""
+    """Duchi et al., 2011, Figure 1: H = delta I + G^(1/2), with the pseudo-inverse where G has a
+    null space."""
 
-    def __init__(self, lr: Schedule, decay: Schedule, delta: float = 1e-8, whole_tree: bool = False):
+    def __init__(
+        self, lr: Schedule, decay: Schedule, delta: float = 1e-8, whole_tree: bool = False
+    ):
         self.lr, self.decay, self.delta, self.whole_tree = lr, decay, delta, whole_tree
         self.seen: dict[str, list[np.ndarray]] = {}
 
@@ -183,7 +221,10 @@ class FullMatrixAdagrad:
     def __call__(self, t: int, gradients: Arrays, params: Arrays) -> Arrays:
         decayed = {k: g + self.decay(t) * params[k] for k, g in gradients.items()}
         if not self.whole_tree:
-            return {k: -self.lr(t) * self.direction(k, g.ravel()).reshape(g.shape) for k, g in decayed.items()}
+            return {
+                k: -self.lr(t) * self.direction(k, g.ravel()).reshape(g.shape)
+                for k, g in decayed.items()
+            }
         direction = self.direction("", np.concatenate([g.ravel() for g in decayed.values()]))
         updates, start = {}, 0
         for k, g in decayed.items():

@@ -1,4 +1,5 @@
-"""What a rank holds at level 3: its pieces, activations and the units in flight. Live bytes, measured, not time."""
+"""What a rank holds at level 3: its pieces, activations and the units in flight. Live bytes,
+measured, not time."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
                 self._add(x)
@@ -71,12 +74,16 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-def peak(ranks: int, make: Callable[[], nn.Module] = Deep, trainable: Any = None, **options: Any) -> float:
+def peak(
+    ranks: int, make: Callable[[], nn.Module] = Deep, trainable: Any = None, **options: Any
+) -> float:
     """The most bytes, in units of a block, that a step makes beside the state it is given."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         apply, params, _ = functionalize(make().double())
-    step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1), trainable=trainable)
+    step = train_step(
+        lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1), trainable=trainable
+    )
     sharded = shard(step, level=3, group=CountingGroup(ranks), **options)
     state = sharded.init(params)
     x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
@@ -105,7 +112,8 @@ RANKS = 24  # so that a piece is small beside a unit: all gradient pieces togeth
 
 
 def test_a_few_units_at_a_time() -> None:
-    """A unit in use and the next on its way; in backward a gradient and its reduction beside them."""
+    """A unit in use and the next on its way; in backward a gradient and its reduction beside
+    them."""
     assert peak(RANKS) <= DEPTH / RANKS + 3.5
 
 
@@ -135,7 +143,8 @@ def test_a_smaller_world_holds_larger_pieces() -> None:
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_gradients_are_freed_unit_by_unit(level: int) -> None:
-    """Whole gradients of all blocks never live together: at level 2 params are whole, but no part of the peak."""
+    """Whole gradients of all blocks never live together: at level 2 params are whole, but no part
+    of the peak."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         apply, params, _ = functionalize(Deep().double())

@@ -63,7 +63,9 @@ def check(
 
     expected = train(*step(), batches)
     parts = sizes or even(12, ranks)
-    runs = run_ranks(lambda group: train_sharded(group, *step(), batches, parts, level=level, **options), ranks)
+    runs = run_ranks(
+        lambda group: train_sharded(group, *step(), batches, parts, level=level, **options), ranks
+    )
     assert_same_on_all_ranks(runs)
     assert_equal_updates(expected, runs[0], unused=unused)
 
@@ -72,7 +74,9 @@ def regression(call: Callable[[Any, Any, Tensor], Tensor]) -> Callable[[Any], Lo
     """A loss from `call(apply, params, x)`."""
 
     def make_loss(apply: Any) -> Loss:
-        return lambda params, buffers, batch: ((call(apply, params, batch["x"]) - batch["y"]) ** 2).mean()
+        return lambda params, buffers, batch: (
+            (call(apply, params, batch["x"]) - batch["y"]) ** 2
+        ).mean()
 
     return make_loss
 
@@ -103,11 +107,23 @@ def derivatives(transform: str) -> Callable[[Any], Loss]:
     return make_loss
 
 
-TRANSFORMS = ["vmap(grad)", "vmap(hessian)", "vmap(jacrev)", "grad of grad", "loop of hessians", "vmap(jvp)"]
-FORWARD = ("hessian", "jvp")  # hessian is jacfwd(jacrev): torch's forward-mode level belongs to the whole process
+TRANSFORMS = [
+    "vmap(grad)",
+    "vmap(hessian)",
+    "vmap(jacrev)",
+    "grad of grad",
+    "loop of hessians",
+    "vmap(jvp)",
+]
+FORWARD = (
+    "hessian",
+    "jvp",
+)  # hessian is jacfwd(jacrev): torch's forward-mode level belongs to the whole process
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)  # torch's own use of it
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_torch_func_inside(transform: str, level: int) -> None:
@@ -120,7 +136,9 @@ def test_only_derivatives(level: int) -> None:
     """No plain call before: the first time a unit is entered is inside the transform."""
 
     def make_loss(apply: Any) -> Loss:
-        return lambda params, _, batch: vmap(grad(scalar(apply, params)))(batch["x"]).square().mean()
+        return lambda params, _, batch: (
+            vmap(grad(scalar(apply, params)))(batch["x"]).square().mean()
+        )
 
     class Smooth(nn.Module):
         def __init__(self) -> None:
@@ -211,7 +229,9 @@ def test_checkpoint_inside_the_forward_of_a_unit(level: int) -> None:
             self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.b(checkpoint(lambda v: torch.tanh(self.a(v)), x, use_reentrant=False)))
+            return torch.tanh(
+                self.b(checkpoint(lambda v: torch.tanh(self.a(v)), x, use_reentrant=False))
+            )
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -236,7 +256,11 @@ def test_l2_penalty(when: str, level: int) -> None:
     def make_loss(apply: Any) -> Loss:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
             penalty = l2(params) if when != "after" else 0.0
-            fit = (apply(params, buffers, batch["x"])[0] - batch["y"]).square().mean() if when != "only" else 0.0
+            fit = (
+                (apply(params, buffers, batch["x"])[0] - batch["y"]).square().mean()
+                if when != "only"
+                else 0.0
+            )
             return fit + 0.1 * (l2(params) if when == "after" else penalty)
 
         return loss_fn
@@ -251,8 +275,19 @@ def test_touching_params_in_many_ways(level: int) -> None:
     def make_loss(apply: Any) -> Loss:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
             w, b = params["layers.0.weight"], params["layers.0.bias"]
-            assert isinstance(w, Tensor) and w.shape == (5, 7) and w.dtype == torch.float64 and w.requires_grad
-            assert w.ndim == w.dim() == 2 and w.numel() == 35 and len(w) == 5 and w.size(1) == 7 and not w.is_complex()
+            assert (
+                isinstance(w, Tensor)
+                and w.shape == (5, 7)
+                and w.dtype == torch.float64
+                and w.requires_grad
+            )
+            assert (
+                w.ndim == w.dim() == 2
+                and w.numel() == 35
+                and len(w) == 5
+                and w.size(1) == 7
+                and not w.is_complex()
+            )
             x = batch["x"]
             parts = [
                 x @ w.T + b,
@@ -263,7 +298,10 @@ def test_touching_params_in_many_ways(level: int) -> None:
                 x[:, :5].clone().add_(b),
                 x[:, :1] * torch.cat([b, b])[5:],
             ]
-            loss = sum(p.square().mean() for p in parts) + torch.nn.utils.parameters_to_vector(params.values()).norm()
+            loss = (
+                sum(p.square().mean() for p in parts)
+                + torch.nn.utils.parameters_to_vector(params.values()).norm()
+            )
             loss = loss + torch.stack(torch._foreach_norm(list(params.values()))).sum()
             return loss + 0 * float(w.detach().abs().max()) + 0 * len(w.tolist())
 
@@ -273,12 +311,16 @@ def test_touching_params_in_many_ways(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", ["plain", "changed", "one changed", "detached", "dict", "deep", "functional_call"])
+@pytest.mark.parametrize(
+    "how", ["plain", "changed", "one changed", "detached", "dict", "deep", "functional_call"]
+)
 def test_params_in_other_trees(how: str, level: int) -> None:
     """Trees made of params go into `apply` as params do."""
 
     def make_loss(apply: Any) -> Loss:
-        module = MLP().double()  # each rank's own: functional_call puts the params into it meanwhile
+        module = (
+            MLP().double()
+        )  # each rank's own: functional_call puts the params into it meanwhile
 
         def call(params: Any, x: Tensor) -> Tensor:
             if how == "functional_call":
@@ -311,7 +353,10 @@ def test_per_example_gradients(level: int) -> None:
 
             grads = vmap(grad(one), in_dims=(None, 0, 0))(whole, batch["x"], batch["y"])
             norms = sum(g.flatten(1).square().sum(1) for g in grads.values())
-            return norms.sqrt().mean() + vmap(one, in_dims=(None, 0, 0))(whole, batch["x"], batch["y"]).mean()
+            return (
+                norms.sqrt().mean()
+                + vmap(one, in_dims=(None, 0, 0))(whole, batch["x"], batch["y"]).mean()
+            )
 
         return loss_fn
 
@@ -320,7 +365,8 @@ def test_per_example_gradients(level: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_inner_step(level: int) -> None:
-    """A gradient by gathered params, with create_graph, and a loss of the params after it (MAML)."""
+    """A gradient by gathered params, with create_graph, and a loss of the params after it
+    (MAML)."""
 
     def make_loss(apply: Any) -> Loss:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
@@ -348,7 +394,9 @@ def test_a_use_without_gradients_before_the_real_one(level: int) -> None:
             output = apply(params, buffers, batch["x"])[0]
             with torch.no_grad():
                 size = size + params["layers.0.weight"].abs().mean()
-            return (output - 0.5 * target - batch["y"]).square().mean() + size * params["norm.bias"].square().sum()
+            return (output - 0.5 * target - batch["y"]).square().mean() + size * params[
+                "norm.bias"
+            ].square().sum()
 
         return loss_fn
 
@@ -366,15 +414,25 @@ def test_a_frozen_teacher_and_a_student(level: int) -> None:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
             output, _ = apply(params["student"], {}, batch["x"])
             wanted, _ = teacher(params["teacher"], {}, output[:, 0, :7])
-            return (output[:, 0, :3] - wanted.detach()).square().mean() + output.square().mean() + wanted.mean()
+            return (
+                (output[:, 0, :3] - wanted.detach()).square().mean()
+                + output.square().mean()
+                + wanted.mean()
+            )
 
         trainable = optree.tree_map(lambda p: True, params)
         flags = {"student": trainable, "teacher": optree.tree_map(lambda p: False, old)}
-        return train_step(loss_fn, optim.sgd(0.1), trainable=flags), {"student": params, "teacher": old}, {}
+        return (
+            train_step(loss_fn, optim.sgd(0.1), trainable=flags),
+            {"student": params, "teacher": old},
+            {},
+        )
 
     batches = batches_of(tokens)
     expected = train(*step(), batches)
-    runs = run_ranks(lambda group: train_sharded(group, *step(), batches, even(12, 2), level=level), 2)
+    runs = run_ranks(
+        lambda group: train_sharded(group, *step(), batches, even(12, 2), level=level), 2
+    )
     assert_equal_updates(expected, runs[0])
 
 
@@ -416,7 +474,11 @@ def test_a_plain_tree(level: int) -> None:
 
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
             h = torch.tanh(batch["x"] @ params["in"][0]) * params["count"].sum()
-            output = params["scale"] * (h @ params["out"]["w"]) + params["out"]["b"] + params["nothing"].sum()
+            output = (
+                params["scale"] * (h @ params["out"]["w"])
+                + params["out"]["b"]
+                + params["nothing"].sum()
+            )
             return (output - batch["y"]).square().mean()
 
         trainable = lambda path, leaf: leaf.is_floating_point()
@@ -424,7 +486,9 @@ def test_a_plain_tree(level: int) -> None:
 
     batches = batches_of(rows(7, 3))
     expected = train(*step(), batches)
-    runs = run_ranks(lambda group: train_sharded(group, *step(), batches, even(12, 3), level=level), 3)
+    runs = run_ranks(
+        lambda group: train_sharded(group, *step(), batches, even(12, 3), level=level), 3
+    )
     assert_same_on_all_ranks(runs)
     assert_equal_updates(expected, runs[0], unused=("nothing",), tolerance=1e-5)
     assert torch.equal(runs[0].states[-1].params["count"], torch.tensor([3, 4]))
@@ -432,12 +496,16 @@ def test_a_plain_tree(level: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_units_that_follow_the_data(level: int) -> None:
-    """The same on all ranks, other units in every step: prefetching by the last step's order must not matter."""
+    """The same on all ranks, other units in every step: prefetching by the last step's order must
+    not matter."""
 
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts, self.head = nn.ModuleList(nn.Linear(7, 7) for _ in range(4)), nn.Linear(7, 3)
+            self.experts, self.head = (
+                nn.ModuleList(nn.Linear(7, 7) for _ in range(4)),
+                nn.Linear(7, 3),
+            )
 
         def forward(self, x: Tensor, route: list[int]) -> Tensor:
             for i in route:
@@ -461,7 +529,9 @@ def test_units_that_follow_the_data(level: int) -> None:
         return train_step(make_loss(apply), optim.sgd(0.05, momentum=0.9)), params, buffers
 
     expected = train(*step(), batches)
-    runs = run_ranks(lambda group: train_sharded(group, *step(), batches, even(12, 2), level=level), 2)
+    runs = run_ranks(
+        lambda group: train_sharded(group, *step(), batches, even(12, 2), level=level), 2
+    )
     assert_equal_updates(expected, runs[0])
 
 
@@ -493,16 +563,21 @@ def test_a_rank_whose_loss_does_not_reach_a_unit(level: int) -> None:
 
 
 class Skipping(nn.Module):
-    """A row of regions such as "ab?*": units a and b, left out by rows that are not chosen, run again in backward."""
+    """A row of regions such as "ab?*": units a and b, left out by rows that are not chosen, run
+    again in backward."""
 
     def __init__(self, regions: str):
         super().__init__()
         self.regions, self.head = regions.split(), nn.Linear(7, 3)
-        self.units = nn.ModuleDict({name: nn.Linear(7, 7) for name in sorted({*regions} - {*" ?*"})})
+        self.units = nn.ModuleDict(
+            {name: nn.Linear(7, 7) for name in sorted({*regions} - {*" ?*"})}
+        )
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         for region in self.regions:
-            run = nn.Sequential(*(nn.Sequential(self.units[name], nn.Tanh()) for name in region.rstrip("?*")))
+            run = nn.Sequential(
+                *(nn.Sequential(self.units[name], nn.Tanh()) for name in region.rstrip("?*"))
+            )
             y = checkpoint(run, x, use_reentrant=False) if "*" in region else run(x)
             if "?" in region:
                 y = torch.where(chosen[:, None], y, x) if chosen.any() else x
@@ -511,13 +586,16 @@ class Skipping(nn.Module):
 
 
 def skipping(apply: Any, inner: bool = False) -> Loss:
-    """The rows that have no negative target are chosen. `inner`: with a backward inside the loss."""
+    """The rows that have no negative target are chosen. `inner`: with a backward inside the
+    loss."""
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, Aux]:
         x = batch["x"].clone().requires_grad_()
         output = apply(params, buffers, x, batch["y"][:, 0] > 0)[0]
         slope = torch.autograd.grad(output.sum(), x, create_graph=True)[0] if inner else x[:0]
-        return (output - batch["y"]).square().mean() + slope.square().sum() / len(x), Aux(weight=len(x))
+        return (output - batch["y"]).square().mean() + slope.square().sum() / len(x), Aux(
+            weight=len(x)
+        )
 
     return loss_fn
 
@@ -535,21 +613,26 @@ SKIPPED = ["a* b?", "a b?* c*", "a* b? c?", "a?* a* a?*", "a* bb?*", "a* bc?*", 
 
 @pytest.mark.parametrize("level", (2, 3))
 @pytest.mark.parametrize("regions", SKIPPED[:5])
-def test_a_unit_that_one_ranks_loss_leaves_out_next_to_one_that_runs_again(regions: str, level: int) -> None:
+def test_a_unit_that_one_ranks_loss_leaves_out_next_to_one_that_runs_again(
+    regions: str, level: int
+) -> None:
     check(skipping, lambda: Skipping(regions), half_chosen, level, 2)
     check(skipping, lambda: Skipping(regions), half_chosen, level, 3, sizes=uneven(12, 3))
 
 
 @pytest.mark.parametrize("inner", (False, True))
 def test_units_left_out_with_params_that_stay(inner: bool) -> None:
-    """Nothing is gathered in backward, so ranks may differ in what it reaches, also inside the loss."""
+    """Nothing is gathered in backward, so ranks may differ in what it reaches, also inside the
+    loss."""
     for regions in SKIPPED:
         loss = lambda apply: skipping(apply, inner)
         check(loss, lambda r=regions: Skipping(r), half_chosen, 3, 2, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize(("regions", "inner"), [("a* bc?*", False), ("a b? c", True)])
-def test_units_left_out_that_others_gather_in_an_order_nobody_can_know(regions: str, inner: bool) -> None:
+def test_units_left_out_that_others_gather_in_an_order_nobody_can_know(
+    regions: str, inner: bool
+) -> None:
     with pytest.raises(GroupError, match=r"the same|different collectives"):
         check(lambda apply: skipping(apply, inner), lambda: Skipping(regions), half_chosen, 3, 2)
 
@@ -572,9 +655,12 @@ def test_ranks_that_enter_units_in_another_order(level: int) -> None:
     def run(group: Any) -> None:
         apply, params, buffers = build(Ordered)
         step = train_step(
-            lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(), optim.sgd(0.1)
+            lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(),
+            optim.sgd(0.1),
         )
-        train_sharded(group, step, params, buffers, batches_of(rows(7, 7)), even(12, 2), level=level)
+        train_sharded(
+            group, step, params, buffers, batches_of(rows(7, 7)), even(12, 2), level=level
+        )
 
     with pytest.raises(GroupError, match="same"):
         run_ranks(run, 2)
@@ -586,13 +672,17 @@ def test_a_transform_by_handles_is_refused() -> None:
             ways = {
                 "grad": lambda: grad(lambda p: (batch["x"] @ p).sum())(params["w"]).sum(),
                 "vmap": lambda: vmap(lambda row: row.sum())(params["w"]).sum(),
-                "autograd": lambda: torch.autograd.grad((params["w"] ** 2).sum(), params["w"])[0].sum(),
+                "autograd": lambda: torch.autograd.grad((params["w"] ** 2).sum(), params["w"])[
+                    0
+                ].sum(),
             }
             return (batch["x"] @ params["w"]).sum() + ways[how]()
 
         step = train_step(loss_fn, optim.sgd(0.1), trainable=lambda path, leaf: True)
         params = {"w": torch.ones(7, 3, dtype=torch.float64)}
-        return lambda group: train_sharded(group, step, params, None, batches_of(rows(7, 3)), [6, 6], level=3)
+        return lambda group: train_sharded(
+            group, step, params, None, batches_of(rows(7, 3)), [6, 6], level=3
+        )
 
     for how in ("grad", "vmap", "autograd"):
         with pytest.raises(StructureError, match=r"Remedy.*gather"):
@@ -610,7 +700,9 @@ def test_changing_params_in_place_is_an_error(level: int) -> None:
     params = {"w": torch.ones(7, 3, dtype=torch.float64)}
     batches = batches_of(rows(7, 3))
     with pytest.raises(StructureError, match="in place"):
-        run_ranks(lambda group: train_sharded(group, step, params, None, batches, [6, 6], level=level), 2)
+        run_ranks(
+            lambda group: train_sharded(group, step, params, None, batches, [6, 6], level=level), 2
+        )
     with pytest.raises(StructureError, match="in place"):
         train(step, params, None, batches)
 
@@ -662,4 +754,7 @@ def test_a_saved_activation_changed_in_place_is_an_error(level: int) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         train(step, params, buffers, batches)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        run_ranks(lambda group: train_sharded(group, step, params, buffers, batches, [6, 6], level=level), 2)
+        run_ranks(
+            lambda group: train_sharded(group, step, params, buffers, batches, [6, 6], level=level),
+            2,
+        )

@@ -1,4 +1,5 @@
-"""What ranks tell each other once a step: weighted means, flags, and whether they have done the same."""
+"""What ranks tell each other once a step: weighted means, flags, and whether they have done the
+same."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def test_means_are_weighted(given_weights: list[float], num_metrics: int) -> Non
     for report in run_ranks(run, len(given_weights)):
         assert float(report.weight) == pytest.approx(total)
         for i in range(num_metrics):
-            expected = math.fsum(w * (r + i) for r, w in enumerate(given_weights)) / total if total else 0.0
+            expected = (
+                math.fsum(w * (r + i) for r, w in enumerate(given_weights)) / total
+                if total
+                else 0.0
+            )
             assert float(report.metrics[f"m{i}"]) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
@@ -39,7 +44,9 @@ def test_without_weights_each_rank_counts_the_same() -> None:
 def test_dtypes() -> None:
     def run(group: Any) -> Any:
         half = torch.tensor(2.0, dtype=torch.bfloat16)
-        return average({"half": half, "count": torch.tensor(group.rank), "flag": True}, torch.tensor(3), group).metrics
+        return average(
+            {"half": half, "count": torch.tensor(group.rank), "flag": True}, torch.tensor(3), group
+        ).metrics
 
     for metrics in run_ranks(run, 2):
         assert metrics["half"].dtype == torch.bfloat16 and float(metrics["half"]) == 2
@@ -49,7 +56,9 @@ def test_dtypes() -> None:
 
 def test_what_weighs_nothing_counts_for_nothing() -> None:
     """The mean of no tokens is NaN."""
-    for report in run_ranks(lambda group: average({"a": (2.0, math.nan)[group.rank]}, 1 - group.rank, group), 2):
+    for report in run_ranks(
+        lambda group: average({"a": (2.0, math.nan)[group.rank]}, 1 - group.rank, group), 2
+    ):
         assert float(report.metrics["a"]) == 2
     for report in run_ranks(lambda group: average({"a": math.nan}, 1, group), 2):
         assert math.isnan(report.metrics["a"])
@@ -57,7 +66,9 @@ def test_what_weighs_nothing_counts_for_nothing() -> None:
 
 @drawn(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_flags_are_anyones(flags: list[list[bool]]) -> None:
-    for report in run_ranks(lambda group: average({}, 0.0, group, (), flags[group.rank]), len(flags)):
+    for report in run_ranks(
+        lambda group: average({}, 0.0, group, (), flags[group.rank]), len(flags)
+    ):
         assert report.flags == [any(column) for column in zip(*flags, strict=True)]
 
 

@@ -42,7 +42,9 @@ class Given:
             model = nn.Sequential(first, nn.Linear(self.width, 1))
         model[0].requires_grad_(not self.frozen)
         _, params, _ = functionalize(model.to(self.dtype), self.units)
-        step = train_step(lambda p, b, x: p["1.weight"].sum(), self.optimizer(), accumulate=self.accumulate)
+        step = train_step(
+            lambda p, b, x: p["1.weight"].sum(), self.optimizer(), accumulate=self.accumulate
+        )
         shard(step, group=group, **self.options).init(params, self.buffers)
 
 
@@ -51,23 +53,44 @@ def changed(name: str, value: Any) -> Callable[[Given], None]:
 
 
 DIFFERENCES = {
-    "shape": (changed("width", 5), r"layout\.leaves\.0\.0\.\w+\[0\]\[0\] is 4 on rank 0 and 5 on rank 2"),
+    "shape": (
+        changed("width", 5),
+        r"layout\.leaves\.0\.0\.\w+\[0\]\[0\] is 4 on rank 0 and 5 on rank 2",
+    ),
     "leaf": (changed("bias", False), r"layout\.\S+ is .* on rank 0 and .* on rank 2"),
-    "dtype": (changed("dtype", torch.float64), r"layout\.leaves\.0\.0\.\w+\S* is .*torch\.float32.*torch\.float64"),
+    "dtype": (
+        changed("dtype", torch.float64),
+        r"layout\.leaves\.0\.0\.\w+\S* is .*torch\.float32.*torch\.float64",
+    ),
     "values": (changed("seed", 1), r"values\.0\.0\.\w+ is.*fz\.broadcast"),
     "frozen": (changed("frozen", True), r"layout.*trainable.*frozen|layout.*frozen"),
     "units": (changed("units", "0"), r"layout\.units\.\S+ is .* on rank 0 and .* on rank 2"),
     "learning rate": (changed("optimizer", lambda: optim.adamw(1e-2)), r"optimizer.*0\.001.*0\.01"),
     "optimizer": (changed("optimizer", lambda: optim.sgd(1e-3)), r"optimizer"),
-    "clipping": (changed("optimizer", lambda: optim.chain(optim.clip(1.0), optim.adamw(1e-3))), r"optimizer"),
+    "clipping": (
+        changed("optimizer", lambda: optim.chain(optim.clip(1.0), optim.adamw(1e-3))),
+        r"optimizer",
+    ),
     "accumulate": (changed("accumulate", 2), r"accumulate is 1 on rank 0 and 2 on rank 2"),
     "level": (changed("options", {"level": 2}), r'level is "oss" on rank 0 and "sdp" on rank 2'),
     "level 3": (changed("options", {"level": 3}), r'level is "oss" on rank 0 and "fsdp" on rank 2'),
-    "level 0": (changed("options", {"level": 0}), r'level is "oss" on rank 0 and "replicated" on rank 2'),
-    "donate": (changed("options", {"level": 1, "donate": False}), r"options\.donate is true on rank 0 and false"),
+    "level 0": (
+        changed("options", {"level": 0}),
+        r'level is "oss" on rank 0 and "replicated" on rank 2',
+    ),
+    "donate": (
+        changed("options", {"level": 1, "donate": False}),
+        r"options\.donate is true on rank 0 and false",
+    ),
     "buffer rule": (changed("options", {"level": 1, "buffers": "local"}), r"options\.buffers"),
-    "buffers": (changed("buffers", {"count": torch.zeros(3)}), r"buffers\.count\[0\]\[0\] is 2 on rank 0 and 3"),
-    "missing buffer": (changed("buffers", {}), r"buffers\.count is .* on rank 0 and absent on rank 2"),
+    "buffers": (
+        changed("buffers", {"count": torch.zeros(3)}),
+        r"buffers\.count\[0\]\[0\] is 2 on rank 0 and 3",
+    ),
+    "missing buffer": (
+        changed("buffers", {}),
+        r"buffers\.count is .* on rank 0 and absent on rank 2",
+    ),
 }
 
 
@@ -131,9 +154,21 @@ def test_broadcast_of_different_trees() -> None:
         with pytest.raises((kind, PeerError), match=text):
             broadcast(tree, group)
 
-    run_ranks(lambda g: run(g, {"w": torch.ones(3 + g.rank)}, MismatchError, r"leaves\.w\[0\]\[0\] is 3 on rank 0"), 2)
-    run_ranks(lambda g: run(g, {"w": 3 if g.rank else torch.ones(3)}, StructureError, r"path w, got int, on rank 1"), 2)
-    run_ranks(lambda g: run(g, [torch.ones(2, device="meta")], StructureError, r"path 0, got meta"), 2)
+    run_ranks(
+        lambda g: run(
+            g, {"w": torch.ones(3 + g.rank)}, MismatchError, r"leaves\.w\[0\]\[0\] is 3 on rank 0"
+        ),
+        2,
+    )
+    run_ranks(
+        lambda g: run(
+            g, {"w": 3 if g.rank else torch.ones(3)}, StructureError, r"path w, got int, on rank 1"
+        ),
+        2,
+    )
+    run_ranks(
+        lambda g: run(g, [torch.ones(2, device="meta")], StructureError, r"path 0, got meta"), 2
+    )
 
 
 def test_equal_things_agree() -> None:
@@ -142,7 +177,9 @@ def test_equal_things_agree() -> None:
 
 plain = st.recursive(
     st.one_of(st.integers(), st.text(max_size=3), st.booleans(), st.none()),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -166,7 +203,9 @@ def test_agreement_is_equality(numbers: list[int]) -> None:
     assert run_ranks(run, len(numbers)) == [len(set(numbers)) == 1] * len(numbers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
 def test_digests_see_values_and_places(dtype: torch.dtype) -> None:
     x = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0]).to(dtype)
     digest = content_digests({"x": x})

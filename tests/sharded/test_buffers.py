@@ -52,9 +52,13 @@ def test_mean() -> None:
     for got in sync("mean"):
         assert torch.allclose(got["mean"], OLD["mean"] + 2, rtol=1e-14)
         assert torch.allclose(got["other"], OLD["other"] + 1)
-        assert int(got["count"]) == 4 and got["flag"].tolist() == [True, True], "integers are rank 0's"
+        assert int(got["count"]) == 4 and got["flag"].tolist() == [True, True], (
+            "integers are rank 0's"
+        )
         assert got["half"].dtype == torch.bfloat16 and float(got["half"]) == 3.0
-        assert got["constant"].view(torch.int64).equal(OLD["constant"].view(torch.int64)), "to the bit"
+        assert got["constant"].view(torch.int64).equal(OLD["constant"].view(torch.int64)), (
+            "to the bit"
+        )
         assert all(got[name].shape == OLD[name].shape for name in OLD)
 
 
@@ -67,7 +71,10 @@ def test_rank0() -> None:
 
 def test_local() -> None:
     for rank, got in enumerate(sync("local")):
-        assert all(got[name] is not None and torch.equal(got[name], new_on(rank)[name]) for name in ("mean", "count"))
+        assert all(
+            got[name] is not None and torch.equal(got[name], new_on(rank)[name])
+            for name in ("mean", "count")
+        )
 
 
 def test_a_collective_a_dtype_and_none_without_changes() -> None:
@@ -111,19 +118,26 @@ def test_in_a_step(rule: Any, level: int) -> None:
         assert buffers["seen"] == 1 and buffers["rare"] == 2
         return float(state.buffers["seen"]), float(state.buffers["rare"])
 
-    expected = {"mean": [(4.0, 6.0)] * 2, "rank0": [(3.0, 2.0)] * 2, "local": [(3.0, 2.0), (5.0, 10.0)]}
+    expected = {
+        "mean": [(4.0, 6.0)] * 2,
+        "rank0": [(3.0, 2.0)] * 2,
+        "local": [(3.0, 2.0), (5.0, 10.0)],
+    }
     assert run_ranks(run, 2) == expected[rule]
 
 
 @pytest.mark.parametrize("rows", [[4, 0], [0, 4], [0, 0]])
 @pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
 def test_a_batch_without_weight_changes_no_buffer(rule: Any, rows: list[int]) -> None:
-    """The mean of no rows is NaN, and BatchNorm counts a batch of none; nor do its ranks count in the mean."""
+    """The mean of no rows is NaN, and BatchNorm counts a batch of none; nor do its ranks count in
+    the mean."""
     apply, params, buffers = functionalize(nn.BatchNorm1d(3).double())
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> tuple[Tensor, Aux]:
         output, new = apply(params, {name: buffers[name] for name in buffers if name != "seen"}, x)
-        return output.square().mean(), Aux(buffers={**new, "seen": buffers["seen"] + x.mean()}, weight=len(x))
+        return output.square().mean(), Aux(
+            buffers={**new, "seen": buffers["seen"] + x.mean()}, weight=len(x)
+        )
 
     step = train_step(loss_fn, optim.sgd(0.1), accumulate=2)
     first = {**buffers, "seen": torch.zeros((), dtype=torch.float64)}

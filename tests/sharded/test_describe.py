@@ -19,7 +19,11 @@ from functorch_zero.step.train import train_step
 from functorch_zero.testing import models
 
 BF16, F32 = torch.bfloat16, torch.float32
-OPTIMIZERS = {"adamw": lambda: optim.adamw(0.01), "shampoo": lambda: optim.shampoo(0.01), "sgd": lambda: optim.sgd(0.1)}
+OPTIMIZERS = {
+    "adamw": lambda: optim.adamw(0.01),
+    "shampoo": lambda: optim.shampoo(0.01),
+    "sgd": lambda: optim.sgd(0.1),
+}
 
 
 def build(optimizer: Any = None, **options: Any) -> tuple[Any, Any, Any]:
@@ -74,16 +78,25 @@ def test_what_each_level_says() -> None:
         found = rows(level)
         block, norms = found["blocks.0", BF16, True], found["blocks.0", F32, True]
         assert block.wire == wire and block.storage == block.state == (F32,)
-        assert block.where == ("1/4" if level == 3 else "whole") and block.state_where == ("1/4" if level else "whole")
-        assert set(norms.leaves) == {f"blocks.0.norm{i}.{what}" for i in (1, 2) for what in ("weight", "bias")}
+        assert block.where == ("1/4" if level == 3 else "whole") and block.state_where == (
+            "1/4" if level else "whole"
+        )
+        assert set(norms.leaves) == {
+            f"blocks.0.norm{i}.{what}" for i in (1, 2) for what in ("weight", "bias")
+        }
         frozen = found["place", BF16, False]
-        assert frozen.wire == ((("gather", BF16),) if level == 3 else ()) and frozen.state_nbytes == 0
+        assert (
+            frozen.wire == ((("gather", BF16),) if level == 3 else ()) and frozen.state_nbytes == 0
+        )
 
 
 def test_the_table() -> None:
     step, params, buffers = build()
     alone = str(fz.describe(step, step.init(params, buffers))).splitlines()
-    assert " ".join(alone[0].split()) == "unit leaves storage compute wire where bytes state where bytes"
+    assert (
+        " ".join(alone[0].split())
+        == "unit leaves storage compute wire where bytes state where bytes"
+    )
     rows = fz.describe(step, step.init(params, buffers)).rows
     assert alone[-1].startswith("this process holds") and len(alone) == len(rows) + 2
     sharded = shard(step, level=3, group=fz.CountingGroup(4, rank=2))

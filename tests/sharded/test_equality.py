@@ -1,6 +1,7 @@
 """Sharded = unsharded: every level, 1 to 5 ranks, each kind of optimizer, every model of the zoo.
 
-The quick tier runs 35 cases of 1400, in which every pair of choices is; the thorough tier 140, the full tier all.
+The quick tier runs 35 cases of 1400, in which every pair of choices is; the thorough tier 140, the
+full tier all.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ STEPS = 2
 OPTIMIZERS = {
     "sgd": lambda: optim.sgd(0.1, momentum=0.9),
     "adamw": lambda: optim.adamw(0.01),
-    "clip+lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01, weight_decay=0.01)),
+    "clip+lamb": lambda: optim.chain(
+        optim.clip_by_global_norm(0.1), optim.lamb(0.01, weight_decay=0.01)
+    ),
     "adafactor": lambda: optim.adafactor(0.02),
     "muon": lambda: optim.muon(0.02),
 }
@@ -54,7 +57,9 @@ def oracle(name: str, optimizer: str, weighted: bool, sizes: tuple[int, ...] | N
     return train_by_rank(step, params, buffers, batches, list(sizes))
 
 
-def check(name: str, optimizer: str, level: int, ranks: int, weighted: bool, **options: Any) -> None:
+def check(
+    name: str, optimizer: str, level: int, ranks: int, weighted: bool, **options: Any
+) -> None:
     case = ZOO[name]
     sizes = uneven(ROWS, ranks) if weighted else even(ROWS, ranks)
     expected = oracle(name, optimizer, weighted, tuple(sizes) if case.by_rank else None)
@@ -62,13 +67,17 @@ def check(name: str, optimizer: str, level: int, ranks: int, weighted: bool, **o
     def run(group: Any) -> Run:
         loss_fn, params, buffers = case.build(weighted=weighted)
         step = train_step(loss_fn, OPTIMIZERS[optimizer]())
-        return train_sharded(group, step, params, buffers, case.batches(STEPS, ROWS), sizes, level=level, **options)
+        return train_sharded(
+            group, step, params, buffers, case.batches(STEPS, ROWS), sizes, level=level, **options
+        )
 
     runs = run_ranks(run, ranks)
     assert_same_on_all_ranks(runs)
     assert_equal_updates(expected, runs[0], unused=case.unused)
     for old, new in itertools.pairwise(runs[0].states):
-        assert not any(torch.equal(old.buffers[path], new.buffers[path]) for path in new.buffers), "BatchNorm's move"
+        assert not any(torch.equal(old.buffers[path], new.buffers[path]) for path in new.buffers), (
+            "BatchNorm's move"
+        )
 
 
 Case = tuple[str, str, int, int, bool]
@@ -80,7 +89,8 @@ def product() -> list[Case]:
 
 
 def few() -> Iterator[Case]:
-    """The fewest with every pair of (model, optimizer), (model, level), (level, ranks), and so on."""
+    """The fewest with every pair of (model, optimizer), (model, level), (level, ranks), and so
+    on."""
     for (m, name), (o, optimizer) in itertools.product(enumerate(ZOO), enumerate(OPTIMIZERS)):
         level, ranks = LEVELS[(3 * o + m // 2) % 4], RANKS[(m + o) % 5]
         yield name, optimizer, level, ranks, bool((m // 2 + o // 2) % 2)
@@ -90,7 +100,12 @@ def more() -> Iterator[Case]:
     """Every pair several times."""
     models, optimizers = list(ZOO), list(OPTIMIZERS)
     for case in product():
-        m, o, level, r = models.index(case[0]), optimizers.index(case[1]), case[2], RANKS.index(case[3])
+        m, o, level, r = (
+            models.index(case[0]),
+            optimizers.index(case[1]),
+            case[2],
+            RANKS.index(case[3]),
+        )
         if (m + o + level + r) % 5 == 0 and (m + level + o // 2 + r // 2) % 2 == case[4]:
             yield case
 
@@ -127,8 +142,12 @@ def spoiled(run: Run, change: Any) -> Run:
 
 
 CHANGES = {
-    "a leaf a little off": lambda s: s._replace(params={**s.params, "norm.bias": s.params["norm.bias"] * (1 + 1e-9)}),
-    "a moment a little off": lambda s: s._replace(opt_state=optree.tree_map(lambda x: x * (1 + 1e-9), s.opt_state)),
+    "a leaf a little off": lambda s: s._replace(
+        params={**s.params, "norm.bias": s.params["norm.bias"] * (1 + 1e-9)}
+    ),
+    "a moment a little off": lambda s: s._replace(
+        opt_state=optree.tree_map(lambda x: x * (1 + 1e-9), s.opt_state)
+    ),
     "the step": lambda s: s._replace(step=s.step + 1),
     "a dtype": lambda s: s._replace(params=optree.tree_map(lambda p: p.detach().float(), s.params)),
 }
@@ -144,6 +163,8 @@ def test_the_comparison_can_fail(what: str) -> None:
 
 def test_an_optimizer_that_does_nothing_is_noticed() -> None:
     loss_fn, params, buffers = ZOO["mlp"].build()
-    idle = train(train_step(loss_fn, optim.sgd(0.0)), params, buffers, ZOO["mlp"].batches(STEPS, ROWS))
+    idle = train(
+        train_step(loss_fn, optim.sgd(0.0)), params, buffers, ZOO["mlp"].batches(STEPS, ROWS)
+    )
     with pytest.raises(AssertionError, match="is zero"):
         assert_equal_updates(idle, idle)

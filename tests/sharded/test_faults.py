@@ -1,4 +1,5 @@
-"""What happens to some ranks ends in an error on all of them, and soon; a retry gives the same numbers.
+"""What happens to some ranks ends in an error on all of them, and soon; a retry gives the same
+numbers.
 
 The letters are those of the table in docs/reliability.md.
 """
@@ -22,7 +23,15 @@ from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.errors import GroupError, PeerError, StructureError
-from functorch_zero.groups import CheckedGroup, LabelledGroup, ProcessGroup, Work, labelled, launch, run_ranks
+from functorch_zero.groups import (
+    CheckedGroup,
+    LabelledGroup,
+    ProcessGroup,
+    Work,
+    labelled,
+    launch,
+    run_ranks,
+)
 from functorch_zero.groups.mesh import HybridGroup
 from functorch_zero.groups.single import Solo
 from functorch_zero.sharded.api import shard
@@ -75,10 +84,16 @@ class Rank:
             return updates, state
 
         picky = optim.with_statistics(lambda params: (), update)
-        self.step = shard(train_step(loss, optim.chain(optim.adamw(0.01), picky)), level=level, group=group,
-                          donate=donate)  # fmt: skip
+        self.step = shard(
+            train_step(loss, optim.chain(optim.adamw(0.01), picky)),
+            level=level,
+            group=group,
+            donate=donate,
+        )
         self.state = self.step.init(params, buffers)
-        self.batches = [split(b, even(12, group.size))[group.rank] for b in ZOO["mlp"].batches(3, 12)]
+        self.batches = [
+            split(b, even(12, group.size))[group.rank] for b in ZOO["mlp"].batches(3, 12)
+        ]
 
     def take(self, i: int) -> None:
         self.state, _ = self.step(self.state, self.batches[i])
@@ -102,9 +117,15 @@ def undisturbed(group: Any, level: int) -> list[Tensor]:
 
 
 def fail_and_retry(
-    group: Any, level: int, where: str, guilty: tuple[int, ...], donate: bool, expected: list[Tensor]
+    group: Any,
+    level: int,
+    where: str,
+    guilty: tuple[int, ...],
+    donate: bool,
+    expected: list[Tensor],
 ) -> list[Any]:
-    """Three steps, of which the second fails once; what was raised, and whether all is as if nothing had been."""
+    """Three steps, of which the second fails once; what was raised, and whether all is as if
+    nothing had been."""
     rank = Rank(group, level, donate=donate)
     rank.take(0)
     group.barrier()  # on threads a failure breaks what ranks of other axes still have to do, too
@@ -136,7 +157,8 @@ CASES = [
 
 
 def test_a_failed_step_is_tried_again_on_processes() -> None:
-    """S1, S2. One after the other in the same processes, so each starts from a group that has failed before."""
+    """S1, S2. One after the other in the same processes, so each starts from a group that has
+    failed before."""
 
     def run() -> list[list[Any]]:
         group = ProcessGroup(timeout=20)
@@ -158,7 +180,8 @@ def test_a_failed_step_is_tried_again_on_threads(case: Any) -> None:
 
 @pytest.mark.parametrize("threads", [True, False])
 def test_a_failed_step_over_two_axes(threads: bool) -> None:
-    """S1. A rank shares each axis with some of the others only; those without one with it hear of it all the same."""
+    """S1. A rank shares each axis with some of the others only; those without one with it hear of
+    it all the same."""
 
     def run(group: Any) -> list[Any]:
         mesh = HybridGroup(group, shard=2)
@@ -175,7 +198,9 @@ def test_a_failed_step_over_two_axes(threads: bool) -> None:
         results = launch(lambda: run(ProcessGroup(timeout=20)), 4, start_method="fork", timeout=60)
     for i in range(2):
         for rank, (error, text, soon, intact, equal) in enumerate(result[i] for result in results):
-            assert error == ("ArithmeticError" if rank == 3 else "PeerError") and "bad batch" in text
+            assert (
+                error == ("ArithmeticError" if rank == 3 else "PeerError") and "bad batch" in text
+            )
             assert soon and intact and equal, (rank, soon, intact, equal)
 
 
@@ -193,7 +218,10 @@ def test_data_that_one_rank_cannot_read() -> None:
     ended = survivors(run, 3)
     assert ended[1].error == "ArithmeticError"
     for r in (0, 2):
-        assert ended[r].error == "PeerError" and "rank 1 failed: ArithmeticError: bad file" in ended[r].text
+        assert (
+            ended[r].error == "PeerError"
+            and "rank 1 failed: ArithmeticError: bad file" in ended[r].text
+        )
         assert ended[r].seconds < 2 * SOON  # two steps and the start included
 
 
@@ -214,7 +242,8 @@ def test_a_retry_that_only_some_ranks_make() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_rank_that_steps_from_an_older_state(level: int) -> None:
-    """D1. Or one that missed that the others have finished their step: its numbers would be of another step."""
+    """D1. Or one that missed that the others have finished their step: its numbers would be of
+    another step."""
 
     def run(group: Any) -> str:
         rank = Rank(group, level)
@@ -223,7 +252,9 @@ def test_a_rank_that_steps_from_an_older_state(level: int) -> None:
         before = rank.values()
         if group.rank == 1:
             rank.state = old
-        with pytest.raises(GroupError, match=rf"different steps.*rank {group.rank} was at step {1 - group.rank}\b"):
+        with pytest.raises(
+            GroupError, match=rf"different steps.*rank {group.rank} was at step {1 - group.rank}\b"
+        ):
             rank.take(1)
         return str(group.rank == 1 or same(before, rank.values()))
 
@@ -231,7 +262,8 @@ def test_a_rank_that_steps_from_an_older_state(level: int) -> None:
 
 
 def test_an_optimizer_that_fails_when_the_others_have_finished_the_step(tmp_path: Path) -> None:
-    """S1. At level 0 nobody waits for anybody after the metrics; then ranks learn that they are at different steps."""
+    """S1. At level 0 nobody waits for anybody after the metrics; then ranks learn that they are at
+    different steps."""
     finished = tmp_path / "finished"
 
     def run() -> bool:
@@ -248,7 +280,9 @@ def test_an_optimizer_that_fails_when_the_others_have_finished_the_step(tmp_path
                 rank.take(0)
             NOW.fails = ""
         before = rank.values()
-        with pytest.raises(GroupError, match=rf"different steps.*rank {number} was at step {1 - number}\b"):
+        with pytest.raises(
+            GroupError, match=rf"different steps.*rank {number} was at step {1 - number}\b"
+        ):
             rank.take(1 - number)
         return same(before, rank.values())
 
@@ -267,7 +301,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-PHASES: dict[str, tuple[int, str]] = {  # a level at which the others then wait for nothing else, and what they say
+PHASES: dict[
+    str, tuple[int, str]
+] = {  # a level at which the others then wait for nothing else, and what they say
     "/gather": (3, r"lost peer in layers.\d/gather"),
     "/reduce": (2, r"lost peer in layers.\d\[float64\]/reduce"),
     "optimizer/update": (3, "lost peer in optimizer/update"),
@@ -315,36 +351,48 @@ def test_a_loop_that_is_a_step_short(level: int) -> None:
     for rank in (0, 2):
         error, text, seconds = ended[rank].result[1:]
         assert error == "LostPeerError" and seconds < 20, ended[rank]
-        assert re.search(r"lost peer in [\w.]+" + ("/gather" if level == 3 else r"\[float64\]/reduce"), text), text
+        assert re.search(
+            r"lost peer in [\w.]+" + ("/gather" if level == 3 else r"\[float64\]/reduce"), text
+        ), text
 
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_checked_collectives_name_both_labels(level: int) -> None:
-    """S4. The units are of equal size: gloo itself would add up the wrong tensors and say nothing."""
+    """S4. The units are of equal size: gloo itself would add up the wrong tensors and say
+    nothing."""
 
     def run(group: Any) -> list[str]:
         group = CheckedGroup(group)
         apply, params, buffers = build(Ordered)
-        step = train_step(lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(),
-                          optim.sgd(0.1))  # fmt: skip
+        step = train_step(
+            lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(),
+            optim.sgd(0.1),
+        )
         sharded = shard(step, level=level, group=group)
         state = sharded.init(params, buffers)
         with pytest.raises(GroupError) as caught:
             sharded(state, rows(7, 7)(6))
         return [str(caught.value)]
 
-    for texts in (run_ranks(run, 2), launch(lambda: run(ProcessGroup()), 2, start_method="fork", timeout=40)):
+    for texts in (
+        run_ranks(run, 2),
+        launch(lambda: run(ProcessGroup()), 2, start_method="fork", timeout=40),
+    ):
         assert texts[0] == texts[1]
         text = texts[0][0]
         phase = "gather" if level == 3 else "reduce"
-        assert text.startswith("the ranks called different collectives: rank 0: ") and "; rank 1: " in text
+        assert (
+            text.startswith("the ranks called different collectives: rank 0: ")
+            and "; rank 1: " in text
+        )
         assert text.count(f"/{phase}: ") == 2 and "float64" in text and "Remedy" in text
         first, second = text.split("; rank 1: ")
         assert first.split("rank 0: ")[1].split("/")[0] != second.split("/")[0]
 
 
 def test_checked_ranks_that_call_different_things_are_told() -> None:
-    """S4. gloo would add up the wrong tensors, wait for ever, or end the process. The group is as good as before."""
+    """S4. gloo would add up the wrong tensors, wait for ever, or end the process. The group is as
+    good as before."""
 
     def kinds(group: Any) -> Work:
         if group.rank == 0:
@@ -388,7 +436,8 @@ def test_checked_ranks_that_call_different_things_are_told() -> None:
 
 
 def test_a_short_loop_that_goes_on_to_something_else() -> None:
-    """S3, S4. To `gather`, while the others are in a step. Unchecked, gloo may end a process there."""
+    """S3, S4. To `gather`, while the others are in a step. Unchecked, gloo may end a process
+    there."""
 
     def run(group: Any) -> str:
         rank = Rank(CheckedGroup(group), 3)
@@ -396,9 +445,15 @@ def test_a_short_loop_that_goes_on_to_something_else() -> None:
             rank.whole() if group.rank == 1 else rank.take(0)
         return str(caught.value)
 
-    for texts in (run_ranks(run, 2), launch(lambda: run(ProcessGroup()), 2, start_method="fork", timeout=40)):
+    for texts in (
+        run_ranks(run, 2),
+        launch(lambda: run(ProcessGroup()), 2, start_method="fork", timeout=40),
+    ):
         for text in texts:
-            assert "the ranks called different collectives" in text and "rank 1: state/gather: all_gather" in text, text
+            assert (
+                "the ranks called different collectives" in text
+                and "rank 1: state/gather: all_gather" in text
+            ), text
 
 
 def test_checked_training_is_training() -> None:
@@ -418,11 +473,17 @@ def test_checked_training_is_training() -> None:
 
 
 def test_labels() -> None:
-    assert labelled(Solo(), "a") is not None and not isinstance(labelled(Solo(), "a"), LabelledGroup)
+    assert labelled(Solo(), "a") is not None and not isinstance(
+        labelled(Solo(), "a"), LabelledGroup
+    )
 
     def run(group: Any) -> None:
         one = labelled(group, "a/b")
-        assert isinstance(one, LabelledGroup) and one.label == "a/b" and (one.rank, one.size) == (group.rank, 2)
+        assert (
+            isinstance(one, LabelledGroup)
+            and one.label == "a/b"
+            and (one.rank, one.size) == (group.rank, 2)
+        )
         two = labelled(one, "c/d")
         assert isinstance(two, LabelledGroup) and two.label == "c/d" and two.inner is group
         checked = labelled(CheckedGroup(group), "e/f")
@@ -453,7 +514,12 @@ def test_an_empty_batch_without_a_weight(level: int) -> None:
         return "nothing"
 
     for text in run_ranks(run, 2):
-        assert "path x" in text and "on rank 1" in text and "weight" in text and text.startswith("True")
+        assert (
+            "path x" in text
+            and "on rank 1" in text
+            and "weight" in text
+            and text.startswith("True")
+        )
 
 
 @pytest.mark.parametrize("batch", ["float32", "rows", "columns"])

@@ -1,4 +1,5 @@
-"""HSDP: a mesh of two axes, pieces inside the shard axis, copies along the other. Equal to the unsharded step."""
+"""HSDP: a mesh of two axes, pieces inside the shard axis, copies along the other. Equal to the
+unsharded step."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from optree import tree_leaves
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero.errors import GroupError, MismatchError, StructureError
-from functorch_zero.groups import CheckedGroup, CountingGroup, HybridGroup, ProcessGroup, counted, run_ranks
+from functorch_zero.groups import (
+    CheckedGroup,
+    CountingGroup,
+    HybridGroup,
+    ProcessGroup,
+    counted,
+    run_ranks,
+)
 from functorch_zero.groups.mesh import Reordered
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from functorch_zero.testing import strategies as fst
@@ -32,41 +40,74 @@ def test_any_mesh_any_level_any_optimizer(data: Any) -> None:
     case = data.draw(fst.modules())
     shard_axis, replicas = data.draw(st.sampled_from([(2, 2), (1, 2), (2, 1), (3, 2), (2, 3)]))
     ranks = shard_axis * replicas
-    optimizer = data.draw(fst.optimizers(["adamw", "clip + lamb", "adafactor", "muon", "lbfgs", "sm3"]))
+    optimizer = data.draw(
+        fst.optimizers(["adamw", "clip + lamb", "adafactor", "muon", "lbfgs", "sm3"])
+    )
     step, params, buffers = case.step(optimizer.make(), weighted=True)
     accumulate = data.draw(st.sampled_from([1, 1, 2])) if not case.per_rank else 1
     step = fz.train_step(step.loss_fn, step.optimizer, accumulate=accumulate)
     level = data.draw(st.sampled_from([*LEVELS, "several"]))
-    batches = [b for b in case.batches(2, 2 * accumulate * ranks * case.min_rows, data.draw(st.integers(0, 99)))]
+    batches = [
+        b
+        for b in case.batches(
+            2, 2 * accumulate * ranks * case.min_rows, data.draw(st.integers(0, 99))
+        )
+    ]
     assert_sharded_equals_unsharded(
-        step, params, buffers, batches, levels=(some_levels(7) if level == "several" else level,), ranks=(ranks,),
-        per_rank=case.per_rank, unused=case.unused, shard_axis=shard_axis, donate=data.draw(st.booleans()),
+        step,
+        params,
+        buffers,
+        batches,
+        levels=(some_levels(7) if level == "several" else level,),
+        ranks=(ranks,),
+        per_rank=case.per_rank,
+        unused=case.unused,
+        shard_axis=shard_axis,
+        donate=data.draw(st.booleans()),
         cut_state_over=data.draw(st.sampled_from(["shard", "both"])),
-        accumulate_in=data.draw(st.sampled_from([None, "whole"])), allow_round_off=True,
-    )  # fmt: skip
+        accumulate_in=data.draw(st.sampled_from([None, "whole"])),
+        allow_round_off=True,
+    )
 
 
 @pytest.mark.parametrize("as_mesh", [False, True])
 def test_on_processes(as_mesh: bool) -> None:
     chosen = [("gpt", "clip+lamb"), ("gpt", "muon"), ("scalars", "adamw")]
-    cases = [(n, o, level, over) for n, o in chosen for level in (1, 3) for over in ("shard", "both")]
+    cases = [
+        (n, o, level, over) for n, o in chosen for level in (1, 3) for over in ("shard", "both")
+    ]
 
     def run(group: Any) -> list[Run]:
         mesh: Any = HybridGroup(group, shard=2)
         if as_mesh:
             from torch.distributed.device_mesh import init_device_mesh
 
-            mesh = fz.shard(fz.eval_step(dict), level=0, group=init_device_mesh("cpu", (2, 2))).group
-            assert isinstance(mesh, HybridGroup) and (mesh.rank, mesh.shard.rank) == (group.rank, group.rank % 2)
+            mesh = fz.shard(
+                fz.eval_step(dict), level=0, group=init_device_mesh("cpu", (2, 2))
+            ).group
+            assert isinstance(mesh, HybridGroup) and (mesh.rank, mesh.shard.rank) == (
+                group.rank,
+                group.rank % 2,
+            )
         found = []
         for name, optimizer, level, over in cases[as_mesh * 8 :]:
             loss_fn, params, buffers = ZOO[name].build(weighted=True)
-            step, batches = fz.train_step(loss_fn, OPTIMIZERS[optimizer]()), ZOO[name].batches(2, 12)
+            step, batches = (
+                fz.train_step(loss_fn, OPTIMIZERS[optimizer]()),
+                ZOO[name].batches(2, 12),
+            )
             found.append(
                 train_sharded(
-                    mesh, step, params, buffers, batches, uneven(12, 4), level=level, cut_state_over=over
+                    mesh,
+                    step,
+                    params,
+                    buffers,
+                    batches,
+                    uneven(12, 4),
+                    level=level,
+                    cut_state_over=over,
                 )
-            )  # fmt: skip
+            )
         return found
 
     runs = on_processes(run, 4)
@@ -78,7 +119,8 @@ def test_on_processes(as_mesh: bool) -> None:
 
 
 def test_what_a_rank_holds_and_sends() -> None:
-    """Level 3 on 2 replicas of 3 ranks, AdamW, all trained; in units of the padded params' bytes."""
+    """Level 3 on 2 replicas of 3 ranks, AdamW, all trained; in units of the padded params'
+    bytes."""
 
     def run(group: Any) -> dict[str, Any]:
         found = {}
@@ -86,16 +128,24 @@ def test_what_a_rank_holds_and_sends() -> None:
             watched = counted(group)
             step, params, buffers = build(trainable=lambda path, leaf: True)
             mesh = HybridGroup(watched, shard=3)
-            sharded = fz.shard(step, level=3, group=mesh, cut_state_over=over, reshard_after_forward=False)
+            sharded = fz.shard(
+                step, level=3, group=mesh, cut_state_over=over, reshard_after_forward=False
+            )
             state = sharded.init(params, buffers)
             size = sum(b.numel * 8 for b in state.sharding.layout.buckets)
             held = [
-                sum(leaf.numel() for leaf in tree_leaves(t) if leaf.dim()) * 8 for t in (state.params, state.opt_state)
+                sum(leaf.numel() for leaf in tree_leaves(t) if leaf.dim()) * 8
+                for t in (state.params, state.opt_state)
             ]
             watched.reset()
-            sharded(state, {k: x.tensor_split(6)[group.rank] for k, x in make_batches(1)[0].items()})
+            sharded(
+                state, {k: x.tensor_split(6)[group.rank] for k, x in make_batches(1)[0].items()}
+            )
             calls = [c for c in watched.calls if c.sent_bytes > 1000]
-            sent = {kind: sum(c.sent_bytes for c in calls if c.kind == kind) / size for kind in {c.kind for c in calls}}
+            sent = {
+                kind: sum(c.sent_bytes for c in calls if c.kind == kind) / size
+                for kind in {c.kind for c in calls}
+            }
             found[over] = held, sent
         return found
 
@@ -106,11 +156,16 @@ def test_what_a_rank_holds_and_sends() -> None:
         assert sum(params) == 2 * whole and sum(moments) == 2 * replicas * whole
         for found in by_rank:
             sent = found[over][1]
-            along = {"all_gather": 2 / 3, "reduce_scatter": 2 / 3}  # the shard axis: one gather, one reduction
+            along = {
+                "all_gather": 2 / 3,
+                "reduce_scatter": 2 / 3,
+            }  # the shard axis: one gather, one reduction
             if over == "shard":  # an all-reduce of a third over 2 replicas
                 assert sent == pytest.approx(along | {"all_reduce": 2 * (1 / 3) / 2})
             else:  # a reduce-scatter and an all-gather of a third
-                assert sent == pytest.approx({kind: volume + (1 / 3) / 2 for kind, volume in along.items()})
+                assert sent == pytest.approx(
+                    {kind: volume + (1 / 3) / 2 for kind, volume in along.items()}
+                )
 
 
 def test_replicas_are_summed_once_a_step_when_accumulating() -> None:
@@ -144,12 +199,19 @@ def test_a_checkpoint_holds_each_element_once(tmp_path: Any) -> None:
             states.append(sharded.gather(state))
             checkpoint.save(tmp_path / over, sharded, state)
         flat = fz.shard(step, level=2, group=group)
-        states.append(flat.gather(checkpoint.load(tmp_path / "both", flat, like=flat.init(params, buffers)).state))
+        states.append(
+            flat.gather(
+                checkpoint.load(tmp_path / "both", flat, like=flat.init(params, buffers)).state
+            )
+        )
         return states
 
     for expected, *others in run_ranks(run, 4):
         for other in others:
-            assert all(torch.equal(a, b) for a, b in zip(tree_leaves(expected), tree_leaves(other), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(tree_leaves(expected), tree_leaves(other), strict=True)
+            )
 
 
 @pytest.mark.parametrize("processes", [False, True])
@@ -162,7 +224,9 @@ def test_a_failing_rank_ends_all_also_those_that_share_no_axis_with_it(processes
                 raise ArithmeticError("bad batch")
             return step.loss_fn(p, b, batch)
 
-        sharded = fz.shard(fz.train_step(failing, step.optimizer), level=3, group=HybridGroup(group, shard=2))
+        sharded = fz.shard(
+            fz.train_step(failing, step.optimizer), level=3, group=HybridGroup(group, shard=2)
+        )
         state = sharded.init(params, buffers)
         try:
             sharded(state, make_batches(1)[0])
@@ -235,7 +299,9 @@ def test_ranks_with_other_meshes_hear_of_it() -> None:
             fz.shard(step, level=3, group=group, donate=group.rank == 0).init(params, buffers)
         return str(caught.value)
 
-    assert all("donate" in text for text in run_ranks(lambda group: run(HybridGroup(group, shard=2)), 4))
+    assert all(
+        "donate" in text for text in run_ranks(lambda group: run(HybridGroup(group, shard=2)), 4)
+    )
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -246,9 +312,13 @@ def test_a_state_of_another_mesh_is_refused(level: int) -> None:
 
     def run(group: Any) -> None:
         state = fz.shard(step, level=level, group=group).init(params, buffers)
-        fz.shard(step, level=level, group=HybridGroup(group, shard=2), cut_state_over="both")(state, batch)
+        fz.shard(step, level=level, group=HybridGroup(group, shard=2), cut_state_over="both")(
+            state, batch
+        )
 
-    with pytest.raises(StructureError, match=r"sharded for another.*mesh of 2 replicas of 2 ranks.*gather it"):
+    with pytest.raises(
+        StructureError, match=r"sharded for another.*mesh of 2 replicas of 2 ranks.*gather it"
+    ):
         run_ranks(run, 4)
 
 
@@ -277,12 +347,18 @@ def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
 
     def step() -> Any:
         apply, params, buffers = build_module(Shared)
-        return fz.train_step(some_rows_reach(apply), optim.sgd(0.05, momentum=0.9), accumulate=2), params, buffers
+        return (
+            fz.train_step(some_rows_reach(apply), optim.sgd(0.05, momentum=0.9), accumulate=2),
+            params,
+            buffers,
+        )
 
     def run(group: Any) -> list[Run]:
         mesh = HybridGroup(group, shard=2)
         return [
-            train_sharded(mesh if axes else group, *step(), batches, even(12, 4), level=level, **options)
+            train_sharded(
+                mesh if axes else group, *step(), batches, even(12, 4), level=level, **options
+            )
             for level, axes, options in PLACES
         ]
 
@@ -304,7 +380,9 @@ def test_a_step_that_failed_on_a_mesh_can_be_tried_again() -> None:
                 raise ArithmeticError("once")
             return step.loss_fn(p, b, batch)
 
-        sharded = fz.shard(fz.train_step(flaky, step.optimizer), level=3, group=HybridGroup(group, shard=2))
+        sharded = fz.shard(
+            fz.train_step(flaky, step.optimizer), level=3, group=HybridGroup(group, shard=2)
+        )
         state = sharded.init(params, buffers)
         with pytest.raises((ArithmeticError, GroupError)):
             sharded(state, make_batches(1)[0])

@@ -24,7 +24,8 @@ def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
 
 
 def loop(group: Any, level: int) -> Any:
-    """Ranks with 2, 3, ... batches each; one of them wants to stop after the fourth step; then evaluation on all."""
+    """Ranks with 2, 3, ... batches each; one of them wants to stop after the fourth step; then
+    evaluation on all."""
     step = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=group)
     of_batch = lambda p, b, x: Aux(metrics={"loss": loss_fn(p, b, x)[0]}, weight=len(x))
     evaluate = shard(eval_step(of_batch), level=level, group=group)
@@ -39,19 +40,30 @@ def loop(group: Any, level: int) -> Any:
 
 
 def expected() -> Any:
-    step, evaluate = train_step(loss_fn, optim.sgd(0.1)), eval_step(lambda p, b, x: {"loss": loss_fn(p, b, x)[0]})
+    step, evaluate = (
+        train_step(loss_fn, optim.sgd(0.1)),
+        eval_step(lambda p, b, x: {"loss": loss_fn(p, b, x)[0]}),
+    )
     state = step.init({"w": torch.ones(3, dtype=torch.float64, requires_grad=True)})
     batches = [torch.full((2, 3), 1.0 + k, dtype=torch.float64) for k in range(5)]
     for batch in batches[:4]:
         state, _ = step(state, batch)
-    return 4, [float(evaluate(state, x)["loss"]) for x in batches], state.params["w"].detach().tolist()
+    return (
+        4,
+        [float(evaluate(state, x)["loss"]) for x in batches],
+        state.params["w"].detach().tolist(),
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_stop_together_and_evaluate_all_batches(level: int) -> None:
     steps, losses, params = expected()
     for got_steps, got_losses, got_params in run_ranks(lambda group: loop(group, level), 3):
-        assert (got_steps, got_losses, got_params) == (steps, pytest.approx(losses), pytest.approx(params))
+        assert (got_steps, got_losses, got_params) == (
+            steps,
+            pytest.approx(losses),
+            pytest.approx(params),
+        )
 
 
 def test_on_processes() -> None:

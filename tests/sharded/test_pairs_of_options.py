@@ -1,7 +1,10 @@
-"""Every option alone, and in pairs: sharded = unsharded on threads and on processes, or refused with the reason.
+"""Every option alone, and in pairs: sharded = unsharded on threads and on processes, or refused
+with the reason.
 
-`OPTIONS` says what each one changes. Two that change one thing differently are two ways of one option, and no pair.
-Params are kept in float64, so that roundings to half precisions are the same on both sides: what isn't `reordered`
+`OPTIONS` says what each one changes. Two that change one thing differently are two ways of one
+option, and no pair.
+Params are kept in float64, so that roundings to half precisions are the same on both sides: what
+    isn't `reordered`
 says so, and why. `optim.compiled` has tests of its own: what compiles it leaves threads behind.
 """
 
@@ -24,22 +27,37 @@ from torch.utils.checkpoint import checkpoint
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import NonFiniteError
-from functorch_zero.groups import CheckedGroup, CountingGroup, HybridGroup, ProcessGroup, launch, run_ranks
+from functorch_zero.groups import (
+    CheckedGroup,
+    CountingGroup,
+    HybridGroup,
+    ProcessGroup,
+    launch,
+    run_ranks,
+)
 from functorch_zero.testing import Equality, assert_equal_values
 from functorch_zero.testing.step import Comparison, Run, Start, Step, run_in_parts, run_whole
 from tests.models import split
 from tests.tiers import drawn, tiers
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # torch's compiler looks at it
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROWS = 24
 LEVELS = (0, 1, 2, 3)
-WORLDS = ((1, None), (2, None), (3, None), (4, None))  # ranks, and how many of them lie along the shard axis
+WORLDS = (
+    (1, None),
+    (2, None),
+    (3, None),
+    (4, None),
+)  # ranks, and how many of them lie along the shard axis
 MESHES = ((4, 2), (2, 2), (2, 1), (3, 1))
 
 
 class Block(nn.Module):
-    """A layer and a half, with what its options add: BatchNorm, dropout, a buffer that is read and changed."""
+    """A layer and a half, with what its options add: BatchNorm, dropout, a buffer that is read and
+    changed."""
 
     def __init__(self, norm: type[nn.Module], dropout: float, gauge: bool, own_checkpoint: bool):
         super().__init__()
@@ -88,21 +106,28 @@ class Option:
     """What an option changes."""
 
     model: Changes = field(default_factory=dict)  # arguments of Net
-    precision: Mapping[tuple[Any, str], Any] = field(default_factory=dict)  # (modules, field of Precision) -> dtype
+    precision: Mapping[tuple[Any, str], Any] = field(
+        default_factory=dict
+    )  # (modules, field of Precision) -> dtype
     functionalize: Changes = field(default_factory=dict)
     train_step: Changes = field(default_factory=dict)
     shard: Changes = field(default_factory=dict)
     loop: Changes = field(default_factory=dict)  # how the step is used
     wraps: tuple[Callable[[optim.Transform], optim.Transform], ...] = ()  # the optimizer
-    by_rank: bool = False  # the loss of a batch isn't the mean of its parts' losses: the oracle averages over parts
+    # the loss of a batch isn't the mean of its parts' losses: the oracle averages over parts
+    by_rank: bool = False
     neutral: bool = False  # without it the unsharded step has the same numbers
     bound: float = 0.0  # of grade `approximate`; 0: `reordered`
-    rounds: float = 0.0  # what a difference in the last place may become; only beside an option with a bound
+    rounds: float = (
+        0.0  # what a difference in the last place may become; only beside an option with a bound
+    )
 
     def beside(self, other: Option) -> Option | None:
         """Both; None where they are two ways of one option."""
         made: dict[str, Any] = {}
-        for name, a, b in ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(Option)):
+        for name, a, b in (
+            (f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(Option)
+        ):
             if isinstance(a, Mapping):
                 if any(a[key] != b[key] for key in a.keys() & b.keys()):
                     return None
@@ -116,7 +141,11 @@ class Option:
         """Of the equality of sharded and unsharded."""
         if not self.bound:
             return Equality("reordered")
-        return Equality("approximate", max(self.bound, self.rounds), "the option says which sums or values are rounded")
+        return Equality(
+            "approximate",
+            max(self.bound, self.rounds),
+            "the option says which sums or values are rounded",
+        )
 
 
 def low(rule: Any = "", **dtypes: torch.dtype) -> dict[tuple[Any, str], torch.dtype]:
@@ -129,7 +158,9 @@ BATCH_NORM = Option(
 )  # torch's wants its input in the dtype of its running means
 MIXED = {"": 3, "blocks.0": 1, "blocks.*.up": 2, "head": 0}
 FROZEN = ("blocks.0.up.weight", "head.bias")
-HALF = 0.1  # of a gradient of which most cancels, where a sum in another order lets a number round to its neighbour
+# of a gradient of which most cancels, where a sum in another order lets a number round to its
+# neighbour
+HALF = 0.1
 
 larger = lambda inner: optim.chain(inner, optim.scale(5.0))  # than the last places of bfloat16
 
@@ -138,27 +169,44 @@ OPTIONS: dict[str, Option] = {
     # precision
     "bfloat16": Option(precision=low(compute=BF16), by_rank=True, rounds=HALF),
     "bfloat16, norms and head in float32": Option(
-        precision=low(compute=BF16) | low("blocks.*.norm", compute=F32) | low("head", compute=F32, gather=BF16),
+        precision=low(compute=BF16)
+        | low("blocks.*.norm", compute=F32)
+        | low("head", compute=F32, gather=BF16),
         by_rank=True,
         rounds=HALF,
     ),
     "gather in bfloat16": Option(precision=low(gather=BF16)),
-    "reduce in bfloat16": Option(precision=low(reduce=BF16), by_rank=True, bound=0.05),  # a few roundings of 2^-9
+    "reduce in bfloat16": Option(
+        precision=low(reduce=BF16), by_rank=True, bound=0.05
+    ),  # a few roundings of 2^-9
     "reduce in float16": Option(precision=low(reduce=F16), by_rank=True, bound=0.01),
     "stored in float32": Option(precision=low(storage=F32), bound=1e-5),
-    "stored in bfloat16": Option(precision=low(storage=BF16), wraps=(larger,), by_rank=True, bound=0.05, rounds=HALF),
+    "stored in bfloat16": Option(
+        precision=low(storage=BF16), wraps=(larger,), by_rank=True, bound=0.05, rounds=HALF
+    ),
     "buffers in float32": Option(
         model={"gauge": True}, precision=low(buffers=F32), by_rank=True, bound=1e-5
     ),  # their mean is rounded
-    "output in float32": Option(precision=low(output=F32), by_rank=True, bound=1e-5),  # its gradients' shares are, too
+    "output in float32": Option(
+        precision=low(output=F32), by_rank=True, bound=1e-5
+    ),  # its gradients' shares are, too
     "float16, loss scale": Option(
-        precision=low(compute=F16), train_step={"loss_scale": fz.LossScale(2.0**24, 2.0**12, 2.0**-12, 2)},
-        by_rank=True, bound=0.02, rounds=HALF,
-    ),  # overflows in the first and the fourth step; on three ranks a third, times the scale, is rounded in backward
+        precision=low(compute=F16),
+        train_step={"loss_scale": fz.LossScale(2.0**24, 2.0**12, 2.0**-12, 2)},
+        by_rank=True,
+        bound=0.02,
+        rounds=HALF,
+        # overflows in the first and the fourth step; on three ranks a third, times the scale, is
+        # rounded in backward
+    ),
     # accumulation, and how batches are divided
     "accumulate": Option(train_step={"accumulate": 2}),
-    "gradients add up in pieces": Option(train_step={"accumulate": 2}, shard={"accumulate_in": "pieces"}),
-    "gradients add up whole": Option(train_step={"accumulate": 2}, shard={"accumulate_in": "whole"}),
+    "gradients add up in pieces": Option(
+        train_step={"accumulate": 2}, shard={"accumulate_in": "pieces"}
+    ),
+    "gradients add up whole": Option(
+        train_step={"accumulate": 2}, shard={"accumulate_in": "whole"}
+    ),
     "uneven parts with weights": Option(loop={"parts": "uneven"}),
     "a rank has run out": Option(loop={"parts": "one empty"}),
     # recomputation
@@ -173,10 +221,14 @@ OPTIONS: dict[str, Option] = {
     "deferred values": Option(loop={"deferred": True}),
     # loops
     "running means evaluated": Option(
-        wraps=(lambda inner: optim.params_ema(inner, 0.5),), loop={"evaluate": optim.ema_params}, neutral=True
+        wraps=(lambda inner: optim.params_ema(inner, 0.5),),
+        loop={"evaluate": optim.ema_params},
+        neutral=True,
     ),
     "evaluated": Option(loop={"evaluate": None}, neutral=True),
-    "metrics": Option(train_step={"metrics": ["grad_norm", "update_norm", "param_norm"]}, neutral=True),
+    "metrics": Option(
+        train_step={"metrics": ["grad_norm", "update_norm", "param_norm"]}, neutral=True
+    ),
     "its own metrics": Option(train_step={"metrics": ["learning_rate"]}, neutral=True),
     "clipped": Option(wraps=(lambda inner: optim.chain(optim.clip_by_global_norm(0.5), inner),)),
     "not finite: skip": Option(train_step={"nonfinite": "skip"}, loop={"spoiled": True}),
@@ -193,9 +245,11 @@ OPTIONS: dict[str, Option] = {
     "BatchNorm, rank 0's": BATCH_NORM.beside(Option(shard={"buffers": "rank0"})) or BATCH_NORM,
     "BatchNorm, each its own": BATCH_NORM.beside(Option(shard={"buffers": "local"})) or BATCH_NORM,
     "dropout": Option(model={"dropout": 0.4}, by_rank=True),
-}  # fmt: skip
+}
 PAIRS = {
-    (a, b): both for a, b in itertools.combinations(OPTIONS, 2) if (both := OPTIONS[a].beside(OPTIONS[b])) is not None
+    (a, b): both
+    for a, b in itertools.combinations(OPTIONS, 2)
+    if (both := OPTIONS[a].beside(OPTIONS[b])) is not None
 }
 EXCLUDE = "loss_scale and nonfinite=.* exclude each other"
 NO_PIECES = "keeps whole gradients until the update"
@@ -240,7 +294,11 @@ class Case(NamedTuple):
     @property
     def refusal(self) -> str | None:
         """What the error of an impossible combination says."""
-        facts = {*self.names, self.optimizer, *([] if "level" in self.option.shard else [self.level])}
+        facts = {
+            *self.names,
+            self.optimizer,
+            *([] if "level" in self.option.shard else [self.level]),
+        }
         return "|".join(reason for pair, reason in REFUSED.items() if pair <= facts) or None
 
 
@@ -258,19 +316,28 @@ def build(case: Case) -> Made:
     o = case.option
     with torch.random.fork_rng(), torch.device("meta" if "deferred" in o.loop else "cpu"):
         torch.manual_seed(0)
-        arguments = {"norm": nn.LayerNorm, "dropout": 0.0, "gauge": False, "own_checkpoint": False} | o.model
+        arguments = {
+            "norm": nn.LayerNorm,
+            "dropout": 0.0,
+            "gauge": False,
+            "own_checkpoint": False,
+        } | o.model
         model = Net(**arguments).double()
     rules: dict[Any, dict[str, Any]] = {}
     for (rule, name), dtype in o.precision.items():
         rules.setdefault(rule, {})[name] = dtype
     precision = {rule: fz.Precision(**dtypes) for rule, dtypes in rules.items()} or None
-    apply, params, buffers = fz.functionalize(model, units=Block, precision=precision, **o.functionalize)
+    apply, params, buffers = fz.functionalize(
+        model, units=Block, precision=precision, **o.functionalize
+    )
     weighted = "parts" in o.loop
 
     def loss_fn(params: Any, buffers: Any, batch: Any, apply: Any = apply) -> Any:
         output, new = apply(params, buffers, batch["x"])
         loss, weight = (output - batch["y"]).square().mean(), len(batch["x"]) if weighted else None
-        return loss, fz.Aux(buffers=new, metrics={"size": output.detach().double().abs().mean()}, weight=weight)
+        return loss, fz.Aux(
+            buffers=new, metrics={"size": output.detach().double().abs().mean()}, weight=weight
+        )
 
     def evaluated(params: Any, buffers: Any, batch: Any) -> Any:
         loss, aux = loss_fn(params, buffers, batch, apply.eval())
@@ -281,7 +348,12 @@ def build(case: Case) -> Made:
         optimizer = wrap(optimizer)
     step = fz.train_step(loss_fn, optimizer, **o.train_step)
     evaluate = fz.eval_step(evaluated, params=o.loop["evaluate"]) if "evaluate" in o.loop else None
-    return Made(step, evaluate, Start(params, buffers, 1), fz.deferred(model, 3) if "deferred" in o.loop else None)
+    return Made(
+        step,
+        evaluate,
+        Start(params, buffers, 1),
+        fz.deferred(model, 3) if "deferred" in o.loop else None,
+    )
 
 
 def placed(case: Case) -> dict[str, Any]:
@@ -306,7 +378,12 @@ def batches(case: Case) -> list[list[Any]]:
         drawn = torch.randn(ROWS, 5, generator=g, dtype=F64)
         if k == 1 and "spoiled" in loop:
             drawn[0, 0] = torch.inf
-        made.append(split({"x": drawn[:, :3], "y": drawn[:, 3:]}, sizes(loop.get("parts", "even"), case.ranks, k)))
+        made.append(
+            split(
+                {"x": drawn[:, :3], "y": drawn[:, 3:]},
+                sizes(loop.get("parts", "even"), case.ranks, k),
+            )
+        )
     return made
 
 
@@ -322,20 +399,30 @@ def unsharded(case: Case) -> Run:
     if o.by_rank:
         run = run_in_parts(step, start, parts, rule=o.shard.get("buffers", "mean"))
     else:
-        run = run_whole(step, start, [{n: torch.cat([p[n] for p in some]) for n in some[0]} for some in parts])
+        run = run_whole(
+            step, start, [{n: torch.cat([p[n] for p in some]) for n in some[0]} for some in parts]
+        )
     if step.finite.nonfinite == "raise":
         with pytest.raises(NonFiniteError):
             step(run.states[-1], SPOILED)
-    return run if evaluate is None else run._replace(
-        steps=[with_evaluation(evaluate, done, some) for done, some in zip(run.steps, parts, strict=True)]
-    )  # fmt: skip
+    return (
+        run
+        if evaluate is None
+        else run._replace(
+            steps=[
+                with_evaluation(evaluate, done, some)
+                for done, some in zip(run.steps, parts, strict=True)
+            ]
+        )
+    )
 
 
 def with_evaluation(evaluate: Any, done: Step, parts: list[Any]) -> Step:
     """What all ranks' parts give by the oracle, averaged."""
     held = done.buffers * (len(parts) if len(done.buffers) == 1 else 1)
     found = [
-        evaluate(done.state._replace(buffers=own), part)["evaluated"] for own, part in zip(held, parts, strict=True)
+        evaluate(done.state._replace(buffers=own), part)["evaluated"]
+        for own, part in zip(held, parts, strict=True)
     ]
     weights = [len(part["x"]) for part in parts]
     mean = sum(x * w for x, w in zip(found, weights, strict=True)) / sum(weights)
@@ -368,8 +455,15 @@ def sharded(case: Case, group: Any) -> Run:
 def compare(case: Case, expected: Run, runs: list[Run]) -> None:
     """All ranks alike, and as the oracle; options that change no number change none."""
     o = case.option
-    at = {"options": " + ".join(case.names), "level": case.level, "ranks": case.ranks, "axis": case.shard_axis}
-    assert_equal_values(expected.start.params, runs[0].start.params, grade="bitwise", what="first params")
+    at = {
+        "options": " + ".join(case.names),
+        "level": case.level,
+        "ranks": case.ranks,
+        "axis": case.shard_axis,
+    }
+    assert_equal_values(
+        expected.start.params, runs[0].start.params, grade="bitwise", what="first params"
+    )
     Comparison(expected, runs, o.grade, (), o.shard.get("buffers") == "local", at).run()
 
 
@@ -378,26 +472,40 @@ def check(case: Case) -> None:
     if case.refusal is not None:
         with pytest.raises(ValueError, match=case.refusal):
             made = build(case)
-            mesh = HybridGroup(CountingGroup(2), shard=1) if "mesh" in case.option.loop else CountingGroup(2)
-            fz.shard(made.step, group=mesh, **placed(case)).init(*made.start[:2], values=made.values)
+            mesh = (
+                HybridGroup(CountingGroup(2), shard=1)
+                if "mesh" in case.option.loop
+                else CountingGroup(2)
+            )
+            fz.shard(made.step, group=mesh, **placed(case)).init(
+                *made.start[:2], values=made.values
+            )
         return
     if "compile" in case.option.functionalize:
         torch._dynamo.reset()
         if util.find_spec("tqdm"):
-            importlib.import_module("tqdm").tqdm.monitor_interval = 0  # torch's compiler starts a thread
+            importlib.import_module(
+                "tqdm"
+            ).tqdm.monitor_interval = 0  # torch's compiler starts a thread
     expected = unsharded(case)
     compare(case, expected, run_ranks(lambda group: sharded(case, group), case.ranks))
     plain = tuple(name for name in case.names if not OPTIONS[name].neutral)
     if plain != case.names:
-        for want, have in zip(unsharded(case._replace(names=plain)).states, expected.states, strict=True):
+        for want, have in zip(
+            unsharded(case._replace(names=plain)).states, expected.states, strict=True
+        ):
             grade = case.option.grade
-            assert_equal_values(want.params, have.params, grade=grade, what="params without what changes no number")
+            assert_equal_values(
+                want.params, have.params, grade=grade, what="params without what changes no number"
+            )
 
 
 @st.composite
 def cases(draw: Any) -> Case:
     """Two options, the first perhaps none, and all that they are run with."""
-    return drawn_case(draw(st.sampled_from([*PAIRS])), lambda choices: draw(st.sampled_from(choices)))
+    return drawn_case(
+        draw(st.sampled_from([*PAIRS])), lambda choices: draw(st.sampled_from(choices))
+    )
 
 
 def drawn_case(names: tuple[str, ...], choose: Any) -> Case:
@@ -434,7 +542,9 @@ def test_nothing_else_is_refused(pairs: list[tuple[str, str]]) -> None:
     """At construction, at any level."""
     group = CountingGroup(2)
     for names in pairs:
-        possible = [case for level in LEVELS if (case := Case(names, level, 1, None, "sgd")).refusal is None]
+        possible = [
+            case for level in LEVELS if (case := Case(names, level, 1, None, "sgd")).refusal is None
+        ]
         step = build(possible[0]).step if possible else None
         for case in possible:
             mesh = HybridGroup(group, shard=1) if "mesh" in case.option.loop else group
@@ -458,6 +568,11 @@ def test_on_processes(ranks: int, num_pairs: int) -> None:
         case = drawn_case(rng.choice([*PAIRS]), rng.choice)
         if case.ranks == ranks and case.refusal is None:
             some.append(case)
-    runs = launch(lambda: [sharded(case, ProcessGroup()) for case in some], ranks, start_method="fork", timeout=100)
+    runs = launch(
+        lambda: [sharded(case, ProcessGroup()) for case in some],
+        ranks,
+        start_method="fork",
+        timeout=100,
+    )
     for case, *found in zip(some, *runs, strict=True):
         compare(case, unsharded(case), found)

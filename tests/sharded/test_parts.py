@@ -1,4 +1,5 @@
-"""Frozen leaves and a level for each part: equal to the unsharded step, and what is not trained costs nothing."""
+"""Frozen leaves and a level for each part: equal to the unsharded step, and what is not trained
+costs nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.down, self.up = nn.Parameter(torch.randn(SMALL, WIDTH)), nn.Parameter(torch.randn(WIDTH, SMALL))
+        self.down, self.up = (
+            nn.Parameter(torch.randn(SMALL, WIDTH)),
+            nn.Parameter(torch.randn(WIDTH, SMALL)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x) + x @ self.down.T @ self.up.T)
@@ -47,15 +51,23 @@ BASE = DEPTH * (WIDTH * WIDTH + WIDTH) * 8  # bytes
 ADAPTERS = DEPTH * 2 * SMALL * WIDTH * 8
 
 
-def build(optimizer: optim.Transform | None = None, trainable: Any = is_adapter) -> tuple[Any, Any, Any]:
+def build(
+    optimizer: optim.Transform | None = None, trainable: Any = is_adapter
+) -> tuple[Any, Any, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        apply, params, buffers = fz.functionalize(nn.Sequential(*(Adapted() for _ in range(DEPTH))).double())
+        apply, params, buffers = fz.functionalize(
+            nn.Sequential(*(Adapted() for _ in range(DEPTH))).double()
+        )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return (apply(params, buffers, batch["x"])[0] - batch["y"]).square().mean()
 
-    return fz.train_step(loss_fn, optimizer or optim.adamw(0.01), trainable=trainable), params, buffers
+    return (
+        fz.train_step(loss_fn, optimizer or optim.adamw(0.01), trainable=trainable),
+        params,
+        buffers,
+    )
 
 
 def make_batches(num: int = 2, rows: int = 12) -> list[dict[str, Tensor]]:
@@ -81,14 +93,20 @@ def test_any_level_for_any_leaf_and_any_of_them_frozen(data: Any) -> None:
     case = data.draw(fst.modules())
     ranks = data.draw(st.sampled_from([1, 2, 3, 4]))
     optimizer = data.draw(
-        fst.optimizers(["adamw", "sgd, momentum", "clip + lamb", "adafactor", "muon", "lion", "lbfgs"])
+        fst.optimizers(
+            ["adamw", "sgd, momentum", "clip + lamb", "adafactor", "muon", "lion", "lbfgs"]
+        )
     )
     step, params, buffers = case.step(optimizer.make(), weighted=True)
     seed = data.draw(st.integers(0, 99))
     used = [p for p in params if not any(p.startswith(u.rstrip("*")) for u in case.unused)]
-    kept = {p for p in used if params[p].requires_grad and random.Random(f"{seed} {p}").random() < 0.7}
+    kept = {
+        p for p in used if params[p].requires_grad and random.Random(f"{seed} {p}").random() < 0.7
+    }
     if any(params[p].numel() for p in kept):
-        step = fz.train_step(step.loss_fn, step.optimizer, trainable=lambda path, leaf: path in kept)
+        step = fz.train_step(
+            step.loss_fn, step.optimizer, trainable=lambda path, leaf: path in kept
+        )
     assert_sharded_equals_unsharded(
         step, params, buffers, data.draw(fst.batches(case, ranks, weighted=True)),
         levels=(some_levels(seed),), ranks=(ranks,), per_rank=case.per_rank, unused=case.unused,
@@ -102,7 +120,12 @@ EVERY, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 
 @pytest.mark.parametrize(
     ("ranks", "part"),
-    [(2, EVEN), (3, ODD), pytest.param(2, EVERY, marks=THOROUGH), pytest.param(3, EVERY, marks=THOROUGH)],
+    [
+        (2, EVEN),
+        (3, ODD),
+        pytest.param(2, EVERY, marks=THOROUGH),
+        pytest.param(3, EVERY, marks=THOROUGH),
+    ],
 )
 def test_on_processes(ranks: int, part: slice) -> None:
     optimizers = {
@@ -115,7 +138,13 @@ def test_on_processes(ranks: int, part: slice) -> None:
 
     def run(group: Any) -> list[Run]:
         return [
-            train_sharded(group, *build(optimizers[o](), t), make_batches(), even(12, ranks), level=RULES[rule])
+            train_sharded(
+                group,
+                *build(optimizers[o](), t),
+                make_batches(),
+                even(12, ranks),
+                level=RULES[rule],
+            )
             for o, rule, t in cases
         ]
 
@@ -126,7 +155,8 @@ def test_on_processes(ranks: int, part: slice) -> None:
 
 
 def sent(level: LevelRule, **options: Any) -> dict[str, float]:
-    """Bytes a rank of 2 sends in a step, by kind, in units of (N-1)/N; without the metrics' all-reduce."""
+    """Bytes a rank of 2 sends in a step, by kind, in units of (N-1)/N; without the metrics'
+    all-reduce."""
 
     def run(group: Any) -> dict[str, float]:
         watched = counted(group)
@@ -144,7 +174,10 @@ def sent(level: LevelRule, **options: Any) -> dict[str, float]:
 
 
 def test_what_is_sent_for_a_frozen_base() -> None:
-    assert sent({"": 0, "*.up": 1, "*.down": 1}) == {"all_gather": ADAPTERS, "reduce_scatter": ADAPTERS}
+    assert sent({"": 0, "*.up": 1, "*.down": 1}) == {
+        "all_gather": ADAPTERS,
+        "reduce_scatter": ADAPTERS,
+    }
     apart = sent(RULES["base 3, adapters 1"])
     assert apart["reduce_scatter"] == ADAPTERS and apart["all_gather"] <= 2 * BASE + ADAPTERS
     kept = sent(RULES["base 3, adapters 1"], reshard_after_forward=False)
@@ -160,7 +193,9 @@ def test_a_frozen_base_has_no_state_and_no_gradient_memory() -> None:
         sharded = fz.shard(step, level=0, group=CountingGroup(2))
         state = sharded.init(params, buffers)
         held = sum(leaf.nbytes for leaf in tree_leaves(state.opt_state))
-        assert held == pytest.approx(2 * (ADAPTERS + (0 if trainable is is_adapter else BASE)), abs=64)
+        assert held == pytest.approx(
+            2 * (ADAPTERS + (0 if trainable is is_adapter else BASE)), abs=64
+        )
         state, _ = sharded(state, make_batches(1, 2)[0])
         with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
             state, _ = sharded(state, make_batches(1, 2)[0])
@@ -194,13 +229,17 @@ def test_a_level_0_leaf_is_asked_about_without_communication() -> None:
         return found[0], found[1]
 
     alone, mixed = run_ranks(run, 2)[0]
-    assert alone == DEPTH + 1 and mixed == (DEPTH - 1) + 2, "gradients, metrics, and one question for all cut leaves"
+    assert alone == DEPTH + 1 and mixed == (DEPTH - 1) + 2, (
+        "gradients, metrics, and one question for all cut leaves"
+    )
 
 
 def test_a_checkpoint_moves_between_levels(tmp_path: Any) -> None:
     def run(group: Any) -> tuple[Any, Any]:
         step, params, buffers = build()
-        mixed, whole = (fz.shard(step, level=rule, group=group) for rule in (RULES["base 3, adapters 1"], 2))
+        mixed, whole = (
+            fz.shard(step, level=rule, group=group) for rule in (RULES["base 3, adapters 1"], 2)
+        )
         state = mixed.init(params, buffers)
         state, _ = mixed(state, make_batches(1)[0])
         checkpoint.save(tmp_path, mixed, state)
@@ -210,7 +249,10 @@ def test_a_checkpoint_moves_between_levels(tmp_path: Any) -> None:
 
     for expected, found in run_ranks(run, 3):
         for other in found:
-            assert all(torch.equal(a, b) for a, b in zip(tree_leaves(expected), tree_leaves(other), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(tree_leaves(expected), tree_leaves(other), strict=True)
+            )
 
 
 def test_eval_steps_take_the_same_levels() -> None:
@@ -222,9 +264,9 @@ def test_eval_steps_take_the_same_levels() -> None:
     def run(group: Any) -> Tensor:
         rule = RULES["each other"]
         state = fz.shard(step, level=rule, group=group).init(params, buffers)
-        return fz.shard(check, level=rule, group=group)(state, {k: x.chunk(2)[group.rank] for k, x in batch.items()})[
-            "loss"
-        ]
+        return fz.shard(check, level=rule, group=group)(
+            state, {k: x.chunk(2)[group.rank] for k, x in batch.items()}
+        )["loss"]
 
     for loss in run_ranks(run, 2):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -259,7 +301,9 @@ def test_ranks_that_were_given_other_levels_hear_of_it() -> None:
 
 def test_a_later_pattern_counts_and_an_inner_one_first() -> None:
     step, params, buffers = build()
-    sharded = fz.shard(step, level={"0": 2, "*.up": 1, "": 3, "*": 0, "0.up": 2}, group=CountingGroup(2))
+    sharded = fz.shard(
+        step, level={"0": 2, "*.up": 1, "": 3, "*": 0, "0.up": 2}, group=CountingGroup(2)
+    )
     layout = sharded.init(params, buffers).sharding.layout
     found = {leaf.path: leaf.cut.level for leaf in layout.leaves}
     assert found["0.up"] == 2 and found["1.up"] == 1, "a leaf's own"

@@ -1,4 +1,5 @@
-"""Mixed precision: what each dtype of a policy does, sharded = unsharded for each, bytes counted, what is refused."""
+"""Mixed precision: what each dtype of a policy does, sharded = unsharded for each, bytes counted,
+what is refused."""
 
 from __future__ import annotations
 
@@ -36,13 +37,24 @@ POLICIES: dict[str, Any] = {
     "storage": Precision(storage=F64, compute=F32),
     "reduce wider": Precision(compute=BF16, reduce=F64),
     "norms": {"": Precision(compute=BF16), nn.LayerNorm: Precision(compute=F32)},
-    "a block of its own": {"blocks.1": Precision(compute=BF16, output=F32), "head": Precision(gather=BF16)},
-    "several dtypes in a unit": {"": Precision(compute=BF16), "blocks.*.up": Precision(storage=F64, compute=BF16)},
+    "a block of its own": {
+        "blocks.1": Precision(compute=BF16, output=F32),
+        "head": Precision(gather=BF16),
+    },
+    "several dtypes in a unit": {
+        "": Precision(compute=BF16),
+        "blocks.*.up": Precision(storage=F64, compute=BF16),
+    },
 }
 
 
 def gpt_step(
-    precision: Any, optimizer: Any = None, *, tied: bool = False, weighted: bool = False, **options: Any
+    precision: Any,
+    optimizer: Any = None,
+    *,
+    tied: bool = False,
+    weighted: bool = False,
+    **options: Any,
 ) -> Any:
     """(step, params, buffers, batches) of a small GPT in float32."""
     remat = options.pop("remat", False)
@@ -87,7 +99,9 @@ def test_what_none_means(policy: Precision, storage: torch.dtype, expected: Dtyp
 @pytest.mark.parametrize("field", ["storage", "compute", "gather", "reduce", "buffers", "output"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused(field: str, dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=rf"Precision\.{field}.*expected float64, float32.*got {dtype}.*Remedy"):
+    with pytest.raises(
+        ValueError, match=rf"Precision\.{field}.*expected float64, float32.*got {dtype}.*Remedy"
+    ):
         Precision(**{field: dtype})
 
 
@@ -95,7 +109,9 @@ def test_rules_that_can_not_be_are_refused() -> None:
     model = GPT(5, 4, 2, 1, 3, tied=True)
     with pytest.raises(ValueError, match=r"'blcks\.\*'.*matches no module of GPT"):
         fz.functionalize(model, precision={"blcks.*": Precision()})
-    with pytest.raises(StructureError, match=r"two policies: path embed\.weight.*at head.*same policy"):
+    with pytest.raises(
+        StructureError, match=r"two policies: path embed\.weight.*at head.*same policy"
+    ):
         fz.functionalize(model, precision={"head": Precision(compute=BF16)})
     with pytest.raises(TypeError, match="takes Precision"):
         fz.functionalize(model, precision={"": BF16})  # type: ignore[dict-item]
@@ -114,7 +130,10 @@ def test_the_innermost_module_named_counts() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = Seeing("a"), nn.Sequential(Seeing("b.0"), Seeing("b.1"), nn.Dropout(0.0))
+            self.a, self.b = (
+                Seeing("a"),
+                nn.Sequential(Seeing("b.0"), Seeing("b.1"), nn.Dropout(0.0)),
+            )
             self.listed = nn.ParameterList([nn.Parameter(torch.ones(2))])
             self.register_buffer("mean", torch.ones(2))
             self.register_buffer("count", torch.ones(2, dtype=torch.int64))
@@ -132,11 +151,19 @@ def test_the_innermost_module_named_counts() -> None:
     }
     apply, params, buffers = fz.functionalize(Model(), precision=rules)
     output, _ = apply(params, buffers, torch.ones(2), torch.ones(2, dtype=torch.bool))
-    assert seen == {"": (BF16, BF16, torch.bool), "a": (F16, F16), "b.0": (F32, F32), "b.1": (F32, BF16)}
+    assert seen == {
+        "": (BF16, BF16, torch.bool),
+        "a": (F16, F16),
+        "b.0": (F32, F32),
+        "b.1": (F32, BF16),
+    }
     assert (output["x"].dtype, output["mask"].dtype) == (F32, torch.bool)
     assert {path: leaf.dtype for path, leaf in params.items()} == {
-        "listed.0": F64, "a.weight": F32, "b.0.weight": F32, "b.1.weight": F32,
-    }  # fmt: skip
+        "listed.0": F64,
+        "a.weight": F32,
+        "b.0.weight": F32,
+        "b.1.weight": F32,
+    }
     assert (buffers["mean"].dtype, buffers["count"].dtype) == (F16, torch.int64)
 
 
@@ -151,7 +178,10 @@ def test_parametrized_leaves_and_their_module() -> None:
 
 def by_hand(precision: Precision, params: Any, batch: Any, model: nn.Module) -> Any:
     """Loss and gradients as plain torch gives them, in bfloat16."""
-    lowered = {n: p.detach().to(precision.gather or BF16).to(BF16).requires_grad_() for n, p in params.items()}
+    lowered = {
+        n: p.detach().to(precision.gather or BF16).to(BF16).requires_grad_()
+        for n, p in params.items()
+    }
     output = functional_call(model, lowered, (batch["x"].to(BF16),))
     loss = (output.float() - batch["y"]).square().mean()
     grads = torch.autograd.grad(loss, list(lowered.values()))
@@ -165,14 +195,20 @@ def test_the_unsharded_step_is_plain_torch_in_low_precision(reduce: torch.dtype 
         Precision(compute=BF16, reduce=reduce),
     )
     apply, params, buffers = fz.functionalize(model, precision=precision)
-    step = train_step(lambda p, b, x: (apply(p, b, x["x"])[0].float() - x["y"]).square().mean(), optim.sgd(0.5))
+    step = train_step(
+        lambda p, b, x: (apply(p, b, x["x"])[0].float() - x["y"]).square().mean(), optim.sgd(0.5)
+    )
     batch = {"x": torch.randn(6, 5), "y": torch.randn(6, 3)}
     state = step.init(params, buffers)
     new, metrics = step(state, batch)
     loss, grads = by_hand(precision, params, batch, model)
     assert torch.equal(metrics["loss"], loss)
     for (path, old), g in zip(params.items(), grads, strict=True):
-        assert torch.equal(new.params[path], old - 0.5 * g) and g.any() and new.params[path].dtype == F32
+        assert (
+            torch.equal(new.params[path], old - 0.5 * g)
+            and g.any()
+            and new.params[path].dtype == F32
+        )
 
 
 def test_apply_outside_a_step_rounds_the_same() -> None:
@@ -183,7 +219,10 @@ def test_apply_outside_a_step_rounds_the_same() -> None:
     inside, _ = apply(Seen(params).params, buffers, x)
     assert torch.equal(outside, inside) and outside.dtype == BF16
     loss = apply(params, buffers, x)[0].float().square().mean()
-    assert all(g.dtype == F32 and g.any() for g in torch.autograd.grad(loss, [params["blocks.0.up.weight"]]))
+    assert all(
+        g.dtype == F32 and g.any()
+        for g in torch.autograd.grad(loss, [params["blocks.0.up.weight"]])
+    )
 
 
 def test_writing_to_what_the_loss_sees_is_refused() -> None:
@@ -210,43 +249,63 @@ def test_each_policy(name: str) -> None:
     check(*gpt_step(POLICIES[name]), ranks=(1, 3))
 
 
-@pytest.mark.parametrize("make", [models.shared, models.frozen_mlp, models.convnet, models.mixed, models.unused])
+@pytest.mark.parametrize(
+    "make", [models.shared, models.frozen_mlp, models.convnet, models.mixed, models.unused]
+)
 def test_each_kind_of_model(make: Callable[[], models.Case]) -> None:
     """Modules called twice, frozen and unused leaves, BatchNorm, leaves of several dtypes."""
     case = make()
     units = nn.Linear if make is models.frozen_mlp else case.units
-    rules = {"": Precision(compute=BF16)} | ({nn.BatchNorm2d: Precision(compute=F32)} if make is models.convnet else {})
+    rules = {"": Precision(compute=BF16)} | (
+        {nn.BatchNorm2d: Precision(compute=F32)} if make is models.convnet else {}
+    )
     apply, params, buffers = fz.functionalize(case.module().float(), units=units, precision=rules)
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> tuple[Tensor, fz.Aux]:
-        output, new = apply(params, buffers, tree_map(lambda x: x.float() if x.is_floating_point() else x, batch["x"]))
+        output, new = apply(
+            params,
+            buffers,
+            tree_map(lambda x: x.float() if x.is_floating_point() else x, batch["x"]),
+        )
         return case.criterion(output.float(), batch), fz.Aux(buffers=new)
 
     step = train_step(loss_fn, optim.sgd(0.05, momentum=0.9))
-    options = {"unused": ("single.*", *case.unused)} if make is models.mixed else {"unused": case.unused}
+    options = (
+        {"unused": ("single.*", *case.unused)} if make is models.mixed else {"unused": case.unused}
+    )
     check(step, params, buffers, case.batches(2, ROWS), ranks=(2, 3), **options)
 
 
 def test_params_kept_in_a_half_precision() -> None:
     case = models.mlp()
-    apply, params, buffers = fz.functionalize(case.module(), precision=Precision(storage=BF16, compute=F32))
+    apply, params, buffers = fz.functionalize(
+        case.module(), precision=Precision(storage=BF16, compute=F32)
+    )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return case.criterion(apply(params, buffers, batch["x"])[0], batch)
 
-    bound = Equality("approximate", 2.0**-7, "a sum of two roundings may be rounded to the next number instead")
+    bound = Equality(
+        "approximate", 2.0**-7, "a sum of two roundings may be rounded to the next number instead"
+    )
     step = train_step(loss_fn, optim.sgd(0.5))
     check(step, params, buffers, case.batches(2, ROWS), ranks=(2, 3), grade=bound)
 
 
 def test_against_the_whole_batch() -> None:
-    bound = Equality("approximate", 0.06, "gradients of each part are rounded to bfloat16, of parts above their mean")
+    bound = Equality(
+        "approximate",
+        0.06,
+        "gradients of each part are rounded to bfloat16, of parts above their mean",
+    )
     check(*gpt_step(POLICIES["norms"]), ranks=(2, 3), per_rank=False, grade=bound)
 
 
 @pytest.mark.parametrize("reduce", [BF16, F16])
 def test_sums_in_a_half_precision(reduce: torch.dtype) -> None:
-    bound = Equality("approximate", 0.05, "4 roundings of 2^-9, of parts that may be several times their mean")
+    bound = Equality(
+        "approximate", 0.05, "4 roundings of 2^-9, of parts that may be several times their mean"
+    )
     check(*gpt_step(Precision(compute=BF16, reduce=reduce)), ranks=(2, 3), grade=bound)
 
 
@@ -273,7 +332,7 @@ def test_deferred_values_are_stored_as_the_policy_says() -> None:
 def test_evaluation_on_a_running_mean_rounds_as_training() -> None:
     step, params, buffers, batches = gpt_step(
         Precision(compute=BF16), optim.params_ema(optim.sgd(0.1), decay=0.5)
-    )  # fmt: skip
+    )
     read = lambda state, p: optim.ema_params(state)
     loss = lambda p, b, batch: {"loss": step.loss_fn(p, b, batch)[0]}
     evaluate = fz.eval_step(loss, params=read)
@@ -282,7 +341,9 @@ def test_evaluation_on_a_running_mean_rounds_as_training() -> None:
         found = []
         for level in LEVELS:
             sharded = shard(step, level=level, group=group)
-            first, second = ({k: x.chunk(2)[group.rank] for k, x in batch.items()} for batch in batches)
+            first, second = (
+                {k: x.chunk(2)[group.rank] for k, x in batch.items()} for batch in batches
+            )
             state, _ = sharded(sharded.init(params, buffers), first)
             found.append(shard(evaluate, level=level, group=group)(state, second)["loss"])
         return found
@@ -304,7 +365,9 @@ def test_on_processes() -> None:
             sharded = shard(step, level=level, group=group)
             state = sharded.init(params, buffers)
             for batch in batches:
-                state, _ = sharded(state, {k: x.chunk(group.size)[group.rank] for k, x in batch.items()})
+                state, _ = sharded(
+                    state, {k: x.chunk(group.size)[group.rank] for k, x in batch.items()}
+                )
             found[policy, level] = sharded.gather(state).params
         return found
 
@@ -318,28 +381,42 @@ def test_on_processes() -> None:
                 assert update.any()
                 for got in results:
                     apart = (got[key][path] - expected[path]).abs().max()
-                    assert apart <= (1e-5 if key[0] == "norms" else 0.05) * update.abs().max(), (key, path)
+                    assert apart <= (1e-5 if key[0] == "norms" else 0.05) * update.abs().max(), (
+                        key,
+                        path,
+                    )
 
 
 def test_params_inside_the_loss_have_their_compute_dtype() -> None:
     case = models.mlp()
-    apply, params, buffers = fz.functionalize(case.module().float(), precision=Precision(compute=BF16))
+    apply, params, buffers = fz.functionalize(
+        case.module().float(), precision=Precision(compute=BF16)
+    )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         whole = fz.gather(params)
         assert {leaf.dtype for leaf in (*params.values(), *whole.values())} == {BF16}
         penalty = sum(leaf.float().square().sum() for leaf in whole.values())
         direct = params["layers.0.weight"].float().sum()
-        return case.criterion(apply(params, buffers, batch["x"])[0].float(), batch) + 0.01 * penalty + 0.01 * direct
+        return (
+            case.criterion(apply(params, buffers, batch["x"])[0].float(), batch)
+            + 0.01 * penalty
+            + 0.01 * direct
+        )
 
     step = train_step(loss_fn, optim.sgd(0.05))
     check(step, params, buffers, case.batches(2, ROWS), ranks=(2,))
-    evaluate = fz.eval_step(lambda p, b, x: {"norm": sum(leaf.float().norm() for leaf in fz.gather(p).values())})
+    evaluate = fz.eval_step(
+        lambda p, b, x: {"norm": sum(leaf.float().norm() for leaf in fz.gather(p).values())}
+    )
     state = step.init(params)
     alone = evaluate(state, None)["norm"]
 
     def run(group: Any) -> list[Tensor]:
-        steps = [(shard(step, level=k, group=group), shard(evaluate, level=k, group=group)) for k in LEVELS]
+        steps = [
+            (shard(step, level=k, group=group), shard(evaluate, level=k, group=group))
+            for k in LEVELS
+        ]
         return [e(s.init(params), None)["norm"] for s, e in steps]
 
     for got in run_ranks(run, 2)[0]:
@@ -348,12 +425,18 @@ def test_params_inside_the_loss_have_their_compute_dtype() -> None:
 
 def test_derivatives_inside_the_loss() -> None:
     case = models.mlp()
-    apply, params, buffers = fz.functionalize(case.module(), precision=Precision(compute=F32, gather=BF16))
+    apply, params, buffers = fz.functionalize(
+        case.module(), precision=Precision(compute=F32, gather=BF16)
+    )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         f, x = (lambda v: apply(params, {}, v)[0].sum()), batch["x"].float()
         slopes, curvature = vmap(grad(f))(x), vmap(jacrev(grad(f)))(x)
-        return slopes.square().mean() + curvature.square().mean() + apply(params, {}, x)[0].square().mean()
+        return (
+            slopes.square().mean()
+            + curvature.square().mean()
+            + apply(params, {}, x)[0].square().mean()
+        )
 
     step = train_step(loss_fn, optim.sgd(0.01))
     grade = Equality("approximate", 1e-5, "computed in float32")
@@ -393,8 +476,12 @@ def sent(precision: Any, level: int, **options: Any) -> dict[str, float]:
     """Bytes that a rank of four sends in a step that knows the order of units, by kind."""
     apply, params, _ = fz.functionalize(Deep(), precision=precision)
     group = CountingGroup(4)
-    step = shard(train_step(lambda p, b, x: apply(p, b, x)[0].float().square().mean(), optim.sgd(0.1)),
-                 level=level, group=group, **options)  # fmt: skip
+    step = shard(
+        train_step(lambda p, b, x: apply(p, b, x)[0].float().square().mean(), optim.sgd(0.1)),
+        level=level,
+        group=group,
+        **options,
+    )
     state = step.init(params)
     for _ in range(2):
         group.reset()
@@ -402,7 +489,9 @@ def sent(precision: Any, level: int, **options: Any) -> dict[str, float]:
     return {kind: group.sent_bytes(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
-@pytest.mark.parametrize("policy", [Precision(compute=BF16), Precision(gather=BF16), Precision(compute=F16)])
+@pytest.mark.parametrize(
+    "policy", [Precision(compute=BF16), Precision(gather=BF16), Precision(compute=F16)]
+)
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_gather_in_halves_moves_half_the_bytes(policy: Precision, keeps: bool) -> None:
     whole, half = (sent(p, 3, reshard_after_forward=not keeps) for p in (None, policy))
@@ -410,19 +499,26 @@ def test_a_gather_in_halves_moves_half_the_bytes(policy: Precision, keeps: bool)
 
 
 @pytest.mark.parametrize(
-    ("level", "kind"), [(0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter"), (3, "reduce_scatter")]
+    ("level", "kind"),
+    [(0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter"), (3, "reduce_scatter")],
 )
 def test_a_reduction_in_halves_moves_half_the_bytes(level: int, kind: str) -> None:
     whole, half = (sent(p, level) for p in (None, Precision(reduce=BF16)))
     metrics = 2 * 32 * 8 * 3 / 4 if kind == "all_reduce" else 0
-    assert whole[kind] - metrics > 0 and half == {**whole, kind: (whole[kind] - metrics) / 2 + metrics}
+    assert whole[kind] - metrics > 0 and half == {
+        **whole,
+        kind: (whole[kind] - metrics) / 2 + metrics,
+    }
 
 
 def peak(precision: Any, level: int) -> int:
     """The most bytes that a step makes beside the state it is given."""
     apply, params, _ = fz.functionalize(Deep(), precision=precision)
-    step = shard(train_step(lambda p, b, x: apply(p, b, x)[0].float().square().mean(), optim.sgd(0.1)),
-                 level=level, group=CountingGroup(64))  # fmt: skip
+    step = shard(
+        train_step(lambda p, b, x: apply(p, b, x)[0].float().square().mean(), optim.sgd(0.1)),
+        level=level,
+        group=CountingGroup(64),
+    )
     state, found = step.init(params), 0
     for _ in range(3):
         with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
@@ -432,13 +528,18 @@ def peak(precision: Any, level: int) -> int:
 
 
 def test_units_in_use_are_held_in_their_compute_dtype() -> None:
-    """In units of a layer in float32: the one at work and its gradient; or, in halves, a gradient before and after it
-    is multiplied by a share, and the layer on its way. A quarter is activations."""
+    """In units of a layer in float32: the one at work and its gradient; or, in halves, a gradient
+    before and after it is multiplied by a share, and the layer on its way. A quarter is
+    activations."""
     layer = 64 * 64 * 4
-    whole, half = (peak(policy, 3) / layer for policy in (None, Precision(compute=BF16, reduce=BF16)))
+    whole, half = (
+        peak(policy, 3) / layer for policy in (None, Precision(compute=BF16, reduce=BF16))
+    )
     assert 2 < whole < 2.5 and half < 1.75, (whole, half)
     at_level_2 = peak(Precision(compute=BF16, reduce=BF16), 2) / layer
-    assert at_level_2 < 3, "copies of a unit or two in bfloat16, not of the model, which is 3 layers' worth"
+    assert at_level_2 < 3, (
+        "copies of a unit or two in bfloat16, not of the model, which is 3 layers' worth"
+    )
 
 
 def test_inference_mode() -> None:
@@ -449,6 +550,10 @@ def test_inference_mode() -> None:
     with torch.inference_mode():
         assert torch.equal(evaluate(state, torch.ones(2, 8))["sum"], expected)
         for level in LEVELS:
-            sharded = shard(train_step(lambda p, b, x: x, optim.sgd(0.1)), level=level, group=CountingGroup(1))
-            found = shard(evaluate, level=level, group=CountingGroup(1))(sharded.scatter(state), torch.ones(2, 8))
+            sharded = shard(
+                train_step(lambda p, b, x: x, optim.sgd(0.1)), level=level, group=CountingGroup(1)
+            )
+            found = shard(evaluate, level=level, group=CountingGroup(1))(
+                sharded.scatter(state), torch.ones(2, 8)
+            )
             assert torch.equal(found["sum"], expected)

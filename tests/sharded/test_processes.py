@@ -17,7 +17,14 @@ from functorch_zero.errors import GroupError, MismatchError, PeerError
 from functorch_zero.groups import ProcessGroup, launch
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
-from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_by_rank, train_sharded
+from tests.compare import (
+    Run,
+    assert_equal_updates,
+    assert_same_on_all_ranks,
+    train,
+    train_by_rank,
+    train_sharded,
+)
 from tests.models import MLP, ZOO, Shared, even, rows, uneven
 from tests.runtime.test_unit import (
     Ordered,
@@ -34,7 +41,9 @@ LEVELS = (0, 1, 2, 3)
 ROWS = 12
 OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
     "adamw": lambda: optim.adamw(0.01),
-    "clip+lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01, weight_decay=0.01)),
+    "clip+lamb": lambda: optim.chain(
+        optim.clip_by_global_norm(0.1), optim.lamb(0.01, weight_decay=0.01)
+    ),
     "muon": lambda: optim.muon(0.02),
 }
 
@@ -56,9 +65,14 @@ def everything(ranks: int) -> Any:
                 for level in LEVELS:
                     loss_fn, params, buffers = ZOO[name].build(weighted=True)
                     found[name, optimizer, level] = train_sharded(
-                        group, train_step(loss_fn, make()), params, buffers, ZOO[name].batches(2, ROWS),
-                        uneven(ROWS, ranks), level=level,
-                    )  # fmt: skip
+                        group,
+                        train_step(loss_fn, make()),
+                        params,
+                        buffers,
+                        ZOO[name].batches(2, ROWS),
+                        uneven(ROWS, ranks),
+                        level=level,
+                    )
         return found
 
     return run
@@ -83,9 +97,12 @@ def unsharded(name: str, optimizer: str, ranks: int) -> Run:
     return train(step, params, buffers, batches)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)  # torch's own use of it
 def test_derivatives_inside_the_loss() -> None:
-    """Forward mode too: torch keeps its level for the whole process, so threads can't show it at level 3."""
+    """Forward mode too: torch keeps its level for the whole process, so threads can't show it at
+    level 3."""
 
     def make_loss(apply: Any) -> Any:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
@@ -93,7 +110,12 @@ def test_derivatives_inside_the_loss() -> None:
             slopes = vmap(lambda v: jvp(f, (v,), (torch.ones_like(v),))[1])(x)
             curvature = vmap(hessian(f))(x)
             fit = (apply(params, buffers, x)[0] - batch["y"]).square().mean()
-            return fit + slopes.square().mean() + curvature.square().mean() + vmap(grad(f))(x).square().mean()
+            return (
+                fit
+                + slopes.square().mean()
+                + curvature.square().mean()
+                + vmap(grad(f))(x).square().mean()
+            )
 
         return loss_fn
 
@@ -104,7 +126,10 @@ def test_derivatives_inside_the_loss() -> None:
     batches = batches_of(rows(7, 3))
     expected = train(*step(), batches)
     runs = on_processes(
-        lambda group: {k: train_sharded(group, *step(), batches, even(12, 2), level=k) for k in LEVELS}, 2
+        lambda group: {
+            k: train_sharded(group, *step(), batches, even(12, 2), level=k) for k in LEVELS
+        },
+        2,
     )
     for level in LEVELS:
         assert_equal_updates(expected, runs[0][level])
@@ -130,12 +155,18 @@ def test_an_exception_in_one_ranks_loss_ends_all(level: int) -> None:
 
     start = time.monotonic()
     told, own = on_processes(run, 2)
-    assert own == "ArithmeticError: bad batch" and "PeerError" in told and "bad batch" in told and "rank 1" in told
+    assert (
+        own == "ArithmeticError: bad batch"
+        and "PeerError" in told
+        and "bad batch" in told
+        and "rank 1" in told
+    )
     assert time.monotonic() - start < 20
 
 
 def test_a_rank_whose_loss_does_not_reach_a_unit() -> None:
-    """It takes part in the others' collectives all the same, gathers of backward included, recomputed units' too."""
+    """It takes part in the others' collectives all the same, gathers of backward included,
+    recomputed units' too."""
     batches, chosen = batches_of(with_negative_half), batches_of(half_chosen)
 
     def step() -> Any:
@@ -160,16 +191,26 @@ def test_a_rank_whose_loss_does_not_reach_a_unit() -> None:
 
 def test_leaves_without_elements() -> None:
     """A bucket of nothing is a bucket: gloo is not asked to move it."""
-    params = {"w": torch.ones(7, 3, dtype=torch.float64), "none": torch.zeros(0, 3), "a": {"scale": torch.tensor(2.0)}}
+    params = {
+        "w": torch.ones(7, 3, dtype=torch.float64),
+        "none": torch.zeros(0, 3),
+        "a": {"scale": torch.tensor(2.0)},
+    }
 
     def loss_fn(p: Any, b: Any, batch: Any) -> Tensor:
-        return ((batch["x"] @ p["w"]) * p["a"]["scale"] - batch["y"]).square().mean() + p["none"].sum()
+        return ((batch["x"] @ p["w"]) * p["a"]["scale"] - batch["y"]).square().mean() + p[
+            "none"
+        ].sum()
 
     step = train_step(loss_fn, optim.adamw(0.1), trainable=lambda path, leaf: True)
     batches = batches_of(rows(7, 3))
     expected = train(step, params, None, batches)
     runs = on_processes(
-        lambda group: {k: train_sharded(group, step, params, None, batches, even(12, 3), level=k) for k in LEVELS}, 3
+        lambda group: {
+            k: train_sharded(group, step, params, None, batches, even(12, 3), level=k)
+            for k in LEVELS
+        },
+        3,
     )
     for level in LEVELS:
         assert_equal_updates(expected, runs[0][level], unused=("none",), tolerance=1e-5)
@@ -186,7 +227,11 @@ def test_ranks_that_differ_hear_of_it_at_init() -> None:
         return "nothing"
 
     for message in on_processes(run, 2):
-        assert "optimizer" in message and "0.01 on rank 0 and 0.1 on rank 1" in message and "Remedy" in message
+        assert (
+            "optimizer" in message
+            and "0.01 on rank 0 and 0.1 on rank 1" in message
+            and "Remedy" in message
+        )
 
 
 @pytest.mark.parametrize("level", [2, 3])
@@ -196,10 +241,13 @@ def test_ranks_that_enter_units_in_another_order(level: int) -> None:
     def run(group: Any) -> str:
         apply, params, buffers = build(Ordered)
         step = train_step(
-            lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(), optim.sgd(0.1)
+            lambda p, b, batch: apply(p, b, batch["x"], group.rank == 1)[0].square().mean(),
+            optim.sgd(0.1),
         )
         try:
-            train_sharded(group, step, params, buffers, batches_of(rows(7, 7)), even(12, 2), level=level)
+            train_sharded(
+                group, step, params, buffers, batches_of(rows(7, 7)), even(12, 2), level=level
+            )
         except GroupError as error:
             return str(error)
         return "nothing"

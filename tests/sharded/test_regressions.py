@@ -1,4 +1,5 @@
-"""Regressions that a review found: aliased storage, stale traces, mixed dtypes, and what ranks must agree on."""
+"""Regressions that a review found: aliased storage, stale traces, mixed dtypes, and what ranks must
+agree on."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def square(params: Any, buffers: Any, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("ranks", "rule"), [(1, "mean"), (2, "local")])
-def test_a_buffer_that_is_a_param_keeps_its_value_when_the_param_moves(level: int, ranks: int, rule: Any) -> None:
+def test_a_buffer_that_is_a_param_keeps_its_value_when_the_param_moves(
+    level: int, ranks: int, rule: Any
+) -> None:
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
         return (params["w"] ** 2).sum(), fz.Aux(buffers={"target": params["w"]})
 
@@ -50,7 +53,9 @@ def test_a_frozen_param_can_become_a_buffer(level: int) -> None:
 
     def run(group: fz.Group) -> Any:
         step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
-        state, _ = step(step.init({"w": trained(3), "frozen": torch.ones(2)}, {"copy": torch.zeros(2)}), None)
+        state, _ = step(
+            step.init({"w": trained(3), "frozen": torch.ones(2)}, {"copy": torch.zeros(2)}), None
+        )
         return fz.named_leaves(state.buffers)["copy"]
 
     for copy in run_ranks(run, 2):
@@ -60,7 +65,9 @@ def test_a_frozen_param_can_become_a_buffer(level: int) -> None:
 def test_buffers_given_back_unchanged_cost_no_traffic() -> None:
     group = fz.CountingGroup(4)
     step = fz.shard(
-        fz.train_step(lambda p, b, x: (square(p, b, x), fz.Aux(buffers=b)), optim.sgd(0.1)), level=0, group=group
+        fz.train_step(lambda p, b, x: (square(p, b, x), fz.Aux(buffers=b)), optim.sgd(0.1)),
+        level=0,
+        group=group,
     )
     state = step.init({"w": trained(3)}, {"table": torch.zeros(1000)})
     group.reset()
@@ -127,7 +134,9 @@ def test_without_donation_old_states_go_without_gc(level: int) -> None:
 def test_a_state_may_have_another_dtype_for_each_leaf(level: int) -> None:
     def init(params: Any, across: Any) -> Any:
         return tree_map(
-            lambda p, e: p.new_zeros(p.shape, dtype=torch.bfloat16 if e.numel > 20 else p.dtype), params, across.extents
+            lambda p, e: p.new_zeros(p.shape, dtype=torch.bfloat16 if e.numel > 20 else p.dtype),
+            params,
+            across.extents,
         )
 
     def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
@@ -144,7 +153,9 @@ def test_a_state_may_have_another_dtype_for_each_leaf(level: int) -> None:
 
     for got in run_ranks(run, 2):
         for a, b in zip(
-            tree_leaves((got.params, got.opt_state)), tree_leaves((expected.params, expected.opt_state)), strict=True
+            tree_leaves((got.params, got.opt_state)),
+            tree_leaves((expected.params, expected.opt_state)),
+            strict=True,
         ):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b)
@@ -171,7 +182,12 @@ def _with_keyword(rate: float) -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda r: functools.partial(_schedule, rate=r), _Constant, lambda r: _Constant(r).method, _with_keyword],
+    [
+        lambda r: functools.partial(_schedule, rate=r),
+        _Constant,
+        lambda r: _Constant(r).method,
+        _with_keyword,
+    ],
     ids=["partial", "object", "method", "keyword"],
 )
 def test_ranks_whose_schedules_hold_other_numbers_are_found_out(make: Any) -> None:
@@ -205,7 +221,10 @@ def test_a_unit_of_empty_leaves(level: int, ranks: int) -> None:
     def run(group: fz.Group) -> None:
         step = fz.shard(fz.train_step(square, optim.muon(0.1)), level=level, group=group)
         state = step.init(params)
-        others = tree_map(lambda x: torch.cat([x.reshape(-1), x.new_zeros(3)])[: x.numel()].view(x.shape), state.params)
+        others = tree_map(
+            lambda x: torch.cat([x.reshape(-1), x.new_zeros(3)])[: x.numel()].view(x.shape),
+            state.params,
+        )
         step(state._replace(params=others), None)
 
     run_ranks(run, ranks)

@@ -26,7 +26,14 @@ from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.evaluate import EvalStep, eval_step
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
-from tests.compare import Run, assert_close, assert_equal_updates, train, train_by_rank, train_sharded
+from tests.compare import (
+    Run,
+    assert_close,
+    assert_equal_updates,
+    train,
+    train_by_rank,
+    train_sharded,
+)
 from tests.models import ZOO, Batch, even, split, uneven
 
 LEVELS = (0, 1, 2, 3)
@@ -45,7 +52,9 @@ def batch_for(group: Any, name: str = "mlp", n: int = 12, number: int = 0) -> Ba
 def equal_trees(a: Any, b: Any) -> bool:
     """Bit for bit, with the same structure."""
     assert optree.tree_structure(a) == optree.tree_structure(b)
-    return all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+    return all(
+        torch.equal(x, y) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
+    )
 
 
 # donation
@@ -98,7 +107,9 @@ def test_a_copy_outlives_donation(level: int) -> None:
         second = tree_map(torch.clone, state)
         after, _ = sharded(state, batch_for(group, "convnet", number=1))
         again, _ = sharded(copy, batch_for(group, "convnet", number=1))
-        kept, _ = shard(step, level=level, group=group, donate=False)(second, batch_for(group, "convnet", number=1))
+        kept, _ = shard(step, level=level, group=group, donate=False)(
+            second, batch_for(group, "convnet", number=1)
+        )
         for other in (again, kept):
             for a, b in zip(optree.tree_leaves(after), optree.tree_leaves(other), strict=True):
                 assert torch.allclose(a, b, rtol=1e-13, atol=1e-16)
@@ -125,7 +136,8 @@ def test_a_state_can_be_copied_in_any_way(how: str) -> None:
         first, _ = sharded(state, batch_for(group))
         second, _ = sharded(copy, batch_for(group))
         assert all(
-            torch.equal(a, b) for a, b in zip(optree.tree_leaves(first), optree.tree_leaves(second), strict=True)
+            torch.equal(a, b)
+            for a, b in zip(optree.tree_leaves(first), optree.tree_leaves(second), strict=True)
         )
 
     run_ranks(run, 2)
@@ -137,10 +149,14 @@ def test_donation_uses_the_old_storage(level: int) -> None:
         step, params, buffers = build()
         sharded = shard(step, level=level, group=group)
         state = sharded.init(params, buffers)
-        places = [x.data_ptr() for x in optree.tree_leaves((state.params, state.opt_state)) if x.dim()]
+        places = [
+            x.data_ptr() for x in optree.tree_leaves((state.params, state.opt_state)) if x.dim()
+        ]
         for number in range(3):
             state, _ = sharded(state, batch_for(group, number=number))
-        assert [x.data_ptr() for x in optree.tree_leaves((state.params, state.opt_state)) if x.dim()] == places
+        assert [
+            x.data_ptr() for x in optree.tree_leaves((state.params, state.opt_state)) if x.dim()
+        ] == places
         assert all(not torch.equal(params[name].reshape(-1)[:1], p[:1]) or p.numel() == 0
                    for name, p in sharded.gather(state).params.items() if p.dim() == 1)  # fmt: skip
 
@@ -156,7 +172,10 @@ def test_options_do_not_change_results(name: str, keeps: bool, donate: bool) -> 
     expected = train(step, params, buffers, batches)
     for level in (1, 3):
         options = {"level": level, "donate": donate, "reshard_after_forward": not keeps}
-        runs = run_ranks(lambda group, o=options: train_sharded(group, *build(name), batches, even(12, 3), **o), 3)
+        runs = run_ranks(
+            lambda group, o=options: train_sharded(group, *build(name), batches, even(12, 3), **o),
+            3,
+        )
         assert_equal_updates(expected, runs[0])
 
 
@@ -178,14 +197,18 @@ def test_a_failed_step_takes_nothing(level: int) -> None:
         sharded(state, {**batch, "x": batch["x"] * float("nan")})
     new, _ = sharded(state, batch)
     expected = train(step, params, buffers, [batch])
-    assert_equal_updates(expected._replace(metrics=[]), Run([expected.states[0], sharded.gather(new)], []))
+    assert_equal_updates(
+        expected._replace(metrics=[]), Run([expected.states[0], sharded.gather(new)], [])
+    )
 
 
 # random numbers
 
 
 def dropping(apply: Any) -> Callable[[Any, Any, Any], Tensor]:
-    return lambda p, b, batch: (apply(p, b, F.dropout(batch["x"], 0.5))[0] - batch["y"]).square().mean()
+    return lambda p, b, batch: (
+        (apply(p, b, F.dropout(batch["x"], 0.5))[0] - batch["y"]).square().mean()
+    )
 
 
 class Dropping(nn.Module):
@@ -235,7 +258,10 @@ def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
     assert_equal_updates(expected, runs[0][0])
     step, params, buffers = make()
     whole = step.init(params, buffers)
-    losses = [step.loss_and_grads(whole, part, rank)[1].loss for rank, part in enumerate(split(same, [6, 6]))]
+    losses = [
+        step.loss_and_grads(whole, part, rank)[1].loss
+        for rank, part in enumerate(split(same, [6, 6]))
+    ]
     assert losses[0] != losses[1], "ranks draw different numbers for equal batches"
 
 
@@ -243,7 +269,9 @@ def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
 def test_without_a_seed_the_global_random_state_is_used(level: int) -> None:
     def run(group: Any) -> None:
         apply, params, buffers = functionalize(Dropping().double())
-        sharded = shard(train_step(dropping(apply), optim.sgd(0.1)), level=level, group=group, donate=False)
+        sharded = shard(
+            train_step(dropping(apply), optim.sgd(0.1)), level=level, group=group, donate=False
+        )
         state = sharded.init(params, buffers, seed=None)
         batch = batch_for(group)
         torch.manual_seed(3 + group.rank)
@@ -263,7 +291,9 @@ def test_without_a_seed_the_global_random_state_is_used(level: int) -> None:
 @pytest.mark.parametrize("name", ["convnet", "scalars"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 @pytest.mark.parametrize("back", [(0, 1), (1, 2), (3, 4)])
-def test_training_goes_on_at_another_level_and_world_size(name: str, optimizer: str, back: tuple[int, int]) -> None:
+def test_training_goes_on_at_another_level_and_world_size(
+    name: str, optimizer: str, back: tuple[int, int]
+) -> None:
     make = {"adamw": optim.adamw, "adafactor": optim.adafactor, "muon": optim.muon}[optimizer]
     case = ZOO[name]
     loss_fn, params, buffers = case.build(weighted=True)
@@ -289,7 +319,9 @@ def test_training_goes_on_at_another_level_and_world_size(name: str, optimizer: 
     whole = run_ranks(first, 3)
     assert all(equal_trees(whole[0], other) for other in whole[1:])
     end = run_ranks(then, ranks)
-    expected = train(step, params, buffers, batches)  # each rank has had the same batch: BatchNorm's too
+    expected = train(
+        step, params, buffers, batches
+    )  # each rank has had the same batch: BatchNorm's too
     states = [expected.states[0], expected.states[2], expected.states[4]]
     got = [expected.states[0], whole[0], end[0]]
     for want, have in zip(states, got, strict=True):
@@ -307,7 +339,9 @@ def test_states_for_another_level_group_or_kind_are_refused() -> None:
     def run(group: Any) -> None:
         state = shard(step, level=1, group=group).init(params, buffers)
         other = shard(step, level=3, group=group)
-        with pytest.raises(StructureError, match=r"another level.*expected level 3.*got level 1.*Remedy"):
+        with pytest.raises(
+            StructureError, match=r"another level.*expected level 3.*got level 1.*Remedy"
+        ):
             other(state, batch_for(group))
         with pytest.raises(StructureError, match="sharded already"):
             other.scatter(state)
@@ -327,7 +361,11 @@ def test_eval_steps(level: int, weighted: bool) -> None:
 
     def fn(params: Any, buffers: Any, batch: Batch) -> Any:
         loss, _ = loss_fn(params, buffers, batch)
-        metrics = {"loss": loss, "rows": 1.0 * len(batch["x"]), "big": params["layers.0.weight"].abs().max()}
+        metrics = {
+            "loss": loss,
+            "rows": 1.0 * len(batch["x"]),
+            "big": params["layers.0.weight"].abs().max(),
+        }
         return Aux(metrics=metrics, weight=len(batch["x"])) if weighted else metrics
 
     step = train_step(loss_fn, optim.sgd(0.1))
@@ -344,8 +382,12 @@ def test_eval_steps(level: int, weighted: bool) -> None:
         return first
 
     for got in run_ranks(run, 3):
-        assert torch.allclose(got["loss"], expected["loss"], rtol=1e-12) and torch.equal(got["big"], expected["big"])
-        assert float(got["rows"]) == pytest.approx(sum(s * (s / 12 if weighted else 1 / 3) for s in sizes))
+        assert torch.allclose(got["loss"], expected["loss"], rtol=1e-12) and torch.equal(
+            got["big"], expected["big"]
+        )
+        assert float(got["rows"]) == pytest.approx(
+            sum(s * (s / 12 if weighted else 1 / 3) for s in sizes)
+        )
 
 
 # weights
@@ -384,7 +426,9 @@ def test_when_all_weigh_nothing_nothing_moves(accumulate: int, level: int) -> No
         loss_fn, params, buffers = ZOO["mlp"].build()
 
         def weightless(p: Any, b: Any, batch: Batch) -> Any:
-            return loss_fn(p, b, batch)[0] * float("nan"), Aux(metrics={"a": float("nan")}, weight=0.0)
+            return loss_fn(p, b, batch)[0] * float("nan"), Aux(
+                metrics={"a": float("nan")}, weight=0.0
+            )
 
         step = train_step(weightless, optim.sgd(0.1), accumulate=accumulate)
         sharded = shard(step, level=level, group=group)
@@ -421,7 +465,13 @@ def test_weights_of_micro_batches(level: int) -> None:
     def run(group: Any) -> Run:
         own, params, buffers = step()
         return train_sharded(
-            group, train_step(own, optim.sgd(0.1), accumulate=3), params, buffers, batches, sizes, level=level
+            group,
+            train_step(own, optim.sgd(0.1), accumulate=3),
+            params,
+            buffers,
+            batches,
+            sizes,
+            level=level,
         )
 
     assert_equal_updates(expected, run_ranks(run, 3)[0])
@@ -436,8 +486,11 @@ def one_step(group: Any, loss_fn: Any, level: int) -> None:
     sharded(sharded.init(params, buffers), batch_for(group))
 
 
-def fails_everywhere(fn: Callable[[Any], Any], error: type[Exception], message: str, ranks: int = 3) -> None:
-    """Every rank ends with an error within seconds: the guilty one with its own, the others with what they heard."""
+def fails_everywhere(
+    fn: Callable[[Any], Any], error: type[Exception], message: str, ranks: int = 3
+) -> None:
+    """Every rank ends with an error within seconds: the guilty one with its own, the others with
+    what they heard."""
     ended: list[BaseException] = []
 
     def run(group: Any) -> None:
@@ -483,7 +536,9 @@ def test_a_batch_on_the_wrong_device(level: int) -> None:
         sharded = shard(step, level=level, group=group)
         sharded(sharded.init(params, buffers), batch)
 
-    fails_everywhere(run, StructureError, r"wrong device: path x, expected cpu, got meta, on rank 1\. Remedy")
+    fails_everywhere(
+        run, StructureError, r"wrong device: path x, expected cpu, got meta, on rank 1\. Remedy"
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -506,7 +561,9 @@ def test_metrics_that_differ_by_rank(level: int) -> None:
         loss_fn, _, _ = ZOO["mlp"].build()
 
         def other_metrics(p: Any, b: Any, batch: Batch) -> Any:
-            return loss_fn(p, b, batch)[0], Aux(metrics={"only_here": 1.0} if group.rank == 0 else {})
+            return loss_fn(p, b, batch)[0], Aux(
+                metrics={"only_here": 1.0} if group.rank == 0 else {}
+            )
 
         one_step(group, other_metrics, level)
 
@@ -571,7 +628,10 @@ def test_one_apply_for_all_thread_ranks() -> None:
     expected = train(step, params, buffers, batches)
     for level in LEVELS:
         runs = run_ranks(
-            lambda group, k=level: train_sharded(group, step, params, buffers, batches, even(12, 4), level=k), 4
+            lambda group, k=level: train_sharded(
+                group, step, params, buffers, batches, even(12, 4), level=k
+            ),
+            4,
         )
         assert_equal_updates(expected, runs[0])
 
@@ -584,18 +644,24 @@ def test_padding_stays_zero(name: str, ranks: int, level: int, optimizer: str) -
 
     def run(group: Any) -> list[int]:
         loss_fn, params, buffers = ZOO[name].build(weighted=True)
-        sharded = shard(train_step(loss_fn, getattr(optim, optimizer)(0.01)), level=level, group=group)
+        sharded = shard(
+            train_step(loss_fn, getattr(optim, optimizer)(0.01)), level=level, group=group
+        )
         state = sharded.init(params, buffers)
         for batch in ZOO[name].batches(3, 28):
             state, _ = sharded(state, split(batch, even(28, ranks))[group.rank])
-        leaves = [x for x in optree.tree_leaves((state.params, state.opt_state)) if isinstance(x, Tensor)]
+        leaves = [
+            x for x in optree.tree_leaves((state.params, state.opt_state)) if isinstance(x, Tensor)
+        ]
         flats = {id(x._base): x._base for x in leaves if x._base is not None and x._base.dim() == 1}
         padding = 0
         for key, flat in flats.items():
             used = torch.zeros(flat.numel(), dtype=torch.bool)
             for x in leaves:
                 if id(x._base) == key and x.numel():
-                    used.as_strided(x.shape, x.stride(), x.storage_offset() - flat.storage_offset()).fill_(True)
+                    used.as_strided(
+                        x.shape, x.stride(), x.storage_offset() - flat.storage_offset()
+                    ).fill_(True)
             assert not flat.detach()[~used].any()
             padding += int((~used).sum())
         return [padding, sum(x.numel() for x in optree.tree_leaves(state.params))]
@@ -609,15 +675,21 @@ def test_padding_stays_zero(name: str, ranks: int, level: int, optimizer: str) -
 @pytest.mark.parametrize("level", range(4))
 def test_params_in_another_tree_are_refused(level: int) -> None:
     """A dict has its leaves in another order than a module has its parameters."""
-    _, params, buffers = functionalize(nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}))
-    step = train_step(lambda p, b, x: sum(leaf.square().sum() for leaf in p.values()), optim.sgd(0.1))
+    _, params, buffers = functionalize(
+        nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})
+    )
+    step = train_step(
+        lambda p, b, x: sum(leaf.square().sum() for leaf in p.values()), optim.sgd(0.1)
+    )
 
     def on_a_rank(group):
         sharded = shard(step, level=level, group=group)
         state = sharded.init(params, buffers)
         other = state._replace(params=dict(state.params.items()))
         for use in (lambda s: sharded(s, torch.ones(4)), sharded.gather, sharded.describe):
-            with pytest.raises(StructureError, match=r"another tree structure.*got a dict.*tree_map"):
+            with pytest.raises(
+                StructureError, match=r"another tree structure.*got a dict.*tree_map"
+            ):
                 use(other)
 
     run_ranks(on_a_rank, 1)

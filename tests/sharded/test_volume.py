@@ -22,18 +22,26 @@ from tests.models import GPT, Block, tokens
 
 RANKS = 2
 STEPS = 3
-SMALL = 4096  # bytes: more than the all-reduce of metrics and an optimizer's scalars, less than any unit
+# bytes: more than the all-reduce of metrics and an optimizer's scalars, less than any unit
+SMALL = 4096
 
 
 class Counts:
-    """One step's collectives: data ones by kind, in units of the params' bytes * (N-1)/N; the small ones by number."""
+    """One step's collectives: data ones by kind, in units of the params' bytes * (N-1)/N; the small
+    ones by number."""
 
     def __init__(self, calls: Any, whole: int):
-        data = [call for call in calls if call.sent_bytes > SMALL or call.kind in ("all_gather", "reduce_scatter")]
+        data = [
+            call
+            for call in calls
+            if call.sent_bytes > SMALL or call.kind in ("all_gather", "reduce_scatter")
+        ]
         share = whole * (RANKS - 1) / RANKS
         self.small = len(calls) - len(data)
         self.num = Counter(call.kind for call in data)
-        self.volume = {kind: sum(c.sent_bytes for c in data if c.kind == kind) / share for kind in self.num}
+        self.volume = {
+            kind: sum(c.sent_bytes for c in data if c.kind == kind) / share for kind in self.num
+        }
         self.total = sum(self.volume.values())
 
 
@@ -52,7 +60,9 @@ def build(depth: int = 4) -> tuple[Any, Any, Any]:
 
 
 @cache
-def step_counts(level: int, optimizer: optim.Transform | None = None, **options: Any) -> tuple[list[Counts], Any]:
+def step_counts(
+    level: int, optimizer: optim.Transform | None = None, **options: Any
+) -> tuple[list[Counts], Any]:
     """The counts of each of a few steps on one rank, and the layout."""
     loss_fn, params, buffers = build()
     layout = make_layout(params, RANKS if level else 1, trainable=lambda path, leaf: True)
@@ -60,7 +70,12 @@ def step_counts(level: int, optimizer: optim.Transform | None = None, **options:
 
     def run(group: Any) -> list[Counts]:
         watched = counted(group)
-        step = shard(train_step(loss_fn, optimizer or optim.adamw(0.01)), level=level, group=watched, **options)
+        step = shard(
+            train_step(loss_fn, optimizer or optim.adamw(0.01)),
+            level=level,
+            group=watched,
+            **options,
+        )
         state, found = step.init(params, buffers), []
         for _ in range(STEPS):
             watched.reset()
@@ -84,17 +99,23 @@ def test_level_0() -> None:
 def test_levels_1_and_2(level: int) -> None:
     found, layout = step_counts(level)
     for counts in found:
-        assert counts.num == {"reduce_scatter": len(layout.buckets), "all_gather": len(layout.buckets)}
+        assert counts.num == {
+            "reduce_scatter": len(layout.buckets),
+            "all_gather": len(layout.buckets),
+        }
         assert counts.volume == {"reduce_scatter": pytest.approx(1), "all_gather": pytest.approx(1)}
         assert counts.small == 1
 
 
 def test_level_3() -> None:
-    """Forward gathers each unit once; backward all but the embedding, which needs no params, and the last one, kept."""
+    """Forward gathers each unit once; backward all but the embedding, which needs no params, and
+    the last one, kept."""
     found, layout = step_counts(3)
     num = len(layout.units)
     for number, counts in enumerate(found):
-        assert counts.num["reduce_scatter"] == num and counts.volume["reduce_scatter"] == pytest.approx(1)
+        assert counts.num["reduce_scatter"] == num and counts.volume[
+            "reduce_scatter"
+        ] == pytest.approx(1)
         assert counts.num["all_gather"] <= 2 * num - 1 and counts.total < 3
         if number:
             assert counts.num["all_gather"] <= 2 * num - 2, "known from the step before"
@@ -110,7 +131,8 @@ def test_level_3_without_regathering() -> None:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_the_optimizers_own(level: int) -> None:
-    """Clipping asks once, LAMB once more; Muon sends matrices to their owners and back: 2S/N at most."""
+    """Clipping asks once, LAMB once more; Muon sends matrices to their owners and back: 2S/N at
+    most."""
     plain, _ = step_counts(level)
     asking, _ = step_counts(level, optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(0.01)))
     for a, b in zip(plain, asking, strict=True):
@@ -125,7 +147,11 @@ def test_the_optimizers_own(level: int) -> None:
 def test_level_0_needs_nothing_for_an_optimizer() -> None:
     for optimizer in (optim.lamb(0.01), optim.muon(0.01), optim.adafactor(0.01)):
         for counts in step_counts(0, optimizer)[0]:
-            assert set(counts.num) == {"all_reduce"} and counts.total == pytest.approx(2) and counts.small == 1
+            assert (
+                set(counts.num) == {"all_reduce"}
+                and counts.total == pytest.approx(2)
+                and counts.small == 1
+            )
 
 
 def test_two_models_in_a_tree_are_gathered_unit_by_unit() -> None:
@@ -139,7 +165,11 @@ def test_two_models_in_a_tree_are_gathered_unit_by_unit() -> None:
 
     def run(group: Any) -> tuple[int, int]:
         watched = counted(group)
-        step = shard(train_step(both, optim.sgd(0.1), trainable=lambda path, leaf: True), level=3, group=watched)
+        step = shard(
+            train_step(both, optim.sgd(0.1), trainable=lambda path, leaf: True),
+            level=3,
+            group=watched,
+        )
         state = step.init(tree, {})
         watched.reset()
         step(state, tokens(2))
@@ -155,7 +185,9 @@ class InOrder(nn.Module):
     def __init__(self, order: list[int]):
         super().__init__()
         self.order = order
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for i in self.order:
@@ -164,13 +196,19 @@ class InOrder(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "order", [[0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 2], [0, 1, 0, 2], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 2]]
+    "order",
+    [[0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 2], [0, 1, 0, 2], [0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 2]],
 )
 def test_units_used_more_than_once(order: list[int]) -> None:
-    """Gathered once for uses in a row, and for each use in backward but the first, which finds it from forward."""
+    """Gathered once for uses in a row, and for each use in backward but the first, which finds it
+    from forward."""
     apply, params, buffers = functionalize(InOrder(order), units="blocks.*")
     group = CountingGroup(4)
-    step = shard(train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1)), level=3, group=group)
+    step = shard(
+        train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1)),
+        level=3,
+        group=group,
+    )
     state = step.init(params, buffers)
     for _ in range(STEPS):
         group.reset()

@@ -25,12 +25,17 @@ from functorch_zero.sharded_optim.across import Sharded
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-trees = st.lists(shapes, min_size=1, max_size=6).filter(lambda found: any(torch.Size(s).numel() for s in found))
+trees = st.lists(shapes, min_size=1, max_size=6).filter(
+    lambda found: any(torch.Size(s).numel() for s in found)
+)
 
 
 def make(spec: list[tuple[int, ...]], ranks: int, seed: int = 0) -> tuple[Any, Layout]:
     g = torch.Generator().manual_seed(seed)
-    tree = {f"leaf{i}": torch.randn(shape, generator=g, dtype=torch.float64) for i, shape in enumerate(spec)}
+    tree = {
+        f"leaf{i}": torch.randn(shape, generator=g, dtype=torch.float64)
+        for i, shape in enumerate(spec)
+    }
     return tree, make_layout(tree, ranks, trainable=lambda path, leaf: True)
 
 
@@ -52,8 +57,12 @@ QUESTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "total": lambda across, a, b: across.total(a, b),
     "dot": lambda across, a, b: across.dot(a, b),
     "dots": lambda across, a, b: across.dots((a, b), (a, a)),
-    "sum_dim": lambda across, a, b: across.sum_dim(a, lambda shape: len(shape) - 1 if shape else None),
-    "sum_dims": lambda across, a, b: across.sum_dims((a, last_dims), (b, lambda shape: tuple(range(len(shape))))),
+    "sum_dim": lambda across, a, b: across.sum_dim(
+        a, lambda shape: len(shape) - 1 if shape else None
+    ),
+    "sum_dims": lambda across, a, b: across.sum_dims(
+        (a, last_dims), (b, lambda shape: tuple(range(len(shape))))
+    ),
     "max_dim": lambda across, a, b: across.max_dim(a, lambda shape: 0 if shape else None),
     "max_dims": lambda across, a, b: across.max_dims((a, last_dims)),
 }
@@ -70,7 +79,9 @@ def test_answers_are_those_about_whole_tensors(question: str, spec: Any, ranks: 
     def run(group: Any) -> Any:
         _, layout = make(spec, ranks)
         watched = counted(group)
-        answer = ask(Sharded(layout, watched), *(slice_tree(tree, layout, group.rank) for tree in (a, b)))
+        answer = ask(
+            Sharded(layout, watched), *(slice_tree(tree, layout, group.rank) for tree in (a, b))
+        )
         assert watched.num_calls() <= 1, "one collective for all leaves together"
         return answer
 
@@ -88,7 +99,9 @@ def test_spread_is_the_inverse_direction(spec: Any, ranks: int) -> None:
         across = Sharded(layout, group)
         pieces = slice_tree(tree, layout, group.rank)
         spread = across.spread(across.sum_dim(pieces, dim), dim)
-        made = tree_map(lambda p, s: p if s is None else p / s.expand_as(p), pieces, spread, none_is_leaf=True)
+        made = tree_map(
+            lambda p, s: p if s is None else p / s.expand_as(p), pieces, spread, none_is_leaf=True
+        )
         return all_gather_tree(made, layout, group)
 
     expected = tree_map(lambda x: x / x.sum(-1, keepdim=True) if x.dim() else x, tree)
@@ -145,7 +158,9 @@ def test_whole_leaves_at_their_owners(batched: bool, spec: Any, ranks: int) -> N
     results = run_ranks(run, ranks)
     for one, two, _ in results:
         close((one, two), (first, second))
-    assert sum(kept for _, _, kept in results) == sum(x.numel() for x in tree.values()), "state at the owners only"
+    assert sum(kept for _, _, kept in results) == sum(x.numel() for x in tree.values()), (
+        "state at the owners only"
+    )
 
 
 @drawn(spec=trees, ranks=st.integers(1, 4))
@@ -172,8 +187,13 @@ def test_the_whole_tree(spec: Any, ranks: int) -> None:
 
 @pytest.mark.parametrize("wants_params", [False, True])
 def test_a_whole_tree_is_gathered_bit_by_bit(wants_params: bool) -> None:
-    """Each rank sends its piece to the others, once for each dtype and tree; zeros keep their sign."""
-    tree = {"a": -torch.zeros(7, 3), "b": torch.randn(11, dtype=torch.float64), "c": torch.tensor([2.0, torch.nan])}
+    """Each rank sends its piece to the others, once for each dtype and tree; zeros keep their
+    sign."""
+    tree = {
+        "a": -torch.zeros(7, 3),
+        "b": torch.randn(11, dtype=torch.float64),
+        "c": torch.tensor([2.0, torch.nan]),
+    }
     seen: list[Any] = []
 
     def with_params(u: Any, s: Any, p: Any) -> Any:
@@ -194,7 +214,9 @@ def test_a_whole_tree_is_gathered_bit_by_bit(wants_params: bool) -> None:
 
     results = run_ranks(run, 3)
     trees = 1 + wants_params
-    assert [(calls, sent) for calls, sent, _ in results] == [(2, 2 * trees * held) for _, _, held in results]
+    assert [(calls, sent) for calls, sent, _ in results] == [
+        (2, 2 * trees * held) for _, _, held in results
+    ]
     assert sum(held for _, _, held in results) == sum(x.nbytes for x in tree.values())
     for whole in (one for trees in seen for one in trees):
         for name, x in whole.items():

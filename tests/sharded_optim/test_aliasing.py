@@ -1,4 +1,5 @@
-"""A pure transform may keep what it was given, or hand it on: donated storage must not change under it."""
+"""A pure transform may keep what it was given, or hand it on: donated storage must not change under
+it."""
 
 import pytest
 import torch
@@ -64,7 +65,14 @@ def hands_on_params(constructor):
     return constructor(zeros, update)
 
 
-AUTHORS = [keeps_params, keeps_updates, hands_on_updates_it_keeps, swaps_its_state, hands_on_its_state, hands_on_params]
+AUTHORS = [
+    keeps_params,
+    keeps_updates,
+    hands_on_updates_it_keeps,
+    swaps_its_state,
+    hands_on_its_state,
+    hands_on_params,
+]
 
 
 def swaps_its_state_in_place():
@@ -74,7 +82,9 @@ def swaps_its_state_in_place():
         newest, oldest = state
         return tree_map(lambda u, o: o.mul_(0.3).add_(u), updates, oldest), (updates, newest)
 
-    return optim.pointwise(two_zeros, lambda u, s, p: swaps_its_state(update_of)(u, s, p, None), in_place=in_place)
+    return optim.pointwise(
+        two_zeros, lambda u, s, p: swaps_its_state(update_of)(u, s, p, None), in_place=in_place
+    )
 
 
 def update_of(init, update):
@@ -93,20 +103,33 @@ def loss_fn(params, buffers, batch):
 
 
 def whole_tree(init, update):
-    return optim.with_whole_tree(init, lambda updates, state, params: update(updates, state, params, None))
+    return optim.with_whole_tree(
+        init, lambda updates, state, params: update(updates, state, params, None)
+    )
 
 
 CONSTRUCTORS = (optim.pointwise, optim.with_statistics, whole_tree)
 TRANSFORMS = [author(make) for author in AUTHORS for make in CONSTRUCTORS]
 
 
-@pytest.mark.parametrize(("ranks", "mask"), [(1, None), (2, None), (2, lambda path, leaf: leaf.ndim > 1)])
-@pytest.mark.parametrize("kept", [*TRANSFORMS, whole_leaf_keeps_update(), swaps_its_state_in_place()])
+@pytest.mark.parametrize(
+    ("ranks", "mask"), [(1, None), (2, None), (2, lambda path, leaf: leaf.ndim > 1)]
+)
+@pytest.mark.parametrize(
+    "kept", [*TRANSFORMS, whole_leaf_keeps_update(), swaps_its_state_in_place()]
+)
 def test_donation_does_not_change_what_a_transform_keeps(kept, ranks, mask):
     torch.manual_seed(0)
-    params = {k: torch.randn(s, dtype=torch.float64).requires_grad_() for k, s in {"a": (5, 3), "b": (4,)}.items()}
+    params = {
+        k: torch.randn(s, dtype=torch.float64).requires_grad_()
+        for k, s in {"a": (5, 3), "b": (4,)}.items()
+    }
     batches = [torch.tensor(0.1 * k, dtype=torch.float64) for k in range(4)]
-    last = (optim.ema(0.9), optim.with_statistics(zeros, pass_on), optim.scale_by_learning_rate(0.1))
+    last = (
+        optim.ema(0.9),
+        optim.with_statistics(zeros, pass_on),
+        optim.scale_by_learning_rate(0.1),
+    )
     step = train_step(loss_fn, optim.chain(kept, optim.add_decayed_weights(0.1, mask), *last))
     state = step.init(params)
     for batch in batches:
@@ -117,10 +140,19 @@ def test_donation_does_not_change_what_a_transform_keeps(kept, ranks, mask):
             sharded = shard(step, level=level, group=group, donate=True)
             own = sharded.init(params)
             for k, batch in enumerate(batches):
-                own, _ = sharded(own if k != 2 else tree_map(torch.clone, own), batch)  # each leaf by itself, once
+                own, _ = sharded(
+                    own if k != 2 else tree_map(torch.clone, own), batch
+                )  # each leaf by itself, once
             whole = sharded.gather(own)
-            for tree, expected in ((whole.params, state.params), (whole.opt_state, state.opt_state)):
-                tree_map(lambda x, y: torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14), tree, expected)
+            for tree, expected in (
+                (whole.params, state.params),
+                (whole.opt_state, state.opt_state),
+            ):
+                tree_map(
+                    lambda x, y: torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14),
+                    tree,
+                    expected,
+                )
 
     run_ranks(on_a_rank, ranks)
 
@@ -132,7 +164,8 @@ def pass_on(updates, state, params, across):
 @pytest.mark.parametrize("name", ["muon", "soap", "full_matrix_adagrad"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_owners_send_back_is_not_taken_for_a_bucket(name, seed):
-    """The received pieces once lay in a buffer that had a bucket's size, and padding there was another leaf."""
+    """The received pieces once lay in a buffer that had a bucket's size, and padding there was
+    another leaf."""
     case = models.convnet(3, 2, 2, 5, seed)
     step, params, buffers = case.step(getattr(optim, name)(0.01), weighted=True)
     batches = case.batches(2, 6, seed)

@@ -48,10 +48,14 @@ def test_momentum_follows_and_counts_do_not() -> None:
 
 
 def test_statistics_are_replicated_whatever_their_shape() -> None:
-    """Factored moments have fewer elements than any leaf, or as many by accident: names and shapes don't matter."""
+    """Factored moments have fewer elements than any leaf, or as many by accident: names and shapes
+    don't matter."""
 
     def init(params: Any, across: Any) -> Any:
-        return {"lucky": {name: torch.zeros(5) for name in params}, "moment": optree.tree_map(torch.zeros_like, params)}
+        return {
+            "lucky": {name: torch.zeros(5) for name in params},
+            "moment": optree.tree_map(torch.zeros_like, params),
+        }
 
     strange = optim.with_statistics(init, lambda u, s, p, across: (u, s))
     found = plan(strange)
@@ -71,15 +75,24 @@ def test_whole_leaf_state_is_owned() -> None:
 
 def test_masked_out_leaves_have_no_state() -> None:
     mask = {name: name == "vector" for name in PARAMS}
-    (leaf,) = [leaf for leaf in plan(optim.sgd(0.1, momentum=0.9), mask=mask).leaves if leaf.kind == "follows"]
+    (leaf,) = [
+        leaf
+        for leaf in plan(optim.sgd(0.1, momentum=0.9), mask=mask).leaves
+        if leaf.kind == "follows"
+    ]
     assert leaf.leaf == sorted(PARAMS).index("vector")
 
 
 @drawn(st.lists(st.floats(0, 100), max_size=20), st.integers(1, 6))
 def test_owners_are_balanced(costs: list[float], num_ranks: int) -> None:
     owners = assign_owners(costs, num_ranks)
-    assert owners == assign_owners(list(costs), num_ranks) and all(0 <= owner < num_ranks for owner in owners)
-    loads = [sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(num_ranks)]
+    assert owners == assign_owners(list(costs), num_ranks) and all(
+        0 <= owner < num_ranks for owner in owners
+    )
+    loads = [
+        sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank)
+        for rank in range(num_ranks)
+    ]
     assert max(loads) <= sum(costs) / num_ranks + max(costs, default=0) + 1e-9
 
 
@@ -108,7 +121,9 @@ def test_gather_and_scatter_are_inverse(name: str, level: int) -> None:
 
     def run(group: Any) -> tuple[list[Any], int]:
         step = shard(
-            train_step(loss_fn, OPTIMIZERS[name](), trainable=lambda path, leaf: True), level=level, group=group
+            train_step(loss_fn, OPTIMIZERS[name](), trainable=lambda path, leaf: True),
+            level=level,
+            group=group,
         )
         state = step.init(params)
         for x in (1.0, 2.0):
@@ -121,7 +136,9 @@ def test_gather_and_scatter_are_inverse(name: str, level: int) -> None:
         again = step.gather(back)
         for a, b in zip(optree.tree_leaves(whole), optree.tree_leaves(again), strict=True):
             assert torch.equal(a, b)
-        return optree.tree_leaves(whole), sum(x.numel() for x in optree.tree_leaves(state.opt_state))
+        return optree.tree_leaves(whole), sum(
+            x.numel() for x in optree.tree_leaves(state.opt_state)
+        )
 
     results = run_ranks(run, 3)
     for other, _ in results[1:]:
@@ -129,4 +146,6 @@ def test_gather_and_scatter_are_inverse(name: str, level: int) -> None:
     if level > 0 and name in ("sgd", "adamw"):
         elements = sum(p.numel() for p in PARAMS.values())
         per_param = {"sgd": 1, "adamw": 2}[name]
-        assert sum(held for _, held in results) <= per_param * elements + 3 * 4, "each element is held once"
+        assert sum(held for _, held in results) <= per_param * elements + 3 * 4, (
+            "each element is held once"
+        )

@@ -19,13 +19,17 @@ from tests.tiers import drawn
 
 def make(weighted, accumulate, dropout=0.0):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2))
+    model = nn.Sequential(
+        nn.Linear(3, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2)
+    )
     apply, params, buffers = fz.functionalize(model.double())
 
     def loss_fn(params, buffers, batch):
         out, buffers = apply(params, buffers, batch["x"])
         size = len(batch["x"]) if weighted else None
-        return F.mse_loss(out, batch["y"]), fz.Aux(buffers=buffers, metrics={"out": out.mean()}, weight=size)
+        return F.mse_loss(out, batch["y"]), fz.Aux(
+            buffers=buffers, metrics={"out": out.mean()}, weight=size
+        )
 
     step = fz.train_step(loss_fn, optim.adamw(1e-2), accumulate=accumulate)
     return step, params, buffers
@@ -37,7 +41,9 @@ def make_batches(size, count=3):
     return tree_map(torch.Tensor.double, draw)
 
 
-@pytest.mark.parametrize(("weighted", "accumulate", "size"), [(True, 3, 17), (False, 2, 12), (True, 4, 12)])
+@pytest.mark.parametrize(
+    ("weighted", "accumulate", "size"), [(True, 3, 17), (False, 2, 12), (True, 4, 12)]
+)
 def test_micro_batches_are_the_whole_batch(weighted, accumulate, size):
     whole, params, buffers = make(weighted, 1)
     cut, _, _ = make(weighted, accumulate)
@@ -57,7 +63,9 @@ def test_micro_batches_are_the_whole_batch(weighted, accumulate, size):
 @pytest.mark.parametrize(("weighted", "accumulate", "size"), [(True, 2, 13), (False, 3, 36)])
 def test_sharded_equals_unsharded(weighted, accumulate, size):
     step, params, buffers = make(weighted, accumulate)
-    assert_sharded_equals_unsharded(step, params, buffers, make_batches(size), levels=(0, 1, 2, 3), ranks=(1, 2, 3))
+    assert_sharded_equals_unsharded(
+        step, params, buffers, make_batches(size), levels=(0, 1, 2, 3), ranks=(1, 2, 3)
+    )
 
 
 def test_levels_0_and_1_reduce_once_and_2_and_3_in_every_micro_batch():
@@ -72,19 +80,28 @@ def test_levels_0_and_1_reduce_once_and_2_and_3_in_every_micro_batch():
             state = sharded.init(params, buffers)
             watched.reset()
             sharded(state, tree_map(lambda x: x.tensor_split(group.size)[group.rank], batch))
-            calls[level] = {kind: watched.num_calls(kind) for kind in ("all_reduce", "reduce_scatter", "all_gather")}
+            calls[level] = {
+                kind: watched.num_calls(kind)
+                for kind in ("all_reduce", "reduce_scatter", "all_gather")
+            }
         return calls
 
     units = 3
     for calls in run_ranks(on_a_rank, 2):
-        assert calls[0] == {"all_reduce": units + 1, "reduce_scatter": 0, "all_gather": 0}  # and the metrics
+        assert calls[0] == {
+            "all_reduce": units + 1,
+            "reduce_scatter": 0,
+            "all_gather": 0,
+        }  # and the metrics
         assert calls[1] == {"all_reduce": 1, "reduce_scatter": units, "all_gather": units}
         assert calls[2] == {"all_reduce": 1, "reduce_scatter": 4 * units, "all_gather": units}
         assert calls[3]["reduce_scatter"] == 4 * units
 
 
 def test_buffers_go_from_one_micro_batch_to_the_next():
-    apply, params, buffers = fz.functionalize(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double())
+    apply, params, buffers = fz.functionalize(
+        nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    )
 
     def loss_fn(params, buffers, batch):
         out, buffers = apply(params, buffers, batch)
@@ -102,9 +119,13 @@ def test_dropout_differs_between_micro_batches_and_a_step_replays_bit_for_bit():
     state = step.init(params, buffers, seed=3)
     first, metrics = step(state, twice)
     again, _ = step(state, twice)
-    tree_map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), again.params, first.params)
+    tree_map(
+        lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), again.params, first.params
+    )
     half = fz.train_step(step.loss_fn, step.optimizer)
-    assert half(state, tree_map(lambda x: x[:2], batch))[1]["loss"] != metrics["loss"], "both halves drew the same"
+    assert half(state, tree_map(lambda x: x[:2], batch))[1]["loss"] != metrics["loss"], (
+        "both halves drew the same"
+    )
 
 
 def test_wrong_counts_are_refused():
@@ -133,7 +154,8 @@ def test_a_share_of_a_third_is_not_rounded_to_the_precision_of_a_bfloat16_loss()
 
 
 def test_in_pieces_or_whole():
-    """Volumes: whole gradients are reduced once a step; params are gathered in each micro-batch all the same."""
+    """Volumes: whole gradients are reduced once a step; params are gathered in each micro-batch all
+    the same."""
     step, params, buffers = make(True, 4)
     (batch,) = make_batches(16, 1)
     size = sum(leaf.numel() for leaf in params.values()) * 8
@@ -143,7 +165,13 @@ def test_in_pieces_or_whole():
         for level in (2, 3):
             for kind in ("pieces", "whole"):
                 watched = counted(group)
-                sharded = fz.shard(step, level=level, group=watched, accumulate_in=kind, reshard_after_forward=False)
+                sharded = fz.shard(
+                    step,
+                    level=level,
+                    group=watched,
+                    accumulate_in=kind,
+                    reshard_after_forward=False,
+                )
                 state = sharded.init(params, buffers)
                 watched.reset()
                 sharded(state, tree_map(lambda x: x.tensor_split(group.size)[group.rank], batch))
@@ -155,17 +183,27 @@ def test_in_pieces_or_whole():
     for sent in run_ranks(on_a_rank, 2):
         for level, gathers in ((2, units), (3, 4 * units)):
             volume, calls = sent[level, "pieces"]
-            assert 4 <= volume < 16 and calls == {"reduce_scatter": 4 * units, "all_gather": gathers}, "padded leaves"
-            assert sent[level, "whole"] == (volume / 4, {"reduce_scatter": units, "all_gather": gathers})
+            assert 4 <= volume < 16 and calls == {
+                "reduce_scatter": 4 * units,
+                "all_gather": gathers,
+            }, "padded leaves"
+            assert sent[level, "whole"] == (
+                volume / 4,
+                {"reduce_scatter": units, "all_gather": gathers},
+            )
 
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_a_unit_that_is_entered_twice_is_reduced_once_when_whole(level):
     torch.manual_seed(0)
     apply, params, buffers = fz.functionalize(Shared().double())
-    step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(1e-2), accumulate=2)
+    step = fz.train_step(
+        lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.adamw(1e-2), accumulate=2
+    )
     x = torch.randn(12, 5, dtype=torch.float64)
-    assert_sharded_equals_unsharded(step, params, buffers, [x], levels=(level,), ranks=(3,), accumulate_in="whole")
+    assert_sharded_equals_unsharded(
+        step, params, buffers, [x], levels=(level,), ranks=(3,), accumulate_in="whole"
+    )
 
     def on_a_rank(group):
         watched = counted(group)
@@ -180,8 +218,12 @@ def test_a_unit_that_is_entered_twice_is_reduced_once_when_whole(level):
 
 def test_whole_gradients_stay_and_pieces_do_not():
     def peak(kind):
-        apply, params, _ = fz.functionalize(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).double())
-        step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1), accumulate=2)
+        apply, params, _ = fz.functionalize(
+            nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).double()
+        )
+        step = fz.train_step(
+            lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1), accumulate=2
+        )
         sharded = fz.shard(step, level=2, group=fz.CountingGroup(16), accumulate_in=kind)
         state = sharded.init(params)
         with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
@@ -193,15 +235,23 @@ def test_whole_gradients_stay_and_pieces_do_not():
 
 @drawn(data=st.data())
 def test_any_data_on_any_rank_at_any_level(data):
-    """Ranks that have run out pass an empty batch; some_rows of each rank and step are drawn, none included."""
+    """Ranks that have run out pass an empty batch; some_rows of each rank and step are drawn, none
+    included."""
     ranks, level = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     accumulate = data.draw(st.sampled_from([1, 2, 3]))
     kind = data.draw(st.sampled_from([None, "whole"] + ["pieces"] * (level > 1)))
     counts = st.sampled_from([0, 0, accumulate, accumulate + 1, 5])
-    sizes = data.draw(st.lists(st.lists(counts, min_size=ranks, max_size=ranks).filter(any), min_size=2, max_size=3))
+    sizes = data.draw(
+        st.lists(
+            st.lists(counts, min_size=ranks, max_size=ranks).filter(any), min_size=2, max_size=3
+        )
+    )
     step, params, buffers = make(True, accumulate)
     whole = [make_batches(sum(row), 1)[0] for row in sizes]
-    parts = [tree_map(lambda x, row=row: x.split(row), batch) for batch, row in zip(whole, sizes, strict=True)]
+    parts = [
+        tree_map(lambda x, row=row: x.split(row), batch)
+        for batch, row in zip(whole, sizes, strict=True)
+    ]
 
     def on_a_rank(group):
         sharded = fz.shard(step, level=level, group=group, accumulate_in=kind)
@@ -216,7 +266,9 @@ def test_any_data_on_any_rank_at_any_level(data):
         state, metrics = oracle(state, batch)
     for found, seen in run_ranks(on_a_rank, ranks):
         for path, old in params.items():
-            torch.testing.assert_close(found[path] - old, state.params[path] - old, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(
+                found[path] - old, state.params[path] - old, rtol=1e-9, atol=1e-12
+            )
         torch.testing.assert_close(seen, metrics, rtol=1e-12, atol=1e-15)
 
 
@@ -241,7 +293,9 @@ def test_an_empty_batch_on_real_processes():
     for found in fz.launch(on_a_rank, 3, start_method="fork", timeout=100):
         for params_there in found:
             for path, old in params.items():
-                torch.testing.assert_close(params_there[path] - old, state.params[path] - old, rtol=1e-9, atol=1e-13)
+                torch.testing.assert_close(
+                    params_there[path] - old, state.params[path] - old, rtol=1e-9, atol=1e-13
+                )
 
 
 def test_an_empty_batch_without_a_weight_is_refused():

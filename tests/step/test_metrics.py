@@ -1,4 +1,5 @@
-"""Norms, learning rate, clipping and skipped steps as metrics; evaluation on a running mean. Sharded = unsharded."""
+"""Norms, learning rate, clipping and skipped steps as metrics; evaluation on a running mean.
+Sharded = unsharded."""
 
 from __future__ import annotations
 
@@ -25,10 +26,16 @@ LEVELS = (0, 1, 2, 3)
 MIXED = {"": 3, "layers.0": 0, "layers.1": 1}
 NORMS = ["grad_norm", "update_norm", "param_norm"]
 BY_CASE = {
-    "clip + adamw": (lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(rate)), ["clip_factor"]),
+    "clip + adamw": (
+        lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(rate)),
+        ["clip_factor"],
+    ),
     "adamw": (lambda: optim.adamw(rate), ["learning_rate"]),
     "muon": (lambda: optim.muon(0.02), NORMS[1:]),
-    "lamb": (lambda: optim.chain(optim.clip_by_global_norm(10.0), optim.lamb(0.01)), ["clip_norm", *NORMS]),
+    "lamb": (
+        lambda: optim.chain(optim.clip_by_global_norm(10.0), optim.lamb(0.01)),
+        ["clip_norm", *NORMS],
+    ),
     "if finite": (lambda: optim.apply_if_finite(optim.sgd(rate), 3), ["skipped", "learning_rate"]),
     "masked": (lambda: optim.masked(optim.sgd(0.1), lambda path, leaf: leaf.ndim > 1), NORMS),
     "averaged": (lambda: optim.params_ema(optim.adamw(rate), 0.9), NORMS),
@@ -39,22 +46,34 @@ def rate(count: Tensor) -> Tensor:
     return 0.1 * 0.5 ** count.double()
 
 
-def step_of(case: models.Case, optimizer: Any, metrics: Sequence[str], accumulate: int = 1) -> tuple[Any, Any, Any]:
+def step_of(
+    case: models.Case, optimizer: Any, metrics: Sequence[str], accumulate: int = 1
+) -> tuple[Any, Any, Any]:
     step, params, buffers = case.step(optimizer, weighted=True)
-    return train_step(step.loss_fn, optimizer, metrics=metrics, accumulate=accumulate), params, buffers
+    return (
+        train_step(step.loss_fn, optimizer, metrics=metrics, accumulate=accumulate),
+        params,
+        buffers,
+    )
 
 
 @pytest.mark.parametrize("name", BY_CASE)
 def test_sharded_is_unsharded(name: str) -> None:
     make, metrics = BY_CASE[name]
-    case, accumulate = (models.frozen_mlp(), 2) if name in ("lamb", "averaged") else (models.mlp(), 1)
+    case, accumulate = (
+        (models.frozen_mlp(), 2) if name in ("lamb", "averaged") else (models.mlp(), 1)
+    )
     step, params, buffers = step_of(case, make(), metrics, accumulate)
-    assert_sharded_equals_unsharded(step, params, buffers, case.batches(2, 13), levels=(*LEVELS, MIXED), ranks=(3,))
+    assert_sharded_equals_unsharded(
+        step, params, buffers, case.batches(2, 13), levels=(*LEVELS, MIXED), ranks=(3,)
+    )
 
 
 def test_on_processes() -> None:
     case = models.mlp()
-    make = lambda: step_of(case, optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(rate)), NORMS)
+    make = lambda: step_of(
+        case, optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(rate)), NORMS
+    )
 
     def run(group: Any) -> Any:
         step, params, buffers = make()
@@ -75,14 +94,22 @@ def test_on_processes() -> None:
 def test_what_they_are() -> None:
     loss_fn = lambda p, b, x: (p["w"] * x).sum() + p["frozen"].sum()
     params = {"w": torch.tensor([6.0, 8.0], requires_grad=True), "frozen": torch.ones(5)}
-    optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(lambda count: 0.5 / (1 + count)))
-    step = train_step(loss_fn, optimizer, metrics=[*NORMS, "learning_rate", "clip_norm", "clip_factor"])
+    optimizer = optim.chain(
+        optim.clip_by_global_norm(1.0), optim.sgd(lambda count: 0.5 / (1 + count))
+    )
+    step = train_step(
+        loss_fn, optimizer, metrics=[*NORMS, "learning_rate", "clip_norm", "clip_factor"]
+    )
     state = step.init(params)
     seen = []
     for _ in range(2):
         state, metrics = step(state, torch.tensor([3.0, 4.0]))
-        seen.append({name: round(float(value), 5) for name, value in metrics.items() if name != "loss"})
-    first = dict(grad_norm=5, update_norm=0.5, param_norm=10, learning_rate=0.5, clip_norm=5, clip_factor=0.2)
+        seen.append(
+            {name: round(float(value), 5) for name, value in metrics.items() if name != "loss"}
+        )
+    first = dict(
+        grad_norm=5, update_norm=0.5, param_norm=10, learning_rate=0.5, clip_norm=5, clip_factor=0.2
+    )
     assert seen[0] == first
     assert seen[1] == first | {"update_norm": 0.25, "param_norm": 9.5, "learning_rate": 0.25}
 
@@ -91,12 +118,16 @@ def test_what_they_are() -> None:
 def test_an_overflow_on_one_rank_is_counted_on_all(level: int) -> None:
     def run(group: Any) -> list[float]:
         step = train_step(
-            lambda p, b, x: (p["w"] * x).sum(), optim.apply_if_finite(optim.sgd(0.1), 5), metrics=["skipped"]
+            lambda p, b, x: (p["w"] * x).sum(),
+            optim.apply_if_finite(optim.sgd(0.1), 5),
+            metrics=["skipped"],
         )
         sharded = shard(step, level=level, group=group)
         state, seen = sharded.init({"w": torch.ones(3, requires_grad=True)}), []
         for k in range(3):
-            state, metrics = sharded(state, torch.full((3,), float("inf") if (group.rank, k) == (1, 1) else 1.0))
+            state, metrics = sharded(
+                state, torch.full((3,), float("inf") if (group.rank, k) == (1, 1) else 1.0)
+            )
             seen.append(float(metrics["skipped"]))
         return seen
 
@@ -114,19 +145,26 @@ def test_all_norms_cost_one_collective(level: int) -> None:
         group.reset()
         sharded(state, case.batches(1, 12)[0])
         calls.append((group.num_calls(), group.num_calls("all_reduce")))
-    assert [c[0] - calls[0][0] for c in calls] == [0, 1, 1, 1] == [c[1] - calls[0][1] for c in calls]
+    assert (
+        [c[0] - calls[0][0] for c in calls] == [0, 1, 1, 1] == [c[1] - calls[0][1] for c in calls]
+    )
 
 
 def test_several_learning_rates_are_told_apart() -> None:
     optimizer = optim.partition(
-        {"fast": optim.sgd(0.5), "slow": optim.adamw(0.25)}, lambda path, leaf: "fast" if leaf.ndim > 1 else "slow"
+        {"fast": optim.sgd(0.5), "slow": optim.adamw(0.25)},
+        lambda path, leaf: "fast" if leaf.ndim > 1 else "slow",
     )
     step, params, buffers = step_of(case := models.mlp(), optimizer, ["learning_rate"])
     _, metrics = step(step.init(params, buffers), case.batches(1, 12)[0])
-    rates = {name: float(value) for name, value in metrics.items() if name.startswith("learning_rate.")}
+    rates = {
+        name: float(value) for name, value in metrics.items() if name.startswith("learning_rate.")
+    }
     assert sorted(rates.values()) == [0.25, 0.5] and len(rates) == 2
     assert [rates[name] for name in rates if "fast" in name] == [0.5]
-    assert_sharded_equals_unsharded(step, params, buffers, case.batches(2, 12), levels=(3,), ranks=(2,))
+    assert_sharded_equals_unsharded(
+        step, params, buffers, case.batches(2, 12), levels=(3,), ranks=(2,)
+    )
 
 
 def test_parts_of_ones_own_report() -> None:
@@ -136,15 +174,25 @@ def test_parts_of_ones_own_report() -> None:
         def report(self) -> dict[str, Tensor]:
             return {"mine": self.steps.double()}
 
-    mine = optim.pointwise(lambda params: Mine(torch.zeros(())), lambda u, s, p: (u, Mine(s.steps + 1)))
-    step, params, buffers = step_of(case := models.mlp(), optim.chain(mine, optim.sgd(0.1)), ["mine"])
+    mine = optim.pointwise(
+        lambda params: Mine(torch.zeros(())), lambda u, s, p: (u, Mine(s.steps + 1))
+    )
+    step, params, buffers = step_of(
+        case := models.mlp(), optim.chain(mine, optim.sgd(0.1)), ["mine"]
+    )
     state, metrics = step(step.init(params, buffers), case.batches(1, 12)[0])
-    assert metrics["mine"] == 1 and optim.state_metrics(state.opt_state).keys() == {"mine", "learning_rate"}
+    assert metrics["mine"] == 1 and optim.state_metrics(state.opt_state).keys() == {
+        "mine",
+        "learning_rate",
+    }
 
 
 def test_wrong_names() -> None:
     case = models.mlp()
-    for wrong, error in ((["no_norm"], "no metric 'no_norm'.*grad_norm.*learning_rate"), (["skipped"], "'skipped'")):
+    for wrong, error in (
+        (["no_norm"], "no metric 'no_norm'.*grad_norm.*learning_rate"),
+        (["skipped"], "'skipped'"),
+    ):
         step, params, buffers = step_of(case, optim.adamw(0.1), wrong)
         with pytest.raises(ValueError, match=error):
             step.init(params, buffers)
@@ -170,7 +218,10 @@ def test_wrong_names() -> None:
 MEANS = {
     "ema": (lambda: optim.params_ema(optim.adamw(0.1), 0.5), optim.ema_params),
     "schedule-free": (lambda: optim.schedule_free_adamw(0.1), optim.schedule_free_eval_params),
-    "a function": (lambda: optim.sgd(0.1), lambda opt_state, params: tree_map(lambda p: 2 * p, params)),
+    "a function": (
+        lambda: optim.sgd(0.1),
+        lambda opt_state, params: tree_map(lambda p: 2 * p, params),
+    ),
 }
 
 
@@ -183,9 +234,9 @@ def test_evaluation_on_a_mean(case: models.Case, name: str, level: Any) -> None:
     make, params_of = MEANS[name]
     step, params, buffers = case.step(make(), weighted=True)
     evaluate = eval_step(
-        lambda p, b, batch: (lambda loss, aux: Aux(metrics={"loss": loss, **aux.metrics}, weight=aux.weight))(
-            *step.loss_fn(p, b, batch)
-        ),
+        lambda p, b, batch: (
+            lambda loss, aux: Aux(metrics={"loss": loss, **aux.metrics}, weight=aux.weight)
+        )(*step.loss_fn(p, b, batch)),
         params=params_of,
     )
     batches = case.batches(3, 7)
@@ -205,15 +256,21 @@ def test_evaluation_on_a_mean(case: models.Case, name: str, level: Any) -> None:
             state, _ = sharded(state, split(batch, 3)[group.rank])
         before = [leaf.clone() for leaf in optree.tree_leaves(state)]
         metrics = on_mean(state, split(batches[0], 3)[group.rank])
-        assert all(torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state), strict=True)
+        )
         return metrics
 
     for metrics in run_ranks(run, 3):
-        torch.testing.assert_close(metrics, expected, rtol=1e-5 if "mixed" in case.name else 1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            metrics, expected, rtol=1e-5 if "mixed" in case.name else 1e-12, atol=1e-12
+        )
 
 
 def test_a_mean_of_another_structure_is_refused() -> None:
     step, params, buffers = models.mlp().step(optim.sgd(0.1))
-    evaluate = eval_step(lambda p, b, batch: {}, params=lambda opt_state, params: dict(list(params.items())[1:]))
+    evaluate = eval_step(
+        lambda p, b, batch: {}, params=lambda opt_state, params: dict(list(params.items())[1:])
+    )
     with pytest.raises(StructureError, match=r"eval_step\(params=\.\.\.\) gave"):
         evaluate(step.init(params, buffers), None)

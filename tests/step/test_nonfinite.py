@@ -1,4 +1,5 @@
-"""Numbers that are not finite: decided by all ranks together, counted; the loss scale's history is one process's."""
+"""Numbers that are not finite: decided by all ranks together, counted; the loss scale's history is
+one process's."""
 
 from __future__ import annotations
 
@@ -87,7 +88,11 @@ def test_skip(level: int, who: tuple[int, ...], kind: str) -> None:
         assert same(before, kept(state)) == bool(who) and int(state.step) == 2
         assert metrics["skipped"] == int(state.finite.skipped) == bool(who)
         state, metrics = sharded(state, batch_of())
-        assert not same(before, kept(state)) and int(state.step) == 3 and metrics["skipped"] == bool(who)
+        assert (
+            not same(before, kept(state))
+            and int(state.step) == 3
+            and metrics["skipped"] == bool(who)
+        )
         return sharded.gather(state)
 
     first, *others = run_ranks(run, 3)
@@ -96,7 +101,8 @@ def test_skip(level: int, who: tuple[int, ...], kind: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_raise(level: int) -> None:
-    """On every rank with the same words; the state, donated or not, and the group can be used again."""
+    """On every rank with the same words; the state, donated or not, and the group can be used
+    again."""
     step, params, buffers = build(nonfinite="raise")
 
     def run(group: Any) -> Any:
@@ -111,12 +117,18 @@ def test_raise(level: int) -> None:
         return str(error.value), sharded.gather(state)
 
     (told, first), *others = run_ranks(run, 3)
-    assert all(words == told for words, _ in others) and all(same(first, other) for _, other in others)
-    assert told.startswith("step 1 is not finite: the loss is nan on rank 1; the gradients of inner.layers.0.weight")
+    assert all(words == told for words, _ in others) and all(
+        same(first, other) for _, other in others
+    )
+    assert told.startswith(
+        "step 1 is not finite: the loss is nan on rank 1; the gradients of inner.layers.0.weight"
+    )
     assert "Remedy" in told
     state, _ = step(step.init(params, buffers), batch_of())
     before = copied(state)
-    with pytest.raises(NonFiniteError, match=r"step 1 .* the loss is nan on rank 0; the gradients of inner"):
+    with pytest.raises(
+        NonFiniteError, match=r"step 1 .* the loss is nan on rank 0; the gradients of inner"
+    ):
         step(state, batch_of(torch.nan))
     assert same(before, kept(state))
 
@@ -138,20 +150,29 @@ def test_pass_looks_at_nothing() -> None:
         return found
 
     found = run_ranks(run, 2)[0]
-    assert found["skip"] == found["pass"] - 1, "the decision costs no collective, and a skipped step saves the buffers'"
+    assert found["skip"] == found["pass"] - 1, (
+        "the decision costs no collective, and a skipped step saves the buffers'"
+    )
 
 
 def test_a_finite_loss_with_gradients_that_are_not() -> None:
     """The root of 0: only the gradient is infinite, and only in one leaf."""
     params = {"a": torch.zeros(5, requires_grad=True), "b": torch.ones(3, requires_grad=True)}
-    step = train_step(lambda p, b, x: p["a"].abs().sqrt().sum() + (p["b"] * x).sum(), optim.sgd(0.1), nonfinite="skip")
+    step = train_step(
+        lambda p, b, x: p["a"].abs().sqrt().sum() + (p["b"] * x).sum(),
+        optim.sgd(0.1),
+        nonfinite="skip",
+    )
 
     def run(group: Any) -> Any:
         sharded = shard(step, level=3, group=group)
         state, metrics = sharded(sharded.init(params), torch.ones(3))
         return sharded.gather(state).params["b"], metrics["skipped"]
 
-    for b, skipped in (*run_ranks(run, 2), (step(step.init(params), torch.ones(3))[0].params["b"], 1)):
+    for b, skipped in (
+        *run_ranks(run, 2),
+        (step(step.init(params), torch.ones(3))[0].params["b"], 1),
+    ):
         assert torch.equal(b, torch.ones(3)) and skipped == 1
 
 
@@ -163,7 +184,9 @@ def test_what_weighs_nothing_may_be_anything() -> None:
         return loss, fz.Aux(buffers=aux.buffers, weight=0.0 if batch["bad"].isnan().any() else 1.0)
 
     def run(group: Any) -> Any:
-        sharded = shard(train_step(weighted, optim.sgd(0.1), nonfinite="raise"), level=2, group=group)
+        sharded = shard(
+            train_step(weighted, optim.sgd(0.1), nonfinite="raise"), level=2, group=group
+        )
         state = sharded.init(params, buffers)
         return sharded(state, batch_of(torch.nan if group.rank else 0.0))[1]["loss"].isfinite()
 
@@ -174,16 +197,24 @@ def test_what_weighs_nothing_may_be_anything() -> None:
 
 
 def half_step(scale: LossScale | None, **options: Any) -> tuple[Any, Any, Any]:
-    apply, params, buffers = fz.functionalize(models.mlp().module().float(), precision=Precision(compute=F16))
+    apply, params, buffers = fz.functionalize(
+        models.mlp().module().float(), precision=Precision(compute=F16)
+    )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         output, _ = apply(params, buffers, batch["x"])
         return (output.float() - batch["y"]).square().mean() * batch.get("size", torch.ones(1))[0]
 
-    return train_step(loss_fn, optim.sgd(0.01, momentum=0.9), loss_scale=scale, **options), params, buffers
+    return (
+        train_step(loss_fn, optim.sgd(0.01, momentum=0.9), loss_scale=scale, **options),
+        params,
+        buffers,
+    )
 
 
-def history(step: Any, state: TrainState, batches: Any) -> tuple[list[tuple[float, float]], TrainState]:
+def history(
+    step: Any, state: TrainState, batches: Any
+) -> tuple[list[tuple[float, float]], TrainState]:
     found = []
     for batch in batches:
         state, metrics = step(state, batch)
@@ -192,7 +223,9 @@ def history(step: Any, state: TrainState, batches: Any) -> tuple[list[tuple[floa
 
 
 @drawn(st.sampled_from(LEVELS), st.integers(1, 4), st.integers(8, 24), st.integers(1, 3))
-def test_the_scales_history_is_one_processs(level: int, ranks: int, power: int, interval: int) -> None:
+def test_the_scales_history_is_one_processs(
+    level: int, ranks: int, power: int, interval: int
+) -> None:
     scale = LossScale(initial=2.0**power, interval=interval)
     step, params, buffers = half_step(scale)
     batches = models.mlp().batches(12, 24)
@@ -200,7 +233,9 @@ def test_the_scales_history_is_one_processs(level: int, ranks: int, power: int, 
 
     def run(group: Any) -> Any:
         sharded = shard(step, level=level, group=group)
-        parts = [{k: x.chunk(group.size)[group.rank] for k, x in batch.items()} for batch in batches]
+        parts = [
+            {k: x.chunk(group.size)[group.rank] for k, x in batch.items()} for batch in batches
+        ]
         found, state = history(sharded, sharded.init(params, buffers), parts)
         return found, sharded.gather(state)
 
@@ -209,12 +244,15 @@ def test_the_scales_history_is_one_processs(level: int, ranks: int, power: int, 
         assert same(state.finite, end.finite)
         for path, leaf in state.params.items():
             update = end.params[path] - params[path]
-            assert update.any() and (leaf - end.params[path]).abs().max() <= 0.02 * update.abs().max()
+            assert (
+                update.any() and (leaf - end.params[path]).abs().max() <= 0.02 * update.abs().max()
+            )
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_scale_with_weights(level: int) -> None:
-    """Of which one is 0, as of a rank that has run out of data, and one a thousand times another."""
+    """Of which one is 0, as of a rank that has run out of data, and one a thousand times
+    another."""
     plain, params, buffers = half_step(None)
     weigh = lambda p, b, x: (plain.loss_fn(p, b, x), fz.Aux(weight=x["weight"]))
     step = train_step(weigh, optim.sgd(0.01), loss_scale=LossScale(initial=2.0**8))
@@ -229,7 +267,9 @@ def test_a_scale_with_weights(level: int) -> None:
         return sharded.gather(state).params
 
     for found in run_ranks(run, 3):
-        assert all((found[path] != leaf).any() for path, leaf in params.items()) and all_finite(found.values())
+        assert all((found[path] != leaf).any() for path, leaf in params.items()) and all_finite(
+            found.values()
+        )
 
 
 def test_the_scale_grows_falls_and_stops() -> None:
@@ -240,8 +280,17 @@ def test_the_scale_grows_falls_and_stops() -> None:
         assert isinstance(state, Finite)
         found.append((float(state.scale), int(state.good_steps), int(state.skipped)))
     assert found == [
-        (8, 1, 0), (16, 0, 0), (16, 1, 0), (8, 0, 1), (8, 1, 1), (4, 0, 2), (2, 0, 3), (2, 0, 4), (2, 1, 4), (4, 0, 4),
-    ]  # fmt: skip
+        (8, 1, 0),
+        (16, 0, 0),
+        (16, 1, 0),
+        (8, 0, 1),
+        (8, 1, 1),
+        (4, 0, 2),
+        (2, 0, 3),
+        (2, 0, 4),
+        (2, 1, 4),
+        (4, 0, 4),
+    ]
 
 
 def test_as_torchs_scaler() -> None:
@@ -270,7 +319,9 @@ def test_gradients_that_float16_loses_without_a_scale() -> None:
     assert arrived == {False: False, True: True}
 
 
-LOST = Equality("approximate", 2.0**-9, "the seed 1/3 rounds float16's gradients differently, by 2^-11 each")
+LOST = Equality(
+    "approximate", 2.0**-9, "the seed 1/3 rounds float16's gradients differently, by 2^-11 each"
+)
 
 
 @pytest.mark.parametrize("level", [1, 3])
@@ -298,15 +349,20 @@ def test_overflow_on_one_process() -> None:
                 found.append((level, metrics["loss_scale"].item(), metrics["skipped"].item()))
         return found, sharded.gather(state)
 
-    (first, state), (second, other) = launch(lambda: run(ProcessGroup()), 2, start_method="fork", timeout=100)
+    (first, state), (second, other) = launch(
+        lambda: run(ProcessGroup()), 2, start_method="fork", timeout=100
+    )
     expected = [(2.0**12, 0.0), (2.0**11, 1.0), (2.0**11, 1.0)]
     assert first == second == [(level, *row) for level in LEVELS for row in expected]
     assert same(state, other)
 
 
-@pytest.mark.parametrize(("before", "after"), [((3, 3), (3, 3)), ((3, 3), (1, 2)), ((None, 1), (3, 2))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((3, 3), (3, 3)), ((3, 3), (1, 2)), ((None, 1), (3, 2))]
+)
 def test_the_scale_is_in_checkpoints(tmp_path: Path, before: Any, after: Any) -> None:
-    """A run that stops and goes on, at another level and number of ranks too, has the history of one that doesn't."""
+    """A run that stops and goes on, at another level and number of ranks too, has the history of
+    one that doesn't."""
     batches = models.mlp().batches(8, 12)
     step, params, buffers = half_step(LossScale(initial=2.0**22, interval=2))
     expected, _ = history(step, step.init(params, buffers), batches)
@@ -316,7 +372,10 @@ def test_the_scale_is_in_checkpoints(tmp_path: Path, before: Any, after: Any) ->
         state = here.init(params, buffers)
         if first:
             state = checkpoint.load(tmp_path, here, like=state).state
-        mine = [{k: x.chunk(group.size)[group.rank] for k, x in batch.items()} for batch in batches[first:last]]
+        mine = [
+            {k: x.chunk(group.size)[group.rank] for k, x in batch.items()}
+            for batch in batches[first:last]
+        ]
         found, state = history(here, state, mine)
         checkpoint.save(tmp_path, here, state)
         return found, state
@@ -333,12 +392,20 @@ def test_the_scale_is_in_checkpoints(tmp_path: Path, before: Any, after: Any) ->
 def test_wrong_options_are_refused() -> None:
     loss_fn = lambda p, b, x: p["w"].sum()
     for how in ("raise", "pass"):
-        with pytest.raises(ValueError, match=rf"loss_scale and nonfinite='{how}' exclude each other.*Remedy"):
+        with pytest.raises(
+            ValueError, match=rf"loss_scale and nonfinite='{how}' exclude each other.*Remedy"
+        ):
             train_step(loss_fn, optim.sgd(0.1), nonfinite=how, loss_scale=LossScale())
     with pytest.raises(ValueError, match="nonfinite must be one of"):
         train_step(loss_fn, optim.sgd(0.1), nonfinite="ignore")  # type: ignore[arg-type]
-    for wrong in ({"initial": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}, {"initial": torch.inf},
-                  {"minimum": 2.0**17}):  # fmt: skip
+    for wrong in (
+        {"initial": 0.0},
+        {"growth": 0.5},
+        {"backoff": 1.0},
+        {"interval": 0},
+        {"initial": torch.inf},
+        {"minimum": 2.0**17},
+    ):
         with pytest.raises(ValueError, match="expected"):
             LossScale(**wrong)
 

@@ -53,13 +53,22 @@ def test_a_step_is_pure(name: str) -> None:
     step = train_step(loss_fn, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.1)))
     state = step.init(params, buffers)
     (batch,) = case.batches(1, 8)
-    before = fingerprint((params, buffers, state.params, state.buffers, state.opt_state, state.step, batch))
+    before = fingerprint(
+        (params, buffers, state.params, state.buffers, state.opt_state, state.step, batch)
+    )
     first, metrics = step(state, batch)
     again, _ = step(state, batch)
-    assert unchanged(before, (params, buffers, state.params, state.buffers, state.opt_state, state.step, batch))
-    assert all(torch.equal(a, b) for a, b in zip(optree.tree_leaves(first), optree.tree_leaves(again), strict=True))
+    assert unchanged(
+        before, (params, buffers, state.params, state.buffers, state.opt_state, state.step, batch)
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(optree.tree_leaves(first), optree.tree_leaves(again), strict=True)
+    )
     assert not metrics["loss"].requires_grad
-    assert all(p.is_leaf and p.requires_grad and p.grad is None for p in optree.tree_leaves(first.params))
+    assert all(
+        p.is_leaf and p.requires_grad and p.grad is None for p in optree.tree_leaves(first.params)
+    )
 
 
 def test_init_copies() -> None:
@@ -74,7 +83,9 @@ def test_the_same_as_torch() -> None:
     """Plain torch.optim on the module itself."""
     model = MLP().double()
     apply, params, buffers = functionalize(model)
-    step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1, momentum=0.9))
+    step = train_step(
+        lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1, momentum=0.9)
+    )
     batches = [torch.randn(4, 7).double() for _ in range(3)]
     run = train(step, params, buffers, batches)
     theirs = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -104,11 +115,15 @@ def test_frozen_leaves_stay_and_have_no_state() -> None:
 def test_trainable_as_a_tree() -> None:
     params = {"a": torch.ones(2), "b": [torch.ones(3)]}
     mask = {"a": False, "b": [True]}
-    step = train_step(lambda p, b, x: p["a"].sum() + p["b"][0].sum(), optim.sgd(1.0), trainable=mask)
+    step = train_step(
+        lambda p, b, x: p["a"].sum() + p["b"][0].sum(), optim.sgd(1.0), trainable=mask
+    )
     state, _ = step(step.init(params), None)
     assert state.params["a"].tolist() == [1, 1] and state.params["b"][0].tolist() == [0, 0, 0]
     with pytest.raises(StructureError, match=r"the mask.*path b\.0"):
-        train_step(lambda p, b, x: p["a"].sum(), optim.sgd(1.0), trainable={"a": False}).init(params)
+        train_step(lambda p, b, x: p["a"].sum(), optim.sgd(1.0), trainable={"a": False}).init(
+            params
+        )
 
 
 def loss_of(result: Any) -> Any:
@@ -118,14 +133,30 @@ def loss_of(result: Any) -> Any:
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
-        (lambda p: p["w"] * 2, StructureError, r"not a scalar: expected shape \(\), got shape \(3,\).*Remedy"),
+        (
+            lambda p: p["w"] * 2,
+            StructureError,
+            r"not a scalar: expected shape \(\), got shape \(3,\).*Remedy",
+        ),
         (lambda p: p["w"].sum(0, keepdim=True), StructureError, r"got shape \(1,\)"),
         (lambda p: 1.0, StructureError, "got float"),
         (lambda p: torch.tensor(1, dtype=torch.int64), StructureError, "int64"),
-        (lambda p: p["w"].detach().sum(), StructureError, "does not depend on any trained leaf.*Remedy"),
+        (
+            lambda p: p["w"].detach().sum(),
+            StructureError,
+            "does not depend on any trained leaf.*Remedy",
+        ),
         (lambda p: (p["w"].sum(), {"accuracy": 1}), TypeError, r"Aux\(\.\.\.\)"),
-        (lambda p: (p["w"].sum(), Aux(buffers={"new": torch.ones(1)})), StructureError, r"Aux\.buffers.*path new"),
-        (lambda p: (p["w"].sum(), Aux(metrics={"m": torch.ones(2)})), StructureError, r"0-d tensor, got shape \(2,\)"),
+        (
+            lambda p: (p["w"].sum(), Aux(buffers={"new": torch.ones(1)})),
+            StructureError,
+            r"Aux\.buffers.*path new",
+        ),
+        (
+            lambda p: (p["w"].sum(), Aux(metrics={"m": torch.ones(2)})),
+            StructureError,
+            r"0-d tensor, got shape \(2,\)",
+        ),
     ],
 )
 def test_what_a_loss_must_return(result: Any, error: type[Exception], message: str) -> None:
@@ -135,7 +166,9 @@ def test_what_a_loss_must_return(result: Any, error: type[Exception], message: s
         step(state, None)
     if error is StructureError and "Aux" not in message and "0-d" not in message:
         with pytest.raises(error, match=r"on rank \d\. Remedy"):
-            run_ranks(lambda group: shard(step, level=3, group=group)(init_on(group, step), None), 2)
+            run_ranks(
+                lambda group: shard(step, level=3, group=group)(init_on(group, step), None), 2
+            )
 
 
 def init_on(group: Any, step: Any) -> TrainState:
@@ -181,7 +214,9 @@ def test_dropout_is_a_function_of_seed_and_step(seed: int) -> None:
     first, one = step(state, x)
     torch.manual_seed(2)
     again, two = step(state, x)
-    assert torch.equal(first.params["w"], again.params["w"]) and torch.equal(one["loss"], two["loss"])
+    assert torch.equal(first.params["w"], again.params["w"]) and torch.equal(
+        one["loss"], two["loss"]
+    )
     _, later = step(first, x)
     _, unmoved = step(first._replace(params=state.params), x)
     assert not torch.equal(unmoved["loss"], one["loss"]), "the next step draws other numbers"
@@ -221,7 +256,9 @@ def test_eval_step() -> None:
     before = fingerprint(state)
     metrics = eval_step(fn)(state, None)
     assert unchanged(before, state)
-    assert set(metrics) == {"size", "number"} and all(m.dim() == 0 and not m.requires_grad for m in metrics.values())
+    assert set(metrics) == {"size", "number"} and all(
+        m.dim() == 0 and not m.requires_grad for m in metrics.values()
+    )
     weighted = eval_step(lambda p, b, x: Aux(metrics={"a": 1}, weight=3))(state, None)
     assert float(weighted["a"]) == 1
     with pytest.raises(TypeError, match="metrics by name"):
@@ -272,11 +309,20 @@ def test_what_is_no_state_weight_or_metric_is_refused() -> None:
     )
     with pytest.raises(TypeError, match=r"takes .state, batch., and .*got a dict"):
         step(params, step.init(params))
-    for weight, text in ((-1, ">= 0"), (float("nan"), ">= 0"), (torch.tensor(-1.0), ">= 0"), ("3", "got str")):
-        weighted = train_step(lambda p, b, x, w=weight: ((p["w"] - x).sum(), Aux(weight=w)), optim.sgd(0.1))
+    for weight, text in (
+        (-1, ">= 0"),
+        (float("nan"), ">= 0"),
+        (torch.tensor(-1.0), ">= 0"),
+        ("3", "got str"),
+    ):
+        weighted = train_step(
+            lambda p, b, x, w=weight: ((p["w"] - x).sum(), Aux(weight=w)), optim.sgd(0.1)
+        )
         with pytest.raises((StructureError, TypeError), match=text):
             weighted(weighted.init(params), torch.ones(3))
-    named = train_step(lambda p, b, x: ((p["w"] - x).sum(), Aux(metrics={"loss": 1.0})), optim.sgd(0.1))
+    named = train_step(
+        lambda p, b, x: ((p["w"] - x).sum(), Aux(metrics={"loss": 1.0})), optim.sgd(0.1)
+    )
     with pytest.raises(StructureError, match='called "loss"'):
         named(named.init(params), torch.ones(3))
 
@@ -285,5 +331,8 @@ def test_a_loss_of_other_tensors_is_refused() -> None:
     """Of the module's own parameters, say: nothing would be trained."""
     own = torch.ones(3, requires_grad=True)
     step = train_step(lambda p, b, x: (own * x).sum(), optim.adamw(0.1))
-    with pytest.raises(StructureError, match=r"does not depend on any trained leaf.*with `apply` and not the module"):
+    with pytest.raises(
+        StructureError,
+        match=r"does not depend on any trained leaf.*with `apply` and not the module",
+    ):
         step(step.init({"w": torch.ones(3, requires_grad=True)}), torch.ones(3))

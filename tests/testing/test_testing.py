@@ -1,4 +1,5 @@
-"""Every checker of `functorch_zero.testing` passes what is right and fails what is wrong, saying what and where."""
+"""Every checker of `functorch_zero.testing` passes what is right and fails what is wrong, saying
+what and where."""
 
 from __future__ import annotations
 
@@ -48,14 +49,19 @@ F64 = torch.float64
 
 
 def params() -> dict[str, Any]:
-    return {"a": torch.tensor([1.0, 2.0, 3.0], dtype=F64), "b": {"c": torch.tensor(4.0, dtype=F64), "none": None}}
+    return {
+        "a": torch.tensor([1.0, 2.0, 3.0], dtype=F64),
+        "b": {"c": torch.tensor(4.0, dtype=F64), "none": None},
+    }
 
 
 def moved(by: float = 0.1) -> dict[str, Any]:
     return tree_map(lambda p: p + by, params())
 
 
-@pytest.mark.parametrize("grade", ["bitwise", "reordered", Equality("approximate", 0.01, "for this test")])
+@pytest.mark.parametrize(
+    "grade", ["bitwise", "reordered", Equality("approximate", 0.01, "for this test")]
+)
 def test_equal_updates_pass(grade: Any) -> None:
     assert_equal_updates(params(), moved(), moved(), grade=grade)
 
@@ -67,7 +73,13 @@ def test_the_first_difference_is_named() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_equal_updates(params(), moved(), got, context={"step": 2, "level": 3, "ranks": 4})
     message = str(caught.value)
-    for part in ("at step 2, level 3, ranks 4", "leaf a[1]", "0.001 apart", "and 1 more leaves: b.c", "reordered"):
+    for part in (
+        "at step 2, level 3, ranks 4",
+        "leaf a[1]",
+        "0.001 apart",
+        "and 1 more leaves: b.c",
+        "reordered",
+    ):
         assert part in message
 
 
@@ -90,11 +102,18 @@ def test_bitwise_sees_the_last_bit_and_the_sign_of_zero() -> None:
 
 
 def test_approximate_needs_a_bound_and_a_reason() -> None:
-    for arguments in (("approximate",), ("approximate", 0.1), ("bitwise", 0.1, "because"), ("equal",)):
+    for arguments in (
+        ("approximate",),
+        ("approximate", 0.1),
+        ("bitwise", 0.1, "because"),
+        ("equal",),
+    ):
         with pytest.raises(ValueError, match="grade"):
             Equality(*arguments)
     with pytest.raises(AssertionError, match="approximate"):
-        assert_equal_updates(params(), moved(0.1), moved(0.2), grade=Equality("approximate", 0.5, "a test"))
+        assert_equal_updates(
+            params(), moved(0.1), moved(0.2), grade=Equality("approximate", 0.5, "a test")
+        )
 
 
 def test_reordered_is_not_for_half_precision() -> None:
@@ -111,7 +130,11 @@ def test_the_coarsest_dtype_of_a_tree_counts() -> None:
 
 @pytest.mark.parametrize(
     ("expected", "story"),
-    [(torch.zeros(2), "is zero"), (torch.tensor([1.0, math.nan]), "not finite"), (torch.full((2,), 1e-45), "lost in")],
+    [
+        (torch.zeros(2), "is zero"),
+        (torch.tensor([1.0, math.nan]), "not finite"),
+        (torch.full((2,), 1e-45), "lost in"),
+    ],
 )
 def test_an_expected_update_that_proves_nothing_is_refused(expected: Tensor, story: str) -> None:
     old = torch.zeros(2) if story != "lost in" else torch.ones(2)
@@ -166,14 +189,19 @@ def linear_step(optimizer: Transform) -> Any:
         return error, Aux(metrics={"error": error.detach()})
 
     g = torch.Generator().manual_seed(0)
-    start = {"w": torch.randn(5, 3, generator=g, dtype=F64).requires_grad_(), "b": torch.zeros(3, dtype=F64)}
+    start = {
+        "w": torch.randn(5, 3, generator=g, dtype=F64).requires_grad_(),
+        "b": torch.zeros(3, dtype=F64),
+    }
     rows = [torch.randn(6, 8, generator=g, dtype=F64) for _ in range(2)]
     return train_step(loss_fn, optimizer), start, {}, [{"x": r[:, :5], "y": r[:, 5:]} for r in rows]
 
 
 def test_a_right_step_passes() -> None:
     assert_sharded_equals_unsharded(*linear_step(optim.adamw(0.01)))
-    assert_sharded_equals_unsharded(*linear_step(optim.sgd(0.1)), levels=("fsdp",), ranks=(6,), donate=False)
+    assert_sharded_equals_unsharded(
+        *linear_step(optim.sgd(0.1)), levels=("fsdp",), ranks=(6,), donate=False
+    )
 
 
 def break_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -194,11 +222,25 @@ def perturbed(tree: Any, by: float = 1e-3) -> Any:
 @pytest.mark.parametrize(
     ("change", "story"),
     [
-        (lambda s, rank: s._replace(params=perturbed({"w": s.params["w"]}) | {"b": s.params["b"]}), r"updates.*leaf w"),
-        (lambda s, rank: s._replace(params={**s.params, "b": s.params["b"] + 1e-9}), r"updates.*leaf b"),
-        (lambda s, rank: s._replace(opt_state=perturbed(s.opt_state, 1e-9)), r"opt_state.*leaf .*mu.w"),
+        (
+            lambda s, rank: s._replace(
+                params=perturbed({"w": s.params["w"]}) | {"b": s.params["b"]}
+            ),
+            r"updates.*leaf w",
+        ),
+        (
+            lambda s, rank: s._replace(params={**s.params, "b": s.params["b"] + 1e-9}),
+            r"updates.*leaf b",
+        ),
+        (
+            lambda s, rank: s._replace(opt_state=perturbed(s.opt_state, 1e-9)),
+            r"opt_state.*leaf .*mu.w",
+        ),
         (lambda s, rank: s._replace(step=s.step + 1, opt_state=s.opt_state), "counters"),
-        (lambda s, rank: s._replace(params=perturbed(s.params, rank * 1e-16)), "rank 0's results and this rank's"),
+        (
+            lambda s, rank: s._replace(params=perturbed(s.params, rank * 1e-16)),
+            "rank 0's results and this rank's",
+        ),
     ],
 )
 def test_a_wrong_step_fails(monkeypatch: pytest.MonkeyPatch, change: Any, story: str) -> None:
@@ -217,7 +259,9 @@ def test_wrong_metrics_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         return state, {**metrics, "error": metrics["error"] * (1 + 1e-9)}
 
     monkeypatch.setattr(ShardedTrainStep, "__call__", wrong)
-    with pytest.raises(AssertionError, match=r"metrics differ at step 0, level 1, ranks 2: leaf error"):
+    with pytest.raises(
+        AssertionError, match=r"metrics differ at step 0, level 1, ranks 2: leaf error"
+    ):
         assert_sharded_equals_unsharded(*linear_step(optim.sgd(0.1)), levels=(1,), ranks=(2,))
 
 
@@ -228,7 +272,9 @@ def test_an_optimizer_that_does_nothing_proves_nothing() -> None:
 
 def test_a_sum_for_a_loss_fails_with_a_hint() -> None:
     step, start, _, batches = linear_step(optim.sgd(0.01))
-    summed = train_step(lambda p, b, batch: step.loss_fn(p, b, batch)[0] * len(batch["x"]), optim.sgd(0.01))
+    summed = train_step(
+        lambda p, b, batch: step.loss_fn(p, b, batch)[0] * len(batch["x"]), optim.sgd(0.01)
+    )
     with pytest.raises(AssertionError, match="updates differ") as caught:
         assert_sharded_equals_unsharded(summed, start, {}, batches, ranks=(2,))
     assert any("per_rank=True" in note for note in caught.value.__notes__)
@@ -246,7 +292,9 @@ def test_unequal_parts_need_a_weight() -> None:
     def weighted(params: Any, buffers: Any, batch: Any) -> Any:
         return step.loss_fn(params, buffers, batch)[0], Aux(weight=len(batch["x"]))
 
-    assert_sharded_equals_unsharded(train_step(weighted, optim.adam(0.01)), start, buffers, batches, ranks=(4,))
+    assert_sharded_equals_unsharded(
+        train_step(weighted, optim.adam(0.01)), start, buffers, batches, ranks=(4,)
+    )
 
 
 def test_dropout_is_compared_per_rank() -> None:
@@ -254,7 +302,9 @@ def test_dropout_is_compared_per_rank() -> None:
         return torch.nn.functional.dropout(batch["x"] @ params["w"], 0.5).square().mean()
 
     _, start, _, batches = linear_step(optim.sgd(0.1))
-    assert_sharded_equals_unsharded(train_step(loss_fn, optim.sgd(0.1)), start, {}, batches, per_rank=True)
+    assert_sharded_equals_unsharded(
+        train_step(loss_fn, optim.sgd(0.1)), start, {}, batches, per_rank=True
+    )
 
 
 @pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
@@ -283,9 +333,13 @@ def amplifying() -> Transform:
 
     def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
         squares = tree_map(torch.square, updates)
-        lost = tree_map(lambda norm, total: norm.square() - total, across.norm(updates), across.sum(squares))
+        lost = tree_map(
+            lambda norm, total: norm.square() - total, across.norm(updates), across.sum(squares)
+        )
         third = across.sum(tree_map(lambda u: u / 3, updates))
-        more = tree_map(lambda a, b, c: 1 + 1e12 * (a + b * 3 - c), lost, third, across.sum(updates))
+        more = tree_map(
+            lambda a, b, c: 1 + 1e12 * (a + b * 3 - c), lost, third, across.sum(updates)
+        )
         return tree_map(lambda u, m: -0.1 * u * m, updates, more), state
 
     return with_statistics(init_empty, update)
@@ -302,7 +356,9 @@ def test_round_off_is_told_from_a_defect() -> None:
 def test_allowing_round_off_allows_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     break_steps(monkeypatch, lambda s, rank: s._replace(params=perturbed(s.params, 1e-9)))
     with pytest.raises(AssertionError, match="updates differ"):
-        assert_sharded_equals_unsharded(*linear_step(optim.adam(0.01)), levels=(2,), ranks=(2,), allow_round_off=True)
+        assert_sharded_equals_unsharded(
+            *linear_step(optim.adam(0.01)), levels=(2,), ranks=(2,), allow_round_off=True
+        )
 
 
 # Transforms: the operators are in test_check.py, here are the numbers
@@ -316,7 +372,10 @@ def test_a_decision_by_local_size_is_refused() -> None:
     def eight_bit_if_large(u: Tensor) -> Tensor:
         return (u * 127).round() / 127 if u.numel() >= 4096 else u
 
-    with pytest.raises(TransformError, match=r"by_leaf.*not pointwise.*elements \d+ to \d+ alone.*leaf large\.weight"):
+    with pytest.raises(
+        TransformError,
+        match=r"by_leaf.*not pointwise.*elements \d+ to \d+ alone.*leaf large\.weight",
+    ):
         check_transform(by_leaf(eight_bit_if_large), seeds=(0,))
 
 
@@ -350,19 +409,29 @@ def test_a_random_number_per_position_in_a_whole_leaf_function_is_refused() -> N
         ("a matrix product", lambda u: u @ u, "aten.dot"),
         ("random numbers", lambda u: u + torch.rand(u.shape), "aten.rand"),
         ("a change in place", lambda u: u.mul_(2), "aten.mul_"),
-        ("a host read", lambda u: u if u.numel() and float(u.reshape(-1)[0]) > 0 else -u, "_local_scalar_dense"),
+        (
+            "a host read",
+            lambda u: u if u.numel() and float(u.reshape(-1)[0]) > 0 else -u,
+            "_local_scalar_dense",
+        ),
     ],
 )
-def test_mistagged_transforms_are_refused_by_their_operators(name: str, fn: Any, story: str) -> None:
+def test_mistagged_transforms_are_refused_by_their_operators(
+    name: str, fn: Any, story: str
+) -> None:
     with pytest.raises(TransformError, match=story.replace(".", r"\.")):
         check_transform(by_leaf(fn), seeds=(0,))
 
 
 def test_a_statistics_transform_that_decides_by_local_size_is_refused() -> None:
     def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
-        return tree_map(lambda u, n: u / (n if u.numel() > 20 else 1), updates, across.norm(updates)), state
+        return tree_map(
+            lambda u, n: u / (n if u.numel() > 20 else 1), updates, across.norm(updates)
+        ), state
 
-    with pytest.raises(TransformError, match=r"other updates on ranks than unsharded.*step 0, ranks 2"):
+    with pytest.raises(
+        TransformError, match=r"other updates on ranks than unsharded.*step 0, ranks 2"
+    ):
         check_transform(with_statistics(init_empty, update), seeds=(0,))
 
 
@@ -395,7 +464,9 @@ def test_batched_whole_leaf_functions_must_not_mix_the_batch() -> None:
 
 def test_whole_leaf_updates_must_keep_their_shape() -> None:
     with pytest.raises(TransformError, match="makes an update of shape"):
-        check_transform(with_whole_leaves(lambda param: (), lambda u, s: (u.reshape(-1), s)), seeds=(0,))
+        check_transform(
+            with_whole_leaves(lambda param: (), lambda u, s: (u.reshape(-1), s)), seeds=(0,)
+        )
 
 
 def test_whole_trees_may_be_used_as_one_likes() -> None:
@@ -424,7 +495,9 @@ def test_transforms_of_one_tree_are_checked_on_it() -> None:
     assert any("params=" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("name", ["sgd, momentum", "adamw", "lion", "clip + lamb", "adafactor", "muon", "lbfgs"])
+@pytest.mark.parametrize(
+    "name", ["sgd, momentum", "adamw", "lion", "clip + lamb", "adafactor", "muon", "lbfgs"]
+)
 def test_right_transforms_pass(name: str) -> None:
     check_transform(strategies.known_optimizers()[name].make(), seeds=(0,), steps=2, ranks=(3,))
 
@@ -482,11 +555,18 @@ def test_used_leaves_have_gradients(data: st.DataObject) -> None:
 @drawn(st.data())
 def test_drawn_steps_are_equal_on_ranks(data: st.DataObject) -> None:
     case, ranks = data.draw(strategies.modules()), data.draw(strategies.world_sizes())
-    optimizer = data.draw(strategies.optimizers(["sgd, momentum", "adamw", "clip + lamb", "adafactor"]))
+    optimizer = data.draw(
+        strategies.optimizers(["sgd, momentum", "adamw", "clip + lamb", "adafactor"])
+    )
     level, weighted = data.draw(st.integers(0, 3)), data.draw(st.booleans())
     drawn = data.draw(strategies.batches(case, ranks, weighted=weighted, max_steps=2))
     step, params, buffers = case.step(optimizer.make(), weighted=weighted)
-    options = {"levels": (level,), "ranks": (ranks,), "per_rank": case.per_rank, "unused": case.unused}
+    options = {
+        "levels": (level,),
+        "ranks": (ranks,),
+        "per_rank": case.per_rank,
+        "unused": case.unused,
+    }
     assert_sharded_equals_unsharded(step, params, buffers, drawn, **options)  # type: ignore[arg-type]
 
 
@@ -520,4 +600,6 @@ def test_a_loss_that_depends_on_the_order_of_rows_is_no_round_off():
     params = {"w": torch.randn(3, dtype=torch.float64).requires_grad_()}
     batches = [torch.randn(8, 3, dtype=torch.float64)]
     with pytest.raises(AssertionError):
-        assert_sharded_equals_unsharded(step, params, {}, batches, levels=(3,), ranks=(2,), allow_round_off=True)
+        assert_sharded_equals_unsharded(
+            step, params, {}, batches, levels=(3,), ranks=(2,), allow_round_off=True
+        )

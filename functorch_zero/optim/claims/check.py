@@ -1,7 +1,9 @@
-"""Whether a transform does what its `needs` says, seen from the operators it runs. Milliseconds, without communication.
+"""Whether a transform does what its `needs` says, seen from the operators it runs. Milliseconds,
+without communication.
 
-On shards a transform's update runs on 1-D pieces, so whatever it does to them itself, outside what it asks of `across`,
-must be elementwise. `check_claims` runs it once on a made-up rank that holds a few elements of each leaf, and watches.
+On shards a transform's update runs on 1-D pieces, so whatever it does to them itself, outside what
+it asks of `across`, must be elementwise. `check_claims` runs it once on a made-up rank that holds a
+few elements of each leaf, and watches.
 """
 
 from __future__ import annotations
@@ -38,12 +40,16 @@ from .operators import Watch
 
 NUM_STEPS = 2  # the first step and another: some updates treat the first one differently
 NUM_HERE = 3  # elements of each leaf that the made-up rank holds
-_LONG = 2**40  # no real tensor is that long: a 1-D meta tensor of this length plus n stands for the n-th param
+_LONG = (
+    2**40
+)  # no real tensor is that long: a 1-D meta tensor of this length plus n stands for the n-th param
 
 
 def name_of(transform: Transform) -> str:
     """The qualified names of the author's functions; of a chain or wrapper, those of its parts."""
-    own = [f"{s.__module__}.{s.__qualname__}" for s in transform.source if hasattr(s, "__qualname__")]
+    own = [
+        f"{s.__module__}.{s.__qualname__}" for s in transform.source if hasattr(s, "__qualname__")
+    ]
     parts = [name_of(part) for part in transform.parts]
     return " + ".join(parts) or (own[1] if len(own) > 1 else own[0] if own else "a transform")
 
@@ -57,24 +63,29 @@ def simple_parts(transform: Transform) -> Iterator[Transform]:
 
 
 def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> None:
-    """Raise `TransformError` if the transform's updates do to a piece what only whole tensors allow.
+    """Raise `TransformError` if the transform's updates do to a piece what only whole tensors
+    allow.
 
     Args:
         transform: any; chains and wrappers are checked through their parts.
-        params: the tree it is meant for (whole or in pieces or on the meta device: only structure, shapes and dtypes
-            are read). With it the transform is run as a whole on a few elements of each leaf, wrappers, masks and
-            labels included. Without it the parts are run one by one on a small tree, and those are left out that
-            belong to one structure (they have neither parts nor an author's functions, such as `scale_by_label`).
+        params: the tree it is meant for (whole or in pieces or on the meta device: only structure,
+            shapes and dtypes are read). With it the transform is run as a whole on a few elements
+            of each leaf, wrappers, masks and labels included. Without it the parts are run one by
+            one on a small tree, and those are left out that belong to one structure (they have
+            neither parts nor an author's functions, such as `scale_by_label`).
 
-    Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative sums, matrix
-    products), random ones, values read on the host, and changes in place of what was given; and an `in_place` that is
-    not `update` to the bit. Nothing is communicated.
+    Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative
+        sums, matrix
+    products), random ones, values read on the host, and changes in place of what was given; and an
+    `in_place` that is not `update` to the bit. Nothing is communicated.
     `testing.check_transform` checks the numbers too.
 
     >>> from functorch_zero import optim
     >>> check_claims(optim.adamw(1e-3))
-    >>> hidden_mean = lambda updates, state, params: (tree_map(lambda u: u - u.mean(), updates), state)
-    >>> check_claims(optim.pointwise(lambda params: (), hidden_mean))  # doctest: +IGNORE_EXCEPTION_DETAIL
+    >>> def centre(updates, state, params):
+    ...     return tree_map(lambda u: u - u.mean(), updates), state
+    >>> lie = optim.pointwise(lambda params: (), centre)
+    >>> check_claims(lie)  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
     functorch_zero.errors.TransformError: ... runs aten.mean.default ...
     """
@@ -98,12 +109,15 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
 def _alone(part: Pointwise) -> Transform:
     """A pointwise author's functions as they are."""
     return Transform(
-        lambda params, across: part.init(params), lambda u, s, p, across: part.update(u, s, p), Needs.POINTWISE
+        lambda params, across: part.init(params),
+        lambda u, s, p, across: part.update(u, s, p),
+        Needs.POINTWISE,
     )
 
 
 def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
-    """`in_place` gives the bits of `update`, and writes to nothing but updates and what follows a param."""
+    """`in_place` gives the bits of `update`, and writes to nothing but updates and what follows a
+    param."""
     if part.in_place is None:
         return
     g = torch.Generator().manual_seed(0)
@@ -114,29 +128,44 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
         kept = [params, [x for x in optree.tree_leaves(own) if x.shape != (NUM_HERE,)]]
         before = tree_map(torch.clone, kept)
         got, own = part.in_place(tree_map(torch.clone, updates), own, params)
-        _must_equal(before, kept, f"{name}: in_place writes over params, or over a state leaf that follows none")
+        _must_equal(
+            before,
+            kept,
+            f"{name}: in_place writes over params, or over a state leaf that follows none",
+        )
         expected, state = part.update(updates, state, params)
-        _must_equal((expected, state), (got, own), f"{name}: in_place and update differ, in {dtype}")
+        _must_equal(
+            (expected, state), (got, own), f"{name}: in_place and update differ, in {dtype}"
+        )
 
 
 def _must_equal(expected: Any, got: Any, story: str) -> None:
     pairs = [*zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=False)]
-    alike = all(x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+    alike = all(
+        x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs
+    )
     if not alike or optree.tree_structure(expected) != optree.tree_structure(got):
         raise TransformError(f"{story}. Remedy: the same operators in the same order")
 
 
 def _run_watched(transform: Transform, params: PyTree[Tensor], name: str) -> None:
     """Run `init` and a few updates on a made-up rank, under the watch."""
-    extents = tree_map(lambda e: dataclasses.replace(e, stop=min(e.numel, NUM_HERE)), Local(params).extents)
+    extents = tree_map(
+        lambda e: dataclasses.replace(e, stop=min(e.numel, NUM_HERE)), Local(params).extents
+    )
     watch = Watch(name, paths(params), NUM_HERE)
     rank = PretendedRank(extents, watch)
     across: Any = Silent(rank) if transform.needs == Needs.POINTWISE else rank
-    follows, everyone = _following(transform, params, across), range(optree.tree_structure(params).num_leaves)
+    follows, everyone = (
+        _following(transform, params, across),
+        range(optree.tree_structure(params).num_leaves),
+    )
     g = torch.Generator().manual_seed(0)
 
     def pieces(what: str) -> PyTree[Tensor]:
-        made = tree_map(lambda p, e: torch.randn(e.num_here, generator=g).to(p.dtype), params, extents)
+        made = tree_map(
+            lambda p, e: torch.randn(e.num_here, generator=g).to(p.dtype), params, extents
+        )
         watch.give(made, everyone, what)
         return made
 
@@ -154,7 +183,8 @@ def _run_watched(transform: Transform, params: PyTree[Tensor], name: str) -> Non
 
 
 def _following(transform: Transform, params: PyTree[Tensor], across: Any) -> list[int | None]:
-    """For each leaf of the state, the number of the param it follows, from `init` on placeholders."""
+    """For each leaf of the state, the number of the param it follows, from `init` on
+    placeholders."""
     leaves, treedef = optree.tree_flatten(params)
     stand_ins = [torch.empty(_LONG + i, dtype=p.dtype, device="meta") for i, p in enumerate(leaves)]
     state = transform.init(treedef.unflatten(stand_ins), across)
@@ -165,7 +195,8 @@ def _following(transform: Transform, params: PyTree[Tensor], across: Any) -> lis
 
 
 class PretendedRank:
-    """The `across` of a rank that holds a few elements of each leaf and owns none, with made-up answers.
+    """The `across` of a rank that holds a few elements of each leaf and owns none, with made-up
+    answers.
 
     What it answers has the shapes and dtypes of real answers, and no position.
     """
@@ -187,7 +218,9 @@ class PretendedRank:
         return self._per_leaf(lambda x: x.sum(dtype=sum_dtype(x.dtype)) / max(x.numel(), 1), trees)
 
     def norm(self, *trees: Tree) -> Any:
-        return self._per_leaf(lambda x: torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype)), trees)
+        return self._per_leaf(
+            lambda x: torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype)), trees
+        )
 
     def max(self, *trees: Tree) -> Any:
         return self._per_leaf(lambda x: x.max() if x.numel() else x.new_full((), -math.inf), trees)
@@ -202,7 +235,9 @@ class PretendedRank:
     def dots(self, *pairs: tuple[Tree, Tree]) -> tuple[Tensor, ...]:
         with self._watch.paused():
             products = [optree.tree_leaves(tree_map(torch.mul, a, b)) for a, b in pairs]
-            return tuple(total_of([x.sum(dtype=sum_dtype(x.dtype)) for x in product]) for product in products)
+            return tuple(
+                total_of([x.sum(dtype=sum_dtype(x.dtype)) for x in product]) for product in products
+            )
 
     def sum_dim(self, tree: Tree, dim: Dim) -> Tree:
         return self.sum_dims((tree, dim))[0]
@@ -219,7 +254,11 @@ class PretendedRank:
     def _over_dims(self, tree: Tree, dim: Dim, kind: Callable[[torch.dtype], torch.dtype]) -> Tree:
         def answer(x: Tensor, extent: Any) -> Any:
             dims = dims_of(dim, extent.shape)
-            return None if dims is None else x.new_ones(without(extent.shape, dims), dtype=kind(x.dtype))
+            return (
+                None
+                if dims is None
+                else x.new_ones(without(extent.shape, dims), dtype=kind(x.dtype))
+            )
 
         with self._watch.paused():
             return tree_map(answer, tree, self.extents)
@@ -235,15 +274,21 @@ class PretendedRank:
     def keep(self, state: Any, *passing: Tree) -> Any:
         return state
 
-    def pointwise(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    def pointwise(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
         return updates, state  # checked on its own
 
     def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
         leaves, treedef = optree.tree_flatten(params)
         with self._watch.paused():
-            made = [part.init(p.new_empty(e.shape, device="meta")) for p, e in self._with_extents(leaves)]
+            made = [
+                part.init(p.new_empty(e.shape, device="meta"))
+                for p, e in self._with_extents(leaves)
+            ]
             states = [
-                tree_map(lambda x, p=p: x.new_empty(0, device=p.device), s) for p, s in zip(leaves, made, strict=True)
+                tree_map(lambda x, p=p: x.new_empty(0, device=p.device), s)
+                for p, s in zip(leaves, made, strict=True)
             ]
         return treedef.unflatten([Owned(state, i) for i, state in enumerate(states)])
 
@@ -253,7 +298,11 @@ class PretendedRank:
     def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
         leaves, treedef = optree.tree_flatten(params)
         with self._watch.paused():
-            return init(treedef.unflatten([p.new_empty(e.shape, device="meta") for p, e in self._with_extents(leaves)]))
+            return init(
+                treedef.unflatten(
+                    [p.new_empty(e.shape, device="meta") for p, e in self._with_extents(leaves)]
+                )
+            )
 
     def whole_tree(
         self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
@@ -265,7 +314,8 @@ class PretendedRank:
 
 
 class Silent(Refusing):
-    """The `across` of a transform that says it is pointwise but looks at paths or shapes: it refuses every question."""
+    """The `across` of a transform that says it is pointwise but looks at paths or shapes: it
+    refuses every question."""
 
     def __init__(self, across: PretendedRank):
         self.extents, self.pointwise, self.keep = across.extents, across.pointwise, across.keep

@@ -1,10 +1,13 @@
-"""`Watch`: sees every operator a transform runs on pieces, and refuses those that are not elementwise.
+"""`Watch`: sees every operator a transform runs on pieces, and refuses those that are not
+elementwise.
 
-Note [positions]: each element of updates, params and state that follows a param has a number, its position. The watch
-keeps, for every byte of memory, which position it was computed from: an operator may combine values of one position
-only, and the results must be at their own positions. So views, in-place work on temporaries, concatenation and
-splitting are free, while `u * u[0]` and `u + u.T` are not. Hyperparameters, step counts and `across`'s answers have no
-position.
+Note [positions]: each element of updates, params and state that follows a param has a number, its
+position. The watch
+keeps, for every byte of memory, which position it was computed from: an operator may combine values
+    of one position
+only, and the results must be at their own positions. So views, in-place work on temporaries,
+concatenation and splitting are free, while `u * u[0]` and `u + u.T` are not. Hyperparameters, step
+counts and `across`'s answers have no position.
 """
 
 from __future__ import annotations
@@ -26,16 +29,33 @@ from ...tree import PyTree
 
 _HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_COPIES = {"_to_copy", "copy_", "_foreach_copy_", "zero_", "fill_", "_foreach_zero_", "lift_fresh", "complex", "polar"}
+_COPIES = {
+    "_to_copy",
+    "copy_",
+    "_foreach_copy_",
+    "zero_",
+    "fill_",
+    "_foreach_zero_",
+    "lift_fresh",
+    "complex",
+    "polar",
+}
 _VIEWS = {"_unsafe_view", "_reshape_alias"}  # besides those whose schema says so
-_OVERWRITES = {"copy_", "_foreach_copy_", "zero_", "fill_", "_foreach_zero_"}  # what they write they don't read
+_OVERWRITES = {
+    "copy_",
+    "_foreach_copy_",
+    "zero_",
+    "fill_",
+    "_foreach_zero_",
+}  # what they write they don't read
 _JOINS = {"cat", "stack"}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
 _LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
 
 
 class Positions:
-    """For each byte of memory, the position it was computed from, or -1 for none. See Note [positions]."""
+    """For each byte of memory, the position it was computed from, or -1 for none. See Note
+    [positions]."""
 
     def __init__(self) -> None:
         self._shadows: dict[
@@ -48,7 +68,9 @@ class Positions:
         if known is None:
             return None
         size = x.element_size()
-        found = known[1].as_strided(x.size(), [s * size for s in x.stride()], x.storage_offset() * size)
+        found = known[1].as_strided(
+            x.size(), [s * size for s in x.stride()], x.storage_offset() * size
+        )
         return found if bool((found >= 0).any()) else None
 
     def put(self, x: Tensor, positions: Tensor | int) -> None:
@@ -58,8 +80,12 @@ class Positions:
         if key not in self._shadows or self._shadows[key][1].numel() < storage.nbytes():
             self._shadows[key] = (storage, torch.full((storage.nbytes(),), -1))
         strides = [*(s * size for s in x.stride()), 1]
-        shadow = self._shadows[key][1].as_strided([*x.size(), size], strides, x.storage_offset() * size)
-        shadow.copy_(positions.unsqueeze(-1)) if isinstance(positions, Tensor) else shadow.fill_(positions)
+        shadow = self._shadows[key][1].as_strided(
+            [*x.size(), size], strides, x.storage_offset() * size
+        )
+        shadow.copy_(positions.unsqueeze(-1)) if isinstance(positions, Tensor) else shadow.fill_(
+            positions
+        )
 
 
 class Watch:
@@ -74,17 +100,24 @@ class Watch:
     def __init__(self, name: str, leaves: Sequence[str], width: int):
         self._name, self._leaves, self._width = name, leaves, width
         self._positions = Positions()
-        self._inputs: dict[int, tuple[Tensor, int, str]] = {}  # by storage: the tensor, its version, what it is
+        self._inputs: dict[
+            int, tuple[Tensor, int, str]
+        ] = {}  # by storage: the tensor, its version, what it is
         self._runs, self._paused = False, False
 
     def give(self, tree: PyTree[Tensor], leaves: Iterable[int | None], what: str) -> None:
-        """Say that a tree is the transform's input: each leaf holds a piece of that leaf of params (None: of none)."""
+        """Say that a tree is the transform's input: each leaf holds a piece of that leaf of params
+        (None: of none)."""
         for x, leaf in zip(optree.tree_leaves(tree), leaves, strict=True):
             if not isinstance(x, Tensor):
                 continue
             if leaf is not None:
                 self._positions.put(x, self._own(x, leaf))
-            label = f"{what} (a value that follows no param)" if leaf is None else f"{what} of leaf {self._path(leaf)}"
+            label = (
+                f"{what} (a value that follows no param)"
+                if leaf is None
+                else f"{what} of leaf {self._path(leaf)}"
+            )
             self._inputs[_key(x)] = (x, x._version, label)
 
     @contextmanager
@@ -123,21 +156,28 @@ class Watch:
             self._paused = before
 
     def check_results(self, tree: PyTree[Any], leaves: Sequence[int | None], what: str) -> None:
-        """Refuse results that are not where they belong: each leaf like that piece of params (None: like none)."""
+        """Refuse results that are not where they belong: each leaf like that piece of params (None:
+        like none)."""
         results = optree.tree_leaves(tree)
         if len(results) != len(leaves):
             self.refuse(
-                f"returns {what} of {len(results)} leaves where {len(leaves)} are expected", "keep the structure"
+                f"returns {what} of {len(results)} leaves where {len(leaves)} are expected",
+                "keep the structure",
             )
         for x, leaf in zip(results, leaves, strict=True):
-            found = self._positions.of(x) if isinstance(x, Tensor) and x.device.type != "meta" else None
+            found = (
+                self._positions.of(x) if isinstance(x, Tensor) and x.device.type != "meta" else None
+            )
             if found is None:
                 continue
             if leaf is None:
                 story = f"keeps values of {self._where(x)} in state that follows no param"
                 self.refuse(story, "make state of the param's shape in `init`, or ask `across`")
             elif not torch.equal(torch.where(found < 0, own := self._own(x, leaf), found), own):
-                story = f"makes {what} of leaf {self._path(leaf)} from elements of other positions ({self._where(x)})"
+                story = (
+                    f"makes {what} of leaf {self._path(leaf)} from elements of other "
+                    f"positions ({self._where(x)})"
+                )
                 self.refuse(story, "let each result depend on the values at its own position only")
 
     def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -151,14 +191,23 @@ class Watch:
             self.refuse(f"runs {func}, which draws random numbers", remedy)
         for x in _tensors(o for o in operands if o.written):
             if _key(x) in self._inputs:
-                self.refuse(f"changes its input in place by {func}: {self._inputs[_key(x)][2]}", "return new tensors")
-        marked = [x for x in _tensors(o for o in operands if o.read) if self._positions.of(x) is not None]
+                self.refuse(
+                    f"changes its input in place by {func}: {self._inputs[_key(x)][2]}",
+                    "return new tensors",
+                )
+        marked = [
+            x for x in _tensors(o for o in operands if o.read) if self._positions.of(x) is not None
+        ]
         if marked:
             self._check_operator(func, name, marked)
         out = func(*args, **kwargs)
         if name in _JOINS and marked:
             self._positions.put(out, func([self._filled(x) for x in args[0]], *args[1:], **kwargs))
-        elif not _is_view(func, name) and not _is_factory(name) and (marked or any(o.written for o in operands)):
+        elif (
+            not _is_view(func, name)
+            and not _is_factory(name)
+            and (marked or any(o.written for o in operands))
+        ):
             self._follow(func, name, operands, out)
         return out
 
@@ -170,7 +219,8 @@ class Watch:
             self._refuse_reading(f"Tensor.{func.__name__}", x)
         if func == _SET_DATA and _key(x) in self._inputs:
             self.refuse(
-                f"changes its input in place by setting .data: {self._inputs[_key(x)][2]}", "return new tensors"
+                f"changes its input in place by setting .data: {self._inputs[_key(x)][2]}",
+                "return new tensors",
             )
 
     def _check_operator(self, func: Any, name: str, marked: Sequence[Tensor]) -> None:
@@ -188,18 +238,25 @@ class Watch:
         if not fine:
             self.refuse(
                 f"runs {func} on {self._where(marked[0])}: that operator is not elementwise",
-                "ask `across` for what concerns more than one element (optim.with_statistics), or take whole leaves "
-                "(optim.with_whole_leaves)",
+                "ask `across` for what concerns more than one element (optim.with_statistics), or "
+                "take whole leaves (optim.with_whole_leaves)",
             )
 
     def _follow(self, func: Any, name: str, operands: Sequence[_Operand], out: Any) -> None:
-        """Note what the results were computed from: of a foreach operator, the i-th from the i-th of each list."""
+        """Note what the results were computed from: of a foreach operator, the i-th from the i-th
+        of each list."""
         read = [o for o in operands if o.read]
-        results = [o.tensors for o in operands if o.written] or [[out] if isinstance(out, Tensor) else list(out)]
+        results = [o.tensors for o in operands if o.written] or [
+            [out] if isinstance(out, Tensor) else list(out)
+        ]
         for tensors in results:
             for i, x in enumerate(tensors):
                 foreach = name.startswith("_foreach_")
-                inputs = [o.tensors[i] if o.listed else o.tensors[0] for o in read] if foreach else list(_tensors(read))
+                inputs = (
+                    [o.tensors[i] if o.listed else o.tensors[0] for o in read]
+                    if foreach
+                    else list(_tensors(read))
+                )
                 self._positions.put(x, self._merged(func, inputs, x))
 
     def _merged(self, func: Any, inputs: Sequence[Tensor], out: Tensor) -> Tensor:
@@ -213,9 +270,12 @@ class Watch:
                 found = found.expand(out.shape)
             except RuntimeError:
                 found = torch.full(out.shape, -2)
-            if bool(((merged >= 0) & (found >= 0) & (merged != found)).any()) or bool((found == -2).any()):
+            if bool(((merged >= 0) & (found >= 0) & (merged != found)).any()) or bool(
+                (found == -2).any()
+            ):
                 self.refuse(
-                    f"combines elements of different positions by {func}: {' with '.join(map(self._where, inputs))}",
+                    f"combines elements of different positions by {func}: "
+                    f"{' with '.join(map(self._where, inputs))}",
                     "let each result depend on the values at its own position only",
                 )
             merged = torch.maximum(merged, found)
@@ -242,13 +302,16 @@ class Watch:
 
     def _refuse_reading(self, operator: str, x: Tensor) -> NoReturn:
         self.refuse(
-            f"reads values of {self._where(x)} on the host by {operator}, and other ranks hold other values",
+            f"reads values of {self._where(x)} on the host by {operator}, and other ranks hold "
+            "other values",
             "use torch.where, or ask `across`",
         )
 
     def refuse(self, story: str, remedy: str) -> NoReturn:
         """Raise a `TransformError` that names the transform and the author's line."""
-        raise TransformError(f"{self._name} {story}{_line() if self._runs else ''}. Remedy: {remedy}")
+        raise TransformError(
+            f"{self._name} {story}{_line() if self._runs else ''}. Remedy: {remedy}"
+        )
 
 
 class _Operators(TorchDispatchMode):
@@ -284,7 +347,10 @@ class _Operand(NamedTuple):
 
 def _operands(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Operand]:
     schema = func._schema.arguments
-    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    given = [
+        *zip(schema, args, strict=False),
+        *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
+    ]
     found = []
     for argument, value in given:
         listed = isinstance(value, list | tuple)
@@ -318,7 +384,11 @@ def _line() -> str:
     frame = sys._getframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if file != __file__ and not file.startswith((*_LIBRARIES, "<")) and "contextlib" not in file:
+        if (
+            file != __file__
+            and not file.startswith((*_LIBRARIES, "<"))
+            and "contextlib" not in file
+        ):
             return f" ({os.path.basename(file)}:{frame.f_lineno})"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

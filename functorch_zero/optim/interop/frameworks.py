@@ -1,4 +1,5 @@
-"""Optimizers from elsewhere: pairs of functions as optax and torchopt have them, and torch.optim's classes."""
+"""Optimizers from elsewhere: pairs of functions as optax and torchopt have them, and torch.optim's
+classes."""
 
 from __future__ import annotations
 
@@ -19,20 +20,22 @@ Pair = Any  # a NamedTuple or tuple (init, update), or an object with these attr
 
 
 def from_optax(transformation: Pair, *, needs: Needs) -> Transform:
-    """A transform from a pair in optax's form, written in torch: `init(params)`, `update(updates, state, params)`.
+    """A transform from a pair in optax's form, written in torch: `init(params)`,
+    `update(updates, state, params)`.
 
     Args:
         transformation: the pair; its state may be any tree of tensors.
-        needs: what it must see. POINTWISE, which `testing.check_transform` checks; WHOLE_LEAF if it treats each leaf
-            on its own (it is then called with trees that are one leaf); or WHOLE_TREE. STATISTICS would need `across`,
-            which the form lacks.
+        needs: what it must see. POINTWISE, which `testing.check_transform` checks; WHOLE_LEAF if it
+            treats each leaf on its own (it is then called with trees that are one leaf); or
+            WHOLE_TREE. STATISTICS would need `across`, which the form lacks.
     """
     init, update = _functions(transformation)
     return _lifted(init, update, needs)
 
 
 def from_torchopt(transformation: Pair, *, needs: Needs) -> Transform:
-    """A transform from a pair in torchopt's form: `init(params)`, `update(updates, state, *, params, inplace)`.
+    """A transform from a pair in torchopt's form: `init(params)`,
+    `update(updates, state, *, params, inplace)`.
 
     Arguments: see `from_optax`.
     """
@@ -61,7 +64,12 @@ def _lifted(init: Callable[..., Any], update: Callable[..., Any], needs: Needs) 
     if needs not in constructors:
         remedy = "write it with optim.with_statistics, whose update is given `across`"
         raise ValueError(
-            explain("a pair of functions can't ask `across`", expected=list(constructors), got=needs, remedy=remedy)
+            explain(
+                "a pair of functions can't ask `across`",
+                expected=list(constructors),
+                got=needs,
+                remedy=remedy,
+            )
         )
 
     def init_params(params: Any) -> Any:
@@ -84,14 +92,16 @@ class FromTorchState(NamedTuple):
 def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> Transform:
     """A pointwise transform from a torch.optim class: `from_torch(torch.optim.Adamax, lr=1e-3)`.
 
-    It runs the class's own step on copies; updates are the difference it makes. So an update differs from one of ours
-    by the rounding of `(param + update) - param`, and the learning rate, a number, is inside. In half precision some of
-    torch's kernels round a tensor's tail differently, so there updates depend on the cut in their last bit.
-    `testing.check_transform` proves or refutes that the class is pointwise: Adamax passes, Adafactor, LBFGS and Muon
+    It runs the class's own step on copies; updates are the difference it makes. So an update
+    differs from one of ours by the rounding of `(param + update) - param`, and the learning rate, a
+    number, is inside. In half precision some of torch's kernels round a tensor's tail differently,
+    so there updates depend on the cut in their last bit. `testing.check_transform` proves or
+        refutes that the class is pointwise: Adamax passes, Adafactor, LBFGS and Muon
     don't, nor does Rprop, which writes through masks. State: as the class's.
 
     Args:
-        optimizer_class: a torch.optim.Optimizer; it must keep tensors like its params, or 0-d ones, for each.
+        optimizer_class: a torch.optim.Optimizer; it must keep tensors like its params, or 0-d ones,
+            for each.
         options: its arguments after `params`.
 
     Raises:
@@ -103,7 +113,9 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> 
 
     def init(params: Tree) -> FromTorchState:
         like_params = {k: tree_map(torch.zeros_like, params) for k, v in shapes.items() if v.ndim}
-        return FromTorchState(step_count(), like_params, {k: v.clone() for k, v in shapes.items() if not v.ndim})
+        return FromTorchState(
+            step_count(), like_params, {k: v.clone() for k, v in shapes.items() if not v.ndim}
+        )
 
     def update(updates: Tree, state: FromTorchState, params: Tree) -> tuple[Tree, FromTorchState]:
         treedef = optree.tree_structure(params)
@@ -129,7 +141,8 @@ def _loaded(
     grads: list[Tensor],
     state: FromTorchState,
 ) -> torch.optim.Optimizer:
-    """The class's object on copies of everything. Before the first step it has no state: it makes its own."""
+    """The class's object on copies of everything. Before the first step it has no state: it makes
+    its own."""
     copies = [p.detach().clone().requires_grad_() for p in params]
     for copy, grad in zip(copies, grads, strict=True):
         copy.grad = grad.detach().clone()
@@ -142,7 +155,9 @@ def _loaded(
     return optimizer
 
 
-def _state_of(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Tensor]:
+def _state_of(
+    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> dict[str, Tensor]:
     """What the class keeps for a param, found by a step on one of 2 elements."""
     with torch.enable_grad():
         param = torch.zeros(2, requires_grad=True)

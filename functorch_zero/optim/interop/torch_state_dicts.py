@@ -1,8 +1,10 @@
-"""torch.optim's state dicts in and out, for the optimizers that both have, so that a run started there goes on here.
+"""torch.optim's state dicts in and out, for the optimizers that both have, so that a run started
+there goes on here.
 
-Shared: SGD, Adam (also amsgrad), AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, and any class that
-`from_torch` wraps. Only states are carried over; give both optimizers the same hyperparameters. Whole states only:
-import before sharding, export after gathering.
+Shared: SGD, Adam (also amsgrad), AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop,
+    and any class that
+`from_torch` wraps. Only states are carried over; give both optimizers the same hyperparameters.
+Whole states only: import before sharding, export after gathering.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from torch import Tensor
 from ...errors import StructureError, explain
 from ...tree import paths
 from ..states import CountState, ScaleByLearningRateState, find_states, replace_states
-from ..transforms.adam import ScaleByAdamaxState, ScaleByAdamState, ScaleByAmsgradState, ScaleByNadamState
+from ..transforms.adam import (
+    ScaleByAdamaxState,
+    ScaleByAdamState,
+    ScaleByAmsgradState,
+    ScaleByNadamState,
+)
 from ..transforms.basic import TraceState
 from ..transforms.rms import (
     ScaleByAdaDeltaState,
@@ -49,19 +56,26 @@ ByName = dict[str, dict[str, Any]]  # a param's dotted path -> torch's state of 
 
 
 def import_torch_state(
-    opt_state: Any, state_dict: Mapping[str, Any], *, names: Sequence[str] | None = None, step: int | None = None
+    opt_state: Any,
+    state_dict: Mapping[str, Any],
+    *,
+    names: Sequence[str] | None = None,
+    step: int | None = None,
 ) -> Any:
     """An optimizer state that goes on where a torch optimizer was.
 
     Args:
         opt_state: our optimizer's state, as `init` made it; its structure stays.
         state_dict: the torch optimizer's `state_dict()`.
-        names: the dotted paths of the params in the order in which that optimizer was given them, for a whole model
-            `[name for name, _ in model.named_parameters()]`. None: the state dict has them (`param_names`).
-        step: how many steps were taken. None: the state dict has it (SGD's has not: then 1 with momentum, else 0).
+        names: the dotted paths of the params in the order in which that optimizer was given them,
+            for a whole model `[name for name, _ in model.named_parameters()]`. None: the state dict
+            has them (`param_names`).
+        step: how many steps were taken. None: the state dict has it (SGD's has not: then 1 with
+            momentum, else 0).
 
     Raises:
-        StructureError: a param or a state of one is missing, of another shape, or at another step than the rest.
+        StructureError: a param or a state of one is missing, of another shape, or at another step
+            than the rest.
 
     Params for which torch has no state (they never had a gradient) keep what `init` made.
     """
@@ -70,10 +84,20 @@ def import_torch_state(
     for kind, fields in _LIKE_PARAMS.items():
         numbers = _NUMBERS.get(kind, {})
 
-        def convert(old: Any, fields: dict[str, str] = fields, numbers: dict[str, str] = numbers) -> Any:
-            new = {field: _import_tree(getattr(old, field), by_name, key) for field, key in fields.items()}
-            new |= {field: _import_number(getattr(old, field), by_name, key) for field, key in numbers.items()}
-            return old._replace(**new, **({"count": count.clone()} if "count" in old._fields else {}))
+        def convert(
+            old: Any, fields: dict[str, str] = fields, numbers: dict[str, str] = numbers
+        ) -> Any:
+            new = {
+                field: _import_tree(getattr(old, field), by_name, key)
+                for field, key in fields.items()
+            }
+            new |= {
+                field: _import_number(getattr(old, field), by_name, key)
+                for field, key in numbers.items()
+            }
+            return old._replace(
+                **new, **({"count": count.clone()} if "count" in old._fields else {})
+            )
 
         opt_state = replace_states(opt_state, kind, convert)
 
@@ -88,11 +112,13 @@ def import_torch_state(
 def export_torch_state(
     opt_state: Any, optimizer: torch.optim.Optimizer, *, names: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """A state dict for a torch optimizer: `optimizer.load_state_dict(export_torch_state(opt_state, optimizer))`.
+    """A state dict for a torch optimizer:
+    `optimizer.load_state_dict(export_torch_state(opt_state, optimizer))`.
 
     Args:
         opt_state: our optimizer's state, whole.
-        optimizer: of the class that ours shares its numerics with. It isn't changed; its hyperparameters are kept.
+        optimizer: of the class that ours shares its numerics with. It isn't changed; its
+            hyperparameters are kept.
         names: see `import_torch_state`.
     """
     own = optimizer.state_dict()
@@ -130,8 +156,8 @@ def _order(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> dict[i
     if names is None:
         if not all("param_names" in group for group in groups):
             raise ValueError(
-                "the torch optimizer was made without names, so which state is whose isn't known. Remedy: pass names, "
-                "the dotted paths of its params in its order"
+                "the torch optimizer was made without names, so which state is whose isn't known. "
+                "Remedy: pass names, the dotted paths of its params in its order"
             )
         names = [name for group in groups for name in group["param_names"]]
     if len(names) != len(indices):
@@ -141,7 +167,10 @@ def _order(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> dict[i
 
 def _by_name(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> ByName:
     order = _order(state_dict, names)
-    return {order[i]: {k: v for k, v in kept.items() if v is not None} for i, kept in state_dict["state"].items()}
+    return {
+        order[i]: {k: v for k, v in kept.items() if v is not None}
+        for i, kept in state_dict["state"].items()
+    }
 
 
 def _steps(by_name: ByName) -> int:
@@ -158,12 +187,16 @@ def _steps(by_name: ByName) -> int:
                 remedy=remedy,
             )
         )
-    return next(iter(steps.values()), int(any("momentum_buffer" in kept for kept in by_name.values())))
+    return next(
+        iter(steps.values()), int(any("momentum_buffer" in kept for kept in by_name.values()))
+    )
 
 
 def _import_tree(tree: Any, by_name: ByName, key: str) -> Any:
     leaves, treedef = optree.tree_flatten(tree)
-    return treedef.unflatten([_import_leaf(n, x, by_name, key) for n, x in zip(paths(tree), leaves, strict=True)])
+    return treedef.unflatten(
+        [_import_leaf(n, x, by_name, key) for n, x in zip(paths(tree), leaves, strict=True)]
+    )
 
 
 def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
@@ -173,12 +206,20 @@ def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
     remedy = "check names, and that both optimizers have the same options"
     if key not in kept:
         raise StructureError(
-            explain("torch's state lacks a part", path=name, expected=key, got=list(kept), remedy=remedy)
+            explain(
+                "torch's state lacks a part", path=name, expected=key, got=list(kept), remedy=remedy
+            )
         )
     if kept[key].shape != leaf.shape:
         expected, got = tuple(leaf.shape), tuple(kept[key].shape)
         raise StructureError(
-            explain(f"torch's {key} has another shape", path=name, expected=expected, got=got, remedy=remedy)
+            explain(
+                f"torch's {key} has another shape",
+                path=name,
+                expected=expected,
+                got=got,
+                remedy=remedy,
+            )
         )
     tensor: Tensor = kept[key]
     return tensor.detach().to(leaf.device, leaf.dtype, copy=True)

@@ -1,8 +1,10 @@
-"""`compiled`: a user's own pointwise chain as one kernel, made by torch.compile, for donated storage.
+"""`compiled`: a user's own pointwise chain as one kernel, made by torch.compile, for donated
+storage.
 
-Note [handed on]: a new state may be what the kernel was given: the last updates, the params, another leaf of the old
-state. All of these are written to at the kernel's end, one after another, and torch 2.13 then copies what has been
-written to already. It does so for clones, too, which it removes; a maximum with itself is a copy that it keeps.
+Note [handed on]: a new state may be what the kernel was given: the last updates, the params,
+another leaf of the old state. All of these are written to at the kernel's end, one after another,
+and torch 2.13 then copies what has been written to already. It does so for clones, too, which it
+removes; a maximum with itself is a copy that it keeps.
 """
 
 from __future__ import annotations
@@ -24,19 +26,27 @@ from ..across import Fused, Pointwise
 from ..base import Transform
 
 _numbers = itertools.count()
-_one_at_a_time = threading.Lock()  # ranks that are threads would each make the kernel that none has made yet
+_one_at_a_time = (
+    threading.Lock()
+)  # ranks that are threads would each make the kernel that none has made yet
 
 
 def compiled(transform: Transform) -> Transform:
-    """The same transform; a sharded step that donates its state runs it as one kernel that torch.compile makes.
+    """The same transform; a sharded step that donates its state runs it as one kernel that
+    torch.compile makes.
 
-    For pointwise transforms, and chains of them, that treat all leaves alike: AdamW written by hand, say, takes as long
-    as torch's fused one then. At the end of a chain, that end is one kernel. The numbers are those of the operators up
-    to rounding. It costs some seconds at the first step, once a dtype, and needs what torch.compile needs: a C++
-    compiler for CPUs, Triton for GPUs. Without one, and in a step that does not donate, the operators run one by one.
+    For pointwise transforms, and chains of them, that treat all leaves alike: AdamW written by
+        hand, say, takes as long
+    as torch's fused one then. At the end of a chain, that end is one kernel. The numbers are those
+    of the operators up
+    to rounding. It costs some seconds at the first step, once a dtype, and needs what torch.compile
+        needs: a C++
+    compiler for CPUs, Triton for GPUs. Without one, and in a step that does not donate, the
+    operators run one by one.
 
     Raises:
-        TransformError: the transform is not pointwise, or tells leaves apart (`masked`, say: compile what is inside).
+        TransformError: the transform is not pointwise, or tells leaves apart (`masked`, say:
+            compile what is inside).
 
     >>> from functorch_zero import optim
     >>> lion = optim.chain(optim.scale_by_lion(), optim.scale_by_learning_rate(1e-4))
@@ -44,9 +54,9 @@ def compiled(transform: Transform) -> Transform:
     """
     if transform.plain is None:
         raise TransformError(
-            "compiled takes pointwise transforms that treat all leaves alike, and chains of them; expected "
-            f"Needs.POINTWISE, got {transform.needs!r}. Remedy: compile the pointwise end of a chain, as in "
-            "chain(clip_by_global_norm(1.0), compiled(chain(...)))"
+            "compiled takes pointwise transforms that treat all leaves alike, and chains of them; "
+            f"expected Needs.POINTWISE, got {transform.needs!r}. Remedy: compile the pointwise "
+            "end of a chain, as in chain(clip_by_global_norm(1.0), compiled(chain(...)))"
         )
     fused = Fused(_kernel(transform.plain), _takes)
     return replace(transform, fused=fused, source=(*transform.source, "compiled"))
@@ -56,16 +66,21 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
     def apply(params: Tensor, updates: Tensor, state: Any) -> list[Tensor]:
         made: Any
         made, new = part.update({"": updates}, state, {"": params})
-        kept = [torch.maximum(x, x) if x.dim() else x for x in optree.tree_leaves(new)]  # see Note [handed on]
+        kept = [
+            torch.maximum(x, x) if x.dim() else x for x in optree.tree_leaves(new)
+        ]  # see Note [handed on]
         params.add_(made[""].to(params.dtype))
         pairs = zip(optree.tree_leaves(state), kept, strict=True)
         return [now if old.dim() == 0 else old.copy_(now) for old, now in pairs]
 
     @functools.cache
     def kernel() -> Any:
-        # code of its own, by a name of its own: what torch learns of numbers, and counts kernels by, goes by the name
+        # code of its own, by a name of its own: what torch learns of numbers, and counts kernels
+        # by, goes by the name
         code = apply.__code__.replace(co_name=f"apply_{next(_numbers)}")
-        own = FunctionType(code, apply.__globals__, apply.__name__, apply.__defaults__, apply.__closure__)
+        own = FunctionType(
+            code, apply.__globals__, apply.__name__, apply.__defaults__, apply.__closure__
+        )
         return torch.compile(own, backend=_backend)
 
     def update_one(params: Tensor, updates: Tensor, state: Any) -> Any:
@@ -81,7 +96,8 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """Inductor, which would compute what concerns numbers alone (a bias correction's power) anew for each element."""
+    """Inductor, which would compute what concerns numbers alone (a bias correction's power) anew
+    for each element."""
     from torch._dynamo import lookup_backend
     from torch.fx.passes.split_module import split_module
 
@@ -94,7 +110,11 @@ def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 def _is_number(node: torch.fx.Node) -> bool:
     value = node.meta.get("example_value")
-    return isinstance(value, Tensor) and value.dim() == 0 and all(_is_number(n) for n in node.all_input_nodes)
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 0
+        and all(_is_number(n) for n in node.all_input_nodes)
+    )
 
 
 def _takes(param: Tensor) -> bool:

@@ -1,6 +1,8 @@
-"""Optimizers by name that look beyond one element: compositions of the transforms with statistics or whole leaves.
+"""Optimizers by name that look beyond one element: compositions of the transforms with statistics
+or whole leaves.
 
-Weight decay is decoupled unless said otherwise. A learning rate or a weight decay may be a schedule.
+Weight decay is decoupled unless said otherwise. A learning rate or a weight decay may be a
+schedule.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from ..base import Schedule, Transform, chain, value_of
 from ..transforms.adam import scale_by_adam
 from ..transforms.basic import add_decayed_weights, ema, scale, scale_by_learning_rate, trace
 from ..transforms.factored import scale_by_adafactor, scale_by_sm3
-from ..transforms.full_matrix_adagrad import scale_by_full_matrix_adagrad, scale_by_full_matrix_adagrad_tree
+from ..transforms.full_matrix_adagrad import (
+    scale_by_full_matrix_adagrad,
+    scale_by_full_matrix_adagrad_tree,
+)
 from ..transforms.lbfgs import scale_by_lbfgs
 from ..transforms.muon import MUON_COEFFICIENTS, Matrices, Scaling, orthogonalize, scale_by_momentum
 from ..transforms.norms import scale_by_novograd, scale_by_trust_ratio
@@ -35,7 +40,8 @@ def lamb(
     weight_decay: Number | Schedule = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
-    """LAMB: Adam's direction, decayed, with each leaf's step in proportion to the norm of its params.
+    """LAMB: Adam's direction, decayed, with each leaf's step in proportion to the norm of its
+    params.
 
     Source: You et al., 2020 (1904.00962), Algorithm 2, with the norm itself for phi; optax.lamb.
 
@@ -71,7 +77,8 @@ def lars(
 
     Args:
         weight_decay_mask: which leaves decay; None for all.
-        trust_ratio_mask: which leaves are scaled by the ratio; None for all. Norms and biases are often left out.
+        trust_ratio_mask: which leaves are scaled by the ratio; None for all. Norms and biases are
+            often left out.
     """
     ratio = scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps)
     return chain(
@@ -102,7 +109,9 @@ def fromage(learning_rate: Number | Schedule, min_norm: float = 1e-6) -> Transfo
     def rate(count: Tensor) -> Any:
         return shrink(count) * value_of(learning_rate, count)
 
-    return chain(scale_by_trust_ratio(min_norm), scale_by_learning_rate(rate), add_decayed_weights(decay))
+    return chain(
+        scale_by_trust_ratio(min_norm), scale_by_learning_rate(rate), add_decayed_weights(decay)
+    )
 
 
 def novograd(
@@ -119,7 +128,10 @@ def novograd(
 
     State: 1 tensor like params and a scalar per leaf. Sharded: one all-reduce of a scalar per leaf.
     """
-    return chain(scale_by_novograd(b1, b2, eps, eps_root, weight_decay), scale_by_learning_rate(learning_rate))
+    return chain(
+        scale_by_novograd(b1, b2, eps, eps_root, weight_decay),
+        scale_by_learning_rate(learning_rate),
+    )
 
 
 def product(a: Number | Schedule, b: Number | Schedule) -> Callable[[Tensor], Any]:
@@ -147,23 +159,31 @@ def adafactor(
     factored: bool = True,
     relative_step: bool = True,
 ) -> Transform:
-    """Adafactor (Shazeer and Stern, 2018, 1804.04235). torch.optim.Adafactor's numerics, optax's names.
+    """Adafactor (Shazeer and Stern, 2018, 1804.04235). torch.optim.Adafactor's numerics, optax's
+    names.
 
-    torch's variant: the last two dims are factored, whatever their size; `eps` bounds the estimate from below;
-    the step is `min(learning_rate, 1 / sqrt(t))` times the params' root mean square; weight decay is multiplied by the
-    learning rate. optax.adafactor is `chain(scale_by_factored_rms(), clip_by_block_rms(1.0),
-    scale_by_learning_rate(rate), scale_by_param_block_rms())`.
+    torch's variant: the last two dims are factored, whatever their size; `eps` bounds the estimate
+    from below; the step is `min(learning_rate, 1 / sqrt(t))` times the params' root mean square;
+    weight decay is multiplied by the learning rate. optax.adafactor is
+    `chain(scale_by_factored_rms(), clip_by_block_rms(1.0), scale_by_learning_rate(rate),
+    scale_by_param_block_rms())`.
 
-    State: for a factored leaf two vectors (its shape less one dim), replicated; for others a tensor like it; with
-    momentum 1 tensor like params more. Sharded: one all-reduce of those vectors and a scalar per leaf, and one of a
+    State: for a factored leaf two vectors (its shape less one dim), replicated; for others a tensor
+        like it; with
+    momentum 1 tensor like params more. Sharded: one all-reduce of those vectors and a scalar per
+        leaf, and one of a
     scalar per leaf for the clipping.
 
     Args:
-        min_dim_size_to_factor: leaves with a smaller one among their last two dims are not factored (optax: 128).
-        decay_rate: the second moment keeps `1 - t ** -decay_rate` of itself at step t (torch: beta2_decay, negative).
+        min_dim_size_to_factor: leaves with a smaller one among their last two dims are not factored
+            (optax: 128).
+        decay_rate: the second moment keeps `1 - t ** -decay_rate` of itself at step t (torch:
+            beta2_decay, negative).
         decay_offset: the step from which t is counted.
-        multiply_by_parameter_scale: steps are in proportion to the params' root mean square, at least `min_scale`.
-        clipping_threshold: the largest root mean square of a direction (torch: d); None doesn't clip.
+        multiply_by_parameter_scale: steps are in proportion to the params' root mean square, at
+            least `min_scale`.
+        clipping_threshold: the largest root mean square of a direction (torch: d); None doesn't
+            clip.
         momentum: of a running mean of the steps, as in optax (torch has none).
         weight_decay_mask: which leaves decay; None for all.
         eps: None for the dtype's epsilon, as in torch.
@@ -214,26 +234,35 @@ def muon(
     adam_eps: Number = 1e-8,
     adam_weight_decay: Number | Schedule = 0.0,
 ) -> Transform:
-    """Muon for matrices: momentum, orthogonalised by Newton-Schulz iterations; AdamW for what isn't one.
+    """Muon for matrices: momentum, orthogonalised by Newton-Schulz iterations; AdamW for what isn't
+    one.
 
-    Source: Jordan et al., 2024; torch.optim.Muon's momentum, coefficients, scalings and weight decay (optax corrects
+    Source: Jordan et al., 2024; torch.optim.Muon's momentum, coefficients, scalings and weight
+        decay (optax corrects
     the momentum's bias, which the orthogonalisation undoes but for `eps`); optax's names.
 
-    State: 1 tensor like params for matrices, 2 for the rest, in pieces. Sharded: the matrices' momentum goes to their
-    owners and comes back orthogonal: two all-to-alls, about 2S/N bytes per rank; each rank does 1/N of the work.
+    State: 1 tensor like params for matrices, 2 for the rest, in pieces. Sharded: the matrices'
+        momentum goes to their
+    owners and comes back orthogonal: two all-to-alls, about 2S/N bytes per rank; each rank does 1/N
+        of the work.
 
     Args:
         scaling: "original" or "match_rms_adamw" as torch's `adjust_lr_fn`, see `shape_scale`.
-        ns_dtype: what the iterations run in; None for the update's dtype. torch always takes bfloat16, which no longer
+        ns_dtype: what the iterations run in; None for the update's dtype. torch always takes
+            bfloat16, which no longer
             shows that sharded equals unsharded to the last bits: see `orthogonalize`.
-        as_matrices: from a full shape to `(count, rows, cols)`. By default 3-D leaves are stacks of matrices (experts)
-            and 4-D and 5-D ones convolution kernels of (out, in * kernel). For 1-D convolutions pass your own (and
+        as_matrices: from a full shape to `(count, rows, cols)`. By default 3-D leaves are stacks of
+            matrices (experts) and 4-D and 5-D ones convolution kernels of (out, in * kernel). For
+            1-D convolutions pass your own (and
             under `inject_hyperparams` name it in `static_args`: it looks like a schedule).
-        param_labels: "muon" or "adam" per leaf, a tree or a function `(path, leaf) -> label`. By default leaves with
-            two dims and more are matrices; embeddings and heads are commonly given to AdamW.
+        param_labels: "muon" or "adam" per leaf, a tree or a function `(path, leaf) -> label`. By
+            default leaves with two dims and more are matrices; embeddings and heads are commonly
+            given to AdamW.
         adam_learning_rate: None for `learning_rate`.
     """
-    orthogonal = orthogonalize(ns_coeffs, ns_steps, eps, ns_dtype=ns_dtype, scaling=scaling, as_matrices=as_matrices)
+    orthogonal = orthogonalize(
+        ns_coeffs, ns_steps, eps, ns_dtype=ns_dtype, scaling=scaling, as_matrices=as_matrices
+    )
     return partition(
         {
             "muon": chain(
@@ -245,7 +274,9 @@ def muon(
             "adam": chain(
                 scale_by_adam(adam_b1, adam_b2, adam_eps),
                 add_decayed_weights(adam_weight_decay),
-                scale_by_learning_rate(learning_rate if adam_learning_rate is None else adam_learning_rate),
+                scale_by_learning_rate(
+                    learning_rate if adam_learning_rate is None else adam_learning_rate
+                ),
             ),
         },
         param_labels,
@@ -253,19 +284,27 @@ def muon(
 
 
 def sm3(learning_rate: Number | Schedule, momentum: float = 0.9) -> Transform:
-    """SM3: Adagrad with its sums of squares kept as one vector per dim (Anil et al., 2019, 1901.11150). As optax.sm3.
+    """SM3: Adagrad with its sums of squares kept as one vector per dim (Anil et al., 2019,
+    1901.11150). As optax.sm3.
 
-    State: 1 tensor like params and a vector per dim of a leaf, replicated. Sharded: one all-reduce of those vectors.
+    State: 1 tensor like params and a vector per dim of a leaf, replicated. Sharded: one all-reduce
+        of those vectors.
     """
     return chain(scale_by_sm3(momentum), scale_by_learning_rate(learning_rate))
 
 
-def lbfgs(learning_rate: Number | Schedule = 1.0, memory_size: int = 10, scale_init_precond: bool = True) -> Transform:
-    """L-BFGS with a step size of your own: optax.lbfgs without its line search. See `scale_by_lbfgs`.
+def lbfgs(
+    learning_rate: Number | Schedule = 1.0, memory_size: int = 10, scale_init_precond: bool = True
+) -> Transform:
+    """L-BFGS with a step size of your own: optax.lbfgs without its line search. See
+    `scale_by_lbfgs`.
 
-    State: 2 (memory_size + 1) tensors like params. Sharded: one all-reduce of 5 memory_size + 1 scalars.
+    State: 2 (memory_size + 1) tensors like params. Sharded: one all-reduce of 5 memory_size + 1
+        scalars.
     """
-    return chain(scale_by_lbfgs(memory_size, scale_init_precond), scale_by_learning_rate(learning_rate))
+    return chain(
+        scale_by_lbfgs(memory_size, scale_init_precond), scale_by_learning_rate(learning_rate)
+    )
 
 
 def shampoo(
@@ -286,7 +325,8 @@ def shampoo(
 
     Source: Gupta et al., 2018 (1802.09568); Anil et al., 2020 (2002.09018).
 
-    State: 1 tensor like params in pieces; at owners the blocks' statistics and roots and the graft's squares.
+    State: 1 tensor like params in pieces; at owners the blocks' statistics and roots and the
+        graft's squares.
     Sharded: two all-to-alls, about 2S/N bytes per rank.
 
     Args:
@@ -301,7 +341,9 @@ def shampoo(
         as_matrices=as_matrices,
     )
     decay = add_decayed_weights(weight_decay, mask)
-    return chain(directions, trace(momentum, nesterov), decay, scale_by_learning_rate(learning_rate))
+    return chain(
+        directions, trace(momentum, nesterov), decay, scale_by_learning_rate(learning_rate)
+    )
 
 
 def soap(
@@ -317,11 +359,13 @@ def soap(
     max_precond_dim: int = 10000,
     as_matrices: Matrices | None = None,
 ) -> Transform:
-    """SOAP: Adam in the eigenbasis of Shampoo's statistics, with decoupled weight decay. See `scale_by_soap`.
+    """SOAP: Adam in the eigenbasis of Shampoo's statistics, with decoupled weight decay. See
+    `scale_by_soap`.
 
     Source: Vyas et al., 2024 (2409.11321).
 
-    State: for a matrix of m x n, 2 (m n + m^2 + n^2) numbers at its owner. Sharded: two all-to-alls, about 2S/N bytes
+    State: for a matrix of m x n, 2 (m n + m^2 + n^2) numbers at its owner. Sharded: two
+        all-to-alls, about 2S/N bytes
     per rank.
 
     Args:
@@ -336,7 +380,9 @@ def soap(
         max_precond_dim=max_precond_dim,
         as_matrices=as_matrices,
     )
-    return chain(directions, add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
+    return chain(
+        directions, add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+    )
 
 
 def full_matrix_adagrad(
@@ -347,13 +393,20 @@ def full_matrix_adagrad(
     weight_decay: Number | Schedule = 0.0,
     limit: int = 256 * 2**20,
 ) -> Transform:
-    """Adagrad with full matrices, of each leaf, or with `whole_tree` of all leaves together (Duchi et al., 2011).
+    """Adagrad with full matrices, of each leaf, or with `whole_tree` of all leaves together (Duchi
+    et al., 2011).
 
-    Weight decay joins the gradient. State: n^2 numbers for n elements, at a leaf's owner; for the whole tree on every
+    Weight decay joins the gradient. State: n^2 numbers for n elements, at a leaf's owner; for the
+        whole tree on every
     rank. Sharded: two all-to-alls, about 2S/N bytes per rank; for the whole tree all is gathered.
 
     Raises:
-        TransformError: by `init`, where a matrix would take more than `limit` bytes; it says how many.
+        TransformError: by `init`, where a matrix would take more than `limit` bytes; it says how
+            many.
     """
-    directions = (scale_by_full_matrix_adagrad_tree if whole_tree else scale_by_full_matrix_adagrad)(eps, limit=limit)
-    return chain(add_decayed_weights(weight_decay), directions, scale_by_learning_rate(learning_rate))
+    directions = (
+        scale_by_full_matrix_adagrad_tree if whole_tree else scale_by_full_matrix_adagrad
+    )(eps, limit=limit)
+    return chain(
+        add_decayed_weights(weight_decay), directions, scale_by_learning_rate(learning_rate)
+    )

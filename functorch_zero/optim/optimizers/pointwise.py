@@ -1,8 +1,9 @@
 """Pointwise optimizers by name: compositions of the transforms.
 
-`weight_decay` of an optimizer whose name has no "w" is torch.optim's: `weight_decay * param` joins the gradient before
-everything else. With a "w" (and in lion) it is decoupled: it joins just before the learning rate (Loshchilov and
-Hutter, 2019), and `mask` says which leaves decay. None of these communicates.
+`weight_decay` of an optimizer whose name has no "w" is torch.optim's: `weight_decay * param` joins
+the gradient before everything else. With a "w" (and in lion) it is decoupled: it joins just before
+the learning rate (Loshchilov and Hutter, 2019), and `mask` says which leaves decay. None of these
+communicates.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from ..transforms.basic import (
     scale_by_sign,
     trace,
 )
-from ..transforms.rms import scale_by_adadelta, scale_by_rms, scale_by_rprop, scale_by_rss, scale_by_stddev
+from ..transforms.rms import (
+    scale_by_adadelta,
+    scale_by_rms,
+    scale_by_rprop,
+    scale_by_rss,
+    scale_by_stddev,
+)
 from ..wrappers.masking import Mask
 
 
@@ -42,16 +49,22 @@ def _coupled(
     learning_rate: Number | Schedule,
     mask: Mask | None = None,
 ) -> Transform:
-    """Decay, as part of the gradient and left out where it is 0, then directions, then the learning rate."""
+    """Decay, as part of the gradient and left out where it is 0, then directions, then the learning
+    rate."""
     decay = () if is_zero(weight_decay) else (add_decayed_weights(weight_decay, mask),)
     return chain(*decay, directions, scale_by_learning_rate(learning_rate))
 
 
 def _decoupled(
-    directions: Transform, weight_decay: Number | Schedule, mask: Mask | None, learning_rate: Number | Schedule
+    directions: Transform,
+    weight_decay: Number | Schedule,
+    mask: Mask | None,
+    learning_rate: Number | Schedule,
 ) -> Transform:
     """Directions, then decay, then the learning rate."""
-    return chain(directions, add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
+    return chain(
+        directions, add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+    )
 
 
 def sgd(
@@ -62,7 +75,8 @@ def sgd(
     dampening: Number = 0.0,
     weight_decay: Number | Schedule = 0.0,
 ) -> Transform:
-    """Gradient descent. torch.optim.SGD's numerics. State with momentum: 1 tensor like params, else none."""
+    """Gradient descent. torch.optim.SGD's numerics. State with momentum: 1 tensor like params, else
+    none."""
     directions = identity() if momentum is None else trace(momentum, nesterov, dampening)
     return _coupled(directions, weight_decay, learning_rate)
 
@@ -90,13 +104,22 @@ def adamw(
     weight_decay: Number | Schedule = 1e-2,
     mask: Mask | None = None,
 ) -> Transform:
-    """AdamW (Loshchilov and Hutter, 2019). torch.optim.AdamW's numerics and default weight decay (optax: 1e-4).
+    """AdamW (Loshchilov and Hutter, 2019). torch.optim.AdamW's numerics and default weight decay
+    (optax: 1e-4).
 
     State: 2 tensors like params. On donated storage it runs as torch's fused kernel.
     """
     pure = _decoupled(scale_by_adam(b1, b2, eps, eps_root), weight_decay, mask, learning_rate)
-    plain = mask is None and all(isinstance(x, int | float) for x in (b1, b2, eps)) and is_zero(eps_root)
-    return replace(pure, fused=fused_adamw(learning_rate, b1, b2, eps, weight_decay)) if plain else pure  # type: ignore[arg-type]
+    plain = (
+        mask is None
+        and all(isinstance(x, int | float) for x in (b1, b2, eps))
+        and is_zero(eps_root)
+    )
+    return (
+        replace(pure, fused=fused_adamw(learning_rate, b1, b2, eps, weight_decay))
+        if plain
+        else pure
+    )  # type: ignore[arg-type]
 
 
 def amsgrad(
@@ -108,7 +131,8 @@ def amsgrad(
     *,
     weight_decay: Number | Schedule = 0.0,
 ) -> Transform:
-    """AMSGrad (Reddi et al., 2018). torch.optim.Adam(amsgrad=True)'s numerics. State: 3 tensors like params."""
+    """AMSGrad (Reddi et al., 2018). torch.optim.Adam(amsgrad=True)'s numerics. State: 3 tensors
+    like params."""
     return _coupled(scale_by_amsgrad(b1, b2, eps, eps_root), weight_decay, learning_rate)
 
 
@@ -120,7 +144,8 @@ def adamax(
     *,
     weight_decay: Number | Schedule = 0.0,
 ) -> Transform:
-    """AdaMax (Kingma and Ba, 2015, Algorithm 2). torch.optim.Adamax's numerics. State: 2 tensors like params."""
+    """AdaMax (Kingma and Ba, 2015, Algorithm 2). torch.optim.Adamax's numerics. State: 2 tensors
+    like params."""
     return _coupled(scale_by_adamax(b1, b2, eps), weight_decay, learning_rate)
 
 
@@ -146,7 +171,8 @@ def nadam(
     *,
     weight_decay: Number | Schedule = 0.0,
 ) -> Transform:
-    """NAdam (Dozat, 2016). torch.optim.NAdam's numerics, with its warm-up of the momentum, which optax lacks.
+    """NAdam (Dozat, 2016). torch.optim.NAdam's numerics, with its warm-up of the momentum, which
+    optax lacks.
 
     State: 2 tensors like params.
     """
@@ -163,11 +189,14 @@ def nadamw(
     weight_decay: Number | Schedule = 1e-2,
     mask: Mask | None = None,
 ) -> Transform:
-    """NAdam with decoupled weight decay. torch.optim.NAdam(decoupled_weight_decay=True)'s numerics; see `nadam`.
+    """NAdam with decoupled weight decay. torch.optim.NAdam(decoupled_weight_decay=True)'s numerics;
+    see `nadam`.
 
     State: 2 tensors like params.
     """
-    return _decoupled(scale_by_nadam(b1, b2, eps, momentum_decay), weight_decay, mask, learning_rate)
+    return _decoupled(
+        scale_by_nadam(b1, b2, eps, momentum_decay), weight_decay, mask, learning_rate
+    )
 
 
 def radam(
@@ -180,7 +209,8 @@ def radam(
     *,
     weight_decay: Number | Schedule = 0.0,
 ) -> Transform:
-    """Rectified Adam (Liu et al., 2020). torch.optim.RAdam's numerics. State: 2 tensors like params."""
+    """Rectified Adam (Liu et al., 2020). torch.optim.RAdam's numerics. State: 2 tensors like
+    params."""
     return _coupled(scale_by_radam(b1, b2, eps, eps_root, threshold), weight_decay, learning_rate)
 
 
@@ -192,11 +222,16 @@ def adagrad(
     lr_decay: Number = 0.0,
     weight_decay: Number | Schedule = 0.0,
 ) -> Transform:
-    """Adagrad with a diagonal (Duchi et al., 2011). torch.optim.Adagrad's numerics and defaults (optax: 0.1, 1e-7).
+    """Adagrad with a diagonal (Duchi et al., 2011). torch.optim.Adagrad's numerics and defaults
+    (optax: 0.1, 1e-7).
 
     State: 1 tensor like params. `lr_decay` divides the learning rate by `1 + steps * lr_decay`.
     """
-    falling = () if is_zero(lr_decay) else (scale_by_schedule(lambda count: 1 / (1 + count * number(lr_decay))),)
+    falling = (
+        ()
+        if is_zero(lr_decay)
+        else (scale_by_schedule(lambda count: 1 / (1 + count * number(lr_decay))),)
+    )
     directions = chain(scale_by_rss(initial_accumulator_value, eps), *falling)
     return _coupled(directions, weight_decay, learning_rate)
 
@@ -227,8 +262,10 @@ def rmsprop(
 ) -> Transform:
     """RMSprop (Hinton, 2012; centred: Graves, 2013). torch.optim.RMSprop's numerics and defaults.
 
-    optax differs: decay 0.9, eps under the root, and momentum after the learning rate, which matters while that
-    changes. State: 1 tensor like params, one more if centred, one more with momentum. Arguments: see `scale_by_rms`.
+    optax differs: decay 0.9, eps under the root, and momentum after the learning rate, which
+        matters while that
+    changes. State: 1 tensor like params, one more if centred, one more with momentum. Arguments:
+        see `scale_by_rms`.
     """
     rescale = scale_by_stddev if centered else scale_by_rms
     momenta = () if momentum is None else (trace(momentum, nesterov),)
@@ -243,15 +280,20 @@ def rprop(
     min_step_size: Number = 1e-6,
     max_step_size: Number = 50.0,
 ) -> Transform:
-    """Rprop (Riedmiller and Braun, 1993). torch.optim.Rprop's numerics, not optax's. State: 2 tensors like params.
+    """Rprop (Riedmiller and Braun, 1993). torch.optim.Rprop's numerics, not optax's. State: 2
+    tensors like params.
 
     Arguments: see `scale_by_rprop`; `learning_rate` is the first step size.
     """
-    return chain(scale_by_rprop(learning_rate, eta_minus, eta_plus, min_step_size, max_step_size), scale(-1.0))
+    return chain(
+        scale_by_rprop(learning_rate, eta_minus, eta_plus, min_step_size, max_step_size),
+        scale(-1.0),
+    )
 
 
 def sign_sgd(learning_rate: Number | Schedule) -> Transform:
-    """Gradient descent by the gradient's sign (Bernstein et al., 2018). As optax.sign_sgd. No state like params."""
+    """Gradient descent by the gradient's sign (Bernstein et al., 2018). As optax.sign_sgd. No state
+    like params."""
     return chain(scale_by_sign(), scale_by_learning_rate(learning_rate))
 
 
@@ -278,7 +320,9 @@ def adabelief(
     return chain(scale_by_belief(b1, b2, eps, eps_root), scale_by_learning_rate(learning_rate))
 
 
-def yogi(learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-3) -> Transform:
+def yogi(
+    learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-3
+) -> Transform:
     """Yogi (Zaheer et al., 2018). As optax.yogi. State: 2 tensors like params."""
     return chain(scale_by_yogi(b1, b2, eps), scale_by_learning_rate(learning_rate))
 
@@ -295,5 +339,8 @@ def ademamix(
     weight_decay: Number | Schedule = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
-    """AdEMAMix (Pagliardini et al., 2024), with decoupled decay. As optax.contrib. State: 3 tensors like params."""
-    return _decoupled(scale_by_ademamix(b1, b2, b3, alpha, eps, eps_root), weight_decay, mask, learning_rate)
+    """AdEMAMix (Pagliardini et al., 2024), with decoupled decay. As optax.contrib. State: 3 tensors
+    like params."""
+    return _decoupled(
+        scale_by_ademamix(b1, b2, b3, alpha, eps, eps_root), weight_decay, mask, learning_rate
+    )

@@ -1,7 +1,7 @@
 """Pointwise transforms that keep a mean of the gradient and of its size: the Adam family.
 
-Each result depends on the values at one position only, so none of these communicates. `count` is the number of steps
-taken; `mu` and `nu` are the first and second moments, as in optax.
+Each result depends on the values at one position only, so none of these communicates. `count` is
+the number of steps taken; `mu` and `nu` are the first and second moments, as in optax.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ import torch
 from optree import tree_map, tree_map_
 from torch import Tensor
 
-from ..arithmetic import Number, Tree, bias_correction, elementwise, ema, ema_of_squares, full_like, is_zero, number
+from ..arithmetic import (
+    Number,
+    Tree,
+    bias_correction,
+    elementwise,
+    ema,
+    ema_of_squares,
+    full_like,
+    is_zero,
+    number,
+)
 from ..base import Schedule, Transform, pointwise, step_count, tree_zeros_like, value_of
 
 
@@ -45,15 +55,20 @@ def _shift(eps_root: Number, c2: Tensor) -> Number:
     return eps_root if is_zero(eps_root) else eps_root * c2
 
 
-def _adam_directions(state: ScaleByAdamState, b1: Number, b2: Number, eps: Number, eps_root: Number) -> Tree:
+def _adam_directions(
+    state: ScaleByAdamState, b1: Number, b2: Number, eps: Number, eps_root: Number
+) -> Tree:
     """Adam's `mu_hat / (sqrt(nu_hat + eps_root) + eps)`."""
     c1, c2 = bias_correction(b1, state.count), bias_correction(b2, state.count)
     shift, root = _shift(eps_root, c2), c2.sqrt()
     return elementwise(lambda m, v: (m / c1) / (_root(v, shift) / root + eps), state.mu, state.nu)
 
 
-def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0) -> Transform:
-    """Rescale updates by Adam's moments (Kingma and Ba, 2015, Algorithm 1). torch.optim.Adam's numerics.
+def scale_by_adam(
+    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0
+) -> Transform:
+    """Rescale updates by Adam's moments (Kingma and Ba, 2015, Algorithm 1). torch.optim.Adam's
+    numerics.
 
     State: 2 tensors like params, and a step count.
 
@@ -64,7 +79,9 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_
         eps_root: added under the root, for differentiating through a step (torch has none).
     """
 
-    def update(updates: Tree, state: ScaleByAdamState, params: Tree) -> tuple[Tree, ScaleByAdamState]:
+    def update(
+        updates: Tree, state: ScaleByAdamState, params: Tree
+    ) -> tuple[Tree, ScaleByAdamState]:
         new = _moments(updates, state, b1, b2)
         return _adam_directions(new, b1, b2, eps, eps_root), new
 
@@ -72,7 +89,9 @@ def scale_by_adam(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_
         return pointwise(_init_moments, update)
     rest1, rest2 = 1 - b1, 1 - b2
 
-    def in_place(updates: Tree, state: ScaleByAdamState, params: Tree) -> tuple[Tree, ScaleByAdamState]:
+    def in_place(
+        updates: Tree, state: ScaleByAdamState, params: Tree
+    ) -> tuple[Tree, ScaleByAdamState]:
         count = state.count + 1
         c1, root = bias_correction(b1, count), bias_correction(b2, count).sqrt()
 
@@ -96,17 +115,23 @@ class ScaleByAmsgradState(NamedTuple):
     nu_max: Any  # like params: the largest nu so far
 
 
-def scale_by_amsgrad(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0) -> Transform:
-    """Rescale updates as AMSGrad (Reddi et al., 2018) does. torch.optim.Adam(amsgrad=True)'s numerics.
+def scale_by_amsgrad(
+    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0
+) -> Transform:
+    """Rescale updates as AMSGrad (Reddi et al., 2018) does. torch.optim.Adam(amsgrad=True)'s
+    numerics.
 
-    That is the maximum of the second moments before their bias is corrected; optax takes it after. State: 3 tensors
+    That is the maximum of the second moments before their bias is corrected; optax takes it after.
+    State: 3 tensors
     like params, and a step count. Arguments: see `scale_by_adam`.
     """
 
     def init(params: Tree) -> ScaleByAmsgradState:
         return ScaleByAmsgradState(*_init_moments(params), tree_zeros_like(params))
 
-    def update(updates: Tree, state: ScaleByAmsgradState, params: Tree) -> tuple[Tree, ScaleByAmsgradState]:
+    def update(
+        updates: Tree, state: ScaleByAmsgradState, params: Tree
+    ) -> tuple[Tree, ScaleByAmsgradState]:
         new = _moments(updates, state, b1, b2)
         nu_max = tree_map(torch.maximum, state.nu_max, new.nu)
         directions = _adam_directions(new._replace(nu=nu_max), b1, b2, eps, eps_root)
@@ -124,7 +149,8 @@ class ScaleByAdamaxState(NamedTuple):
 
 
 def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Transform:
-    """Rescale updates as AdaMax (Kingma and Ba, 2015, Algorithm 2) does. torch.optim.Adamax's numerics.
+    """Rescale updates as AdaMax (Kingma and Ba, 2015, Algorithm 2) does. torch.optim.Adamax's
+    numerics.
 
     State: 2 tensors like params, and a step count.
     """
@@ -132,7 +158,9 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
     def init(params: Tree) -> ScaleByAdamaxState:
         return ScaleByAdamaxState(*_init_moments(params))
 
-    def update(updates: Tree, state: ScaleByAdamaxState, params: Tree) -> tuple[Tree, ScaleByAdamaxState]:
+    def update(
+        updates: Tree, state: ScaleByAdamaxState, params: Tree
+    ) -> tuple[Tree, ScaleByAdamaxState]:
         count = state.count + 1
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
         nu = elementwise(lambda v, g: torch.maximum(v * b2, g.abs() + eps), state.nu, updates)
@@ -156,39 +184,54 @@ def scale_by_nadam(
 ) -> Transform:
     """Rescale updates as NAdam (Dozat, 2016, Algorithm 2) does. torch.optim.NAdam's numerics.
 
-    The momentum warms up as `b1 * (1 - 0.96**(step * momentum_decay) / 2)`; optax's nadam has none of this. State: 2
-    tensors like params, a step count and a number.
+    The momentum warms up as `b1 * (1 - 0.96**(step * momentum_decay) / 2)`; optax's nadam has none
+    of this. State: 2 tensors like params, a step count and a number.
     """
 
     def init(params: Tree) -> ScaleByNadamState:
         count, mu, nu = _init_moments(params)
         return ScaleByNadamState(count, number(1.0), mu, nu)
 
-    def update(updates: Tree, state: ScaleByNadamState, params: Tree) -> tuple[Tree, ScaleByNadamState]:
+    def update(
+        updates: Tree, state: ScaleByNadamState, params: Tree
+    ) -> tuple[Tree, ScaleByNadamState]:
         count, mu, nu = _moments(updates, state, b1, b2)
-        momentum, momentum_next = (b1 * (1 - 0.5 * 0.96 ** (t.double() * momentum_decay)) for t in (count, count + 1))
+        momentum, momentum_next = (
+            b1 * (1 - 0.5 * 0.96 ** (t.double() * momentum_decay)) for t in (count, count + 1)
+        )
         product = state.mu_product * momentum
-        of_grad, of_mean = (1 - momentum) / (1 - product), momentum_next / (1 - product * momentum_next)
+        of_grad, of_mean = (
+            (1 - momentum) / (1 - product),
+            momentum_next / (1 - product * momentum_next),
+        )
         c2 = bias_correction(b2, count)
-        directions = elementwise(lambda g, m, v: (g * of_grad + m * of_mean) / ((v / c2).sqrt() + eps), updates, mu, nu)
+        directions = elementwise(
+            lambda g, m, v: (g * of_grad + m * of_mean) / ((v / c2).sqrt() + eps), updates, mu, nu
+        )
         return directions, ScaleByNadamState(count, product, mu, nu)
 
     return pointwise(init, update)
 
 
 def scale_by_radam(
-    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0, threshold: Number = 5.0
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
+    threshold: Number = 5.0,
 ) -> Transform:
     """Rescale updates as Rectified Adam (Liu et al., 2020) does. torch.optim.RAdam's numerics.
 
     State: 2 tensors like params, and a step count.
 
     Args:
-        threshold: of the variance's degrees of freedom, below which the step is the mean of the gradients. Others: see
-            `scale_by_adam`.
+        threshold: of the variance's degrees of freedom, below which the step is the mean of the
+            gradients. Others: see `scale_by_adam`.
     """
 
-    def update(updates: Tree, state: ScaleByAdamState, params: Tree) -> tuple[Tree, ScaleByAdamState]:
+    def update(
+        updates: Tree, state: ScaleByAdamState, params: Tree
+    ) -> tuple[Tree, ScaleByAdamState]:
         new = _moments(updates, state, b1, b2)
         c1, c2 = bias_correction(b1, new.count), bias_correction(b2, new.count)
         limit = 2 / (1 - b2) - 1
@@ -197,25 +240,35 @@ def scale_by_radam(
         # The denominator is `of_root * sqrt(nu) + of_one`: sqrt(nu) / rect where rectified, else 1.
         of_root = torch.where(rho > threshold, 1 / (rect * c2.sqrt()), number(0.0))
         of_one = torch.where(rho > threshold, number(0.0), number(1.0))
-        directions = elementwise(lambda m, v: m / c1 / ((_root(v, eps_root) + eps) * of_root + of_one), new.mu, new.nu)
+        directions = elementwise(
+            lambda m, v: m / c1 / ((_root(v, eps_root) + eps) * of_root + of_one), new.mu, new.nu
+        )
         return directions, new
 
     return pointwise(_init_moments, update)
 
 
-def scale_by_belief(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-16, eps_root: Number = 1e-16) -> Transform:
-    """Rescale updates by how far gradients are from their mean: AdaBelief (Zhuang et al., 2020). As optax.
+def scale_by_belief(
+    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-16, eps_root: Number = 1e-16
+) -> Transform:
+    """Rescale updates by how far gradients are from their mean: AdaBelief (Zhuang et al., 2020). As
+    optax.
 
     State: 2 tensors like params, and a step count; `nu` is the mean of the squared distances.
 
     Args:
-        eps_root: added to `nu` in every step, as in the paper's algorithm. Others: see `scale_by_adam`.
+        eps_root: added to `nu` in every step, as in the paper's algorithm. Others: see
+            `scale_by_adam`.
     """
 
-    def update(updates: Tree, state: ScaleByAdamState, params: Tree) -> tuple[Tree, ScaleByAdamState]:
+    def update(
+        updates: Tree, state: ScaleByAdamState, params: Tree
+    ) -> tuple[Tree, ScaleByAdamState]:
         count = state.count + 1
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
-        nu = elementwise(lambda v, g, m: ema_of_squares(v, g - m, b2) + eps_root, state.nu, updates, mu)
+        nu = elementwise(
+            lambda v, g, m: ema_of_squares(v, g - m, b2) + eps_root, state.nu, updates, mu
+        )
         new = ScaleByAdamState(count, mu, nu)
         return _adam_directions(new, b1, b2, eps, 0.0), new
 
@@ -245,7 +298,9 @@ def scale_by_yogi(
         squares = g * g
         return v - (v - squares).sign() * squares * (1 - b2)
 
-    def update(updates: Tree, state: ScaleByAdamState, params: Tree) -> tuple[Tree, ScaleByAdamState]:
+    def update(
+        updates: Tree, state: ScaleByAdamState, params: Tree
+    ) -> tuple[Tree, ScaleByAdamState]:
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
         new = ScaleByAdamState(state.count + 1, mu, elementwise(towards, state.nu, updates))
         return _adam_directions(new, b1, b2, eps, eps_root), new
@@ -282,14 +337,22 @@ def scale_by_ademamix(
     def init(params: Tree) -> ScaleByAdemamixState:
         return ScaleByAdemamixState(step_count(), *(tree_zeros_like(params) for _ in range(3)))
 
-    def update(updates: Tree, state: ScaleByAdemamixState, params: Tree) -> tuple[Tree, ScaleByAdemamixState]:
-        count, decay, weight = state.count + 1, value_of(b3, state.count), value_of(alpha, state.count)
+    def update(
+        updates: Tree, state: ScaleByAdemamixState, params: Tree
+    ) -> tuple[Tree, ScaleByAdemamixState]:
+        count, decay, weight = (
+            state.count + 1,
+            value_of(b3, state.count),
+            value_of(alpha, state.count),
+        )
         m1 = elementwise(lambda m, g: ema(m, g, b1), state.m1, updates)
         m2 = elementwise(lambda m, g: ema(m, g, decay), state.m2, updates)
         nu = elementwise(lambda v, g: ema_of_squares(v, g, b2), state.nu, updates)
         c1, c2 = bias_correction(b1, count), bias_correction(b2, count)
         shift, root = _shift(eps_root, c2), c2.sqrt()
-        directions = elementwise(lambda a, b, v: (a / c1 + b * weight) / (_root(v, shift) / root + eps), m1, m2, nu)
+        directions = elementwise(
+            lambda a, b, v: (a / c1 + b * weight) / (_root(v, shift) / root + eps), m1, m2, nu
+        )
         return directions, ScaleByAdemamixState(count, m1, m2, nu)
 
     return pointwise(init, update)
@@ -315,7 +378,9 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
     def init(params: Tree) -> ScaleByLionState:
         return ScaleByLionState(step_count(), tree_zeros_like(params))
 
-    def update(updates: Tree, state: ScaleByLionState, params: Tree) -> tuple[Tree, ScaleByLionState]:
+    def update(
+        updates: Tree, state: ScaleByLionState, params: Tree
+    ) -> tuple[Tree, ScaleByLionState]:
         signs = elementwise(lambda m, g: ema(m, g, b1).sign(), state.mu, updates)
         mu = elementwise(lambda m, g: ema(m, g, b2), state.mu, updates)
         return signs, ScaleByLionState(state.count + 1, mu)

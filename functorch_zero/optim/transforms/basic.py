@@ -1,7 +1,7 @@
 """Pointwise transforms without a mean of squares: scalings, clips, decay, momentum.
 
-Each result depends on the values at one position only, so none of these communicates. Where "state" is not
-mentioned there is none.
+Each result depends on the values at one position only, so none of these communicates. Where "state"
+is not mentioned there is none.
 """
 
 from __future__ import annotations
@@ -13,9 +13,29 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..arithmetic import Number, Tree, add_scaled, add_scaled_, bias_correction, clamp, elementwise, is_zero, number
+from ..arithmetic import (
+    Number,
+    Tree,
+    add_scaled,
+    add_scaled_,
+    bias_correction,
+    clamp,
+    elementwise,
+    is_zero,
+    number,
+)
 from ..arithmetic import ema as mean_of
-from ..base import EmptyState, Schedule, Transform, Update, init_empty, pointwise, step_count, tree_zeros_like, value_of
+from ..base import (
+    EmptyState,
+    Schedule,
+    Transform,
+    Update,
+    init_empty,
+    pointwise,
+    step_count,
+    tree_zeros_like,
+    value_of,
+)
 from ..states import CountState as CountState
 from ..states import ScaleByLearningRateState
 from ..states import init_count as init_count
@@ -50,7 +70,8 @@ def scale(step_size: Number) -> Transform:
 
 
 def scale_by_schedule(step_size_fn: Schedule) -> Transform:
-    """Multiply every update by a schedule. As optax.scale_by_schedule; the state is a step count."""
+    """Multiply every update by a schedule. As optax.scale_by_schedule; the state is a step
+    count."""
 
     def update(updates: Tree, state: CountState, params: Tree) -> tuple[Tree, CountState]:
         factor = value_of(step_size_fn, state.count)
@@ -59,8 +80,11 @@ def scale_by_schedule(step_size_fn: Schedule) -> Transform:
     return pointwise(init_count, update)
 
 
-def scale_by_learning_rate(learning_rate: Number | Schedule, *, flip_sign: bool = True) -> Transform:
-    """Multiply every update by minus the learning rate, a number or a schedule. As optax.scale_by_learning_rate.
+def scale_by_learning_rate(
+    learning_rate: Number | Schedule, *, flip_sign: bool = True
+) -> Transform:
+    """Multiply every update by minus the learning rate, a number or a schedule. As
+    optax.scale_by_learning_rate.
 
     The state is a step count and the last learning rate.
 
@@ -79,7 +103,9 @@ def scale_by_learning_rate(learning_rate: Number | Schedule, *, flip_sign: bool 
             rate = value_of(learning_rate, state.count)
             factor = -rate if flip_sign else rate
             kept = number(rate) if fixed is None else fixed
-            return elementwise(lambda u: multiply(u, factor), updates), ScaleByLearningRateState(state.count + 1, kept)
+            return elementwise(lambda u: multiply(u, factor), updates), ScaleByLearningRateState(
+                state.count + 1, kept
+            )
 
         return update
 
@@ -96,7 +122,8 @@ def scale_by_sign() -> Transform:
 
 
 def clip(max_delta: Number) -> Transform:
-    """Clip every element of the updates to [-max_delta, max_delta]. As optax.clip and torch's clip_grad_value_."""
+    """Clip every element of the updates to [-max_delta, max_delta]. As optax.clip and torch's
+    clip_grad_value_."""
 
     def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
         return elementwise(lambda u: clamp(u, -max_delta, max_delta), updates), state
@@ -104,12 +131,16 @@ def clip(max_delta: Number) -> Transform:
     return pointwise(init_empty, update)
 
 
-def nan_to_num(nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Transform:
-    """Replace NaNs, and infinities, in the updates as torch.nan_to_num does. Compare optax.zero_nans.
+def nan_to_num(
+    nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> Transform:
+    """Replace NaNs, and infinities, in the updates as torch.nan_to_num does. Compare
+    optax.zero_nans.
 
     Args:
         nan: instead of NaN.
-        posinf: instead of infinity; None for the dtype's largest number. Keep infinities with `math.inf`.
+        posinf: instead of infinity; None for the dtype's largest number. Keep infinities with
+            `math.inf`.
         neginf: instead of minus infinity; None for the dtype's least number.
     """
 
@@ -120,12 +151,16 @@ def nan_to_num(nan: float = 0.0, posinf: float | None = None, neginf: float | No
 
 
 def zero_nans() -> Transform:
-    """Replace NaNs in the updates by 0, and leave infinities. As optax.zero_nans, without its report per leaf."""
+    """Replace NaNs in the updates by 0, and leave infinities. As optax.zero_nans, without its
+    report per leaf."""
     return nan_to_num(0.0, float("inf"), float("-inf"))
 
 
-def add_decayed_weights(weight_decay: Number | Schedule = 0.0, mask: Mask | None = None) -> Transform:
-    """Add `weight_decay` times the param to each update. As optax.add_decayed_weights; the state is a step count.
+def add_decayed_weights(
+    weight_decay: Number | Schedule = 0.0, mask: Mask | None = None
+) -> Transform:
+    """Add `weight_decay` times the param to each update. As optax.add_decayed_weights; the state is
+    a step count.
 
     Args:
         weight_decay: a number or a schedule.
@@ -135,7 +170,9 @@ def add_decayed_weights(weight_decay: Number | Schedule = 0.0, mask: Mask | None
     def by(add: Callable[[Tensor, Tensor, Number], Tensor]) -> Update:
         def update(updates: Tree, state: CountState, params: Tree) -> tuple[Any, Any]:
             decay = value_of(weight_decay, state.count)
-            return elementwise(lambda u, p: add(u, p, decay), updates, params), CountState(state.count + 1)
+            return elementwise(lambda u, p: add(u, p, decay), updates, params), CountState(
+                state.count + 1
+            )
 
         return update
 
@@ -151,24 +188,32 @@ class TraceState(NamedTuple):
 
 
 def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Transform:
-    """Momentum: a decaying sum of the updates. torch.optim.SGD's numerics; as optax.trace where dampening is 0.
+    """Momentum: a decaying sum of the updates. torch.optim.SGD's numerics; as optax.trace where
+    dampening is 0.
 
     State: one tensor like params, and a step count.
 
     Args:
         decay: of the sum, per step (torch's `momentum`).
         nesterov: look one step ahead (Sutskever et al., 2013): updates + decay * trace.
-        dampening: the share of each update that is left out of the sum, except the first one's, as in torch.
+        dampening: the share of each update that is left out of the sum, except the first one's, as
+            in torch.
     """
 
     def init(params: Tree) -> TraceState:
         return TraceState(step_count(), tree_zeros_like(params))
 
     def update(updates: Tree, state: TraceState, params: Tree) -> tuple[Tree, TraceState]:
-        kept = 1.0 if is_zero(dampening) else torch.where(state.count == 0, number(1.0), number(1.0 - dampening))
+        kept = (
+            1.0
+            if is_zero(dampening)
+            else torch.where(state.count == 0, number(1.0), number(1.0 - dampening))
+        )
         new = elementwise(lambda t, u: add_scaled(t * decay, u, kept), state.trace, updates)
         if nesterov:
-            return elementwise(lambda u, t: add_scaled(u, t, decay), updates, new), TraceState(state.count + 1, new)
+            return elementwise(lambda u, t: add_scaled(u, t, decay), updates, new), TraceState(
+                state.count + 1, new
+            )
         return tree_map(torch.clone, new), TraceState(state.count + 1, new)
 
     return pointwise(init, update)
@@ -182,7 +227,8 @@ class EmaState(NamedTuple):
 
 
 def ema(decay: Number, debias: bool = True) -> Transform:
-    """Replace the updates by their running mean. As optax.ema. State: one tensor like params, and a step count.
+    """Replace the updates by their running mean. As optax.ema. State: one tensor like params, and a
+    step count.
 
     Args:
         decay: of the mean, per step.

@@ -1,6 +1,7 @@
 """Second moments kept as vectors, one per dim, instead of as whole tensors: Adafactor and SM3.
 
-Whether and where a leaf is factored is decided by its full shape. The vectors are replicated: every rank holds them.
+Whether and where a leaf is factored is decided by its full shape. The vectors are replicated: every
+    rank holds them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ FactoredDims = Callable[[tuple[int, ...]], tuple[int, int] | None]
 
 
 def largest_dims(min_dim_size_to_factor: int) -> FactoredDims:
-    """optax's choice: the two largest dims, the largest last, if the smaller of them is large enough."""
+    """optax's choice: the two largest dims, the largest last, if the smaller of them is large
+    enough."""
 
     def dims(shape: tuple[int, ...]) -> tuple[int, int] | None:
         order = sorted(range(len(shape)), key=lambda d: shape[d])  # of equal dims the later
@@ -53,8 +55,11 @@ def never(shape: tuple[int, ...]) -> None:
 class Factors(NamedTuple):
     """Mean squared gradients, factored or not. What a leaf does not have is None."""
 
-    v_row: Any  # per factored leaf, its shape without the second of its factored dims, at least fp32, every rank
-    v_col: Any  # per factored leaf, its shape without the first of its factored dims, at least fp32, every rank
+    # per factored leaf, its shape without the second of its factored dims, at least fp32, every
+    # rank
+    v_row: Any
+    # per factored leaf, its shape without the first of its factored dims, at least fp32, every rank
+    v_col: Any
     v: Any  # per other leaf, like the param, at least fp32
 
 
@@ -74,7 +79,12 @@ def init_factors(params: Tree, across: Across, dims: FactoredDims) -> Factors:
     def whole(p: Tensor, extent: Any) -> Any:
         return torch.zeros_like(p, dtype=sum_dtype(p.dtype)) if dims(extent.shape) is None else None
 
-    return Factors(*(tree_map(fn, params, across.extents) for fn in (zeros_without(1), zeros_without(0), whole)))
+    return Factors(
+        *(
+            tree_map(fn, params, across.extents)
+            for fn in (zeros_without(1), zeros_without(0), whole)
+        )
+    )
 
 
 def one_of(dims: FactoredDims, k: int) -> Callable[[tuple[int, ...]], int | None]:
@@ -87,8 +97,11 @@ def one_of(dims: FactoredDims, k: int) -> Callable[[tuple[int, ...]], int | None
     return dim
 
 
-def decayed(factors: Factors, squares: Tree, sums: tuple[Tree, Tree], across: Across, weight: Tensor) -> Factors:
-    """The means one step on: each is `1 - weight` times itself plus `weight` times the mean of the new squares."""
+def decayed(
+    factors: Factors, squares: Tree, sums: tuple[Tree, Tree], across: Across, weight: Tensor
+) -> Factors:
+    """The means one step on: each is `1 - weight` times itself plus `weight` times the mean of the
+    new squares."""
 
     def mix(old: Tensor, new: Tensor) -> Tensor:
         return (old * (1 - weight) + new * weight).to(old.dtype)
@@ -106,8 +119,11 @@ def decayed(factors: Factors, squares: Tree, sums: tuple[Tree, Tree], across: Ac
     )
 
 
-def rows_over_mean(factors: Factors, across: Across, dims: FactoredDims, floor: Callable[[Tensor], float]) -> Tree:
-    """The row factors divided by their mean, which is at least `floor`; with the col factors it gives the estimate."""
+def rows_over_mean(
+    factors: Factors, across: Across, dims: FactoredDims, floor: Callable[[Tensor], float]
+) -> Tree:
+    """The row factors divided by their mean, which is at least `floor`; with the col factors it
+    gives the estimate."""
 
     def divide(extent: Any, row: Tensor | None) -> Any:
         chosen = dims(extent.shape)
@@ -134,16 +150,20 @@ def scale_by_factored_rms(
     min_dim_size_to_factor: int = 128,
     epsilon: float = 1e-30,
 ) -> Transform:
-    """Divide updates by a factored estimate of their root mean square, as optax.scale_by_factored_rms.
+    """Divide updates by a factored estimate of their root mean square, as
+    optax.scale_by_factored_rms.
 
-    Source: Shazeer and Stern, 2018 (1804.04235), Algorithm 4, in optax's variant: `epsilon` is added to the squared
+    Source: Shazeer and Stern, 2018 (1804.04235), Algorithm 4, in optax's variant: `epsilon` is
+        added to the squared
     gradient, and the two largest dims are factored. `adafactor` is torch's variant.
 
-    State: for a factored leaf two vectors (shape less one dim), replicated; for others a tensor like it.
+    State: for a factored leaf two vectors (shape less one dim), replicated; for others a tensor
+        like it.
     Sharded: one all-reduce of those vectors for all leaves together.
 
     Args:
-        decay_rate: the mean keeps `1 - t ** -decay_rate` of itself at step t, counted from `step_offset`.
+        decay_rate: the mean keeps `1 - t ** -decay_rate` of itself at step t, counted from
+            `step_offset`.
         min_dim_size_to_factor: a leaf is factored if its two largest dims have at least this size.
     """
     dims = largest_dims(min_dim_size_to_factor) if factored else never
@@ -166,7 +186,9 @@ def scale_by_factored_rms(
         def direction(u: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
             return times(u, v.rsqrt()) if v is not None else times(times(u, r), c)
 
-        return tree_map(direction, updates, row, col, factors.v), ScaleByFactoredRmsState(count, factors)
+        return tree_map(direction, updates, row, col, factors.v), ScaleByFactoredRmsState(
+            count, factors
+        )
 
     return with_statistics(init, update)
 
@@ -184,9 +206,11 @@ def scale_by_adafactor(
     factored: bool = True,
     min_dim_size_to_factor: int = 0,
 ) -> Transform:
-    """Adafactor's whole step size and direction, in torch.optim.Adafactor's variant. `adafactor` has the arguments.
+    """Adafactor's whole step size and direction, in torch.optim.Adafactor's variant. `adafactor`
+    has the arguments.
 
-    State: as `scale_by_factored_rms`. Sharded: one all-reduce of the vectors, and one of two scalars per leaf, for the
+    State: as `scale_by_factored_rms`. Sharded: one all-reduce of the vectors, and one of two
+        scalars per leaf, for the
     params' size and for the clipping.
     """
     dims = last_dims(min_dim_size_to_factor) if factored else never
@@ -196,7 +220,10 @@ def scale_by_adafactor(
 
     def directions(updates: Tree, factors: Factors, across: Across) -> Tree:
         rows = rows_over_mean(factors, across, dims, floor)
-        row, col = across.spread(rows, one_of(dims, 1)), across.spread(factors.v_col, one_of(dims, 0))
+        row, col = (
+            across.spread(rows, one_of(dims, 1)),
+            across.spread(factors.v_col, one_of(dims, 0)),
+        )
 
         def direction(u: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
             estimate = r * c if r is not None and c is not None else v
@@ -207,7 +234,11 @@ def scale_by_adafactor(
 
     def step_size(count: Tensor) -> Any:
         rate = value_of(learning_rate, count - 1)
-        return torch.as_tensor(rate, dtype=torch.float64).minimum(count.double().rsqrt()) if relative_step else rate
+        return (
+            torch.as_tensor(rate, dtype=torch.float64).minimum(count.double().rsqrt())
+            if relative_step
+            else rate
+        )
 
     def sizes_of(params: Tree, steps: Tree, across: Across) -> Tree:
         """Per leaf, what a step is multiplied by."""
@@ -216,7 +247,9 @@ def scale_by_adafactor(
         if multiply_by_parameter_scale:
             sizes = tree_map(lambda r: r.clamp(min=min_scale), of_params)
         if clipping_threshold is not None:
-            sizes = tree_map(lambda a, r: a / (r / clipping_threshold).clamp(min=1), sizes, of_steps)
+            sizes = tree_map(
+                lambda a, r: a / (r / clipping_threshold).clamp(min=1), sizes, of_steps
+            )
         return sizes
 
     def init(params: Tree, across: Across) -> ScaleByFactoredRmsState:
@@ -233,14 +266,17 @@ def scale_by_adafactor(
         steps = directions(updates, factors, across)
         sizes = sizes_of(params, steps, across)
         rho = step_size(count)
-        stepped = tree_map(lambda u, s, a: (s * (a * rho).to(s.dtype)).to(u.dtype), updates, steps, sizes)
+        stepped = tree_map(
+            lambda u, s, a: (s * (a * rho).to(s.dtype)).to(u.dtype), updates, steps, sizes
+        )
         return stepped, ScaleByFactoredRmsState(count, factors)
 
     return with_statistics(init, update)
 
 
 def all_but(k: int) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
-    """The dims that SM3 takes its k-th maximum over: all but dim k, of leaves with more than one dim."""
+    """The dims that SM3 takes its k-th maximum over: all but dim k, of leaves with more than one
+    dim."""
 
     def dims(shape: tuple[int, ...]) -> tuple[int, ...] | None:
         if len(shape) < 2 or k >= len(shape):
@@ -253,17 +289,22 @@ def all_but(k: int) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
 class ScaleBySm3State(NamedTuple):
     """SM3's accumulators, and the momentum."""
 
-    mu: tuple[Any, ...]  # k-th: per leaf with a dim k, of two dims and more, a vector along that dim, every rank
+    mu: tuple[
+        Any, ...
+    ]  # k-th: per leaf with a dim k, of two dims and more, a vector along that dim, every rank
     accumulator: Any  # per leaf of fewer dims, like the param
     nu: Any  # like params: mean of the directions
 
 
 def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transform:
-    """Divide by a bound on the root of the sum of squares, kept as one vector per dim, and take the mean.
+    """Divide by a bound on the root of the sum of squares, kept as one vector per dim, and take the
+    mean.
 
-    Source: Anil et al., 2019 (1901.11150), SM3-II, with the slices along each dim for the cover; optax.scale_by_sm3.
+    Source: Anil et al., 2019 (1901.11150), SM3-II, with the slices along each dim for the cover;
+        optax.scale_by_sm3.
 
-    State: one vector per dim of a leaf, replicated (a tensor like it for leaves of fewer than two dims), and 1 tensor
+    State: one vector per dim of a leaf, replicated (a tensor like it for leaves of fewer than two
+        dims), and 1 tensor
     like params. Sharded: one all-reduce of those vectors for all leaves together.
 
     Args:
@@ -287,7 +328,9 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         mu = tuple(vectors(k) for k in range(num_dims if num_dims > 1 else 0))
         return ScaleBySm3State(mu, tree_map(whole, params, across.extents), tree_zeros_like(params))
 
-    def update(updates: Tree, state: ScaleBySm3State, params: Tree, across: Across) -> tuple[Tree, ScaleBySm3State]:
+    def update(
+        updates: Tree, state: ScaleBySm3State, params: Tree, across: Across
+    ) -> tuple[Tree, ScaleBySm3State]:
         bounds = [across.spread(mu, all_but(k)) for k, mu in enumerate(state.mu)]
 
         def accumulate(u: Tensor, own: Tensor | None, *spread: Tensor | None) -> Tensor:
@@ -295,10 +338,16 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
             return (share * u * u + b2 * functools.reduce(torch.minimum, there)).to(u.dtype)
 
         sums = tree_map(accumulate, updates, state.accumulator, *bounds)
-        directions = elementwise(lambda u, a: (u * (a + eps).rsqrt()).where(a > 0, 0.0), updates, sums)
+        directions = elementwise(
+            lambda u, a: (u * (a + eps).rsqrt()).where(a > 0, 0.0), updates, sums
+        )
         nu = elementwise(lambda old, new: b1 * old + (1 - b1) * new, state.nu, directions)
-        mu = across.max_dims(*[(sums, all_but(k)) for k in range(len(state.mu))]) if state.mu else ()
-        mu = tuple(tree_map(lambda m: m.clamp(min=0), one) for one in mu)  # of an empty leaf it was -inf
+        mu = (
+            across.max_dims(*[(sums, all_but(k)) for k in range(len(state.mu))]) if state.mu else ()
+        )
+        mu = tuple(
+            tree_map(lambda m: m.clamp(min=0), one) for one in mu
+        )  # of an empty leaf it was -inf
         own = tree_map(lambda a, extent: a if len(extent.shape) < 2 else None, sums, across.extents)
         return nu, ScaleBySm3State(mu, own, nu)
 

@@ -1,4 +1,5 @@
-"""Full-matrix Adagrad, of each leaf or of the whole tree: the square of the number of elements must fit."""
+"""Full-matrix Adagrad, of each leaf or of the whole tree: the square of the number of elements must
+fit."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class FullMatrixState(NamedTuple):
 
 
 def _init_matrix(num_elements: int, dtype: torch.dtype, device: torch.device) -> FullMatrixState:
-    return FullMatrixState(torch.zeros(num_elements, num_elements, dtype=sum_dtype(dtype), device=device))
+    return FullMatrixState(
+        torch.zeros(num_elements, num_elements, dtype=sum_dtype(dtype), device=device)
+    )
 
 
 def _step(g: Tensor, state: FullMatrixState, eps: float) -> tuple[Tensor, FullMatrixState]:
@@ -37,12 +40,14 @@ def _step(g: Tensor, state: FullMatrixState, eps: float) -> tuple[Tensor, FullMa
 def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20) -> Transform:
     """Multiply each leaf's gradient by the inverse root of the sum of its outer products.
 
-    Source: Duchi et al., 2011 (JMLR 12), Figure 1, full matrices: `(eps + G ** (1/2)) ** -1 g`, with zero for the
-    inverse along eigenvalues of G that are rounding; g has no part there. Gradients that are nearly multiples of each
-    other leave small eigenvalues that aren't: a last bit of the gradient grows by the inverse of their root, at most
-    `1 / eps`.
+    Source: Duchi et al., 2011 (JMLR 12), Figure 1, full matrices: `(eps + G ** (1/2)) ** -1 g`,
+        with zero for the
+    inverse along eigenvalues of G that are rounding; g has no part there. Gradients that are nearly
+    multiples of each other leave small eigenvalues that aren't: a last bit of the gradient grows by
+    the inverse of their root, at most `1 / eps`.
 
-    State: for n elements an n x n matrix, at the leaf's owner. Sharded: two all-to-alls, about 2S/N bytes per rank.
+    State: for n elements an n x n matrix, at the leaf's owner. Sharded: two all-to-alls, about 2S/N
+        bytes per rank.
 
     Args:
         eps: added to the root's eigenvalues.
@@ -63,17 +68,26 @@ def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20)
         leaves: list[Tensor] = optree.tree_leaves(params)
         extents: list[Any] = optree.tree_leaves(across.extents)
         for path, leaf, extent in zip(paths(params), leaves, extents, strict=True):
-            _refuse(extent.numel, leaf.dtype, limit, path, "partition the tree, with adagrad for this leaf")
+            _refuse(
+                extent.numel,
+                leaf.dtype,
+                limit,
+                path,
+                "partition the tree, with adagrad for this leaf",
+            )
 
     return _checked(with_whole_leaves(init, update, cost=cost), check)
 
 
 def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2**20) -> Transform:
-    """Multiply the gradient, as one vector over all leaves, by the inverse root of the sum of its outer products.
+    """Multiply the gradient, as one vector over all leaves, by the inverse root of the sum of its
+    outer products.
 
-    Source: Duchi et al., 2011 (JMLR 12), Figure 1; see `scale_by_full_matrix_adagrad`, which takes each leaf alone.
+    Source: Duchi et al., 2011 (JMLR 12), Figure 1; see `scale_by_full_matrix_adagrad`, which takes
+        each leaf alone.
 
-    State: for n elements in the tree an n x n matrix, on every rank. Sharded: updates are gathered, S (N-1)/N bytes per
+    State: for n elements in the tree an n x n matrix, on every rank. Sharded: updates are gathered,
+        S (N-1)/N bytes per
     rank, and every rank does all the work.
 
     Args:
@@ -87,16 +101,27 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
 
     def update(updates: Tree, state: FullMatrixState) -> tuple[Tree, FullMatrixState]:
         leaves, treedef = optree.tree_flatten(updates)
-        flat = torch.cat([state.outer.new_empty(0), *(g.reshape(-1).to(state.outer.dtype) for g in leaves)])
+        flat = torch.cat(
+            [state.outer.new_empty(0), *(g.reshape(-1).to(state.outer.dtype) for g in leaves)]
+        )
         direction, state = _step(flat, state, eps)
         parts = direction.split([leaf.numel() for leaf in leaves])
-        made = [part.to(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+        made = [
+            part.to(leaf.dtype).reshape(leaf.shape)
+            for part, leaf in zip(parts, leaves, strict=True)
+        ]
         return treedef.unflatten(made), state
 
     def check(params: Tree, across: Across) -> None:
         num_elements = sum(extent.numel for extent in optree.tree_leaves(across.extents))
         leaves = optree.tree_leaves(params)
-        _refuse(num_elements, _widest(leaves), limit, None, "use scale_by_full_matrix_adagrad, leaf by leaf")
+        _refuse(
+            num_elements,
+            _widest(leaves),
+            limit,
+            None,
+            "use scale_by_full_matrix_adagrad, leaf by leaf",
+        )
 
     return _checked(with_whole_tree(init, update, limit=limit), check)
 
@@ -108,16 +133,23 @@ def _widest(leaves: list[Tensor]) -> torch.dtype:
     return dtype
 
 
-def _refuse(num_elements: int, dtype: torch.dtype, limit: int, path: str | None, remedy: str) -> None:
+def _refuse(
+    num_elements: int, dtype: torch.dtype, limit: int, path: str | None, remedy: str
+) -> None:
     size = num_elements**2 * sum_dtype(dtype).itemsize
     if size > limit:
-        what = f"full-matrix Adagrad of {num_elements} elements would need {size} bytes for its matrix"
-        message = explain(what, path=path, expected=f"at most limit={limit}", remedy=f"{remedy}, or raise limit")
+        what = (
+            f"full-matrix Adagrad of {num_elements} elements would need {size} bytes for its matrix"
+        )
+        message = explain(
+            what, path=path, expected=f"at most limit={limit}", remedy=f"{remedy}, or raise limit"
+        )
         raise TransformError(message)
 
 
 def _checked(transform: Transform, check: Any) -> Transform:
-    """`transform` with a check of the params before `init`: by full shapes, so the same on every rank."""
+    """`transform` with a check of the params before `init`: by full shapes, so the same on every
+    rank."""
 
     def init(params: Tree, across: Across) -> Any:
         check(params, across)

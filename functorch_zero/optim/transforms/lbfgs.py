@@ -1,8 +1,8 @@
 """L-BFGS directions from a bounded history, with all inner products of a step in one question.
 
-The two-loop recursion needs inner products of the history only with itself and with the gradient. Those of the history
-with itself are kept; a step asks for the newest ones, and runs the recursion on numbers (Chen et al., 2014,
-"Large-scale L-BFGS using MapReduce").
+The two-loop recursion needs inner products of the history only with itself and with the gradient.
+Those of the history with itself are kept; a step asks for the newest ones, and runs the recursion
+on numbers (Chen et al., 2014, "Large-scale L-BFGS using MapReduce").
 """
 
 from __future__ import annotations
@@ -51,14 +51,22 @@ class Coefficients(NamedTuple):
     of_y: Tensor  # (m,)
 
 
-def ask(across: Across, state: ScaleByLBFGSState, s: tuple[Tree, ...], y: tuple[Tree, ...], g: Tree) -> Products:
+def ask(
+    across: Across, state: ScaleByLBFGSState, s: tuple[Tree, ...], y: tuple[Tree, ...], g: Tree
+) -> Products:
     """The inner products of a history whose newest pair is new: 5m numbers, one collective."""
     m = len(s)
     pairs = [(one, g) for one in s] + [(one, g) for one in y] + [(one, y[-1]) for one in (*s, *y)]
     pairs += [(s[-1], one) for one in y] + [(g, g)]
     answers = torch.stack([x.double() for x in across.dots(*pairs)])
     s_g, y_g, s_y_new, y_y_new, s_new_y = answers[: 5 * m].reshape(5, m).unbind()
-    return Products(shifted(state.s_y, s_y_new, s_new_y), shifted(state.y_y, y_y_new, y_y_new), s_g, y_g, answers[-1])
+    return Products(
+        shifted(state.s_y, s_y_new, s_new_y),
+        shifted(state.y_y, y_y_new, y_y_new),
+        s_g,
+        y_g,
+        answers[-1],
+    )
 
 
 def shifted(old: Tensor, column: Tensor, row: Tensor) -> Tensor:
@@ -86,10 +94,12 @@ def two_loops(products: Products, scale: Tensor) -> Coefficients:
 def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Transform:
     """Multiply the gradient by L-BFGS's estimate of the inverse Hessian, over the whole tree.
 
-    Source: Nocedal and Wright, Algorithms 7.4 and 7.5; optax.scale_by_lbfgs, with its first scale. Pairs without
+    Source: Nocedal and Wright, Algorithms 7.4 and 7.5; optax.scale_by_lbfgs, with its first scale.
+        Pairs without
     curvature (s . y = 0) don't count. Line search is yours: updates are the direction.
 
-    State: 2 (memory_size + 1) tensors like params. Sharded: one all-reduce of 5 memory_size + 1 scalars per leaf.
+    State: 2 (memory_size + 1) tensors like params. Sharded: one all-reduce of 5 memory_size + 1
+        scalars per leaf.
 
     Args:
         memory_size: how many pairs are remembered.
@@ -115,7 +125,9 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
         before = tree_zeros_like(params), tree_zeros_like(params)
         return ScaleByLBFGSState(step_count(), *before, trees(), trees(), table, table.clone())
 
-    def update(updates: Tree, state: ScaleByLBFGSState, params: Tree, across: Across) -> tuple[Tree, ScaleByLBFGSState]:
+    def update(
+        updates: Tree, state: ScaleByLBFGSState, params: Tree, across: Across
+    ) -> tuple[Tree, ScaleByLBFGSState]:
         first = state.count == 0
 
         def change(new: Tensor, old: Tensor) -> Tensor:
@@ -134,6 +146,8 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
 
         directions = elementwise(combine, updates, *s, *y)
         kept = tree_map(torch.clone, params), tree_map(torch.clone, updates)
-        return directions, ScaleByLBFGSState(state.count + 1, *kept, s, y, products.s_y, products.y_y)
+        return directions, ScaleByLBFGSState(
+            state.count + 1, *kept, s, y, products.s_y, products.y_y
+        )
 
     return with_statistics(init, update)

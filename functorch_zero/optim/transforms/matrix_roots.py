@@ -1,8 +1,10 @@
-"""Eigenvectors and inverse roots of symmetric matrices, for optimizers that precondition whole leaves.
+"""Eigenvectors and inverse roots of symmetric matrices, for optimizers that precondition whole
+leaves.
 
-What these do when there is no answer is part of an optimizer's definition, since a failure would be the owner's alone:
-`eigh` never raises. Statistics are kept finite by `if_finite`: a gradient with a NaN or an infinity leaves them as they
-were (its update is not finite, which `apply_if_finite` or the step sees on all ranks).
+What these do when there is no answer is part of an optimizer's definition, since a failure would be
+the owner's alone: `eigh` never raises. Statistics are kept finite by `if_finite`: a gradient with a
+NaN or an infinity leaves them as they were (its update is not finite, which `apply_if_finite` or
+the step sees on all ranks).
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ def if_finite(new: Tensor, old: Tensor) -> Tensor:
 def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors of a batch of finite symmetric matrices.
 
-    Where LAPACK or cuSOLVER does not converge it is tried in float64, and then, as a last fallback, the matrices count
-    as diagonal: for the whole batch, their diagonals are the eigenvalues and the unit vectors the eigenvectors.
+    Where LAPACK or cuSOLVER does not converge it is tried in float64, and then, as a last fallback,
+    the matrices count
+    as diagonal: for the whole batch, their diagonals are the eigenvalues and the unit vectors the
+        eigenvectors.
     """
     for dtype in (a.dtype, torch.float64):
         try:
@@ -36,7 +40,8 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_root(a: Tensor, p: int, ridge: float) -> Tensor:
     """`(a + ridge * largest eigenvalue) ** (-1 / p)` of a batch of positive semidefinite matrices.
 
-    Eigenvalues that are rounding, negative ones too, count as zero. The root of a zero matrix is large and finite.
+    Eigenvalues that are rounding, negative ones too, count as zero. The root of a zero matrix is
+    large and finite.
     """
     values, vectors = eigh(a)
     if not a.shape[-1]:
@@ -48,7 +53,8 @@ def inverse_root(a: Tensor, p: int, ridge: float) -> Tensor:
 
 
 def solve_root(a: Tensor, g: Tensor, eps: float) -> Tensor:
-    """`(eps + a ** (1/2)) ** -1 @ g` for a matrix and a vector in its range; 0 along eigenvalues that are rounding."""
+    """`(eps + a ** (1/2)) ** -1 @ g` for a matrix and a vector in its range; 0 along eigenvalues
+    that are rounding."""
     if not len(g):
         return g
     values, vectors = eigh(a)

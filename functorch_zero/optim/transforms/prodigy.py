@@ -50,10 +50,12 @@ def prodigy(
 ) -> Transform:
     """Prodigy: AdamW without a learning rate to choose.
 
-    Source: Mishchenko and Defazio, 2023 (2306.06101), Algorithm 4; optax.contrib.prodigy. Where the sum of gradients is
+    Source: Mishchenko and Defazio, 2023 (2306.06101), Algorithm 4; optax.contrib.prodigy. Where the
+        sum of gradients is
     zero the estimate stays (optax divides by it).
 
-    State: 4 tensors like params, one of which is the first params. Sharded: one all-reduce of two scalars per leaf.
+    State: 4 tensors like params, one of which is the first params. Sharded: one all-reduce of two
+        scalars per leaf.
 
     Args:
         learning_rate: a factor on the estimate, 1 or a schedule that begins there.
@@ -72,13 +74,17 @@ def prodigy(
         lr, numerator = scalar_for(params, estim_lr0), scalar_for(params, 0.0)
         return ProdigyState(step_count(), *zeros, tree_map(torch.clone, params), lr, numerator)
 
-    def update(updates: Tree, state: ProdigyState, params: Tree, across: Across) -> tuple[Tree, ProdigyState]:
+    def update(
+        updates: Tree, state: ProdigyState, params: Tree, across: Across
+    ) -> tuple[Tree, ProdigyState]:
         count, d = state.count + 1, state.estim_lr
         correction = (1 - b2 ** count.double()).sqrt() / (1 - b1 ** count.double())
         dlr: Tensor = (d * value_of(learning_rate, state.count) * correction).to(d.dtype)
         share = d * (d if safeguard_warmup else dlr) / estim_lr0
         exp_avg = elementwise(lambda m, g: b1 * m + (1 - b1) * (g * d), state.exp_avg, updates)
-        exp_avg_sq = elementwise(lambda v, g: b2 * v + (1 - b2) * (g * d) * (g * d), state.exp_avg_sq, updates)
+        exp_avg_sq = elementwise(
+            lambda v, g: b2 * v + (1 - b2) * (g * d) * (g * d), state.exp_avg_sq, updates
+        )
         grad_sum = elementwise(lambda s, g: b3 * s + g * share, state.grad_sum, updates)
         away = tree_map(lambda g, first, p: g * (first - p), updates, state.params0, params)
         numerator, denominator = across.total(away, tree_map(torch.abs, grad_sum))
@@ -91,6 +97,8 @@ def prodigy(
             return direction * -dlr
 
         steps = elementwise(step, exp_avg, exp_avg_sq, params)
-        return steps, ProdigyState(count, exp_avg, exp_avg_sq, grad_sum, state.params0, estim_lr, weighted)
+        return steps, ProdigyState(
+            count, exp_avg, exp_avg_sq, grad_sum, state.params0, estim_lr, weighted
+        )
 
     return with_statistics(init, update)

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic import Number, Tree, bias_correction, clamp, elementwise, ema, ema_of_squares, full_like
+from ..arithmetic import (
+    Number,
+    Tree,
+    bias_correction,
+    clamp,
+    elementwise,
+    ema,
+    ema_of_squares,
+    full_like,
+)
 from ..base import Transform, pointwise, step_count, tree_zeros_like
 
 
@@ -21,7 +30,8 @@ class ScaleByRssState(NamedTuple):
 
 
 def scale_by_rss(initial_accumulator_value: Number = 0.0, eps: Number = 1e-10) -> Transform:
-    """Rescale updates by the root of the sum of their squares so far (Duchi et al., 2011). torch.optim.Adagrad's.
+    """Rescale updates by the root of the sum of their squares so far (Duchi et al., 2011).
+    torch.optim.Adagrad's.
 
     optax begins at 0.1, takes eps 1e-7 and adds it under the root. State: 1 tensor like params.
     """
@@ -50,9 +60,11 @@ def scale_by_rms(
     eps_in_sqrt: bool = False,
     bias_correction: bool = False,
 ) -> Transform:
-    """Rescale updates by the root of the mean of their squares (Hinton, 2012). torch.optim.RMSprop's numerics.
+    """Rescale updates by the root of the mean of their squares (Hinton, 2012).
+    torch.optim.RMSprop's numerics.
 
-    optax's defaults differ: decay 0.9, eps under the root. State: 1 tensor like params, and a step count.
+    optax's defaults differ: decay 0.9, eps under the root. State: 1 tensor like params, and a step
+    count.
 
     Args:
         decay: of the mean, per step (torch's `alpha`).
@@ -69,7 +81,9 @@ def scale_by_rms(
         count = state.count + 1
         nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
         means = _corrected(nu, decay, count) if bias_correction else nu
-        return elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, means), ScaleByRmsState(count, nu)
+        return elementwise(
+            lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, means
+        ), ScaleByRmsState(count, nu)
 
     return pointwise(init, update)
 
@@ -89,15 +103,20 @@ def scale_by_stddev(
     eps_in_sqrt: bool = False,
     bias_correction: bool = False,
 ) -> Transform:
-    """Rescale updates by their standard deviation (Graves, 2013). torch.optim.RMSprop(centered=True)'s numerics.
+    """Rescale updates by their standard deviation (Graves, 2013).
+    torch.optim.RMSprop(centered=True)'s numerics.
 
     State: 2 tensors like params, and a step count. Arguments: see `scale_by_rms`.
     """
 
     def init(params: Tree) -> ScaleByStddevState:
-        return ScaleByStddevState(step_count(), tree_zeros_like(params), full_like(params, initial_scale))
+        return ScaleByStddevState(
+            step_count(), tree_zeros_like(params), full_like(params, initial_scale)
+        )
 
-    def update(updates: Tree, state: ScaleByStddevState, params: Tree) -> tuple[Tree, ScaleByStddevState]:
+    def update(
+        updates: Tree, state: ScaleByStddevState, params: Tree
+    ) -> tuple[Tree, ScaleByStddevState]:
         count = state.count + 1
         mu = elementwise(lambda m, g: ema(m, g, decay), state.mu, updates)
         nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
@@ -127,7 +146,8 @@ class ScaleByAdaDeltaState(NamedTuple):
 
 
 def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
-    """Rescale updates as Adadelta (Zeiler, 2012, Algorithm 1) does. torch.optim.Adadelta's numerics; as optax.
+    """Rescale updates as Adadelta (Zeiler, 2012, Algorithm 1) does. torch.optim.Adadelta's
+    numerics; as optax.
 
     State: 2 tensors like params.
     """
@@ -135,9 +155,13 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
     def init(params: Tree) -> ScaleByAdaDeltaState:
         return ScaleByAdaDeltaState(tree_zeros_like(params), tree_zeros_like(params))
 
-    def update(updates: Tree, state: ScaleByAdaDeltaState, params: Tree) -> tuple[Tree, ScaleByAdaDeltaState]:
+    def update(
+        updates: Tree, state: ScaleByAdaDeltaState, params: Tree
+    ) -> tuple[Tree, ScaleByAdaDeltaState]:
         e_g = elementwise(lambda e, g: ema_of_squares(e, g, rho), state.e_g, updates)
-        steps = elementwise(lambda g, x, e: (x + eps).sqrt() / (e + eps).sqrt() * g, updates, state.e_x, e_g)
+        steps = elementwise(
+            lambda g, x, e: (x + eps).sqrt() / (e + eps).sqrt() * g, updates, state.e_x, e_g
+        )
         e_x = elementwise(lambda e, s: ema_of_squares(e, s, rho), state.e_x, steps)
         return steps, ScaleByAdaDeltaState(e_g, e_x)
 
@@ -158,7 +182,8 @@ def scale_by_rprop(
     min_step_size: Number = 1e-6,
     max_step_size: Number = 50.0,
 ) -> Transform:
-    """Replace updates by signed step sizes that grow while the sign stays (Riedmiller and Braun, 1993).
+    """Replace updates by signed step sizes that grow while the sign stays (Riedmiller and Braun,
+    1993).
 
     torch.optim.Rprop's numerics; optax's updates come one step later. State: 2 tensors like params.
 
@@ -176,12 +201,18 @@ def scale_by_rprop(
     def resize(size: Tensor, g: Tensor, prev: Tensor) -> Tensor:
         agreement = g * prev
         grown = torch.where(agreement > 0, size * eta_plus, size)
-        return clamp(torch.where(agreement < 0, size * eta_minus, grown), min_step_size, max_step_size)
+        return clamp(
+            torch.where(agreement < 0, size * eta_minus, grown), min_step_size, max_step_size
+        )
 
-    def update(updates: Tree, state: ScaleByRpropState, params: Tree) -> tuple[Tree, ScaleByRpropState]:
+    def update(
+        updates: Tree, state: ScaleByRpropState, params: Tree
+    ) -> tuple[Tree, ScaleByRpropState]:
         sizes = elementwise(resize, state.step_sizes, updates, state.prev_updates)
         kept = elementwise(
-            lambda g, prev: torch.where(g * prev < 0, torch.zeros_like(g), g), updates, state.prev_updates
+            lambda g, prev: torch.where(g * prev < 0, torch.zeros_like(g), g),
+            updates,
+            state.prev_updates,
         )
         return elementwise(lambda g, s: g.sign() * s, kept, sizes), ScaleByRpropState(sizes, kept)
 

@@ -1,6 +1,8 @@
-"""Schedule-free learning (Defazio et al., 2024, arXiv 2405.15682): averaging instead of a falling learning rate.
+"""Schedule-free learning (Defazio et al., 2024, arXiv 2405.15682): averaging instead of a falling
+learning rate.
 
-The params are the paper's y, where gradients are taken. The state keeps z, which the inner optimizer moves; the
+The params are the paper's y, where gradients are taken. The state keeps z, which the inner
+optimizer moves; the
 average x, to evaluate at, follows from both: `schedule_free_eval_params`.
 """
 
@@ -40,7 +42,8 @@ def schedule_free(
 ) -> Transform:
     """Turn an optimizer without momentum schedule-free. As optax.contrib.schedule_free.
 
-    As there, the weights look the learning rate up one step ahead of `base_optimizer`. State: 1 tensor like params, 4
+    As there, the weights look the learning rate up one step ahead of `base_optimizer`. State: 1
+        tensor like params, 4
     numbers, and that of the base optimizer. No communication of its own.
 
     Args:
@@ -60,7 +63,9 @@ def schedule_free(
         max_lr = torch.maximum(state.max_lr, number(value_of(learning_rate, state.step_count)))
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
-        share = torch.where(weight_sum > 0, weight / weight_sum, number(0.0))  # 0 while the learning rate is 0
+        share = torch.where(
+            weight_sum > 0, weight / weight_sum, number(0.0)
+        )  # 0 while the learning rate is 0
         steps, inner_state = inner(updates, state.base_optimizer_state, params)
         z = tree_map(torch.add, state.z, steps)
 
@@ -73,7 +78,9 @@ def schedule_free(
         numbers = (state.b1, weight_sum, state.step_count + 1, max_lr)
         return moves, ScheduleFreeState(*numbers, inner_state, z)
 
-    return wrapper(base_optimizer, init, update, ("schedule_free", learning_rate, b1, weight_lr_power))
+    return wrapper(
+        base_optimizer, init, update, ("schedule_free", learning_rate, b1, weight_lr_power)
+    )
 
 
 def _average(y: Tensor, z: Tensor, b1: Number) -> Tensor:
@@ -81,7 +88,8 @@ def _average(y: Tensor, z: Tensor, b1: Number) -> Tensor:
 
 
 def schedule_free_eval_params(state: Any, params: Tree) -> Tree:
-    """The params to evaluate and to keep: the average x. As optax.contrib.schedule_free_eval_params.
+    """The params to evaluate and to keep: the average x. As
+    optax.contrib.schedule_free_eval_params.
 
     Args:
         state: the optimizer's state, which holds one ScheduleFreeState somewhere.
@@ -89,7 +97,10 @@ def schedule_free_eval_params(state: Any, params: Tree) -> Tree:
     """
     found = find_states(state, ScheduleFreeState)
     if len(found) != 1:
-        raise ValueError(f"expected one schedule_free in this state, got {len(found)}. Remedy: pass its own state")
+        raise ValueError(
+            f"expected one schedule_free in this state, got {len(found)}. Remedy: pass its own "
+            "state"
+        )
     return elementwise(lambda y, z: _average(y, z, found[0].b1), params, found[0].z)
 
 
@@ -100,7 +111,8 @@ def schedule_free_sgd(
     weight_decay: Number | Schedule | None = None,
     weight_lr_power: Number = 2.0,
 ) -> Transform:
-    """Schedule-free gradient descent. As optax.contrib.schedule_free_sgd. State: 1 tensor like params.
+    """Schedule-free gradient descent. As optax.contrib.schedule_free_sgd. State: 1 tensor like
+    params.
 
     Args:
         learning_rate: after the warm-up.
@@ -110,7 +122,11 @@ def schedule_free_sgd(
         weight_lr_power: see `schedule_free`.
     """
     rate = _warmed(learning_rate, warmup_steps)
-    decay = () if weight_decay is None or is_zero(weight_decay) else (add_decayed_weights(weight_decay),)
+    decay = (
+        ()
+        if weight_decay is None or is_zero(weight_decay)
+        else (add_decayed_weights(weight_decay),)
+    )
     return schedule_free(chain(*decay, scale_by_learning_rate(rate)), rate, b1, weight_lr_power)
 
 
@@ -133,4 +149,8 @@ def schedule_free_adamw(
 
 
 def _warmed(learning_rate: Number, warmup_steps: int | None) -> Number | Schedule:
-    return learning_rate if warmup_steps is None else warmup_constant_schedule(0.0, learning_rate, warmup_steps)
+    return (
+        learning_rate
+        if warmup_steps is None
+        else warmup_constant_schedule(0.0, learning_rate, warmup_steps)
+    )

@@ -26,8 +26,12 @@ class ShampooState(NamedTuple):
     """Shampoo's state of one leaf."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU, at the leaf's owner
-    blocks: tuple[tuple[Side, ...], ...]  # for each block, row by row: the left side, and of a matrix the right side
-    graft: Any  # like the param, at least fp32, at its owner: sum or mean of squares; () where grafting needs none
+    blocks: tuple[
+        tuple[Side, ...], ...
+    ]  # for each block, row by row: the left side, and of a matrix the right side
+    # like the param, at least fp32, at its owner: sum or mean of squares; () where grafting needs
+    # none
+    graft: Any
 
 
 def cuts(size: int, block_size: int) -> list[slice]:
@@ -36,7 +40,8 @@ def cuts(size: int, block_size: int) -> list[slice]:
 
 
 def is_due(count: Tensor, every: int) -> bool:
-    """Whether a step that comes every so many is due. The counter is on the CPU: reading it waits for nothing."""
+    """Whether a step that comes every so many is due. The counter is on the CPU: reading it waits
+    for nothing."""
     return every == 1 or int(count) % every == 0
 
 
@@ -53,15 +58,20 @@ def scale_by_shampoo(
 ) -> Transform:
     """Multiply each matrix by the inverse fourth roots of the sums of `g @ g.T` and `g.T @ g`.
 
-    Source: Gupta et al., 2018 (1802.09568), Algorithm 1 (vectors: the order 1 of Algorithm 2, an inverse square root);
-    blocks, grafting and the relative ridge as in Anil et al., 2020 (2002.09018). Leaves of more dims are stacks of
-    matrices, see `as_matrices`, rather than the paper's tensors with a root for each dim.
+    Source: Gupta et al., 2018 (1802.09568), Algorithm 1 (vectors: the order 1 of Algorithm 2, an
+        inverse square root);
+    blocks, grafting and the relative ridge as in Anil et al., 2020 (2002.09018). Leaves of more
+    dims are stacks of matrices, see `as_matrices`, rather than the paper's tensors with a root for
+    each dim.
 
-    Roots are by eigenvectors: eigenvalues below zero count as zero, `eps` times the largest is added. Where that does
-    not converge see `roots.eigh`. A gradient that is not finite leaves the statistics as they were. Where a statistic
-    has a null space, a last bit of the gradient grows by up to `eps ** (-1 / 4)` (vectors: `eps ** (-1 / 2)`).
+    Roots are by eigenvectors: eigenvalues below zero count as zero, `eps` times the largest is
+        added. Where that does
+    not converge see `roots.eigh`. A gradient that is not finite leaves the statistics as they were.
+    Where a statistic has a null space, a last bit of the gradient grows by up to `eps ** (-1 / 4)`
+    (vectors: `eps ** (-1 / 2)`).
 
-    State, at the leaf's owner: for a block of m x n, 2 (m^2 + n^2) numbers; with grafting (not "sgd") a tensor like the
+    State, at the leaf's owner: for a block of m x n, 2 (m^2 + n^2) numbers; with grafting (not
+    "sgd") a tensor like the
     param. Sharded: two all-to-alls, about 2S/N bytes per rank.
 
     Args:
@@ -83,7 +93,11 @@ def scale_by_shampoo(
         return [(row, col) for row in cuts(rows, block_size) for col in cuts(cols, block_size)]
 
     def init(param: Tensor) -> ShampooState:
-        dtype, count, is_vector = sum_dtype(param.dtype), view(tuple(param.shape))[0], param.ndim < 2
+        dtype, count, is_vector = (
+            sum_dtype(param.dtype),
+            view(tuple(param.shape))[0],
+            param.ndim < 2,
+        )
 
         def side(where: slice) -> Side:
             size = where.stop - where.start
@@ -92,15 +106,25 @@ def scale_by_shampoo(
                 torch.eye(size, dtype=dtype, device=param.device).repeat(count, 1, 1),
             )
 
-        blocks = [(side(row),) if is_vector else (side(row), side(col)) for row, col in blocks_of(tuple(param.shape))]
+        blocks = [
+            (side(row),) if is_vector else (side(row), side(col))
+            for row, col in blocks_of(tuple(param.shape))
+        ]
         squares = () if graft in (None, "sgd") else torch.zeros_like(param, dtype=dtype)
         return ShampooState(step_count(), tuple(blocks), squares)
 
     def new_side(old: Side, outer: Tensor, order: int, count: Tensor) -> Side:
         mixed = if_finite(b2 * old.outer + (1.0 if b2 == 1.0 else 1 - b2) * outer, old.outer)
-        return Side(mixed, inverse_root(mixed, 2 * order, eps) if is_due(count, precondition_frequency) else old.root)
+        return Side(
+            mixed,
+            inverse_root(mixed, 2 * order, eps)
+            if is_due(count, precondition_frequency)
+            else old.root,
+        )
 
-    def precondition(g: Tensor, sides: tuple[Side, ...], count: Tensor) -> tuple[Tensor, tuple[Side, ...]]:
+    def precondition(
+        g: Tensor, sides: tuple[Side, ...], count: Tensor
+    ) -> tuple[Tensor, tuple[Side, ...]]:
         if len(sides) == 1:
             left = new_side(sides[0], g @ g.mT, 1, count)
             return left.root @ g, (left,)
@@ -129,7 +153,9 @@ def scale_by_shampoo(
             size, squares = grafted(g.reshape(shape), squares, state.count)
             norm, wanted = torch.linalg.vector_norm(direction), torch.linalg.vector_norm(size)
             direction = direction * torch.where(norm == 0, 0.0, wanted / norm)
-        return direction.reshape(shape).to(update.dtype), ShampooState(state.count + 1, tuple(blocks), squares)
+        return direction.reshape(shape).to(update.dtype), ShampooState(
+            state.count + 1, tuple(blocks), squares
+        )
 
     def cost(shape: tuple[int, ...]) -> float:
         count = view(shape)[0]

@@ -15,7 +15,8 @@ from .shampoo import is_due
 
 
 def without_rounding(x: Tensor) -> Tensor:
-    """A batch of matrices with zeros for elements that are mere rounding beside their matrix's norm."""
+    """A batch of matrices with zeros for elements that are mere rounding beside their matrix's
+    norm."""
     least = 4 * torch.finfo(x.dtype).eps * torch.linalg.matrix_norm(x, keepdim=True)
     return x.masked_fill(x.abs() < least, 0.0)
 
@@ -50,19 +51,23 @@ def scale_by_soap(
 ) -> Transform:
     """Adam in a slowly turning basis, the eigenvectors of the means of `g @ g.T` and `g.T @ g`.
 
-    Source: Vyas et al., 2024 (2409.11321), Algorithms 3 and 4. As in the authors' code the first step only starts the
+    Source: Vyas et al., 2024 (2409.11321), Algorithms 3 and 4. As in the authors' code the first
+        step only starts the
     basis: its update is zero, and bias correction counts from the second. Vectors get plain Adam.
 
-    Three things differ, so that a last bit of a gradient shows as a last bit of the update. Where a statistic has a
-    null space (a gradient's rank is less than its rows, so almost always at first), its eigenvectors are arbitrary and
-    rounding picks them. So the basis is turned by QR of `(outer / norm(outer) + shift) @ basis`, whose fixed points are
-    the same eigenvectors; and it is started by ten such turns from the unit vectors, not by an eigendecomposition.
-    `shift=0` turns as the paper does: then two runs that differ in a last bit soon share nothing in such a leaf. And
-    elements that are rounding once rotated count as zero, where Adam would divide them by their own size.
+    Three things differ, so that a last bit of a gradient shows as a last bit of the update. Where a
+    statistic has a null space (a gradient's rank is less than its rows, so almost always at first),
+    its eigenvectors are arbitrary and rounding picks them. So the basis is turned by QR of
+    `(outer / norm(outer) + shift) @ basis`, whose fixed points are the same eigenvectors; and it is
+    started by ten such turns from the unit vectors, not by an eigendecomposition. `shift=0` turns
+    as the paper does: then two runs that differ in a last bit soon share nothing in such a leaf.
+        And elements that are rounding once rotated count as zero, where Adam would divide them by
+        their own size.
 
     A gradient that is not finite leaves the statistics and the basis as they were.
 
-    State, at the leaf's owner: for m x n, 2 (m n + m^2 + n^2) numbers. Sharded: two all-to-alls, about 2S/N bytes.
+    State, at the leaf's owner: for m x n, 2 (m n + m^2 + n^2) numbers. Sharded: two all-to-alls,
+    about 2S/N bytes.
 
     Args:
         shampoo_beta: decay of the outer products; None for b2.
@@ -73,8 +78,12 @@ def scale_by_soap(
     view = matrices if as_matrices is None else as_matrices
 
     def turned(basis: Basis) -> Tensor:
-        norm = torch.linalg.matrix_norm(basis.outer, keepdim=True).clamp(min=torch.finfo(basis.outer.dtype).tiny)
-        vectors: Tensor = torch.linalg.qr(basis.outer / norm @ basis.vectors + shift * basis.vectors)[0]
+        norm = torch.linalg.matrix_norm(basis.outer, keepdim=True).clamp(
+            min=torch.finfo(basis.outer.dtype).tiny
+        )
+        vectors: Tensor = torch.linalg.qr(
+            basis.outer / norm @ basis.vectors + shift * basis.vectors
+        )[0]
         return vectors
 
     def turn(old: Any, outer: Tensor, count: Tensor) -> Any:
@@ -101,7 +110,9 @@ def scale_by_soap(
             if param.ndim < 2 or size > max_precond_dim:
                 return ()
             zeros = torch.zeros(shape[0], size, size, dtype=dtype, device=param.device)
-            return Basis(zeros, torch.eye(size, dtype=dtype, device=param.device).repeat(shape[0], 1, 1))
+            return Basis(
+                zeros, torch.eye(size, dtype=dtype, device=param.device).repeat(shape[0], 1, 1)
+            )
 
         mu = torch.zeros(shape, dtype=dtype, device=param.device)
         return SoapState(step_count(), mu, mu.clone(), basis(shape[1]), basis(shape[2]))
@@ -120,7 +131,10 @@ def scale_by_soap(
     def update(update: Tensor, state: SoapState) -> tuple[Tensor, SoapState]:
         g = update.to(state.nu.dtype).reshape(state.nu.shape)
         direction, mu, nu = adam(g, state)
-        left, right = turn(state.left, g @ g.mT, state.count), turn(state.right, g.mT @ g, state.count)
+        left, right = (
+            turn(state.left, g @ g.mT, state.count),
+            turn(state.right, g.mT @ g, state.count),
+        )
         made = direction.reshape(update.shape).to(update.dtype)
         return made, SoapState(state.count + 1, mu, nu, left, right)
 

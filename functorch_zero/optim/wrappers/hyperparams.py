@@ -1,4 +1,5 @@
-"""Hyperparameters that can be read and changed between steps: `inject_hyperparams` and `reduce_on_plateau`."""
+"""Hyperparameters that can be read and changed between steps: `inject_hyperparams` and
+`reduce_on_plateau`."""
 
 from __future__ import annotations
 
@@ -29,9 +30,10 @@ def inject_hyperparams(
 ) -> Callable[..., Transform]:
     """Keep a transform's hyperparameters in its state. As optax.inject_hyperparams.
 
-    Floats, 0-d tensors and schedules among the arguments become 0-d tensors in the state, a schedule's value as of the
-    latest step; ints, bools and everything else stay what they are. Read them with `hyperparams(state)`, and change
-    them with `with_hyperparams(state, learning_rate=…)`, on every rank alike. Needs, communication and the rest of the
+    Floats, 0-d tensors and schedules among the arguments become 0-d tensors in the state, a
+    schedule's value as of the latest step; ints, bools and everything else stay what they are. Read
+    them with `hyperparams(state)`, and change them with `with_hyperparams(state, learning_rate=…)`,
+    on every rank alike. Needs, communication and the rest of the
     state: the transform's.
 
     >>> from functorch_zero import optim
@@ -39,7 +41,8 @@ def inject_hyperparams(
     >>> optimizer = optim.inject_hyperparams(optim.adamw)(learning_rate=1e-3, weight_decay=decay)
 
     Args:
-        inner_factory: a function of hyperparameters that returns a transform; it must not compare or branch on those.
+        inner_factory: a function of hyperparameters that returns a transform; it must not compare
+            or branch on those.
         static_args: names of arguments to leave alone.
     """
     static = set(static_args)
@@ -62,11 +65,16 @@ def inject_hyperparams(
 
 
 def _is_schedule(value: Any) -> bool:
-    """Whether it's a function of one argument; functions of a path and a leaf, and transforms, are not."""
+    """Whether it's a function of one argument; functions of a path and a leaf, and transforms, are
+    not."""
     if not callable(value) or isinstance(value, type):
         return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in inspect.signature(value).parameters.values() if p.kind in kinds and p.default is p.empty]
+    needed = [
+        p
+        for p in inspect.signature(value).parameters.values()
+        if p.kind in kinds and p.default is p.empty
+    ]
     return len(needed) == 1
 
 
@@ -87,26 +95,34 @@ def _injected(
         values = {name: value.clone() for name, value in numbers.items()} | scheduled(step_count())
         return InjectHyperparamsState(step_count(), values, inner_state)
 
-    def step(state: InjectHyperparamsState, run: Callable[[Transform], tuple[Tree, Any]]) -> tuple[Tree, Any]:
+    def step(
+        state: InjectHyperparamsState, run: Callable[[Transform], tuple[Tree, Any]]
+    ) -> tuple[Tree, Any]:
         values = state.hyperparams | scheduled(state.count)
         updates, inner_state = run(build(values))
         return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
 
-    def update_plain(updates: Tree, state: InjectHyperparamsState, params: Tree) -> tuple[Tree, Any]:
+    def update_plain(
+        updates: Tree, state: InjectHyperparamsState, params: Tree
+    ) -> tuple[Tree, Any]:
         def run(inner: Transform) -> tuple[Tree, Any]:
             assert inner.plain is not None
             return inner.plain.update(updates, state.inner_state, params)
 
         return step(state, run)
 
-    def update(updates: Tree, state: InjectHyperparamsState, params: Tree, across: Across) -> tuple[Tree, Any]:
+    def update(
+        updates: Tree, state: InjectHyperparamsState, params: Tree, across: Across
+    ) -> tuple[Tree, Any]:
         if plain is not None:
             return across.pointwise(plain, updates, state, params)
         return step(state, lambda inner: inner.update(updates, state.inner_state, params, across))
 
     inner = build(numbers | scheduled(step_count()))
     bare = inner.plain
-    plain = None if bare is None else Pointwise(lambda params: begin(bare.init(params)), update_plain)
+    plain = (
+        None if bare is None else Pointwise(lambda params: begin(bare.init(params)), update_plain)
+    )
     return Transform(
         lambda params, across: begin(inner.init(params, across)),
         update,
@@ -122,7 +138,8 @@ def hyperparams(state: Any) -> dict[str, Tensor]:
     found = find_states(state, InjectHyperparamsState)
     if len(found) != 1:
         raise ValueError(
-            f"expected one inject_hyperparams in this state, got {len(found)}. Remedy: pass the part that holds one"
+            f"expected one inject_hyperparams in this state, got {len(found)}. Remedy: pass the "
+            "part that holds one"
         )
     return dict(found[0].hyperparams)
 
@@ -130,19 +147,25 @@ def hyperparams(state: Any) -> dict[str, Tensor]:
 def with_hyperparams(state: Any, **values: float | Tensor) -> Any:
     """A state with some hyperparameters changed, wherever `inject_hyperparams` keeps them in it.
 
-    Call it on every rank with the same values; nothing is communicated. Scheduled ones can't be changed: the next step
-    would overwrite them.
+    Call it on every rank with the same values; nothing is communicated. Scheduled ones can't be
+    changed: the next step would overwrite them.
 
     Raises:
         ValueError: a name that no state there has.
     """
-    known = {name for found in find_states(state, InjectHyperparamsState) for name in found.hyperparams}
+    known = {
+        name for found in find_states(state, InjectHyperparamsState) for name in found.hyperparams
+    }
     unknown = sorted(set(values) - known)
     if unknown:
-        raise ValueError(f"no such hyperparameters: {unknown}. Remedy: change some of {sorted(known)}")
+        raise ValueError(
+            f"no such hyperparameters: {unknown}. Remedy: change some of {sorted(known)}"
+        )
 
     def change(old: InjectHyperparamsState) -> InjectHyperparamsState:
-        new = {name: number(value).clone() for name, value in values.items() if name in old.hyperparams}
+        new = {
+            name: number(value).clone() for name, value in values.items() if name in old.hyperparams
+        }
         return old._replace(hyperparams=old.hyperparams | new)
 
     return replace_states(state, InjectHyperparamsState, change)
@@ -161,7 +184,8 @@ class ReduceLROnPlateauState(NamedTuple):
 
 
 class PlateauRules(NamedTuple):
-    """The arguments of `reduce_on_plateau`, which `observe` reads from the state. All 0-d float64, on the CPU."""
+    """The arguments of `reduce_on_plateau`, which `observe` reads from the state. All 0-d float64,
+    on the CPU."""
 
     factor: Tensor
     patience: Tensor
@@ -181,10 +205,12 @@ def reduce_on_plateau(
     accumulation_size: int = 1,
     min_scale: float = 0.0,
 ) -> Transform:
-    """Multiply updates by a scale that falls while a metric has stopped falling. As optax.contrib's.
+    """Multiply updates by a scale that falls while a metric has stopped falling. As
+    optax.contrib's.
 
-    The metric comes by `state = observe(state, value)`, between steps and as often as you like (each step's loss, or
-    each epoch's), rather than as an argument of `update`. State: 13 numbers. No communication.
+    The metric comes by `state = observe(state, value)`, between steps and as often as you like
+    (each step's loss, or each epoch's), rather than as an argument of `update`. State: 13 numbers.
+    No communication.
 
     Args:
         factor: of the scale, when the metric hasn't been better for `patience` means.
@@ -197,8 +223,8 @@ def reduce_on_plateau(
     """
     if not 0 < factor < 1 or not 0 <= rtol <= 1 or atol < 0 or rtol + atol == 0:
         raise ValueError(
-            f"expected 0 < factor < 1, 0 <= rtol <= 1, atol >= 0, one of both above 0, got factor {factor}, "
-            f"rtol {rtol}, atol {atol}"
+            "expected 0 < factor < 1, 0 <= rtol <= 1, atol >= 0, one of both above 0, got factor "
+            f"{factor}, rtol {rtol}, atol {atol}"
         )
 
     def init(params: Tree) -> ReduceLROnPlateauState:
@@ -213,7 +239,9 @@ def reduce_on_plateau(
             PlateauRules(*(number(rule) for rule in rules)),
         )
 
-    def update(updates: Tree, state: ReduceLROnPlateauState, params: Tree) -> tuple[Tree, ReduceLROnPlateauState]:
+    def update(
+        updates: Tree, state: ReduceLROnPlateauState, params: Tree
+    ) -> tuple[Tree, ReduceLROnPlateauState]:
         return elementwise(lambda u: u * state.scale, updates), state
 
     return pointwise(init, update)
@@ -225,17 +253,24 @@ def observe(state: Any, value: float | Tensor) -> Any:
     Call it on every rank with the same value, which a step's metrics are; nothing is communicated.
     """
     if not find_states(state, ReduceLROnPlateauState):
-        raise ValueError("expected a reduce_on_plateau in this state, got none. Remedy: chain one after the optimizer")
+        raise ValueError(
+            "expected a reduce_on_plateau in this state, got none. Remedy: chain one after the "
+            "optimizer"
+        )
     seen = number(value.detach() if isinstance(value, Tensor) else value)
     return replace_states(state, ReduceLROnPlateauState, lambda old: _observe(old, seen))
 
 
 def _observe(state: ReduceLROnPlateauState, value: Tensor) -> ReduceLROnPlateauState:
     count = state.count + 1
-    gathered = state._replace(count=count, avg_value=state.avg_value + (value - state.avg_value) / count)
+    gathered = state._replace(
+        count=count, avg_value=state.avg_value + (value - state.avg_value) / count
+    )
     judged, full = _judge(gathered), count >= state.rules.accumulation_size
     fields = [field for field in state._fields if field != "rules"]
-    chosen: dict[str, Any] = {f: torch.where(full, getattr(judged, f), getattr(gathered, f)) for f in fields}
+    chosen: dict[str, Any] = {
+        f: torch.where(full, getattr(judged, f), getattr(gathered, f)) for f in fields
+    }
     return gathered._replace(**chosen)
 
 
@@ -247,10 +282,14 @@ def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
     cooling = state.cooldown_count > 0
     falls = (plateau >= rules.patience) & ~cooling
     return ReduceLROnPlateauState(
-        scale=torch.where(falls, torch.maximum(state.scale * rules.factor, rules.min_scale), state.scale),
+        scale=torch.where(
+            falls, torch.maximum(state.scale * rules.factor, rules.min_scale), state.scale
+        ),
         best_value=torch.where(better, state.avg_value, state.best_value),
         plateau_count=torch.where(falls | cooling, 0, plateau),
-        cooldown_count=torch.where(falls, rules.cooldown.long(), (state.cooldown_count - 1).clamp(min=0)),
+        cooldown_count=torch.where(
+            falls, rules.cooldown.long(), (state.cooldown_count - 1).clamp(min=0)
+        ),
         count=torch.zeros_like(state.count),
         avg_value=torch.zeros_like(state.avg_value),
         rules=rules,

@@ -1,8 +1,9 @@
 """Transforms for some of the leaves: `masked`, `partition`, `freeze`, `scale_by_label`.
 
-Masks and labels are trees shaped like params (or a prefix of it), or a function `(path, leaf)`. The function's
-`leaf` is a meta tensor with the leaf's whole shape and dtype, also where only a piece of it is held, so a decision by
-shape is the same on every rank. Leaves that are None are in no one's part.
+Masks and labels are trees shaped like params (or a prefix of it), or a function `(path, leaf)`. The
+function's `leaf` is a meta tensor with the leaf's whole shape and dtype, also where only a piece of
+it is held, so a decision by shape is the same on every rank. Leaves that are None are in no one's
+part.
 """
 
 from __future__ import annotations
@@ -28,26 +29,33 @@ Mask = PyTree[bool] | Callable[[str, Tensor], bool]
 
 
 def labeller(labels: Labels) -> Callable[[Tree, Across], PyTree[Any]]:
-    """A function `(params, across) -> tree of labels`; a user's function is asked once per tree of shapes."""
+    """A function `(params, across) -> tree of labels`; a user's function is asked once per tree of
+    shapes."""
     if not callable(labels):
         return lambda params, across: _spread(labels, params)
 
     @lru_cache(maxsize=16)
     def ask(treedef: Any, leaves: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> list[Any]:
         metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in leaves]
-        return [labels(path, leaf) for path, leaf in zip(paths(treedef.unflatten(metas)), metas, strict=True)]
+        return [
+            labels(path, leaf)
+            for path, leaf in zip(paths(treedef.unflatten(metas)), metas, strict=True)
+        ]
 
     def label(params: Tree, across: Across) -> PyTree[Any]:
         leaves, treedef = optree.tree_flatten(params)
         extents = optree.tree_leaves(across.extents)
-        seen = tuple((extent.shape, leaf.dtype) for extent, leaf in zip(extents, leaves, strict=True))
+        seen = tuple(
+            (extent.shape, leaf.dtype) for extent, leaf in zip(extents, leaves, strict=True)
+        )
         return treedef.unflatten(ask(treedef, seen))
 
     return label
 
 
 def _spread(labels: PyTree[Any], params: Tree) -> PyTree[Any]:
-    """The labels of `params`' leaves, from a tree of labels shaped like params or like a prefix of it."""
+    """The labels of `params`' leaves, from a tree of labels shaped like params or like a prefix of
+    it."""
     leaves, treedef = optree.tree_flatten(params, none_is_leaf=True)
     try:
         spread = optree.broadcast_prefix(labels, params, none_is_leaf=True)
@@ -60,13 +68,17 @@ def _spread(labels: PyTree[Any], params: Tree) -> PyTree[Any]:
                 remedy="pass such a tree, or a function (path, leaf) -> label",
             )
         ) from error
-    return treedef.unflatten([None if leaf is None else label for leaf, label in zip(leaves, spread, strict=True)])
+    return treedef.unflatten(
+        [None if leaf is None else label for leaf, label in zip(leaves, spread, strict=True)]
+    )
 
 
 def masked(inner: Transform, mask: Mask) -> Transform:
-    """Run `inner` on the leaves where `mask` is true; the others' updates pass unchanged. As optax.masked.
+    """Run `inner` on the leaves where `mask` is true; the others' updates pass unchanged. As
+    optax.masked.
 
-    The state is `inner`'s, with None for the other leaves. Communication: `inner`'s, for its leaves.
+    The state is `inner`'s, with None for the other leaves. Communication: `inner`'s, for its
+    leaves.
 
     Args:
         inner: any transform.
@@ -109,7 +121,9 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
             states[name] = inner.init(select(params, chosen), across.select(chosen))
         return states
 
-    def update(updates: Tree, state: dict[str, Any], params: Tree, across: Across) -> tuple[Tree, dict[str, Any]]:
+    def update(
+        updates: Tree, state: dict[str, Any], params: Tree, across: Across
+    ) -> tuple[Tree, dict[str, Any]]:
         labels = label(params, across)
         states = {}
         for name, inner in transforms.items():
@@ -130,7 +144,9 @@ def _run(
     inner: Transform, chosen: PyTree[bool], updates: Tree, state: Any, params: Tree, across: Across
 ) -> tuple[Tree, Any]:
     """`inner` on the chosen leaves, put back among the others."""
-    new, state = inner.update(select(updates, chosen), state, select(params, chosen), across.select(chosen))
+    new, state = inner.update(
+        select(updates, chosen), state, select(params, chosen), across.select(chosen)
+    )
     return merge(new, updates), state
 
 
@@ -139,25 +155,38 @@ def _check_labels(labels: PyTree[Any], params: Tree, known: Mapping[Any, Any]) -
     for path, label in zip(paths(params), treedef.flatten_up_to(labels), strict=True):
         if label not in known:
             remedy = "add it, or change the labels"
-            raise ValueError(explain("no such label", path=path, expected=list(known), got=repr(label), remedy=remedy))
+            raise ValueError(
+                explain(
+                    "no such label", path=path, expected=list(known), got=repr(label), remedy=remedy
+                )
+            )
 
 
 def freeze(mask: Mask) -> Transform:
-    """Set the updates of the leaves where `mask` is true to zero, so that they stay as they are. As optax.freeze."""
+    """Set the updates of the leaves where `mask` is true to zero, so that they stay as they are. As
+    optax.freeze."""
 
-    def update(updates: Tree, state: EmptyState, params: Tree, across: Across) -> tuple[Tree, EmptyState]:
+    def update(
+        updates: Tree, state: EmptyState, params: Tree, across: Across
+    ) -> tuple[Tree, EmptyState]:
         frozen = label(params, across)
-        return tree_map(lambda u, stays: torch.zeros_like(u) if stays else u, updates, frozen), state
+        return tree_map(
+            lambda u, stays: torch.zeros_like(u) if stays else u, updates, frozen
+        ), state
 
     label = labeller(mask)
-    return Transform(lambda params, across: EmptyState(), update, Needs.POINTWISE, source=("freeze", mask))
+    return Transform(
+        lambda params, across: EmptyState(), update, Needs.POINTWISE, source=("freeze", mask)
+    )
 
 
 def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels) -> Transform:
     """Multiply each leaf's updates by the factor, a number or a schedule, that its label names.
 
-    Learning rates per leaf, or falling from layer to layer: with `factors = {k: 0.8 ** (12 - k) for k in range(13)}`
-    and labels that read the layer's number from the path. No communication; the state is a step count.
+    Learning rates per leaf, or falling from layer to layer: with
+        `factors = {k: 0.8 ** (12 - k) for k in range(13)}`
+    and labels that read the layer's number from the path. No communication; the state is a step
+    count.
 
     Raises:
         ValueError: a leaf's label names no factor.
@@ -169,10 +198,14 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
         _check_labels(label(params, across), params, factors)
         return CountState(step_count())
 
-    def update(updates: Tree, state: CountState, params: Tree, across: Across) -> tuple[Tree, CountState]:
+    def update(
+        updates: Tree, state: CountState, params: Tree, across: Across
+    ) -> tuple[Tree, CountState]:
         now = {name: value_of(factor, state.count) for name, factor in factors.items()}
         labels = label(params, across)
         scaled = tree_map(lambda u, name: on_leaf(lambda x: x * now[name], u), updates, labels)
         return scaled, CountState(state.count + 1)
 
-    return Transform(init, update, Needs.POINTWISE, source=("scale_by_label", factors, param_labels))
+    return Transform(
+        init, update, Needs.POINTWISE, source=("scale_by_label", factors, param_labels)
+    )

@@ -1,8 +1,10 @@
-"""Transforms around transforms, written once for every kind inside: what a wrapper needs is what its inside needs.
+"""Transforms around transforms, written once for every kind inside: what a wrapper needs is what
+its inside needs.
 
 `masked`, `partition` and `freeze` are in `selection`; `inject_hyperparams` is in `hyperparams`.
 
-Note: a sharded step that donates lets an inner update overwrite the updates and the state it is given, so no wrapper
+Note: a sharded step that donates lets an inner update overwrite the updates and the state it is
+    given, so no wrapper
 looks at either after running what is inside.
 """
 
@@ -30,7 +32,8 @@ def wrapper(
     update: Callable[[Tree, Any, Tree, InnerUpdate], tuple[Tree, Any]],
     source: tuple[Any, ...],
 ) -> Transform:
-    """A transform around another one, whose own work is elementwise: pointwise, and by the bucket, if `inner` is.
+    """A transform around another one, whose own work is elementwise: pointwise, and by the bucket,
+    if `inner` is.
 
     Args:
         inner: the transform inside.
@@ -60,7 +63,8 @@ def wrapper(
 
 
 def named_chain(*transforms: tuple[str, Transform]) -> Transform:
-    """As `chain`, of pairs (name, transform); the state is a dict from name to state. As optax.named_chain."""
+    """As `chain`, of pairs (name, transform); the state is a dict from name to state. As
+    optax.named_chain."""
     names = [name for name, _ in transforms]
     if len(set(names)) != len(names):
         raise ValueError(f"named_chain needs different names, got {names}")
@@ -68,7 +72,9 @@ def named_chain(*transforms: tuple[str, Transform]) -> Transform:
     def init(params: Tree, inner_init: InnerInit) -> dict[str, Any]:
         return dict(zip(names, inner_init(params), strict=True))
 
-    def update(updates: Tree, state: dict[str, Any], params: Tree, inner: InnerUpdate) -> tuple[Tree, dict[str, Any]]:
+    def update(
+        updates: Tree, state: dict[str, Any], params: Tree, inner: InnerUpdate
+    ) -> tuple[Tree, dict[str, Any]]:
         updates, states = inner(updates, tuple(state[name] for name in names), params)
         return updates, dict(zip(names, states, strict=True))
 
@@ -90,9 +96,9 @@ class ApplyIfFiniteState(NamedTuple):
 def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
     """Skip steps whose updates have a NaN or an infinity anywhere. As optax.apply_if_finite.
 
-    A skipped step's updates are zero, and `inner` does not run. The decision is taken from one sum over all leaves of
-    all ranks, so it is the same on all; the host waits for it. Communication: one all-reduce of a scalar, and
-    `inner`'s.
+    A skipped step's updates are zero, and `inner` does not run. The decision is taken from one sum
+    over all leaves of all ranks, so it is the same on all; the host waits for it. Communication:
+    one all-reduce of a scalar, and `inner`'s.
 
     Args:
         inner: any transform.
@@ -106,19 +112,25 @@ def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
     def update(
         updates: Tree, state: ApplyIfFiniteState, params: Tree, across: Across
     ) -> tuple[Tree, ApplyIfFiniteState]:
-        num_bad = across.total(tree_map(lambda u: torch.isfinite(u).logical_not().to(torch.float32), updates))
+        num_bad = across.total(
+            tree_map(lambda u: torch.isfinite(u).logical_not().to(torch.float32), updates)
+        )
         finite = num_bad.cpu() == 0
         in_a_row = torch.where(finite, 0, state.notfinite_count + 1)
         total = torch.where(finite, state.total_notfinite, state.total_notfinite + 1)
         inner_state = state.inner_state
-        if bool(finite | (in_a_row > max_consecutive_errors)):  # an answer of across: the same on every rank
+        if bool(
+            finite | (in_a_row > max_consecutive_errors)
+        ):  # an answer of across: the same on every rank
             updates, inner_state = inner.update(updates, inner_state, params, across)
         else:
             updates = tree_zeros_like(updates)
         return updates, ApplyIfFiniteState(in_a_row, finite, total, inner_state)
 
     needs = max(Needs.STATISTICS, inner.needs)
-    return Transform(init, update, needs, parts=(inner,), source=("apply_if_finite", max_consecutive_errors))
+    return Transform(
+        init, update, needs, parts=(inner,), source=("apply_if_finite", max_consecutive_errors)
+    )
 
 
 class MultiStepsState(NamedTuple):
@@ -130,11 +142,14 @@ class MultiStepsState(NamedTuple):
     inner_state: Any
 
 
-def multi_steps(inner: Transform, every_k: int | Callable[[Tensor], Any], use_grad_mean: bool = True) -> Transform:
-    """Gather `every_k` updates before each step of `inner`; between steps the updates are zero. As optax.MultiSteps.
+def multi_steps(
+    inner: Transform, every_k: int | Callable[[Tensor], Any], use_grad_mean: bool = True
+) -> Transform:
+    """Gather `every_k` updates before each step of `inner`; between steps the updates are zero. As
+    optax.MultiSteps.
 
-    Only every k-th call runs `inner` and communicates. State: 1 tensor like params, and `inner`'s. The step's own
-    `accumulate`, where it fits, costs no such tensor.
+    Only every k-th call runs `inner` and communicates. State: 1 tensor like params, and `inner`'s.
+    The step's own `accumulate`, where it fits, costs no such tensor.
 
     Args:
         inner: any transform.
@@ -143,18 +158,32 @@ def multi_steps(inner: Transform, every_k: int | Callable[[Tensor], Any], use_gr
     """
 
     def init(params: Tree, across: Across) -> MultiStepsState:
-        return MultiStepsState(step_count(), step_count(), tree_zeros_like(params), inner.init(params, across))
+        return MultiStepsState(
+            step_count(), step_count(), tree_zeros_like(params), inner.init(params, across)
+        )
 
-    def update(updates: Tree, state: MultiStepsState, params: Tree, across: Across) -> tuple[Tree, MultiStepsState]:
+    def update(
+        updates: Tree, state: MultiStepsState, params: Tree, across: Across
+    ) -> tuple[Tree, MultiStepsState]:
         mini_step = state.mini_step + 1
         share = 1 / mini_step.double() if use_grad_mean else None
-        acc = elementwise(lambda a, g: a + g if share is None else a + (g - a) * share, state.acc_grads, updates)
-        if int(mini_step) < int(value_of(every_k, state.gradient_step)):  # counts, on the CPU: the same on every rank
-            return tree_zeros_like(updates), MultiStepsState(mini_step, state.gradient_step, acc, state.inner_state)
+        acc = elementwise(
+            lambda a, g: a + g if share is None else a + (g - a) * share, state.acc_grads, updates
+        )
+        if int(mini_step) < int(
+            value_of(every_k, state.gradient_step)
+        ):  # counts, on the CPU: the same on every rank
+            return tree_zeros_like(updates), MultiStepsState(
+                mini_step, state.gradient_step, acc, state.inner_state
+            )
         new, inner_state = inner.update(acc, state.inner_state, params, across)
-        return new, MultiStepsState(step_count(), state.gradient_step + 1, tree_zeros_like(acc), inner_state)
+        return new, MultiStepsState(
+            step_count(), state.gradient_step + 1, tree_zeros_like(acc), inner_state
+        )
 
-    return Transform(init, update, inner.needs, parts=(inner,), source=("multi_steps", every_k, use_grad_mean))
+    return Transform(
+        init, update, inner.needs, parts=(inner,), source=("multi_steps", every_k, use_grad_mean)
+    )
 
 
 class MaybeUpdateState(NamedTuple):
@@ -167,7 +196,8 @@ class MaybeUpdateState(NamedTuple):
 def maybe_update(inner: Transform, should_update_fn: Callable[[Tensor], Any]) -> Transform:
     """Run `inner` only at the steps where `should_update_fn(step)` holds. As optax.maybe_update.
 
-    At the other steps updates pass unchanged (optax.conditionally_transform), and nothing is communicated.
+    At the other steps updates pass unchanged (optax.conditionally_transform), and nothing is
+    communicated.
 
     Args:
         inner: any transform.
@@ -177,13 +207,17 @@ def maybe_update(inner: Transform, should_update_fn: Callable[[Tensor], Any]) ->
     def init(params: Tree, across: Across) -> MaybeUpdateState:
         return MaybeUpdateState(step_count(), inner.init(params, across))
 
-    def update(updates: Tree, state: MaybeUpdateState, params: Tree, across: Across) -> tuple[Tree, MaybeUpdateState]:
+    def update(
+        updates: Tree, state: MaybeUpdateState, params: Tree, across: Across
+    ) -> tuple[Tree, MaybeUpdateState]:
         inner_state = state.inner_state
         if bool(should_update_fn(state.step)):  # of a count, on the CPU: the same on every rank
             updates, inner_state = inner.update(updates, inner_state, params, across)
         return updates, MaybeUpdateState(state.step + 1, inner_state)
 
-    return Transform(init, update, inner.needs, parts=(inner,), source=("maybe_update", should_update_fn))
+    return Transform(
+        init, update, inner.needs, parts=(inner,), source=("maybe_update", should_update_fn)
+    )
 
 
 class LookaheadState(NamedTuple):
@@ -195,9 +229,11 @@ class LookaheadState(NamedTuple):
 
 
 def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Number) -> Transform:
-    """Let slow params follow fast ones: every `sync_period` steps both meet (Zhang et al., 2019, Algorithm 1).
+    """Let slow params follow fast ones: every `sync_period` steps both meet (Zhang et al., 2019,
+    Algorithm 1).
 
-    Unlike optax.lookahead it takes plain params, which are the fast ones. It must come last, after the learning rate.
+    Unlike optax.lookahead it takes plain params, which are the fast ones. It must come last, after
+    the learning rate.
     State: 1 tensor like params, and that of the fast optimizer. No communication of its own.
 
     Args:
@@ -209,11 +245,15 @@ def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Numbe
     def init(params: Tree, inner_init: InnerInit) -> LookaheadState:
         return LookaheadState(step_count(), tree_map(torch.clone, params), inner_init(params))
 
-    def update(updates: Tree, state: LookaheadState, params: Tree, inner: InnerUpdate) -> tuple[Tree, LookaheadState]:
+    def update(
+        updates: Tree, state: LookaheadState, params: Tree, inner: InnerUpdate
+    ) -> tuple[Tree, LookaheadState]:
         updates, fast_state = inner(updates, state.fast_state, params)
         count = state.steps_since_sync + 1
         meets = count == sync_period
-        met = elementwise(lambda s, p, u: add_scaled(s, p + u - s, slow_step_size), state.slow, params, updates)
+        met = elementwise(
+            lambda s, p, u: add_scaled(s, p + u - s, slow_step_size), state.slow, params, updates
+        )
         slow = tree_map(lambda m, s: pick(meets, m, s), met, state.slow)
         updates = tree_map(lambda m, p, u: pick(meets, m - p, u), met, params, updates)
         return updates, LookaheadState(torch.where(meets, 0, count), slow, fast_state)
@@ -230,9 +270,11 @@ class ParamsEmaState(NamedTuple):
 
 
 def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
-    """Keep a running mean of the params that `inner`'s updates lead to (Polyak averaging). Updates are `inner`'s.
+    """Keep a running mean of the params that `inner`'s updates lead to (Polyak averaging). Updates
+    are `inner`'s.
 
-    It must come last, after the learning rate. Read the mean with `ema_params`. State: 1 tensor like params, and
+    It must come last, after the learning rate. Read the mean with `ema_params`. State: 1 tensor
+        like params, and
     `inner`'s. No communication of its own.
 
     Args:
@@ -243,7 +285,9 @@ def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
     def init(params: Tree, inner_init: InnerInit) -> ParamsEmaState:
         return ParamsEmaState(step_count(), tree_map(torch.clone, params), inner_init(params))
 
-    def update(updates: Tree, state: ParamsEmaState, params: Tree, inner: InnerUpdate) -> tuple[Tree, ParamsEmaState]:
+    def update(
+        updates: Tree, state: ParamsEmaState, params: Tree, inner: InnerUpdate
+    ) -> tuple[Tree, ParamsEmaState]:
         now = value_of(decay, state.count)
         updates, inner_state = inner(updates, state.inner_state, params)
         mean = elementwise(lambda m, p, u: ema(m, p + u, now), state.ema, params, updates)
@@ -253,13 +297,17 @@ def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
 
 
 def ema_params(state: Any, params: Any = None) -> Any:
-    """The running mean that `params_ema` keeps, from an optimizer's state; of a sharded state, this rank's pieces.
+    """The running mean that `params_ema` keeps, from an optimizer's state; of a sharded state, this
+    rank's pieces.
 
     `params` is not needed: it is there so that this fits `eval_step(fn, params=optim.ema_params)`.
     """
     found = find_states(state, ParamsEmaState)
     if len(found) != 1:
-        raise ValueError(f"expected one params_ema in this state, got {len(found)}. Remedy: read its state's `ema`")
+        raise ValueError(
+            f"expected one params_ema in this state, got {len(found)}. Remedy: read its state's "
+            "`ema`"
+        )
     return found[0].ema
 
 
@@ -272,11 +320,15 @@ class SamState(NamedTuple):
 
 
 def sam(inner: Transform, rho: Number = 0.05) -> Transform:
-    """Sharpness-aware minimisation (Foret et al., 2021): descend by the gradient at the worst point near by.
+    """Sharpness-aware minimisation (Foret et al., 2021): descend by the gradient at the worst point
+    near by.
 
-    A step sees one gradient, so two steps make one, as in optax.contrib.sam: the first moves the params by
-    `rho * g / norm(g)`, the second takes the gradient there, goes back, and applies `inner`. Feed both the same batch,
-    and read the params only after an even number of steps. State: 1 tensor like params, and `inner`'s.
+    A step sees one gradient, so two steps make one, as in optax.contrib.sam: the first moves the
+        params by
+    `rho * g / norm(g)`, the second takes the gradient there, goes back, and applies `inner`. Feed
+    both the same batch,
+    and read the params only after an even number of steps. State: 1 tensor like params, and
+        `inner`'s.
     Communication: in the first an all-reduce of a scalar, in the second `inner`'s.
 
     Args:
@@ -287,19 +339,27 @@ def sam(inner: Transform, rho: Number = 0.05) -> Transform:
     def init(params: Tree, across: Across) -> SamState:
         return SamState(step_count(), tree_map(torch.clone, params), inner.init(params, across))
 
-    def ascend(updates: Tree, state: SamState, params: Tree, across: Across) -> tuple[Tree, SamState]:
+    def ascend(
+        updates: Tree, state: SamState, params: Tree, across: Across
+    ) -> tuple[Tree, SamState]:
         squares = across.total(tree_map(lambda u: u * u, updates))
         factor = rho / (squares.double().sqrt() + 1e-12)
         step = elementwise(lambda u: u * factor, updates)
         return step, SamState(state.step + 1, tree_map(torch.clone, params), state.inner_state)
 
-    def descend(updates: Tree, state: SamState, params: Tree, across: Across) -> tuple[Tree, SamState]:
+    def descend(
+        updates: Tree, state: SamState, params: Tree, across: Across
+    ) -> tuple[Tree, SamState]:
         new, inner_state = inner.update(updates, state.inner_state, state.cache, across)
         back = tree_map(lambda c, u, p: c + u - p, state.cache, new, params)
         return back, SamState(state.step + 1, state.cache, inner_state)
 
-    def update(updates: Tree, state: SamState, params: Tree, across: Across) -> tuple[Tree, SamState]:
+    def update(
+        updates: Tree, state: SamState, params: Tree, across: Across
+    ) -> tuple[Tree, SamState]:
         ascending = int(state.step) % 2 == 0  # a count, on the CPU: the same on every rank
         return (ascend if ascending else descend)(updates, state, params, across)
 
-    return Transform(init, update, max(Needs.STATISTICS, inner.needs), parts=(inner,), source=("sam", rho))
+    return Transform(
+        init, update, max(Needs.STATISTICS, inner.needs), parts=(inner,), source=("sam", rho)
+    )
