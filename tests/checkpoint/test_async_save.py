@@ -224,7 +224,7 @@ SCRIPT = """
 import sys, time, torch
 from functorch_zero import checkpoint, optim
 from functorch_zero.checkpoint import writer
-from functorch_zero.step import train_step
+from functorch_zero import train_step
 
 write = writer.write_all
 def slow(*args):

@@ -110,16 +110,11 @@ def adamw(
     State: 2 tensors like params. On donated storage it runs as torch's fused kernel.
     """
     pure = _decoupled(scale_by_adam(b1, b2, eps, eps_root), weight_decay, mask, learning_rate)
-    plain = (
-        mask is None
-        and all(isinstance(x, int | float) for x in (b1, b2, eps))
-        and is_zero(eps_root)
-    )
-    return (
-        replace(pure, fused=fused_adamw(learning_rate, b1, b2, eps, weight_decay))
-        if plain
-        else pure
-    )  # type: ignore[arg-type]
+    has_numbers = all(isinstance(x, int | float) for x in (b1, b2, eps))
+    if mask is not None or not has_numbers or not is_zero(eps_root):
+        return pure
+    kernel = fused_adamw(learning_rate, b1, b2, eps, weight_decay)  # type: ignore[arg-type]
+    return replace(pure, fused=kernel)
 
 
 def amsgrad(
