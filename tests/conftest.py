@@ -3,14 +3,20 @@ running."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import optree
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from functorch_zero.optim.base import describe
+from functorch_zero.optim.claims.check import check_claims
 
 torch.set_num_threads(1)
 
@@ -96,3 +102,22 @@ def nothing_left_running() -> Iterator[None]:
     while (left := leftovers(threads, processes)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not left, f"still running {GRACE:.0f} s after the test: {left}"
+
+
+@pytest.fixture(autouse=True)
+def claims_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `shard` check equal claims once per test.
+
+    It checks them at each `init` on each rank, which would be most of its time here.
+    """
+    checked: list[Any] = []
+
+    def check(transform: Any, params: Any) -> None:
+        leaves, structure = optree.tree_flatten(params)
+        claim = describe(transform), structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if claim not in checked:
+            check_claims(transform, params)
+            checked.append(claim)
+
+    train = importlib.import_module("functorch_zero.sharded.train")
+    monkeypatch.setattr(train, "check_claims", check)

@@ -9,7 +9,6 @@ quick cells are all 32. The full tier runs every cell of every row.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from functorch_zero import optim
 from functorch_zero.groups import launch
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.optim.base import split_fused
-from functorch_zero.optim.claims.check import check_claims, name_of
 from functorch_zero.optim.kernels import compiled
 from functorch_zero.sharded.params import all_gather_tree
 from functorch_zero.testing import (
@@ -201,23 +199,6 @@ def moved(old: Any, new: Any) -> set[str]:
     }
 
 
-@pytest.fixture
-def claims_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`shard` checks a transform's claims at each `init`, on each rank; a row's are the same each
-    time."""
-    checked: list[str] = []
-
-    def check(transform: optim.Transform, params: Any) -> None:
-        if not checked:
-            checked.append(name_of(transform))
-            check_claims(transform, params)
-
-    monkeypatch.setattr(
-        importlib.import_module("functorch_zero.sharded.train"), "check_claims", check
-    )
-
-
-@pytest.mark.usefixtures("claims_checked_once")
 @pytest.mark.parametrize(("name", "cases"), [*runs()])
 def test_sharded_is_unsharded(name: str, cases: list[Case]) -> None:
     row = TABLE[name]

@@ -60,6 +60,11 @@ def build(depth: int = 4) -> tuple[Any, Any, Any]:
 
 
 @cache
+def plain_counts(level: int) -> tuple[list[Counts], Any]:
+    """The counts of AdamW, which several tests look at."""
+    return step_counts(level)
+
+
 def step_counts(
     level: int, optimizer: optim.Transform | None = None, **options: Any
 ) -> tuple[list[Counts], Any]:
@@ -90,14 +95,14 @@ def step_counts(
 
 
 def test_level_0() -> None:
-    for counts in step_counts(0)[0]:
+    for counts in plain_counts(0)[0]:
         assert set(counts.num) == {"all_reduce"}
         assert counts.total == pytest.approx(2) and counts.small == 1, "one all-reduce of metrics"
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_levels_1_and_2(level: int) -> None:
-    found, layout = step_counts(level)
+    found, layout = plain_counts(level)
     for counts in found:
         assert counts.num == {
             "reduce_scatter": len(layout.buckets),
@@ -110,7 +115,7 @@ def test_levels_1_and_2(level: int) -> None:
 def test_level_3() -> None:
     """Forward gathers each unit once; backward all but the embedding, which needs no params, and
     the last one, kept."""
-    found, layout = step_counts(3)
+    found, layout = plain_counts(3)
     num = len(layout.units)
     for number, counts in enumerate(found):
         assert counts.num["reduce_scatter"] == num and counts.volume[
@@ -133,7 +138,7 @@ def test_level_3_without_regathering() -> None:
 def test_the_optimizers_own(level: int) -> None:
     """Clipping asks once, LAMB once more; Muon sends matrices to their owners and back: 2S/N at
     most."""
-    plain, _ = step_counts(level)
+    plain, _ = plain_counts(level)
     asking, _ = step_counts(level, optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(0.01)))
     for a, b in zip(plain, asking, strict=True):
         assert b.num == a.num and b.small == a.small + 2
