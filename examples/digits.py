@@ -80,7 +80,7 @@ def train(
     accuracy = check(state, take(test, share))["accuracy"].item()
     gradients = kilobytes(params) / (group.size if level >= 2 else 1)
     held = kilobytes(state.params), gradients, kilobytes(state.opt_state)
-    return step.gather(state).params, accuracy, held
+    return step.unshard(state).params, accuracy, held
 
 
 def main() -> None:

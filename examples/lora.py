@@ -112,7 +112,7 @@ def train(
         state, _ = step(state, {name: values[mine] for name, values in data.items()})
     accuracy = before, check(state, share)["accuracy"].item()
     return (
-        step.gather(state).params,
+        step.unshard(state).params,
         accuracy,
         (kilobytes(state.params), kilobytes(state.opt_state)),
     )

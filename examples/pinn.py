@@ -61,7 +61,7 @@ def train(group: fz.Group, num_steps: int, level: int) -> tuple[float, float]:
         )
         state, metrics = step(state, points[group.rank :: group.size])
 
-    whole, x = step.gather(state).params, torch.linspace(-1, 1, 101, dtype=torch.float64)
+    whole, x = step.unshard(state).params, torch.linspace(-1, 1, 101, dtype=torch.float64)
     with torch.no_grad():
         error = vmap(lambda x: solution(whole, x))(x) - torch.sin(math.pi * x)
     return metrics["loss"].item(), error.abs().max().item()

@@ -32,7 +32,7 @@ def make_step(sizes: list[int], seed: int):
     def loss_fn(params, buffers, batch):
         output, _ = apply(params, buffers, batch["x"])
         errors = (output - batch["y"]).square().mean(1)
-        penalty = sum(leaf.square().sum() for leaf in fz.gather(params).values())
+        penalty = sum(leaf.square().sum() for leaf in fz.unshard(params).values())
         loss = (errors * batch["weight"]).sum() / batch["weight"].sum() + 1e-3 * penalty
         return loss, fz.Aux(weight=batch["weight"].sum())
 

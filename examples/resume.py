@@ -91,7 +91,7 @@ def train(args: argparse.Namespace) -> str:
         if (number + 1) % args.every == 0:
             checkpoint.save(args.root, step, state, user={"batches": number + 1})
         time.sleep(args.pause)
-    found = digest(step.gather(state))
+    found = digest(step.unshard(state))
     if group.rank == 0:
         print(f"step {int(state.step)} digest {found}", flush=True)
     return found

@@ -180,7 +180,7 @@ def train(args: argparse.Namespace) -> None:
         )
     after = check(state, exam)["loss"]
 
-    whole = step.gather(state)
+    whole = step.unshard(state)
     if group.rank == 0:
         for rank, line in enumerate(held):
             print(f"rank {rank} holds {line} MB of parameters + gradients + optimizer state")

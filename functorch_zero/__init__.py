@@ -25,7 +25,7 @@ from .groups import (
 )
 from .model.deferred_init import deferred
 from .model.functionalize import functionalize
-from .model.lazy_param import gather
+from .model.lazy_param import unshard
 from .params import Params
 from .precision import Precision
 from .sharded.api import shard
@@ -73,7 +73,6 @@ __all__ = [
     "eval_step",
     "failing_together",
     "functionalize",
-    "gather",
     "launch",
     "named_leaves",
     "optim",
@@ -82,6 +81,7 @@ __all__ = [
     "shard",
     "testing",
     "train_step",
+    "unshard",
 ]
 
 

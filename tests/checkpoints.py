@@ -57,7 +57,7 @@ def save_on(
         step = shard(base, level=level, group=group)
         state = trained(step, params, buffers, steps, name)
         checkpoint.save(root, step, state, user=user)
-        return step.gather(state)
+        return step.unshard(state)
 
     return run_ranks(run, ranks)[0]
 
@@ -78,7 +78,7 @@ def load_on(
     def run(group: Group) -> TrainState:
         step = shard(base, level=level, group=group, donate=donate)
         like = step.init(params, buffers)
-        return step.gather(checkpoint.load(root, step, like=like, **options).state)
+        return step.unshard(checkpoint.load(root, step, like=like, **options).state)
 
     states = run_ranks(run, ranks)
     for other in states[1:]:

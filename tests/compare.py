@@ -77,10 +77,10 @@ def train_sharded(
     """One rank's run, with the whole states gathered."""
     sharded = shard(step, group=group, **options)
     state = sharded.init(params, buffers)
-    states, metrics = [sharded.gather(state)], []
+    states, metrics = [sharded.unshard(state)], []
     for batch in batches:
         state, seen = sharded(state, split(batch, sizes)[group.rank])
-        states.append(sharded.gather(state))
+        states.append(sharded.unshard(state))
         metrics.append(seen)
     return Run(states, metrics)
 

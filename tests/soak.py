@@ -98,7 +98,7 @@ def train(
                 if group.rank == 0:
                     with journal.open("a") as file:
                         file.write(f"{int(state.step)}\n")
-    found: str = lib.digest(step.gather(state))
+    found: str = lib.digest(step.unshard(state))
     return found
 
 

@@ -253,7 +253,7 @@ class World:
             raise NotImplementedError(
                 "a rank waits inside forward-mode differentiation (torch.func.jvp), which all "
                 "threads share, so thread ranks can't take turns here. Remedy: make params whole "
-                "first, fz.gather(params), or use real processes, fz.launch"
+                "first, fz.unshard(params), or use real processes, fz.launch"
             )
         stream = torch.get_rng_state()
         self._pass_baton_to(successor)

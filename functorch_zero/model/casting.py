@@ -26,7 +26,7 @@ from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision
 from ..tree import PyTree, ancestors
-from .lazy_param import check_unchanged, make_handles, versions_of
+from .lazy_param import check_unchanged, make_lazy_params, versions_of
 from .units import UnitRule, matches
 
 PrecisionRules = Precision | Mapping[UnitRule, Precision] | None
@@ -241,7 +241,9 @@ class Seen:
                     [leaf.requires_grad for leaf in stored],
                 )
                 devices = [leaf.device for leaf in stored]
-                handles = make_handles(repeat(entrance), count(), shapes, used, devices, trained)
+                handles = make_lazy_params(
+                    repeat(entrance), count(), shapes, used, devices, trained
+                )
                 seen |= dict(zip(unit.leaves, handles, strict=True))
         return Params(seen, params.units)
 

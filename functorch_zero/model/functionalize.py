@@ -2,8 +2,8 @@
 
 The module is copied once into a *skeleton* that owns no values (its tensors are on the meta device)
 and is private to the `apply` made of it. A call puts the caller's leaves into the skeleton's places
-and runs it. Given `Handle`s, each unit's forward on the skeleton enters the unit first and leaves
-it afterwards; given tensors, nothing is entered.
+and runs it. Given `LazyParam`s, each unit's forward on the skeleton enters the unit first and
+leaves it afterwards; given tensors, nothing is entered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..params import Params
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import check_options
 from .copying import copy_module, without_values
-from .lazy_param import Handle
+from .lazy_param import LazyParam
 from .skeleton import Anatomy, Skeleton, Slot
 from .units import Units, choose_modules, find_units
 
@@ -90,7 +90,7 @@ class Apply:
                     explain(f"{what} don't fit the model", path=path, got=got, remedy=remedy)
                 )
         leaves = [*map(params.__getitem__, self._shapes)]
-        if {*map(type, leaves)} != {Handle} and any(
+        if {*map(type, leaves)} != {LazyParam} and any(
             map(ne, map(_SHAPE, leaves), self._shapes.values())
         ):
             path = next(path for path, shape in self._shapes.items() if params[path].shape != shape)

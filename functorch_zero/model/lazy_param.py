@@ -1,4 +1,4 @@
-"""`Handle`: what a loss sees of a sharded parameter before its unit is entered."""
+"""`LazyParam`: what a loss sees of a sharded parameter before its unit is entered."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _METADATA = {
 _VERSION = attrgetter("_version")
 
 
-class Handle(torch.Tensor):
+class LazyParam(torch.Tensor):
     """A leaf that is not whole here yet. Its shape and dtype are the whole leaf's; a torch operator
     on it gathers it.
 
-    Pass it to `apply`, or make it whole and differentiable with `fz.gather`. `make_handles` makes
-    them.
+    Pass it to `apply`, or make it whole and differentiable with `fz.unshard`. `make_lazy_params`
+    makes them.
     """
 
     entrance: Entrance
@@ -72,7 +72,9 @@ class Handle(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"Handle(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+            return (
+                f"LazyParam(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+            )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,7 +85,7 @@ class Handle(torch.Tensor):
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise StructureError(
                 "a sharded parameter can't be differentiated by hand inside a loss. "
-                "Remedy: make it whole first, `whole = fz.gather(params)`, and differentiate by "
+                "Remedy: make it whole first, `whole = fz.unshard(params)`, and differentiate by "
                 "that"
             )
         args, kwargs = tree_map(_make_whole, (args, kwargs))
@@ -95,32 +97,32 @@ class Handle(torch.Tensor):
         raise StructureError(
             f"a sharded parameter reached {func} without having been gathered, as happens when a "
             "torch.func transform is given it as an argument. Remedy: make it whole first, "
-            "`fz.gather(params)`, and pass that"
+            "`fz.unshard(params)`, and pass that"
         )
 
 
-def make_handles(
+def make_lazy_params(
     entrances: Iterable[Entrance],
     numbers: Iterable[int],
     shapes: Iterable[Sequence[int]],
     dtypes: Iterable[torch.dtype],
     devices: Iterable[torch.device],
     trainable: Iterable[bool],
-) -> list[Handle]:
+) -> list[LazyParam]:
     """A handle for each leaf. Steps make them anew, so with no line of Python for each."""
     default, strided, pinned = repeat(None), repeat(torch.strided), repeat(False)
     like = (shapes, default, default, default, dtypes, strided, devices, pinned, trainable)
-    handles = [*map(torch.Tensor._make_wrapper_subclass, repeat(Handle), *like)]
+    handles = [*map(torch.Tensor._make_wrapper_subclass, repeat(LazyParam), *like)]
     deque(map(setattr, handles, repeat("entrance"), entrances), maxlen=0)
     deque(map(setattr, handles, repeat("number"), numbers), maxlen=0)
     return handles
 
 
 def _make_whole(leaf: Any) -> Any:
-    return leaf.whole() if type(leaf) is Handle else leaf
+    return leaf.whole() if type(leaf) is LazyParam else leaf
 
 
-def gather(tree: PyTree[Any]) -> PyTree[Any]:
+def unshard(tree: PyTree[Any]) -> PyTree[Any]:
     """Inside a loss: the same tree with whole, differentiable leaves; leaves that are whole already
     stay as they are.
 

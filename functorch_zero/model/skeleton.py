@@ -25,7 +25,7 @@ from ..profiling import ranged
 from .casting import Policies, lower
 from .compile import Region
 from .copying import functions_of
-from .lazy_param import Handle
+from .lazy_param import LazyParam
 from .remat import recomputed
 from .slots import Place, entering, found, put, used
 
@@ -106,9 +106,9 @@ class Skeleton:
         """Fill every place; buffers with copies, which are returned with their versions."""
         self._params = params
         kinds = {*map(type, params.values())}
-        self._lazy = Handle in kinds
+        self._lazy = LazyParam in kinds
         leaves = used(self._slots, params)
-        if self._policies and kinds != {Handle}:
+        if self._policies and kinds != {LazyParam}:
             leaves = [
                 self._as_used(path, leaf)
                 for (_, _, path), leaf in zip(self._slots, leaves, strict=True)
@@ -124,7 +124,7 @@ class Skeleton:
         policy = self._policies.get(path)
         return (
             leaf
-            if policy is None or type(leaf) is Handle
+            if policy is None or type(leaf) is LazyParam
             else lower(leaf, policy.dtypes(leaf.dtype))
         )
 

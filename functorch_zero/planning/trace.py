@@ -29,7 +29,7 @@ from ..groups.protocol import Done, ReduceOp, Work
 from ..layout.flat_buffers import Pieces, flats_of
 from ..layout.layout import Layout, LeafSpec, Unit
 from ..layout.levels import level_of
-from ..model.lazy_param import Handle
+from ..model.lazy_param import LazyParam
 from ..runtime.unshard import Source
 from ..sharded import agreement
 from ..sharded.options import Options, check_cut_state_over
@@ -93,7 +93,7 @@ class ImaginedStep(ShardedTrainStep):
         """
         whole = nullcontext() if self._only_buckets else self.live
         with whole:
-            state = self.scatter(self.unsharded.init(params, buffers, seed=None))
+            state = self.shard_state(self.unsharded.init(params, buffers, seed=None))
         with whole, _uncompiled():
             if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
                 if order is None:
@@ -420,7 +420,7 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
     """A loss on such a layout; `num_saved`: how many leaves a unit's backward needs (two stand for
     more)."""
 
-    def loss(params: list[Handle], buffers: Any, batch: Any) -> Tensor:
+    def loss(params: list[LazyParam], buffers: Any, batch: Any) -> Tensor:
         x = torch.zeros(())
         for unit in layout.units:
             entrance, saved = params[unit.buckets[0]].entrance, min(num_saved(unit), 2)

@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Content, Layout, Unit
-from ..model.lazy_param import check_unchanged, make_handles, versions_of
+from ..model.lazy_param import check_unchanged, make_lazy_params, versions_of
 from ..profiling import NOTHING
 from ..tree import storage_id
 from .reduce import Entry, Grads, Sink
@@ -250,7 +250,7 @@ class Pass:
         """The tree the loss sees."""
         seen, entrances = self.layout.seen, map(self.runs.__getitem__, self.layout.seen.units)
         trainable = seen.trainable if self.anchor is not None else repeat(False)
-        handles = make_handles(
+        handles = make_lazy_params(
             entrances, seen.numbers, seen.shapes, seen.dtypes, repeat(self.device), trainable
         )
         return self.layout.treedef.unflatten(handles)

@@ -51,7 +51,7 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
     sharding = state.sharding
     if sharding is None:
         raise StructureError(
-            "a sharded step was given a whole state. Remedy: `step.scatter(state)` first"
+            "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
         )
     got = Place(sharding.level, sharding.layout.num_ranks, sharding.rank, sharding.mesh)
     if got != options.place:

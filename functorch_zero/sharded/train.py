@@ -195,7 +195,7 @@ class ShardedTrainStep:
             )
             return new, metrics
 
-    def gather(self, state: TrainState) -> TrainState:
+    def unshard(self, state: TrainState) -> TrainState:
         """The whole, unsharded state on every rank: copies. All-gathers what is in pieces,
         broadcasts what is owned."""
         with told(*self.options.axes.groups), torch.no_grad():

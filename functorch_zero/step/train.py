@@ -90,7 +90,8 @@ class TrainStep:
         check_state(state)
         if state.sharding is not None:
             raise StructureError(
-                "an unsharded step was given a sharded state. Remedy: `sharded.gather(state)` first"
+                "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` "
+                "first"
             )
         grads, outcome = self.loss_and_grads(state, batch)
         metrics = {

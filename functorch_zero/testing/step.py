@@ -151,10 +151,10 @@ def _run_sharded(
         mesh = group if shard_axis is None else HybridGroup(group, shard=shard_axis)
         sharded = shard(step, group=mesh, **settings)
         state = sharded.init(start.params, start.buffers, seed=start.seed)
-        first, steps = sharded.gather(state), []
+        first, steps = sharded.unshard(state), []
         for parts in batches:
             state, metrics = sharded(state, parts[group.rank])
-            whole = sharded.gather(state)
+            whole = sharded.unshard(state)
             steps.append(Step(whole, [whole.buffers], metrics))
         return Run(first, steps)
 

@@ -61,7 +61,7 @@ class Adapter:
         return metrics["loss"]
 
     def full_params(self) -> dict[str, Tensor]:
-        whole = self.run.gather(self.state)
+        whole = self.run.unshard(self.state)
         return {k: v.detach() for k, v in fz.named_leaves(whole.params).items()}
 
     def memory(self) -> dict[str, int]:

@@ -134,7 +134,7 @@ def train_ours(case: str) -> str:
     with fz.failing_together(sharded):
         for i in range(STEPS - (odd_one and case == "short")):
             state, metrics = sharded(state, batch_of(case, odd_one, i))
-    whole = sharded.gather(state).params.values()
+    whole = sharded.unshard(state).params.values()
     return (
         f"loss {metrics['loss'].item():.4f}, params "
         f"{sum(p.double().abs().sum() for p in whole).item():.6f}"

@@ -52,7 +52,7 @@ def test_training_goes_on_and_the_old_state_is_saved(
     """C7."""
     gate = Gate(monkeypatch)
     step, state = solo_step(donate=donate)
-    want = step.gather(state)
+    want = step.unshard(state)
     saving = checkpoint.async_save(tmp_path, step, state, user="mine")
     assert gate.reached.wait(20)
     for batch in ZOO["mlp"].batches(3, 12):
@@ -204,7 +204,7 @@ def test_collectives_of_training_meanwhile(tmp_path: Path) -> None:
         step = shard(base, level=3, group=group)
         state = trained(step, params, buffers, 1)
         saving = checkpoint.async_save(tmp_path, step, state)
-        want = step.gather(state)
+        want = step.unshard(state)
         for _ in range(30):
             for batch in ZOO["mlp"].batches(1, 12):
                 state, _ = step(state, split(batch, even(12, 2))[group.rank])

@@ -79,7 +79,7 @@ def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
         step = shard(base, level=3, group=group)
         state = step.init(params, buffers)
         checkpoint.save(tmp_path / "root", step, state)
-        return step.gather(state)
+        return step.unshard(state)
 
     want = run_ranks(save, 3)[0]
     out = checkpoint.export(
@@ -96,7 +96,7 @@ def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
         states = []
         for source in (out, model.state_dict()):
             like = step.init(zeros(params), buffers)
-            states.append(step.gather(checkpoint.import_(source, step, like=like, aliases=apply)))
+            states.append(step.unshard(checkpoint.import_(source, step, like=like, aliases=apply)))
         return states
 
     for states in run_ranks(load, 2):
@@ -341,7 +341,7 @@ def test_dcp_out_and_in_again(tmp_path: Path, level: int) -> None:
         back = checkpoint.import_dcp(tmp_path / "dcp", step, like=like, prefix="model.")
         with pytest.raises(StructureError, match="lacks"):
             checkpoint.import_dcp(tmp_path / "dcp", step, like=back, prefix="other.")
-        return step.gather(state).params, step.gather(back).params
+        return step.unshard(state).params, step.unshard(back).params
 
     want, got = run_ranks(run, 3)[0]
     assert all(torch.equal(want[k], got[k]) and want[k].any() for k in want)

@@ -89,7 +89,7 @@ def test_the_choice_of_units_does_not_matter(tmp_path: Path) -> None:
 
     def run(group: Group) -> TrainState:
         sharded = shard(step, level=3, group=group)
-        return sharded.gather(
+        return sharded.unshard(
             checkpoint.load(tmp_path, sharded, like=sharded.init(params, buffers)).state
         )
 
@@ -154,7 +154,7 @@ def run_noisy(
         state = checkpoint.load(folder, step, like=state).state
     for k in range(int(state.step), 6):
         state, _ = step(state, batches[k].chunk(group.size)[group.rank])
-        seen.append(step.gather(state))
+        seen.append(step.unshard(state))
         if k == 2 and folder is not None:
             checkpoint.save(folder, step, state)
     return seen[-3:]
@@ -196,7 +196,7 @@ def test_a_run_resumed_at_another_size_is_equal_but_for_rounding(tmp_path: Path,
         ours = checkpoint.load(tmp_path, step, like=step.init(params, buffers)).state
         for batch in batches[2:]:
             ours, _ = step(ours, split(batch, even(12, group.size))[group.rank])
-        return step.gather(ours)
+        return step.unshard(ours)
 
     for got in run_ranks(resumed, 4):
         for path, leaf in named_leaves(state.params).items():
@@ -211,12 +211,12 @@ def test_processes(tmp_path: Path) -> None:
         step = shard(base, level=3)
         state = trained(step, params, buffers, 1)
         checkpoint.save(tmp_path, step, state)
-        return step.gather(state)
+        return step.unshard(state)
 
     def read() -> TrainState:
         base, params, buffers = make_step()
         step = shard(base, level=2)
-        return step.gather(checkpoint.load(tmp_path, step, like=step.init(params, buffers)).state)
+        return step.unshard(checkpoint.load(tmp_path, step, like=step.init(params, buffers)).state)
 
     def kept(fn: Any) -> Any:
         return lambda: [x.detach().clone() for x in optree.tree_leaves(fn())]

@@ -18,7 +18,7 @@ import torch
 
 from functorch_zero import optim
 from functorch_zero.groups import ProcessGroup, launch
-from functorch_zero.model.lazy_param import gather
+from functorch_zero.model.lazy_param import unshard
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests import soak
@@ -55,7 +55,7 @@ def test_memory_is_flat_over_many_steps(first: int, last: int) -> None:
         group = ProcessGroup(timeout=20)
         optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.001))
         step = shard(
-            train_step(lambda p, b, x: (x @ gather(p)["w"]).square().mean(), optimizer),
+            train_step(lambda p, b, x: (x @ unshard(p)["w"]).square().mean(), optimizer),
             level=3,
             group=group,
         )

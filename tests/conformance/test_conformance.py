@@ -133,7 +133,7 @@ def run_sharded(row: Row, case: Case) -> list[Run]:
             seen.append(whole_params(state, group, case.level))
             if k < NUM_STEPS - 1:
                 state = state._replace(opt_state=row.between(state.opt_state, k, metrics))
-        return Run(seen, step.gather(state).opt_state)
+        return Run(seen, step.unshard(state).opt_state)
 
     return run_ranks(one, case.ranks)
 

@@ -91,7 +91,7 @@ def hostile(dtype: torch.dtype) -> tuple[Any, Callable[..., Any]]:
     def loss_fn(params: Any, buffers: Any, batch: Batch) -> Any:
         outputs, _ = apply(params["model"], {}, batch["model"])
         total = sum((y * c).sum() for y, c in zip(outputs, batch["outputs"], strict=True))
-        leaves = optree.tree_leaves(fz.gather(params["loose"]))
+        leaves = optree.tree_leaves(fz.unshard(params["loose"]))
         total = total + sum(
             (p * c.sum(0)).sum() for p, c in zip(leaves, batch["loose"], strict=True)
         )

@@ -20,7 +20,7 @@ def apply_raw(transform):
         return (y**2).sum()
 
     def loss_fn(params, buffers, batch):
-        return transform(inner)(batch, fz.gather(params)["w"]).sum()
+        return transform(inner)(batch, fz.unshard(params)["w"]).sum()
 
     step = fz.shard(fz.train_step(loss_fn, optim.sgd(0.1)), level=3, group=group)
     state = step.init({"w": torch.ones(3, requires_grad=True)})

@@ -7,7 +7,7 @@ from torch import nn
 
 from functorch_zero import functionalize, optim, train_step
 from functorch_zero.layout import layout
-from functorch_zero.model.lazy_param import gather
+from functorch_zero.model.lazy_param import unshard
 from functorch_zero.step.loss import Aux
 from functorch_zero.testing import assert_sharded_equals_unsharded
 
@@ -68,7 +68,7 @@ def test_two_leaves_may_be_given_one_gradient():
     params = {name: torch.randn(6, 16, dtype=torch.float64, requires_grad=True) for name in "ab"}
 
     def loss_fn(params, buffers, batch):
-        p = gather(params)
+        p = unshard(params)
         return ((p["a"] + p["b"]) * batch["x"].mean(0)).sum() + (p["a"] * p["a"]).sum()
 
     batches = [{"x": torch.randn(6, 6, 16, dtype=torch.float64)} for _ in range(2)]

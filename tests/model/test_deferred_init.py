@@ -133,9 +133,9 @@ def train(
     """The state after one step, whole."""
     sharded = step if group is None else shard(step, group=group, **options)
     state = sharded.init(params, buffers, values=values)
-    start = state if group is None else sharded.gather(state)
+    start = state if group is None else sharded.unshard(state)
     state, _ = sharded(state, torch.arange(12).view(4, 3) % 11)
-    return start, state if group is None else sharded.gather(state)
+    return start, state if group is None else sharded.unshard(state)
 
 
 def prepared(units: Any = Block, trainable: Any = None) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from functorch_zero.model.lazy_param import Handle, make_handles
+from functorch_zero.model.lazy_param import LazyParam, make_lazy_params
 from functorch_zero.model.slots import Place, entering, found
 
 
@@ -21,8 +21,8 @@ class Told:
         self.leaves = [torch.full((2,), float(i)) for i in range(3)]
         self._name, self._log = name, log
 
-    def handle(self, number: int) -> Handle:
-        return make_handles(
+    def handle(self, number: int) -> LazyParam:
+        return make_lazy_params(
             [self], [number], [(2,)], [torch.float32], [torch.device("cpu")], [True]
         )[0]
 

@@ -8,7 +8,7 @@ from functorch_zero import optim
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import launch
 from functorch_zero.groups.single import Solo
-from functorch_zero.model.lazy_param import gather
+from functorch_zero.model.lazy_param import unshard
 from functorch_zero.optim.kernels import compiled
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
@@ -16,7 +16,7 @@ from functorch_zero.testing import assert_sharded_equals_unsharded
 
 
 def loss_fn(params, buffers, batch):
-    parts = gather(params).values()
+    parts = unshard(params).values()
     return sum(((p.reshape(-1, 1) - batch["x"]) ** 2 * (k + 1)).mean() for k, p in enumerate(parts))
 
 

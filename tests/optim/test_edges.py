@@ -40,7 +40,7 @@ def params() -> dict[str, Tensor]:
 
 
 def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
-    whole, rows = fz.gather(params), len(batch["bias"])
+    whole, rows = fz.unshard(params), len(batch["bias"])
     return sum((whole[k] * c.sum(0)).sum() for k, c in batch.items()) / rows, fz.Aux(weight=rows)
 
 
@@ -76,7 +76,7 @@ def run(name: str, data: list[dict[str, Tensor]], level: int, ranks: int) -> Non
             part, _ = sharded(
                 part, {k: x.tensor_split(group.size)[group.rank] for k, x in batch.items()}
             )
-        return sharded.gather(part)
+        return sharded.unshard(part)
 
     for rank, got in enumerate(run_ranks(one, ranks)):
         at = {"rank": rank, "level": level, "ranks": ranks}

@@ -146,7 +146,7 @@ def test_sharded_is_unsharded(case: tuple[str, tuple[int, int]]) -> None:
         state = sharded.init(params)
         for batch in batches:
             state, _ = sharded(state, batch.chunk(ranks)[group.rank])
-        return sharded.gather(state)
+        return sharded.unshard(state)
 
     for got in run_ranks(one_rank, ranks):
         moved = tree_map(lambda new, old: (new - old).detach(), got.params, params)
@@ -172,7 +172,7 @@ def test_all_ranks_skip_what_one_cannot_use(level: int) -> None:
             state = sharded.init(params)
             for i in chosen:
                 state, _ = sharded(state, batches[i].chunk(3)[group.rank])
-            states.append(sharded.gather(state))
+            states.append(sharded.unshard(state))
         return states[0], states[1]
 
     for skipped, clean in run_ranks(one_rank, 3):

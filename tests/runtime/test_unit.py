@@ -16,7 +16,7 @@ from functorch_zero import optim
 from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.model.lazy_param import gather
+from functorch_zero.model.lazy_param import unshard
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
@@ -342,11 +342,11 @@ def test_params_in_other_trees(how: str, level: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_per_example_gradients(level: int) -> None:
-    """`gather` gives whole leaves that torch.func may differentiate by."""
+    """`unshard` gives whole leaves that torch.func may differentiate by."""
 
     def make_loss(apply: Any) -> Loss:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
-            whole = dict(gather(params))
+            whole = dict(unshard(params))
 
             def one(p: Any, x: Tensor, y: Tensor) -> Tensor:
                 return (apply(p, {}, x)[0] - y).square().mean()
@@ -370,7 +370,7 @@ def test_an_inner_step(level: int) -> None:
 
     def make_loss(apply: Any) -> Loss:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
-            whole = gather(params)
+            whole = unshard(params)
             inner = (apply(whole, {}, batch["x"])[0] - batch["y"]).square().mean(1)
             total = 0.0
             for loss in inner:
@@ -713,8 +713,8 @@ def test_what_a_loss_is_given_are_not_the_states_own_leaves(level: int) -> None:
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         with torch.no_grad():
-            seen.append(gather(params["w"]).requires_grad_())
-        seen.append(gather(params["w"]))
+            seen.append(unshard(params["w"]).requires_grad_())
+        seen.append(unshard(params["w"]))
         return (batch["x"] @ seen[-1]).square().mean()
 
     step = train_step(loss_fn, optim.sgd(0.1), trainable=lambda path, leaf: True)

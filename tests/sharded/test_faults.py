@@ -102,7 +102,7 @@ class Rank:
         return [leaf.detach().clone() for leaf in optree.tree_leaves(self.state)]
 
     def whole(self) -> list[Tensor]:
-        return [leaf.detach().clone() for leaf in optree.tree_leaves(self.step.gather(self.state))]
+        return [leaf.detach().clone() for leaf in optree.tree_leaves(self.step.unshard(self.state))]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -465,7 +465,7 @@ def test_checked_training_is_training() -> None:
         state = sharded.init(params, buffers)
         for batch in batches:
             state, _ = sharded(state, split(batch, even(12, 2))[group.rank])
-        return [x.detach() for x in optree.tree_leaves(sharded.gather(state))]
+        return [x.detach() for x in optree.tree_leaves(sharded.unshard(state))]
 
     plain, checked = run_ranks(run, 2), run_ranks(lambda group: run(CheckedGroup(group)), 2)
     assert same(plain[0], checked[0])

@@ -193,14 +193,14 @@ def test_a_checkpoint_holds_each_element_once(tmp_path: Any) -> None:
             if state is None:
                 state = sharded.init(params, buffers)
                 state, _ = sharded(state, make_batches(1)[0])
-                states.append(sharded.gather(state))
+                states.append(sharded.unshard(state))
                 checkpoint.save(tmp_path, sharded, state)
             state = checkpoint.load(tmp_path, sharded, like=sharded.init(params, buffers)).state
-            states.append(sharded.gather(state))
+            states.append(sharded.unshard(state))
             checkpoint.save(tmp_path / over, sharded, state)
         flat = fz.shard(step, level=2, group=group)
         states.append(
-            flat.gather(
+            flat.unshard(
                 checkpoint.load(tmp_path / "both", flat, like=flat.init(params, buffers)).state
             )
         )
@@ -387,7 +387,7 @@ def test_a_step_that_failed_on_a_mesh_can_be_tried_again() -> None:
         with pytest.raises((ArithmeticError, GroupError)):
             sharded(state, make_batches(1)[0])
         state, _ = sharded(state, make_batches(1)[0])
-        return sharded.gather(state).params
+        return sharded.unshard(state).params
 
     step, params, buffers = build(trainable=lambda path, leaf: True)
     expected, _ = step(step.init(params, buffers), make_batches(1)[0])

@@ -36,7 +36,7 @@ def loop(group: Any, level: int) -> Any:
         if any_rank(group.rank == 0 and int(state.step) == 4, group):
             break
     losses = [float(evaluate(state, batch)["loss"]) for batch in rounds(mine, group)]
-    return int(state.step), losses, step.gather(state).params["w"].detach().tolist()
+    return int(state.step), losses, step.unshard(state).params["w"].detach().tolist()
 
 
 def expected() -> Any:

@@ -437,18 +437,18 @@ def sharded(case: Case, group: Any) -> Run:
     group = group if case.shard_axis is None else HybridGroup(group, shard=case.shard_axis)
     step = fz.shard(step, group=group, **placed(case))
     state = step.init(start.params, start.buffers, seed=start.seed, values=values)
-    first, steps = step.gather(state), []
+    first, steps = step.unshard(state), []
     assert "first" in str(fz.describe(step, state))
     for parts in batches(case):
         state, metrics = step(state, parts[group.rank])
         if evaluate is not None:
             metrics |= fz.shard(evaluate, group=group, **placed(case))(state, parts[group.rank])
-        whole = step.gather(state)
+        whole = step.unshard(state)
         steps.append(Step(whole, [whole.buffers], metrics))
     if step.unsharded.finite.nonfinite == "raise":
         with pytest.raises(NonFiniteError):
             step(state, SPOILED if group.rank == group.size - 1 else parts[group.rank])
-        assert_equal_values(whole.params, step.gather(state).params, grade="bitwise")
+        assert_equal_values(whole.params, step.unshard(state).params, grade="bitwise")
     return Run(first, steps)
 
 

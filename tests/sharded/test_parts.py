@@ -245,7 +245,7 @@ def test_a_checkpoint_moves_between_levels(tmp_path: Any) -> None:
         checkpoint.save(tmp_path, mixed, state)
         there = checkpoint.load(tmp_path, whole, like=whole.init(params, buffers)).state
         back = checkpoint.load(tmp_path, mixed, like=mixed.init(params, buffers)).state
-        return mixed.gather(state), (whole.gather(there), mixed.gather(back))
+        return mixed.unshard(state), (whole.unshard(there), mixed.unshard(back))
 
     for expected, found in run_ranks(run, 3):
         for other in found:

@@ -228,7 +228,7 @@ def test_apply_outside_a_step_rounds_the_same() -> None:
 def test_writing_to_what_the_loss_sees_is_refused() -> None:
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
-            fz.gather(params)["weight"].mul_(2)
+            fz.unshard(params)["weight"].mul_(2)
         return apply(params, buffers, x)[0].float().mean()
 
     apply, params, _ = fz.functionalize(nn.Linear(3, 2), precision=Precision(compute=BF16))
@@ -322,7 +322,7 @@ def test_deferred_values_are_stored_as_the_policy_says() -> None:
 
     def run(group: Any) -> Any:
         sharded = shard(step, level=3, group=group)
-        return sharded.gather(sharded.init(params, buffers, values=values)).params
+        return sharded.unshard(sharded.init(params, buffers, values=values)).params
 
     for found in (*run_ranks(run, 2), step.init(params, buffers, values=values).params):
         for path, leaf in expected.items():
@@ -368,7 +368,7 @@ def test_on_processes() -> None:
                 state, _ = sharded(
                     state, {k: x.chunk(group.size)[group.rank] for k, x in batch.items()}
                 )
-            found[policy, level] = sharded.gather(state).params
+            found[policy, level] = sharded.unshard(state).params
         return found
 
     for ranks in (2, 3):
@@ -394,7 +394,7 @@ def test_params_inside_the_loss_have_their_compute_dtype() -> None:
     )
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
-        whole = fz.gather(params)
+        whole = fz.unshard(params)
         assert {leaf.dtype for leaf in (*params.values(), *whole.values())} == {BF16}
         penalty = sum(leaf.float().square().sum() for leaf in whole.values())
         direct = params["layers.0.weight"].float().sum()
@@ -407,7 +407,7 @@ def test_params_inside_the_loss_have_their_compute_dtype() -> None:
     step = train_step(loss_fn, optim.sgd(0.05))
     check(step, params, buffers, case.batches(2, ROWS), ranks=(2,))
     evaluate = fz.eval_step(
-        lambda p, b, x: {"norm": sum(leaf.float().norm() for leaf in fz.gather(p).values())}
+        lambda p, b, x: {"norm": sum(leaf.float().norm() for leaf in fz.unshard(p).values())}
     )
     state = step.init(params)
     alone = evaluate(state, None)["norm"]
@@ -554,6 +554,6 @@ def test_inference_mode() -> None:
                 train_step(lambda p, b, x: x, optim.sgd(0.1)), level=level, group=CountingGroup(1)
             )
             found = shard(evaluate, level=level, group=CountingGroup(1))(
-                sharded.scatter(state), torch.ones(2, 8)
+                sharded.shard_state(state), torch.ones(2, 8)
             )
             assert torch.equal(found["sum"], expected)

@@ -26,7 +26,7 @@ def trained(*shape: int) -> Tensor:
 
 
 def square(params: Any, buffers: Any, batch: Any) -> Tensor:
-    return torch.stack([(p**2).sum() for p in tree_leaves(fz.gather(params))]).sum()
+    return torch.stack([(p**2).sum() for p in tree_leaves(fz.unshard(params))]).sum()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -40,7 +40,7 @@ def test_a_buffer_that_is_a_param_keeps_its_value_when_the_param_moves(
     def run(group: fz.Group) -> Any:
         step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group, buffers=rule)
         state, _ = step(step.init({"w": trained(16)}, {"target": torch.zeros(16)}), None)
-        return fz.named_leaves(step.gather(state).buffers)["target"]
+        return fz.named_leaves(step.unshard(state).buffers)["target"]
 
     for target in run_ranks(run, ranks):
         torch.testing.assert_close(target, trained(16).detach(), rtol=0, atol=0)
@@ -149,7 +149,7 @@ def test_a_state_may_have_another_dtype_for_each_leaf(level: int) -> None:
 
     def run(group: fz.Group) -> fz.TrainState:
         sharded = fz.shard(step, level=level, group=group)
-        return sharded.gather(sharded(sharded.init(params), None)[0])
+        return sharded.unshard(sharded(sharded.init(params), None)[0])
 
     for got in run_ranks(run, 2):
         for a, b in zip(

@@ -70,7 +70,7 @@ def test_a_donated_state_says_which_step_took_it(level: int) -> None:
         first = sharded.init(params, buffers)
         second, _ = sharded(first, batch)
         sharded(second, batch)
-        for use in (sharded, evaluate, lambda state, _: sharded.gather(state)):
+        for use in (sharded, evaluate, lambda state, _: sharded.unshard(state)):
             with pytest.raises(DonatedError, match=r"state of step 1 was donated.*state 2.*Remedy"):
                 use(second, batch)
             with pytest.raises(DonatedError, match=r"state of step 0"):
@@ -158,7 +158,7 @@ def test_donation_uses_the_old_storage(level: int) -> None:
             x.data_ptr() for x in optree.tree_leaves((state.params, state.opt_state)) if x.dim()
         ] == places
         assert all(not torch.equal(params[name].reshape(-1)[:1], p[:1]) or p.numel() == 0
-                   for name, p in sharded.gather(state).params.items() if p.dim() == 1)  # fmt: skip
+                   for name, p in sharded.unshard(state).params.items() if p.dim() == 1)  # fmt: skip
 
     run_ranks(run, 2)
 
@@ -198,7 +198,7 @@ def test_a_failed_step_takes_nothing(level: int) -> None:
     new, _ = sharded(state, batch)
     expected = train(step, params, buffers, [batch])
     assert_equal_updates(
-        expected._replace(metrics=[]), Run([expected.states[0], sharded.gather(new)], [])
+        expected._replace(metrics=[]), Run([expected.states[0], sharded.unshard(new)], [])
     )
 
 
@@ -306,15 +306,15 @@ def test_training_goes_on_at_another_level_and_world_size(
         state = sharded.init(params, buffers)
         for batch in batches[:2]:
             state, _ = sharded(state, batch)
-        return sharded.gather(state)
+        return sharded.unshard(state)
 
     def then(group: Any) -> Any:
         sharded = shard(step, level=level, group=group)
-        state = sharded.scatter(whole[0])
-        assert equal_trees(sharded.gather(state), whole[0])
+        state = sharded.shard_state(whole[0])
+        assert equal_trees(sharded.unshard(state), whole[0])
         for batch in batches[2:]:
             state, _ = sharded(state, batch)
-        return sharded.gather(state)
+        return sharded.unshard(state)
 
     whole = run_ranks(first, 3)
     assert all(equal_trees(whole[0], other) for other in whole[1:])
@@ -344,7 +344,7 @@ def test_states_for_another_level_group_or_kind_are_refused() -> None:
         ):
             other(state, batch_for(group))
         with pytest.raises(StructureError, match="sharded already"):
-            other.scatter(state)
+            other.shard_state(state)
 
     run_ranks(run, 1)
 
@@ -434,7 +434,7 @@ def test_when_all_weigh_nothing_nothing_moves(accumulate: int, level: int) -> No
         sharded = shard(step, level=level, group=group)
         one = sharded(sharded.init(params, buffers), batch_for(group))
         two = step(step.init(params, buffers), batch_for(group))
-        for state, metrics in ((sharded.gather(one[0]), one[1]), two):
+        for state, metrics in ((sharded.unshard(one[0]), one[1]), two):
             assert all(torch.equal(state.params[name], p) for name, p in params.items())
             assert metrics["loss"] == 0 and metrics["a"] == 0
 

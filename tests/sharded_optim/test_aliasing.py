@@ -143,7 +143,7 @@ def test_donation_does_not_change_what_a_transform_keeps(kept, ranks, mask):
                 own, _ = sharded(
                     own if k != 2 else tree_map(torch.clone, own), batch
                 )  # each leaf by itself, once
-            whole = sharded.gather(own)
+            whole = sharded.unshard(own)
             for tree, expected in (
                 (whole.params, state.params),
                 (whole.opt_state, state.opt_state),

@@ -128,12 +128,12 @@ def test_gather_and_scatter_are_inverse(name: str, level: int) -> None:
         state = step.init(params)
         for x in (1.0, 2.0):
             state, _ = step(state, torch.tensor(x, dtype=torch.float64))
-        whole = step.gather(state)
-        back = step.scatter(whole)
+        whole = step.unshard(state)
+        back = step.shard_state(whole)
         assert optree.tree_structure(back) == optree.tree_structure(state)
         for a, b in zip(optree.tree_leaves(back), optree.tree_leaves(state), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-        again = step.gather(back)
+        again = step.unshard(back)
         for a, b in zip(optree.tree_leaves(whole), optree.tree_leaves(again), strict=True):
             assert torch.equal(a, b)
         return optree.tree_leaves(whole), sum(

@@ -147,7 +147,7 @@ def test_a_share_of_a_third_is_not_rounded_to_the_precision_of_a_bfloat16_loss()
     def on_a_rank(group):
         sharded = fz.shard(step, level=3, group=group)
         state, _ = sharded(sharded.init(params), batch[group.rank])
-        return sharded.gather(state).params["w"]
+        return sharded.unshard(state).params["w"]
 
     for w in run_ranks(on_a_rank, 3):
         torch.testing.assert_close(w.detach(), torch.full((4,), -0.25), rtol=1e-6, atol=0)
@@ -258,7 +258,7 @@ def test_any_data_on_any_rank_at_any_level(data):
         state = sharded.init(params, buffers)
         for part in parts:
             state, metrics = sharded(state, {name: x[group.rank] for name, x in part.items()})
-        return sharded.gather(state).params, metrics
+        return sharded.unshard(state).params, metrics
 
     oracle, _, _ = make(True, 1)
     state = oracle.init(params, buffers)
@@ -284,7 +284,7 @@ def test_an_empty_batch_on_real_processes():
             for i, batch in enumerate(batches):
                 rows = slice(0, 9) if i != group.rank else slice(0, 0)
                 state, _ = sharded(state, {name: x[rows] for name, x in batch.items()})
-            found.append(sharded.gather(state).params)
+            found.append(sharded.unshard(state).params)
         return found
 
     state = step.init(params, buffers)

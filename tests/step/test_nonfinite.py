@@ -93,7 +93,7 @@ def test_skip(level: int, who: tuple[int, ...], kind: str) -> None:
             and int(state.step) == 3
             and metrics["skipped"] == bool(who)
         )
-        return sharded.gather(state)
+        return sharded.unshard(state)
 
     first, *others = run_ranks(run, 3)
     assert all(same(first, other) for other in others) and all_finite(first.params.values())
@@ -114,7 +114,7 @@ def test_raise(level: int) -> None:
         assert same(before, kept(state))
         state, metrics = sharded(state, batch_of())
         assert "skipped" not in metrics
-        return str(error.value), sharded.gather(state)
+        return str(error.value), sharded.unshard(state)
 
     (told, first), *others = run_ranks(run, 3)
     assert all(words == told for words, _ in others) and all(
@@ -167,7 +167,7 @@ def test_a_finite_loss_with_gradients_that_are_not() -> None:
     def run(group: Any) -> Any:
         sharded = shard(step, level=3, group=group)
         state, metrics = sharded(sharded.init(params), torch.ones(3))
-        return sharded.gather(state).params["b"], metrics["skipped"]
+        return sharded.unshard(state).params["b"], metrics["skipped"]
 
     for b, skipped in (
         *run_ranks(run, 2),
@@ -237,7 +237,7 @@ def test_the_scales_history_is_one_processs(
             {k: x.chunk(group.size)[group.rank] for k, x in batch.items()} for batch in batches
         ]
         found, state = history(sharded, sharded.init(params, buffers), parts)
-        return found, sharded.gather(state)
+        return found, sharded.unshard(state)
 
     for found, state in run_ranks(run, ranks):
         assert found == expected
@@ -264,7 +264,7 @@ def test_a_scale_with_weights(level: int) -> None:
             mine = {k: x.chunk(3)[group.rank] for k, x in batch.items()}
             state, metrics = sharded(state, mine | {"weight": (1000.0, 0.0, 1.0)[group.rank]})
             assert metrics["skipped"] == 0
-        return sharded.gather(state).params
+        return sharded.unshard(state).params
 
     for found in run_ranks(run, 3):
         assert all((found[path] != leaf).any() for path, leaf in params.items()) and all_finite(
@@ -347,7 +347,7 @@ def test_overflow_on_one_process() -> None:
                 batch = models.mlp().batches(1, 6)[0] | {"size": torch.tensor([size])}
                 state, metrics = sharded(state, batch)
                 found.append((level, metrics["loss_scale"].item(), metrics["skipped"].item()))
-        return found, sharded.gather(state)
+        return found, sharded.unshard(state)
 
     (first, state), (second, other) = launch(
         lambda: run(ProcessGroup()), 2, start_method="fork", timeout=100
