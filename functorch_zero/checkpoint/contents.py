@@ -123,8 +123,9 @@ def check_state(step: Step, state: Any) -> None:
             and optree.tree_leaves(state.buffers)
         ):
             raise StructureError(
-                'buffers differ by rank under buffers="local", and a checkpoint has one of each. '
-                'Remedy: give save a step made with shard(..., buffers="rank0"), which takes rank '
+                'buffers differ by rank under sync_buffers="local", and a checkpoint has one of '
+                'each. Remedy: give save a step made with shard(..., sync_buffers="rank0"), which '
+                "takes rank "
                 "0's, or keep yours elsewhere"
             )
     elif state.sharding is not None:

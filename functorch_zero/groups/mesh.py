@@ -50,7 +50,7 @@ class HybridGroup(Forwarding):
 
     >>> from functorch_zero.groups import run_ranks
     >>> def axes(group):
-    ...     mesh = HybridGroup(group, shard=2)
+    ...     mesh = HybridGroup(group, shard_size=2)
     ...     return mesh.replicate.rank, mesh.shard.rank
     >>> run_ranks(axes, 4)
     [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -198,9 +198,9 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
         return Axes(group, group.shard, group.replicate, group.by_piece() if both else group.shard)
     if both:
         raise ValueError(
-            'cut_state_over="both" needs a group with a replicate and a shard axis, and this one '
+            'state_axes="both" needs a group with a replicate and a shard axis, and this one '
             "has one axis, over "
-            "which state is cut at levels 1 to 3. Remedy: HybridGroup(group, shard=...), or a "
+            "which state is cut at levels 1 to 3. Remedy: HybridGroup(group, shard_size=...), or a "
             "DeviceMesh of two dims"
         )
     return Axes(group, group, Solo(), group)

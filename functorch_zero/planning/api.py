@@ -26,8 +26,8 @@ from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
-from ..sharded.buffers import check_buffer_rule
-from ..sharded.options import AccumulateIn, CutStateOver, Options, check_accumulate_in
+from ..sharded.buffers import check_sync_buffers
+from ..sharded.options import Options, ReduceGradients, StateAxes, check_reduce_gradients
 from ..step.loss import Aux, LossFn
 from ..step.train import TrainStep, mark_trainable
 from ..tree import storage_id
@@ -55,11 +55,11 @@ def plan(
     precision: PrecisionRules = None,
     batch: Any = None,
     buffers: PyTree[Tensor] | None = None,
-    buffer_rule: str = "mean",
+    sync_buffers: str = "mean",
     reshard_after_forward: bool = True,
-    accumulate_in: AccumulateIn | None = None,
+    reduce_gradients: ReduceGradients | None = None,
     shard: int | None = None,
-    cut_state_over: CutStateOver = "shard",
+    state_axes: StateAxes = "shard",
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
     ranks.
@@ -84,11 +84,11 @@ def plan(
             Without a batch, units are taken to be entered once each in the layout's order, and
             their backward to need their weights.
         buffers: for the loss, when params are given.
-        buffer_rule, reshard_after_forward, accumulate_in: as for `shard`, where the first is called
-            `buffers`.
+        sync_buffers, reshard_after_forward, reduce_gradients: as for `shard`, where the first is
+            called `buffers`.
         shard: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None: there is
             one axis.
-        cut_state_over: as for `shard`.
+        state_axes: as for `shard`.
 
     The step planned is the first one of the optimizer, with the order of units known, as from the
     second one on. Its
@@ -119,14 +119,14 @@ def plan(
         (x.device for x in optree.tree_leaves(params) if not x.is_meta), torch.device("cpu")
     )
     journal, levels = Journal(), Levels(level)
-    axes = imagined_axes(rank, ranks, journal, shard, cut_state_over, swaps=device.type == "cpu")
+    axes = imagined_axes(rank, ranks, journal, shard, state_axes, swaps=device.type == "cpu")
     options = Options(
         levels,
         axes,
         True,
-        check_buffer_rule(buffer_rule),
+        check_sync_buffers(sync_buffers),
         reshard_after_forward,
-        check_accumulate_in(accumulate_in, levels),
+        check_reduce_gradients(reduce_gradients, levels),
     )
     levels.check(params)
     with nullcontext() if batch is not None else _no_collections():

@@ -32,7 +32,7 @@ from ..layout.levels import level_of
 from ..model.lazy_param import LazyParam
 from ..runtime.unshard import Source
 from ..sharded import agreement
-from ..sharded.options import Options, check_cut_state_over
+from ..sharded.options import Options, check_state_axes
 from ..sharded.train import ShardedTrainStep
 from ..step.loss import Aux, LossFn, Outcome
 from ..step.state import TrainState
@@ -311,7 +311,7 @@ class Recorder(LabelledGroup):
 
 
 def imagined_axes(
-    rank: int, size: int, journal: Journal, shard: int | None, cut_state_over: str, *, swaps: bool
+    rank: int, size: int, journal: Journal, shard: int | None, state_axes: str, *, swaps: bool
 ) -> Axes:
     """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard` ranks along its
     shard axis."""
@@ -321,7 +321,7 @@ def imagined_axes(
             rank, size, journal, name=f"{name} {size}" if size > 1 else "itself", swaps=swaps
         )
 
-    world, both = group(rank, size, "all"), check_cut_state_over(cut_state_over) == "both"
+    world, both = group(rank, size, "all"), check_state_axes(state_axes) == "both"
     if shard is None:
         return axes_of(world, both=both)
     if shard < 1 or size % shard:

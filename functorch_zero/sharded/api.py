@@ -9,9 +9,9 @@ from ..groups.mesh import axes_of
 from ..layout.levels import LevelRule, Levels
 from ..step.evaluate import EvalStep
 from ..step.train import TrainStep
-from .buffers import BufferRule, check_buffer_rule
+from .buffers import SyncBuffers, check_sync_buffers
 from .evaluate import ShardedEvalStep
-from .options import AccumulateIn, CutStateOver, Options, check_accumulate_in, check_cut_state_over
+from .options import Options, ReduceGradients, StateAxes, check_reduce_gradients, check_state_axes
 from .train import ShardedTrainStep
 
 
@@ -21,10 +21,10 @@ class _Options(TypedDict, total=False):
     level: Required[LevelRule]
     group: Any
     donate: bool
-    buffers: BufferRule
+    buffers: SyncBuffers
     reshard_after_forward: bool
-    accumulate_in: AccumulateIn | None
-    cut_state_over: CutStateOver
+    reduce_gradients: ReduceGradients | None
+    state_axes: StateAxes
 
 
 @overload
@@ -41,10 +41,10 @@ def shard(
     level: LevelRule,
     group: Any = None,
     donate: bool = True,
-    buffers: BufferRule = "mean",
+    buffers: SyncBuffers = "mean",
     reshard_after_forward: bool = True,
-    accumulate_in: AccumulateIn | None = None,
-    cut_state_over: CutStateOver = "shard",
+    reduce_gradients: ReduceGradients | None = None,
+    state_axes: StateAxes = "shard",
 ) -> ShardedTrainStep | ShardedEvalStep:
     """The same step for the ranks of a group: it returns what the unsharded step returns, or says
     why it can't.
@@ -67,11 +67,11 @@ def shard(
             they stay as they are, and don't count in the mean.
         reshard_after_forward: at level 3, free a unit's params after forward and gather them again
             in backward (least memory), or keep them (least traffic).
-        accumulate_in: with `train_step(accumulate=k)`, what gradients add up in over the
+        reduce_gradients: with `train_step(accumulate=k)`, what gradients add up in over the
             micro-batches: "pieces", each reduced at once (least memory: S/N), or "whole", reduced
             once a step (least traffic). None: the level's own, pieces at levels 2 and 3, whole at 0
             and 1, which have no pieces to offer.
-        cut_state_over: with a group of two axes, "shard": each replica has all of the optimizer's
+        state_axes: with a group of two axes, "shard": each replica has all of the optimizer's
             state, or "both": it is cut over the replicas, too, which then also share the
             optimizer's work.
 
@@ -83,11 +83,11 @@ def shard(
     levels = Levels(level)
     options = Options(
         levels,
-        axes_of(as_group(group), both=check_cut_state_over(cut_state_over) == "both"),
+        axes_of(as_group(group), both=check_state_axes(state_axes) == "both"),
         donate,
-        check_buffer_rule(buffers),
+        check_sync_buffers(buffers),
         reshard_after_forward,
-        check_accumulate_in(accumulate_in, levels),
+        check_reduce_gradients(reduce_gradients, levels),
     )
     return (
         ShardedTrainStep(step, options)

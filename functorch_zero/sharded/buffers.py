@@ -13,13 +13,13 @@ from torch import Tensor
 from ..groups.protocol import Group
 from ..tree import PyTree, storage_id
 
-BufferRule = Literal["mean", "rank0", "local"]
+SyncBuffers = Literal["mean", "rank0", "local"]
 
 
-def check_buffer_rule(rule: Any) -> BufferRule:
+def check_sync_buffers(rule: Any) -> SyncBuffers:
     """The rule, if it is one."""
-    if rule not in get_args(BufferRule):
-        raise ValueError(f"buffers must be one of {get_args(BufferRule)}, got {rule!r}")
+    if rule not in get_args(SyncBuffers):
+        raise ValueError(f"buffers must be one of {get_args(SyncBuffers)}, got {rule!r}")
     return rule  # type: ignore[no-any-return]
 
 
@@ -39,11 +39,11 @@ def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
     return tree_map(lambda b: b.clone() if storage_id(b) in taken else b, buffers)
 
 
-def sync_buffers(
+def synchronize(
     old: PyTree[Tensor],
     new: PyTree[Tensor],
     changed: Sequence[bool],
-    rule: BufferRule,
+    rule: SyncBuffers,
     group: Group,
     num_weighty: int | None = None,
     weighty: bool = True,

@@ -11,7 +11,7 @@ from ..groups.protocol import Group
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels
 from ..layout.sharding import Sharding
-from .buffers import BufferRule
+from .buffers import SyncBuffers
 
 
 class Place(NamedTuple):
@@ -40,9 +40,9 @@ class Options:
     levels: Levels
     axes: Axes
     donate: bool
-    buffers: BufferRule
+    buffers: SyncBuffers
     reshard_after_forward: bool
-    accumulate_in: AccumulateIn | None = None
+    reduce_gradients: ReduceGradients | None = None
 
     @property
     def group(self) -> Group:
@@ -66,17 +66,17 @@ class Options:
         return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
 
 
-AccumulateIn = Literal["pieces", "whole"]
+ReduceGradients = Literal["pieces", "whole"]
 
 
-CutStateOver = Literal["shard", "both"]
+StateAxes = Literal["shard", "both"]
 
 
-def check_accumulate_in(value: Any, levels: Levels) -> AccumulateIn | None:
+def check_reduce_gradients(value: Any, levels: Levels) -> ReduceGradients | None:
     """The choice, if it is one that the level has."""
-    if value not in (None, *get_args(AccumulateIn)):
+    if value not in (None, *get_args(ReduceGradients)):
         raise ValueError(
-            f"accumulate_in must be one of {get_args(AccumulateIn)} or None, got {value!r}"
+            f"reduce_gradients must be one of {get_args(ReduceGradients)} or None, got {value!r}"
         )
     if value == "pieces" and levels.number in (0, 1):
         raise ValueError(
@@ -86,8 +86,8 @@ def check_accumulate_in(value: Any, levels: Levels) -> AccumulateIn | None:
     return value  # type: ignore[no-any-return]
 
 
-def check_cut_state_over(value: Any) -> CutStateOver:
+def check_state_axes(value: Any) -> StateAxes:
     """The choice, if it is one."""
-    if value not in get_args(CutStateOver):
-        raise ValueError(f"cut_state_over must be one of {get_args(CutStateOver)}, got {value!r}")
+    if value not in get_args(StateAxes):
+        raise ValueError(f"state_axes must be one of {get_args(StateAxes)}, got {value!r}")
     return value  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ from ..layout.levels import level_of
 from ..runtime.reduce import Accumulating, Reducer, Sink, Streaming
 from ..runtime.unshard import Gathered, Resident, Source
 from ..tree import PyTree, storage_id
-from .options import AccumulateIn
+from .options import ReduceGradients
 
 
 def all_gather_params(params: PyTree[Tensor], layout: Layout, axes: Axes) -> PyTree[Tensor]:
@@ -45,7 +45,7 @@ def all_gather_params(params: PyTree[Tensor], layout: Layout, axes: Axes) -> PyT
 
 
 def make_sink(
-    layout: Layout, axes: Axes, log: list[str], accumulate_in: AccumulateIn | None = None
+    layout: Layout, axes: Axes, log: list[str], reduce_gradients: ReduceGradients | None = None
 ) -> Sink:
     """Where a step's gradients go."""
     reducer = Reducer(layout, axes, log)
@@ -56,7 +56,7 @@ def make_sink(
     streams = [
         b
         for b, bkt in enumerate(layout.buckets)
-        if level_of(bkt).streams and accumulate_in != "whole"
+        if level_of(bkt).streams and reduce_gradients != "once"
     ]
     return Streaming(reducer, frozenset(streams))
 

@@ -35,7 +35,7 @@ from ..version import __version__
 from . import agreement
 from .agreement import agree
 from .background import Watches
-from .buffers import apart, replaced, sync_buffers
+from .buffers import apart, replaced, synchronize
 from .checks import check_batch, check_not_empty, sharding_of
 from .failures import told
 from .grad_mean import in_range, loss_seed_of, to_means
@@ -160,7 +160,7 @@ class ShardedTrainStep:
                 if fine:
                     own = outcome.weight is None or float(outcome.weight) != 0
                     rule = self.options.buffers
-                    buffers = sync_buffers(
+                    buffers = synchronize(
                         buffers, outcome.buffers, changed, rule, group, weighty, own
                     )
                 grads = grads_of(reduced, flats, layout, self._rank)
@@ -232,7 +232,7 @@ class ShardedTrainStep:
     ) -> tuple[dict[int, Tensor], Outcome, list[str]]:
         """The reduced gradient flats, what the loss gave, and the collectives started for it."""
         log = [f"step {int(state.step)}"]
-        sink = make_sink(layout, self.options.axes, log, self.options.accumulate_in)
+        sink = make_sink(layout, self.options.axes, log, self.options.reduce_gradients)
         outcomes: list[Outcome] = []
         try:
             for part in micro_batches(batch, self.unsharded.accumulate):
@@ -328,9 +328,9 @@ class ShardedTrainStep:
                 "donate": o.donate,
                 "buffers": o.buffers,
                 "reshard_after_forward": o.reshard_after_forward,
-                "accumulate_in": o.accumulate_in,
+                "reduce_gradients": o.reduce_gradients,
                 "ranks of the shard axis": o.axes.shard.size,
-                "cut_state_over": "both" if o.axes.both else "shard",
+                "state_axes": "both" if o.axes.both else "shard",
             },
             "optimizer": describe(self.unsharded.optimizer),
             "layout": layout.describe(),

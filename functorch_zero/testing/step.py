@@ -18,7 +18,7 @@ from ..groups import HybridGroup, run_ranks
 from ..groups.protocol import Group
 from ..layout.levels import LevelRule
 from ..sharded.api import shard
-from ..sharded.buffers import BufferRule
+from ..sharded.buffers import SyncBuffers
 from ..step.loss import Metrics, Outcome, as_metric
 from ..step.state import TrainState
 from ..step.train import TrainStep
@@ -61,8 +61,8 @@ def assert_sharded_equals_unsharded(
     unused: Iterable[str] = (),
     allow_round_off: bool = False,
     seed: int | None = 0,
-    buffer_rule: BufferRule = "mean",
-    shard_axis: int | None = None,
+    sync_buffers: SyncBuffers = "mean",
+    shard_size: int | None = None,
     **options: Any,
 ) -> None:
     """Prove a step: run it unsharded, and at each level on each number of ranks, and compare after
@@ -92,8 +92,8 @@ def assert_sharded_equals_unsharded(
             Adagrad), and eigenvectors are defined up to sign only; a leaf that round-off changes
             altogether is hardly compared then.
         seed: for `init`.
-        buffer_rule: what `shard` calls `buffers`.
-        shard_axis: of a mesh of two axes, how many ranks lie along the shard axis (HSDP). It
+        sync_buffers: what `shard` calls `buffers`.
+        shard_size: of a mesh of two axes, how many ranks lie along the shard axis (HSDP). It
             divides all `ranks`.
         **options: for `shard`: `donate` and so on.
 
@@ -110,7 +110,7 @@ def assert_sharded_equals_unsharded(
     >>> assert_sharded_equals_unsharded(step, params, {}, [torch.arange(30.0).view(6, 5)] * 2)
     """
     equality = grade if isinstance(grade, Equality) else Equality(grade)
-    start, rule = Start(params, buffers, seed), buffer_rule
+    start, rule = Start(params, buffers, seed), sync_buffers
     whole = None if per_rank else run_whole(step, start, batches)
     for num_ranks in ranks:
         parts = [split(batch, num_ranks) for batch in batches]
@@ -119,7 +119,7 @@ def assert_sharded_equals_unsharded(
         expected = whole or run_in_parts(step, start, parts, rule=rule)
         for level in levels:
             settings = {"level": level, "buffers": rule, **options}
-            got = _run_sharded(step, start, parts, num_ranks, settings, shard_axis)
+            got = _run_sharded(step, start, parts, num_ranks, settings, shard_size)
             at = {"level": level, "ranks": num_ranks}
             comparison = Comparison(expected, got, equality, tuple(unused), rule == "local", at)
             try:
@@ -143,12 +143,12 @@ def _run_sharded(
     batches: Sequence[list[Any]],
     num_ranks: int,
     settings: Mapping[str, Any],
-    shard_axis: int | None = None,
+    shard_size: int | None = None,
 ) -> list[Run]:
     """Each rank's run, with the whole states gathered."""
 
     def run(group: Group) -> Run:
-        mesh = group if shard_axis is None else HybridGroup(group, shard=shard_axis)
+        mesh = group if shard_size is None else HybridGroup(group, shard_size=shard_size)
         sharded = shard(step, group=mesh, **settings)
         state = sharded.init(start.params, start.buffers, seed=start.seed)
         first, steps = sharded.unshard(state), []

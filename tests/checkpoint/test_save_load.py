@@ -413,11 +413,11 @@ def test_buffers_of_each_rank_are_refused(tmp_path: Path) -> None:
     base, params, buffers = make_step("convnet")
 
     def run(group: Group) -> None:
-        step = shard(base, level=1, group=group, buffers="local")
+        step = shard(base, level=1, group=group, sync_buffers="local")
         state = step.init(params, buffers)
-        with pytest.raises(StructureError, match='buffers="rank0"'):
+        with pytest.raises(StructureError, match='sync_buffers="rank0"'):
             checkpoint.save(tmp_path, step, state)
-        checkpoint.save(tmp_path, shard(base, level=1, group=group, buffers="rank0"), state)
+        checkpoint.save(tmp_path, shard(base, level=1, group=group, sync_buffers="rank0"), state)
 
     run_ranks(run, 2)
 

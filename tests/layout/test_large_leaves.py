@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"reshard_after_forward": False}, {"accumulate_in": "whole"}]
+    "options", [{}, {"reshard_after_forward": False}, {"reduce_gradients": "once"}]
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -396,7 +396,7 @@ def test_a_mesh_of_two_axes(level: int, over: Any) -> None:
 
     def on_rank(group: Any) -> tuple[Any, ...]:
         sharded = fz.shard(
-            step, level=level, group=fz.HybridGroup(group, shard=2), cut_state_over=over
+            step, level=level, group=fz.HybridGroup(group, shard_size=2), state_axes=over
         )
         state = sharded.init(params, buffers)
         first = held(state.opt_state)
@@ -414,7 +414,7 @@ def test_a_mesh_of_two_axes(level: int, over: Any) -> None:
             "ranks": 4,
             "rank": rank,
             "shard": 2,
-            "cut_state_over": over,
+            "state_axes": over,
         }
         made = plan(params, step, batch=tokens(), **options)
         assert (made.params, made.state) == (bytes_of_params, first), rank

@@ -12,7 +12,7 @@ from functorch_zero import optim
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
-from functorch_zero.sharded.buffers import check_buffer_rule, replaced, sync_buffers
+from functorch_zero.sharded.buffers import check_sync_buffers, replaced, synchronize
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 
@@ -43,7 +43,7 @@ def new_on(rank: int) -> dict[str, Tensor]:
 def sync(rule: Any, ranks: int = 3) -> list[dict[str, Tensor]]:
     def run(group: Any) -> dict[str, Tensor]:
         flags = [True] * len(OLD)  # any rank's
-        return sync_buffers(OLD, new_on(group.rank), flags, rule, group)
+        return synchronize(OLD, new_on(group.rank), flags, rule, group)
 
     return run_ranks(run, ranks)
 
@@ -80,9 +80,9 @@ def test_local() -> None:
 def test_a_collective_a_dtype_and_none_without_changes() -> None:
     def run(group: Any) -> tuple[int, int]:
         watched = counted(group)
-        sync_buffers(OLD, new_on(group.rank), [True] * len(OLD), "mean", watched)
+        synchronize(OLD, new_on(group.rank), [True] * len(OLD), "mean", watched)
         first = watched.num_calls()
-        sync_buffers(OLD, dict(OLD), [False] * len(OLD), "mean", watched)
+        synchronize(OLD, dict(OLD), [False] * len(OLD), "mean", watched)
         return first, watched.num_calls() - first
 
     assert run_ranks(run, 2) == [(5, 0)] * 2  # float64, float32, int64, bool, bfloat16
@@ -95,7 +95,7 @@ def test_replaced() -> None:
 
 def test_unknown_rules_are_refused() -> None:
     with pytest.raises(ValueError, match="buffers must be one of"):
-        check_buffer_rule("sum")
+        check_sync_buffers("sum")
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -110,7 +110,9 @@ def test_in_a_step(rule: Any, level: int) -> None:
                 new["rare"] = buffers["rare"] + 4
             return params["w"].sum() * batch, Aux(buffers=new)
 
-        step = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=group, buffers=rule)
+        step = shard(
+            train_step(loss_fn, optim.sgd(0.1)), level=level, group=group, sync_buffers=rule
+        )
         buffers = {"seen": torch.tensor(1.0), "rare": torch.tensor(2.0)}
         state = step.init({"w": torch.ones(3, requires_grad=True)}, buffers)
         for _ in range(2):
@@ -145,7 +147,7 @@ def test_a_batch_without_weight_changes_no_buffer(rule: Any, rows: list[int]) ->
     alone, _ = step(step.init(params, first), batch[: max(rows)])
 
     def run(group: Any) -> Any:
-        sharded = shard(step, level=1, group=group, buffers=rule)
+        sharded = shard(step, level=1, group=group, sync_buffers=rule)
         return sharded(sharded.init(params, first), batch[: rows[group.rank]])[0].buffers
 
     for rank, got in enumerate(run_ranks(run, 2)):

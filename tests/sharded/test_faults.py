@@ -184,7 +184,7 @@ def test_a_failed_step_over_two_axes(threads: bool) -> None:
     it all the same."""
 
     def run(group: Any) -> list[Any]:
-        mesh = HybridGroup(group, shard=2)
+        mesh = HybridGroup(group, shard_size=2)
         results = []
         for level in (1, 3):
             mesh.barrier()

@@ -38,8 +38,8 @@ LEVELS = (0, 1, 2, 3)
 @drawn(data=st.data())
 def test_any_mesh_any_level_any_optimizer(data: Any) -> None:
     case = data.draw(fst.modules())
-    shard_axis, replicas = data.draw(st.sampled_from([(2, 2), (1, 2), (2, 1), (3, 2), (2, 3)]))
-    ranks = shard_axis * replicas
+    shard_size, replicas = data.draw(st.sampled_from([(2, 2), (1, 2), (2, 1), (3, 2), (2, 3)]))
+    ranks = shard_size * replicas
     optimizer = data.draw(
         fst.optimizers(["adamw", "clip + lamb", "adafactor", "muon", "lbfgs", "sm3"])
     )
@@ -62,10 +62,10 @@ def test_any_mesh_any_level_any_optimizer(data: Any) -> None:
         ranks=(ranks,),
         per_rank=case.per_rank,
         unused=case.unused,
-        shard_axis=shard_axis,
+        shard_size=shard_size,
         donate=data.draw(st.booleans()),
-        cut_state_over=data.draw(st.sampled_from(["shard", "both"])),
-        accumulate_in=data.draw(st.sampled_from([None, "whole"])),
+        state_axes=data.draw(st.sampled_from(["shard", "both"])),
+        reduce_gradients=data.draw(st.sampled_from([None, "once"])),
         allow_round_off=True,
     )
 
@@ -78,7 +78,7 @@ def test_on_processes(as_mesh: bool) -> None:
     ]
 
     def run(group: Any) -> list[Run]:
-        mesh: Any = HybridGroup(group, shard=2)
+        mesh: Any = HybridGroup(group, shard_size=2)
         if as_mesh:
             from torch.distributed.device_mesh import init_device_mesh
 
@@ -105,7 +105,7 @@ def test_on_processes(as_mesh: bool) -> None:
                     batches,
                     uneven(12, 4),
                     level=level,
-                    cut_state_over=over,
+                    state_axes=over,
                 )
             )
         return found
@@ -127,9 +127,9 @@ def test_what_a_rank_holds_and_sends() -> None:
         for over in ("shard", "both"):
             watched = counted(group)
             step, params, buffers = build(trainable=lambda path, leaf: True)
-            mesh = HybridGroup(watched, shard=3)
+            mesh = HybridGroup(watched, shard_size=3)
             sharded = fz.shard(
-                step, level=3, group=mesh, cut_state_over=over, reshard_after_forward=False
+                step, level=3, group=mesh, state_axes=over, reshard_after_forward=False
             )
             state = sharded.init(params, buffers)
             size = sum(b.numel * 8 for b in state.sharding.layout.buckets)
@@ -173,7 +173,7 @@ def test_replicas_are_summed_once_a_step_when_accumulating() -> None:
         watched = counted(group)
         step, params, buffers = build(trainable=lambda path, leaf: True)
         step = fz.train_step(step.loss_fn, step.optimizer, trainable=step.trainable, accumulate=3)
-        sharded = fz.shard(step, level=3, group=HybridGroup(watched, shard=2))
+        sharded = fz.shard(step, level=3, group=HybridGroup(watched, shard_size=2))
         state = sharded.init(params, buffers)
         watched.reset()
         sharded(state, make_batches(1)[0])
@@ -186,10 +186,10 @@ def test_replicas_are_summed_once_a_step_when_accumulating() -> None:
 def test_a_checkpoint_holds_each_element_once(tmp_path: Any) -> None:
     def run(group: Any) -> Any:
         step, params, buffers = build(optim.muon(0.02), trainable=lambda path, leaf: True)
-        mesh = HybridGroup(group, shard=2)
+        mesh = HybridGroup(group, shard_size=2)
         state, states = None, []
         for over in ("shard", "both"):
-            sharded = fz.shard(step, level=3, group=mesh, cut_state_over=over)
+            sharded = fz.shard(step, level=3, group=mesh, state_axes=over)
             if state is None:
                 state = sharded.init(params, buffers)
                 state, _ = sharded(state, make_batches(1)[0])
@@ -225,7 +225,7 @@ def test_a_failing_rank_ends_all_also_those_that_share_no_axis_with_it(processes
             return step.loss_fn(p, b, batch)
 
         sharded = fz.shard(
-            fz.train_step(failing, step.optimizer), level=3, group=HybridGroup(group, shard=2)
+            fz.train_step(failing, step.optimizer), level=3, group=HybridGroup(group, shard_size=2)
         )
         state = sharded.init(params, buffers)
         try:
@@ -267,20 +267,20 @@ def test_the_ranks_of_a_reordered_group() -> None:
 def test_wrong_meshes_are_refused() -> None:
     step, _, _ = build()
     with pytest.raises(ValueError, match="must divide the number of ranks, 6"):
-        HybridGroup(CountingGroup(6), shard=4)
+        HybridGroup(CountingGroup(6), shard_size=4)
     with pytest.raises(ValueError, match="two dims"):
-        fz.shard(step, level=3, group=CountingGroup(4), cut_state_over="both")
-    with pytest.raises(ValueError, match="cut_state_over must be one of"):
-        fz.shard(step, level=3, group=CountingGroup(4), cut_state_over="replicate")
+        fz.shard(step, level=3, group=CountingGroup(4), state_axes="both")
+    with pytest.raises(ValueError, match="state_axes must be one of"):
+        fz.shard(step, level=3, group=CountingGroup(4), state_axes="replicate")
     with pytest.raises(TypeError, match="subgroup"):
-        HybridGroup(Reordered(CountingGroup(4), [0, 1, 2, 3]), shard=2)
+        HybridGroup(Reordered(CountingGroup(4), [0, 1, 2, 3]), shard_size=2)
     with pytest.raises(ValueError, match="in increasing order"):
         run_ranks(lambda group: group.subgroup([1, 0]), 2)
 
 
 def test_a_mesh_of_a_checked_group_is_checked() -> None:
     def run(group: Any) -> str:
-        mesh = HybridGroup(CheckedGroup(group), shard=2)
+        mesh = HybridGroup(CheckedGroup(group), shard_size=2)
         try:
             mesh.shard.all_reduce(torch.ones(2 + group.rank % 2)).wait()
         except GroupError as error:
@@ -289,7 +289,7 @@ def test_a_mesh_of_a_checked_group_is_checked() -> None:
 
     assert all("the ranks called different collectives" in told for told in run_ranks(run, 4))
     with pytest.raises(TypeError, match="Reordered can't be divided"):
-        HybridGroup(CheckedGroup(Reordered(CountingGroup(4), [0, 1, 2, 3])), shard=2)
+        HybridGroup(CheckedGroup(Reordered(CountingGroup(4), [0, 1, 2, 3])), shard_size=2)
 
 
 def test_ranks_with_other_meshes_hear_of_it() -> None:
@@ -300,7 +300,8 @@ def test_ranks_with_other_meshes_hear_of_it() -> None:
         return str(caught.value)
 
     assert all(
-        "donate" in text for text in run_ranks(lambda group: run(HybridGroup(group, shard=2)), 4)
+        "donate" in text
+        for text in run_ranks(lambda group: run(HybridGroup(group, shard_size=2)), 4)
     )
 
 
@@ -312,7 +313,7 @@ def test_a_state_of_another_mesh_is_refused(level: int) -> None:
 
     def run(group: Any) -> None:
         state = fz.shard(step, level=level, group=group).init(params, buffers)
-        fz.shard(step, level=level, group=HybridGroup(group, shard=2), cut_state_over="both")(
+        fz.shard(step, level=level, group=HybridGroup(group, shard_size=2), state_axes="both")(
             state, batch
         )
 
@@ -334,10 +335,10 @@ def test_a_process_group_is_divided() -> None:
 
 PLACES: list[tuple[Any, bool, dict[str, Any]]] = [  # level, on a mesh, options
     ({"": 3, "head": 1, "between": 2}, False, {}),
-    ({"": 3, "head": 0}, False, {"accumulate_in": "whole"}),
-    (3, False, {"accumulate_in": "whole"}),
+    ({"": 3, "head": 0}, False, {"reduce_gradients": "once"}),
+    (3, False, {"reduce_gradients": "once"}),
     (3, True, {}),
-    ({"": 3, "head": 1}, True, {"cut_state_over": "both", "accumulate_in": "whole"}),
+    ({"": 3, "head": 1}, True, {"state_axes": "both", "reduce_gradients": "once"}),
 ]
 
 
@@ -354,7 +355,7 @@ def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
         )
 
     def run(group: Any) -> list[Run]:
-        mesh = HybridGroup(group, shard=2)
+        mesh = HybridGroup(group, shard_size=2)
         return [
             train_sharded(
                 mesh if axes else group, *step(), batches, even(12, 4), level=level, **options
@@ -381,7 +382,7 @@ def test_a_step_that_failed_on_a_mesh_can_be_tried_again() -> None:
             return step.loss_fn(p, b, batch)
 
         sharded = fz.shard(
-            fz.train_step(flaky, step.optimizer), level=3, group=HybridGroup(group, shard=2)
+            fz.train_step(flaky, step.optimizer), level=3, group=HybridGroup(group, shard_size=2)
         )
         state = sharded.init(params, buffers)
         with pytest.raises((ArithmeticError, GroupError)):

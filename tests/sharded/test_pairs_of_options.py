@@ -202,10 +202,10 @@ OPTIONS: dict[str, Option] = {
     # accumulation, and how batches are divided
     "accumulate": Option(train_step={"accumulate": 2}),
     "gradients add up in pieces": Option(
-        train_step={"accumulate": 2}, shard={"accumulate_in": "pieces"}
+        train_step={"accumulate": 2}, shard={"reduce_gradients": "every_microbatch"}
     ),
     "gradients add up whole": Option(
-        train_step={"accumulate": 2}, shard={"accumulate_in": "whole"}
+        train_step={"accumulate": 2}, shard={"reduce_gradients": "once"}
     ),
     "uneven parts with weights": Option(loop={"parts": "uneven"}),
     "a rank has run out": Option(loop={"parts": "one empty"}),
@@ -217,7 +217,7 @@ OPTIONS: dict[str, Option] = {
     "some trained": Option(train_step={"trainable": lambda path, leaf: path not in FROZEN}),
     "several levels": Option(shard={"level": MIXED}),
     "a mesh": Option(loop={"mesh": True}),
-    "a mesh, state over both axes": Option(loop={"mesh": True}, shard={"cut_state_over": "both"}),
+    "a mesh, state over both axes": Option(loop={"mesh": True}, shard={"state_axes": "both"}),
     "deferred values": Option(loop={"deferred": True}),
     # loops
     "running means evaluated": Option(
@@ -241,9 +241,10 @@ OPTIONS: dict[str, Option] = {
     "keep the old state": Option(shard={"donate": False}),
     "stay gathered": Option(shard={"reshard_after_forward": False}),
     "checked group": Option(loop={"checked": True}),
-    "BatchNorm, mean": BATCH_NORM.beside(Option(shard={"buffers": "mean"})) or BATCH_NORM,
-    "BatchNorm, rank 0's": BATCH_NORM.beside(Option(shard={"buffers": "rank0"})) or BATCH_NORM,
-    "BatchNorm, each its own": BATCH_NORM.beside(Option(shard={"buffers": "local"})) or BATCH_NORM,
+    "BatchNorm, mean": BATCH_NORM.beside(Option(shard={"sync_buffers": "mean"})) or BATCH_NORM,
+    "BatchNorm, rank 0's": BATCH_NORM.beside(Option(shard={"sync_buffers": "rank0"})) or BATCH_NORM,
+    "BatchNorm, each its own": BATCH_NORM.beside(Option(shard={"sync_buffers": "local"}))
+    or BATCH_NORM,
     "dropout": Option(model={"dropout": 0.4}, by_rank=True),
 }
 PAIRS = {
@@ -278,7 +279,7 @@ class Case(NamedTuple):
     names: tuple[str, ...]
     level: int
     ranks: int
-    shard_axis: int | None
+    shard_size: int | None
     optimizer: str
 
     @property
@@ -434,7 +435,7 @@ def sharded(case: Case, group: Any) -> Run:
     step, evaluate, start, values = build(case)
     o = case.option
     group = CheckedGroup(group) if "checked" in o.loop else group
-    group = group if case.shard_axis is None else HybridGroup(group, shard=case.shard_axis)
+    group = group if case.shard_size is None else HybridGroup(group, shard_size=case.shard_size)
     step = fz.shard(step, group=group, **placed(case))
     state = step.init(start.params, start.buffers, seed=start.seed, values=values)
     first, steps = step.unshard(state), []
@@ -459,7 +460,7 @@ def compare(case: Case, expected: Run, runs: list[Run]) -> None:
         "options": " + ".join(case.names),
         "level": case.level,
         "ranks": case.ranks,
-        "axis": case.shard_axis,
+        "axis": case.shard_size,
     }
     assert_equal_values(
         expected.start.params, runs[0].start.params, grade="bitwise", what="first params"
@@ -473,7 +474,7 @@ def check(case: Case) -> None:
         with pytest.raises(ValueError, match=case.refusal):
             made = build(case)
             mesh = (
-                HybridGroup(CountingGroup(2), shard=1)
+                HybridGroup(CountingGroup(2), shard_size=1)
                 if "mesh" in case.option.loop
                 else CountingGroup(2)
             )
@@ -547,7 +548,7 @@ def test_nothing_else_is_refused(pairs: list[tuple[str, str]]) -> None:
         ]
         step = build(possible[0]).step if possible else None
         for case in possible:
-            mesh = HybridGroup(group, shard=1) if "mesh" in case.option.loop else group
+            mesh = HybridGroup(group, shard_size=1) if "mesh" in case.option.loop else group
             fz.shard(step, group=mesh, **placed(case))
 
 

@@ -111,7 +111,7 @@ def test_any_level_for_any_leaf_and_any_of_them_frozen(data: Any) -> None:
         step, params, buffers, data.draw(fst.batches(case, ranks, weighted=True)),
         levels=(some_levels(seed),), ranks=(ranks,), per_rank=case.per_rank, unused=case.unused,
         donate=data.draw(st.booleans()), reshard_after_forward=data.draw(st.booleans()),
-        accumulate_in=data.draw(st.sampled_from([None, "pieces", "whole"])), allow_round_off=True,
+        reduce_gradients=data.draw(st.sampled_from([None, "every_microbatch", "once"])), allow_round_off=True,
     )  # fmt: skip
 
 

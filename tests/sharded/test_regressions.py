@@ -38,7 +38,9 @@ def test_a_buffer_that_is_a_param_keeps_its_value_when_the_param_moves(
         return (params["w"] ** 2).sum(), fz.Aux(buffers={"target": params["w"]})
 
     def run(group: fz.Group) -> Any:
-        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group, buffers=rule)
+        step = fz.shard(
+            fz.train_step(loss, optim.sgd(0.1)), level=level, group=group, sync_buffers=rule
+        )
         state, _ = step(step.init({"w": trained(16)}, {"target": torch.zeros(16)}), None)
         return fz.named_leaves(step.unshard(state).buffers)["target"]
 

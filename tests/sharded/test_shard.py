@@ -613,7 +613,7 @@ def test_what_shard_takes() -> None:
     with pytest.raises(ValueError, match=r"level must be one of 0 \('replicated'\).*got 4"):
         shard(step, level=4, group=Solo())
     with pytest.raises(ValueError, match="buffers must be one of"):
-        shard(step, level=1, group=Solo(), buffers="sum")  # type: ignore[call-overload]
+        shard(step, level=1, group=Solo(), sync_buffers="sum")  # type: ignore[call-overload]
     names = {"replicated": 0, "oss": 1, "sdp": 2, "fsdp": 3}
     for name, level in names.items():
         made = shard(step, level=name, group=Solo())

@@ -169,7 +169,7 @@ def test_in_pieces_or_whole():
                     step,
                     level=level,
                     group=watched,
-                    accumulate_in=kind,
+                    reduce_gradients=kind,
                     reshard_after_forward=False,
                 )
                 state = sharded.init(params, buffers)
@@ -202,12 +202,12 @@ def test_a_unit_that_is_entered_twice_is_reduced_once_when_whole(level):
     )
     x = torch.randn(12, 5, dtype=torch.float64)
     assert_sharded_equals_unsharded(
-        step, params, buffers, [x], levels=(level,), ranks=(3,), accumulate_in="whole"
+        step, params, buffers, [x], levels=(level,), ranks=(3,), reduce_gradients="once"
     )
 
     def on_a_rank(group):
         watched = counted(group)
-        sharded = fz.shard(step, level=level, group=watched, accumulate_in="whole")
+        sharded = fz.shard(step, level=level, group=watched, reduce_gradients="once")
         state = sharded.init(params, buffers)
         watched.reset()
         sharded(state, x[:6])
@@ -224,7 +224,7 @@ def test_whole_gradients_stay_and_pieces_do_not():
         step = fz.train_step(
             lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1), accumulate=2
         )
-        sharded = fz.shard(step, level=2, group=fz.CountingGroup(16), accumulate_in=kind)
+        sharded = fz.shard(step, level=2, group=fz.CountingGroup(16), reduce_gradients=kind)
         state = sharded.init(params)
         with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
             sharded(state, torch.ones(4, 64, dtype=torch.float64))
@@ -254,7 +254,7 @@ def test_any_data_on_any_rank_at_any_level(data):
     ]
 
     def on_a_rank(group):
-        sharded = fz.shard(step, level=level, group=group, accumulate_in=kind)
+        sharded = fz.shard(step, level=level, group=group, reduce_gradients=kind)
         state = sharded.init(params, buffers)
         for part in parts:
             state, metrics = sharded(state, {name: x[group.rank] for name, x in part.items()})
@@ -315,6 +315,8 @@ def test_pieces_at_a_level_without_them_are_refused():
     step, _, _ = make(True, 2)
     for level in (0, 1):
         with pytest.raises(ValueError, match="level 2"):
-            fz.shard(step, level=level, group=fz.CountingGroup(2), accumulate_in="pieces")
-    with pytest.raises(ValueError, match="accumulate_in must be"):
-        fz.shard(step, level=2, group=fz.CountingGroup(2), accumulate_in="both")
+            fz.shard(
+                step, level=level, group=fz.CountingGroup(2), reduce_gradients="every_microbatch"
+            )
+    with pytest.raises(ValueError, match="reduce_gradients must be"):
+        fz.shard(step, level=2, group=fz.CountingGroup(2), reduce_gradients="both")

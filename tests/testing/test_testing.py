@@ -311,7 +311,7 @@ def test_dropout_is_compared_per_rank() -> None:
 def test_buffers_by_every_rule(rule: str) -> None:
     case = models.convnet()
     step, start, buffers = case.step(optim.sgd(0.1))
-    settings = {"levels": (1, 3), "ranks": (2,), "per_rank": True, "buffer_rule": rule}
+    settings = {"levels": (1, 3), "ranks": (2,), "per_rank": True, "sync_buffers": rule}
     assert_sharded_equals_unsharded(step, start, buffers, case.batches(2, 4), **settings)  # type: ignore[arg-type]
 
 
