@@ -118,7 +118,7 @@ def check_state(step: Step, state: Any) -> None:
     if isinstance(step, ShardedTrainStep):
         sharding_of(state, step.options).donations.check(state.step)
         if (
-            step.options.buffers == "local"
+            step.options.sync_buffers == "local"
             and step.group.size > 1
             and optree.tree_leaves(state.buffers)
         ):

@@ -42,7 +42,7 @@ class HybridGroup(Forwarding):
 
     Args:
         group: that of all ranks; every one of them makes this.
-        shard: the ranks along the shard axis, a divisor of the group's size.
+        shard_size: the ranks along the shard axis, a divisor of the group's size.
 
     Attributes:
         shard: the group of this rank's replica.
@@ -56,15 +56,17 @@ class HybridGroup(Forwarding):
     [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
 
-    def __init__(self, group: Group, *, shard: int):
-        if shard < 1 or group.size % shard:
+    def __init__(self, group: Group, *, shard_size: int):
+        if shard_size < 1 or group.size % shard_size:
             raise ValueError(
-                f"shard must divide the number of ranks, {group.size}, so that all replicas are "
-                f"alike; got {shard}"
+                f"shard_size must divide the number of ranks, {group.size}, so that all replicas "
+                f"are alike; got {shard_size}"
             )
         super().__init__(group)
-        first = group.rank - group.rank % shard
-        self._divide(range(first, first + shard), range(group.rank % shard, group.size, shard))
+        first = group.rank - group.rank % shard_size
+        self._divide(
+            range(first, first + shard_size), range(group.rank % shard_size, group.size, shard_size)
+        )
 
     @classmethod
     def of_rows(cls, group: Group, rows: Sequence[Sequence[int]]) -> HybridGroup:

@@ -58,7 +58,7 @@ def plan(
     sync_buffers: str = "mean",
     reshard_after_forward: bool = True,
     reduce_gradients: ReduceGradients | None = None,
-    shard: int | None = None,
+    shard_size: int | None = None,
     state_axes: StateAxes = "shard",
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
@@ -86,8 +86,8 @@ def plan(
         buffers: for the loss, when params are given.
         sync_buffers, reshard_after_forward, reduce_gradients: as for `shard`, where the first is
             called `buffers`.
-        shard: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None: there is
-            one axis.
+        shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
+            there is one axis.
         state_axes: as for `shard`.
 
     The step planned is the first one of the optimizer, with the order of units known, as from the
@@ -119,7 +119,7 @@ def plan(
         (x.device for x in optree.tree_leaves(params) if not x.is_meta), torch.device("cpu")
     )
     journal, levels = Journal(), Levels(level)
-    axes = imagined_axes(rank, ranks, journal, shard, state_axes, swaps=device.type == "cpu")
+    axes = imagined_axes(rank, ranks, journal, shard_size, state_axes, swaps=device.type == "cpu")
     options = Options(
         levels,
         axes,

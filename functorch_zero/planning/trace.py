@@ -311,10 +311,10 @@ class Recorder(LabelledGroup):
 
 
 def imagined_axes(
-    rank: int, size: int, journal: Journal, shard: int | None, state_axes: str, *, swaps: bool
+    rank: int, size: int, journal: Journal, shard_size: int | None, state_axes: str, *, swaps: bool
 ) -> Axes:
-    """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard` ranks along its
-    shard axis."""
+    """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard_size` ranks along
+    its shard axis."""
 
     def group(rank: int, size: int, name: str) -> Recorder:
         return Recorder(
@@ -322,15 +322,15 @@ def imagined_axes(
         )
 
     world, both = group(rank, size, "all"), check_state_axes(state_axes) == "both"
-    if shard is None:
+    if shard_size is None:
         return axes_of(world, both=both)
-    if shard < 1 or size % shard:
+    if shard_size < 1 or size % shard_size:
         raise ValueError(
-            f"shard must divide the number of ranks, {size}, so that all replicas are alike; got "
-            f"{shard}"
+            f"shard_size must divide the number of ranks, {size}, so that all replicas are alike; "
+            f"got {shard_size}"
         )
-    (replica, place), num_replicas = divmod(rank, shard), size // shard
-    pieces = group(place, shard, "shard")
+    (replica, place), num_replicas = divmod(rank, shard_size), size // shard_size
+    pieces = group(place, shard_size, "shard")
     by_piece = (
         group(place * num_replicas + replica, size, "all") if both else pieces
     )  # as `HybridGroup.by_piece`

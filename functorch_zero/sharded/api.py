@@ -21,7 +21,7 @@ class _Options(TypedDict, total=False):
     level: Required[LevelRule]
     group: Any
     donate: bool
-    buffers: SyncBuffers
+    sync_buffers: SyncBuffers
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None
     state_axes: StateAxes
@@ -41,7 +41,7 @@ def shard(
     level: LevelRule,
     group: Any = None,
     donate: bool = True,
-    buffers: SyncBuffers = "mean",
+    sync_buffers: SyncBuffers = "mean",
     reshard_after_forward: bool = True,
     reduce_gradients: ReduceGradients | None = None,
     state_axes: StateAxes = "shard",
@@ -62,15 +62,15 @@ def shard(
             axis and copies along the other.
         donate: the step may reuse the storage of the state it is given, which can't be used again
             then.
-        buffers: what becomes of buffers that ranks have changed differently: their mean (integers:
-            of the first that counts), rank 0's, or each rank keeps its own. Where a batch weighs 0
-            they stay as they are, and don't count in the mean.
+        sync_buffers: what becomes of buffers that ranks have changed differently: their mean
+            (integers: of the first that counts), rank 0's, or each rank keeps its own. Where a
+            batch weighs 0 they stay as they are, and don't count in the mean.
         reshard_after_forward: at level 3, free a unit's params after forward and gather them again
             in backward (least memory), or keep them (least traffic).
         reduce_gradients: with `train_step(accumulate=k)`, what gradients add up in over the
-            micro-batches: "pieces", each reduced at once (least memory: S/N), or "whole", reduced
-            once a step (least traffic). None: the level's own, pieces at levels 2 and 3, whole at 0
-            and 1, which have no pieces to offer.
+            micro-batches: "every_microbatch", in pieces, each reduced at once (least memory: S/N),
+            or "once", whole, reduced once a step (least traffic). None: the level's own, pieces at
+            levels 2 and 3, whole at 0 and 1, which have no pieces to offer.
         state_axes: with a group of two axes, "shard": each replica has all of the optimizer's
             state, or "both": it is cut over the replicas, too, which then also share the
             optimizer's work.
@@ -85,7 +85,7 @@ def shard(
         levels,
         axes_of(as_group(group), both=check_state_axes(state_axes) == "both"),
         donate,
-        check_sync_buffers(buffers),
+        check_sync_buffers(sync_buffers),
         reshard_after_forward,
         check_reduce_gradients(reduce_gradients, levels),
     )

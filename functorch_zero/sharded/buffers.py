@@ -19,7 +19,7 @@ SyncBuffers = Literal["mean", "rank0", "local"]
 def check_sync_buffers(rule: Any) -> SyncBuffers:
     """The rule, if it is one."""
     if rule not in get_args(SyncBuffers):
-        raise ValueError(f"buffers must be one of {get_args(SyncBuffers)}, got {rule!r}")
+        raise ValueError(f"sync_buffers must be one of {get_args(SyncBuffers)}, got {rule!r}")
     return rule  # type: ignore[no-any-return]
 
 

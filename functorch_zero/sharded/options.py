@@ -40,7 +40,7 @@ class Options:
     levels: Levels
     axes: Axes
     donate: bool
-    buffers: SyncBuffers
+    sync_buffers: SyncBuffers
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None = None
 
@@ -66,7 +66,7 @@ class Options:
         return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
 
 
-ReduceGradients = Literal["pieces", "whole"]
+ReduceGradients = Literal["every_microbatch", "once"]
 
 
 StateAxes = Literal["shard", "both"]
@@ -78,7 +78,7 @@ def check_reduce_gradients(value: Any, levels: Levels) -> ReduceGradients | None
         raise ValueError(
             f"reduce_gradients must be one of {get_args(ReduceGradients)} or None, got {value!r}"
         )
-    if value == "pieces" and levels.number in (0, 1):
+    if value == "every_microbatch" and levels.number in (0, 1):
         raise ValueError(
             f"level {levels.number} keeps whole gradients until the update, so they can't add up "
             "in pieces. Remedy: level 2, which is level 1 with gradients in pieces"

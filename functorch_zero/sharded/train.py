@@ -159,7 +159,7 @@ class ShardedTrainStep:
                 group, buffers = labelled(self.group, "step/buffers"), state.buffers
                 if fine:
                     own = outcome.weight is None or float(outcome.weight) != 0
-                    rule = self.options.buffers
+                    rule = self.options.sync_buffers
                     buffers = synchronize(
                         buffers, outcome.buffers, changed, rule, group, weighty, own
                     )
@@ -326,7 +326,7 @@ class ShardedTrainStep:
             "finite": describe(self.unsharded.finite),
             "options": {
                 "donate": o.donate,
-                "buffers": o.buffers,
+                "sync_buffers": o.sync_buffers,
                 "reshard_after_forward": o.reshard_after_forward,
                 "reduce_gradients": o.reduce_gradients,
                 "ranks of the shard axis": o.axes.shard.size,
@@ -340,7 +340,7 @@ class ShardedTrainStep:
                 for path, b in zip(paths(buffers), optree.tree_leaves(buffers), strict=True)
             },
             "values": content_digests(params),
-            "values of buffers": {} if o.buffers == "local" else content_digests(buffers),
+            "values of buffers": {} if o.sync_buffers == "local" else content_digests(buffers),
             "seed": seed,
         }
 

@@ -82,7 +82,10 @@ DIFFERENCES = {
         changed("options", {"level": 1, "donate": False}),
         r"options\.donate is true on rank 0 and false",
     ),
-    "buffer rule": (changed("options", {"level": 1, "sync_buffers": "local"}), r"options\.buffers"),
+    "buffer rule": (
+        changed("options", {"level": 1, "sync_buffers": "local"}),
+        r"options\.sync_buffers",
+    ),
     "buffers": (
         changed("buffers", {"count": torch.zeros(3)}),
         r"buffers\.count\[0\]\[0\] is 2 on rank 0 and 3",

@@ -163,7 +163,7 @@ def test_in_pieces_or_whole():
     def on_a_rank(group):
         sent = {}
         for level in (2, 3):
-            for kind in ("pieces", "whole"):
+            for kind in ("every_microbatch", "once"):
                 watched = counted(group)
                 sharded = fz.shard(
                     step,
@@ -182,12 +182,12 @@ def test_in_pieces_or_whole():
     units = 3
     for sent in run_ranks(on_a_rank, 2):
         for level, gathers in ((2, units), (3, 4 * units)):
-            volume, calls = sent[level, "pieces"]
+            volume, calls = sent[level, "every_microbatch"]
             assert 4 <= volume < 16 and calls == {
                 "reduce_scatter": 4 * units,
                 "all_gather": gathers,
             }, "padded leaves"
-            assert sent[level, "whole"] == (
+            assert sent[level, "once"] == (
                 volume / 4,
                 {"reduce_scatter": units, "all_gather": gathers},
             )
@@ -230,7 +230,7 @@ def test_whole_gradients_stay_and_pieces_do_not():
             sharded(state, torch.ones(4, 64, dtype=torch.float64))
         return live.peak / (64 * 64 * 8)
 
-    assert peak("pieces") < 5 and peak("whole") > 8
+    assert peak("every_microbatch") < 5 and peak("once") > 8
 
 
 @drawn(data=st.data())
@@ -239,7 +239,7 @@ def test_any_data_on_any_rank_at_any_level(data):
     included."""
     ranks, level = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     accumulate = data.draw(st.sampled_from([1, 2, 3]))
-    kind = data.draw(st.sampled_from([None, "whole"] + ["pieces"] * (level > 1)))
+    kind = data.draw(st.sampled_from([None, "once"] + ["every_microbatch"] * (level > 1)))
     counts = st.sampled_from([0, 0, accumulate, accumulate + 1, 5])
     sizes = data.draw(
         st.lists(
