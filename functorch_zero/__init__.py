@@ -19,19 +19,19 @@ from .groups import (
     Group,
     HybridGroup,
     ProcessGroup,
-    Solo,
+    SingleRank,
     ThreadGroup,
     launch,
 )
-from .model.deferred_init import deferred
+from .model.deferred_init import deferred_init
 from .model.functionalize import functionalize
 from .model.lazy_param import unshard
 from .params import Params
 from .precision import Precision
 from .sharded.api import shard
 from .sharded.describe import describe
-from .sharded.failures import failing_together
-from .sharded.loop import any_rank, broadcast, rounds
+from .sharded.failures import propagate_failures
+from .sharded.loop import any_rank, broadcast, equalize_batches
 from .step.evaluate import eval_step
 from .step.loss import Aux
 from .step.nonfinite import LossScale
@@ -60,7 +60,7 @@ __all__ = [
     "PeerError",
     "Precision",
     "ProcessGroup",
-    "Solo",
+    "SingleRank",
     "StructureError",
     "ThreadGroup",
     "TrainState",
@@ -68,16 +68,16 @@ __all__ = [
     "any_rank",
     "broadcast",
     "checkpoint",
-    "deferred",
+    "deferred_init",
     "describe",
+    "equalize_batches",
     "eval_step",
-    "failing_together",
     "functionalize",
     "launch",
     "named_leaves",
     "optim",
     "plan",
-    "rounds",
+    "propagate_failures",
     "shard",
     "testing",
     "train_step",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
-from ..groups.single import Solo
+from ..groups.single import SingleRank
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..sharded.checks import sharding_of
@@ -77,7 +77,7 @@ class Contents(NamedTuple):
 
 def group_of(step: Step) -> Group:
     """The ranks that a step works with."""
-    return step.group if isinstance(step, ShardedTrainStep) else Solo()
+    return step.group if isinstance(step, ShardedTrainStep) else SingleRank()
 
 
 def contents_of(step: Step, state: TrainState) -> Contents:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..groups import sibling
 from ..groups.protocol import Group
-from ..groups.single import Solo
+from ..groups.single import SingleRank
 from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
 from .contents import Step, group_of
@@ -173,7 +173,7 @@ class _Savers:
 
     def __init__(self, group: Group) -> None:
         own = (
-            group if isinstance(group, Solo) else sibling(group)
+            group if isinstance(group, SingleRank) else sibling(group)
         )  # collectives of two threads must not meet on one
         self._here = own is None
         self.group = group if own is None else own

@@ -7,7 +7,7 @@ from .launch import launch
 from .mesh import HybridGroup, as_group
 from .process import ProcessGroup
 from .protocol import Done, Group, ReduceOp, Work
-from .single import Solo
+from .single import SingleRank
 from .threads import ThreadGroup, run_ranks
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "LabelledGroup",
     "ProcessGroup",
     "ReduceOp",
-    "Solo",
+    "SingleRank",
     "ThreadGroup",
     "Work",
     "as_group",

@@ -238,7 +238,7 @@ def _exit_text(code: int | None) -> str:
     if code == -signal.SIGABRT:
         return (
             "killed by SIGABRT, as by gloo where ranks' collectives differ. Remedy: "
-            "fz.CheckedGroup names the calls"
+            "fz.groups.CheckedGroup names the calls"
         )
     return f"killed by {signal.Signals(-code).name}"
 

@@ -17,7 +17,7 @@ from .debug import labelled
 from .forwarding import Forwarding
 from .process import ProcessGroup
 from .protocol import Group, Work
-from .single import Solo
+from .single import SingleRank
 from .torch_distributed import parent_group, part_of, rows_of_mesh
 from .work import Then
 
@@ -205,7 +205,7 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
             "which state is cut at levels 1 to 3. Remedy: HybridGroup(group, shard_size=...), or a "
             "DeviceMesh of two dims"
         )
-    return Axes(group, group, Solo(), group)
+    return Axes(group, group, SingleRank(), group)
 
 
 def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:

@@ -1,4 +1,4 @@
-"""`Solo`: the group of one rank, which has nobody to talk to."""
+"""`SingleRank`: the group of one rank, which has nobody to talk to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from .protocol import Done, ReduceOp, Work
 
 
-class Solo:
+class SingleRank:
     """One rank, alone: every collective is a copy at most.
 
     `shard(step, level=0, group=Solo())` is the unsharded step on donated state, in one process and
@@ -25,7 +25,7 @@ class Solo:
     rank = 0
     size = 1
 
-    def subgroup(self, ranks: Sequence[int]) -> Solo:
+    def subgroup(self, ranks: Sequence[int]) -> SingleRank:
         return self
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:

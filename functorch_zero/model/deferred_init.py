@@ -1,4 +1,4 @@
-"""`deferred`: values for a model on the meta device, made when and where they are wanted.
+"""`deferred_init`: values for a model on the meta device, made when and where they are wanted.
 
 Note [the same draws]: a module is initialised with the leaves that are wanted in their places and
 all others on the meta device, where writing does nothing. What would be drawn for those is drawn
@@ -26,8 +26,8 @@ from .copying import without_values
 Init = Callable[[str, nn.Module], Any]
 
 
-class Deferred:
-    """Values of a model's leaves and buffers, fixed by seed and path. Made by `deferred`."""
+class DeferredInit:
+    """Values of a model's leaves and buffers, fixed by seed and path. Made by `deferred_init`."""
 
     def __init__(self, model: nn.Module, seed: int, init: Init | None, device: torch.device):
         self._model = without_values(model)
@@ -153,8 +153,8 @@ class Deferred:
                     "nobody initialised a leaf, or not all of it: neither "
                     f"{holder}.reset_parameters nor an _init_weights of a module around it",
                     path=name,
-                    remedy="pass deferred(model, init=...), a function (path, module) that does; "
-                    "or make this leaf, with its value, off the meta device",
+                    remedy="pass deferred_init(model, init=...), a function (path, module) that "
+                    "does; or make this leaf, with its value, off the meta device",
                 )
             )
         return x if x.device == self._device else x.to(self._device)
@@ -174,9 +174,9 @@ class _Place:
         self._held[self._attribute] = x
 
 
-def deferred(
+def deferred_init(
     model: nn.Module, seed: int = 0, *, init: Init | None = None, device: torch.device | str = "cpu"
-) -> Deferred:
+) -> DeferredInit:
     """Values for a model on the meta device, for `step.init(params, buffers, values=...)`.
 
     They come from the modules' own `reset_parameters`, from Hugging Face's `_init_weights`, and
@@ -195,11 +195,11 @@ def deferred(
 
     >>> with torch.device("meta"):
     ...     model = nn.Linear(2, 3)
-    >>> values = deferred(model).fill(dict(model.named_parameters()))
+    >>> values = deferred_init(model).fill(dict(model.named_parameters()))
     >>> values["weight"].shape, values["weight"].device.type
     (torch.Size([3, 2]), 'cpu')
     """
-    return Deferred(model, seed, init, torch.device(device))
+    return DeferredInit(model, seed, init, torch.device(device))
 
 
 class _SameDraws(TorchDispatchMode):

@@ -16,7 +16,7 @@ from ..step.rng import replayed
 from ..step.state import TrainState
 from . import agreement
 from .checks import check_batch, sharding_of
-from .failures import told
+from .failures import sharing_failures
 from .options import Options
 from .params import evaluated, make_sources
 
@@ -37,7 +37,7 @@ class ShardedEvalStep:
     def __call__(self, state: TrainState, batch: Any) -> Metrics:
         """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a
         unit, on use."""
-        with told(*self.options.axes.groups):
+        with sharing_failures(*self.options.axes.groups):
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
             layout, axes = sharding.layout, self.options.axes

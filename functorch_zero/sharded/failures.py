@@ -12,7 +12,7 @@ from ..groups.protocol import Group
 
 
 @contextmanager
-def told(*groups: Group) -> Iterator[None]:
+def sharing_failures(*groups: Group) -> Iterator[None]:
     """Tell the other ranks when this one fails, so that none waits for it. What failed before is
     tried again."""
     for group in groups:
@@ -30,7 +30,7 @@ def told(*groups: Group) -> Iterator[None]:
         raise
 
 
-def failing_together(step: Any) -> AbstractContextManager[None]:
+def propagate_failures(step: Any) -> AbstractContextManager[None]:
     """Around a training loop: when it raises on this rank, outside of a step too, the other ranks
     raise `PeerError`.
 
@@ -38,11 +38,11 @@ def failing_together(step: Any) -> AbstractContextManager[None]:
     one rank can't read, say) would keep the others waiting, until this rank's process ends or the
     group's time limit is over.
 
-        with fz.failing_together(step):
+        with fz.propagate_failures(step):
             for batch in batches:
                 state, metrics = step(state, batch)
 
     Args:
         step: a sharded train or eval step.
     """
-    return told(*step.options.axes.groups)
+    return sharing_failures(*step.options.axes.groups)

@@ -17,7 +17,7 @@ from ..groups.checks import check_source
 from ..groups.protocol import Group
 from ..tree import PyTree, paths
 from .agreement import agree
-from .failures import told
+from .failures import sharing_failures
 
 Batch = TypeVar("Batch")
 
@@ -43,7 +43,7 @@ def any_rank(flag: bool, group: Any = None) -> bool:
     return bool(raised.item())
 
 
-def rounds(
+def equalize_batches(
     batches: Iterable[Batch], group: Any = None, *, empty: Batch | None = None
 ) -> Iterator[Batch]:
     """This rank's batches, and then empty ones for as long as another rank has some: all ranks take
@@ -71,12 +71,12 @@ def rounds(
     """
     group, waiting = as_group(group), iter(batches)
     while True:
-        with told(group):
+        with sharing_failures(group):
             batch = next(waiting, None)
         if not any_rank(batch is not None, group):
             return
         if batch is None and empty is None:
-            with told(group):
+            with sharing_failures(group):
                 raise StructureError(
                     f"rank {group.rank} has no batch at all, and others have. Remedy: "
                     "rounds(batches, group, empty=...), a batch with 0 rows"
@@ -111,7 +111,7 @@ def broadcast(
     """
     group = as_group(group)
     check_source(group.size, source)
-    with told(group), torch.no_grad():
+    with sharing_failures(group), torch.no_grad():
         named = dict(zip(paths(tree), optree.tree_leaves(tree), strict=True))
         for path, leaf in named.items():
             if not isinstance(leaf, Tensor) or leaf.device.type == "meta":

@@ -17,7 +17,7 @@ from ..groups.protocol import Group
 from ..layout.build import make_layout
 from ..layout.flat_buffers import flats_of, grads_of, hold, pieces_of
 from ..layout.layout import Layout
-from ..model.deferred_init import Deferred
+from ..model.deferred_init import DeferredInit
 from ..optim.base import describe
 from ..optim.claims.check import check_claims
 from ..profiling import ranged
@@ -37,7 +37,7 @@ from .agreement import agree
 from .background import Watches
 from .buffers import apart, replaced, synchronize
 from .checks import check_batch, check_not_empty, sharding_of
-from .failures import told
+from .failures import sharing_failures
 from .grad_mean import in_range, loss_seed_of, to_means
 from .options import Options
 from .params import make_sink, make_sources, publish
@@ -76,21 +76,21 @@ class ShardedTrainStep:
         buffers: PyTree[Tensor] | None = None,
         *,
         seed: int | None = 0,
-        values: Deferred | None = None,
+        values: DeferredInit | None = None,
     ) -> TrainState:
         """The first state: this rank's part of copies of params and buffers, and of the optimizer's
         state.
 
         Every rank passes the same whole params; those on the meta device get their values, a bucket
-        at a time, from `values`, made by `deferred`. Small exchanges compare layout, optimizer,
-        options and values.
+        at a time, from `values`, made by `deferred_init`. Small exchanges compare layout,
+        optimizer, options and values.
 
         Raises:
             MismatchError: on every rank, naming the first thing in which ranks differ.
             TransformError: a transform does what its `needs` says it does not.
             StructureError: params are no tensors, or none is trained.
         """
-        with told(*self.options.axes.groups), torch.no_grad():
+        with sharing_failures(*self.options.axes.groups), torch.no_grad():
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self._make_layout(params)
             buffers = {} if buffers is None else buffers if values is None else values.fill(buffers)
@@ -129,7 +129,7 @@ class ShardedTrainStep:
             CheckpointError: an `async_save` with this step has failed; on every rank, and the state
                 is still good.
         """
-        with told(*self.options.axes.groups):
+        with sharing_failures(*self.options.axes.groups):
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
             layout = sharding.layout
@@ -198,7 +198,7 @@ class ShardedTrainStep:
     def unshard(self, state: TrainState) -> TrainState:
         """The whole, unsharded state on every rank: copies. All-gathers what is in pieces,
         broadcasts what is owned."""
-        with told(*self.options.axes.groups), torch.no_grad():
+        with sharing_failures(*self.options.axes.groups), torch.no_grad():
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
             return gather_state(
@@ -346,9 +346,9 @@ class ShardedTrainStep:
 
 
 class Made:
-    """`Deferred.fill_leaves`, and digests of all that it gives."""
+    """`DeferredInit.fill_leaves`, and digests of all that it gives."""
 
-    def __init__(self, values: Deferred):
+    def __init__(self, values: DeferredInit):
         self._values = values
         self.digests: dict[str, Any] = {}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..model.casting import Seen
-from ..model.deferred_init import Deferred
+from ..model.deferred_init import DeferredInit
 from ..model.lazy_param import check_unchanged, versions_of
 from ..optim.across import Across, Local
 from ..optim.base import Transform
@@ -63,12 +63,13 @@ class TrainStep:
         buffers: PyTree[Tensor] | None = None,
         *,
         seed: int | None = 0,
-        values: Deferred | None = None,
+        values: DeferredInit | None = None,
     ) -> TrainState:
         """The first state: copies of params and buffers, and the optimizer's state.
 
         Leaves that `trainable` says, or else those with `requires_grad`, are trained; the others
-        are frozen. `values`, from `deferred`, gives those of leaves and buffers on the meta device.
+        are frozen. `values`, from `deferred_init`, gives those of leaves and buffers on the meta
+        device.
         """
         if values is not None:
             params, buffers = values.fill(params), values.fill({} if buffers is None else buffers)

@@ -76,7 +76,7 @@ class Alone(Level0):
     """Each process by itself, for comparing with a step that does not communicate: do not look at
     its params."""
 
-    options: ClassVar[dict[str, Any]] = {"group": fz.Solo()}
+    options: ClassVar[dict[str, Any]] = {"group": fz.groups.SingleRank()}
 
 
 class Level1(Adapter):

@@ -131,7 +131,7 @@ def train_ours(case: str) -> str:
     step = fz.train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optimizer)
     sharded = fz.shard(step, level=3, group=fz.ProcessGroup(timeout=LIMIT))
     state = sharded.init(params, buffers)
-    with fz.failing_together(sharded):
+    with fz.propagate_failures(sharded):
         for i in range(STEPS - (odd_one and case == "short")):
             state, metrics = sharded(state, batch_of(case, odd_one, i))
     whole = sharded.unshard(state).params.values()

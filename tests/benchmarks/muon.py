@@ -27,7 +27,7 @@ from optree import tree_map
 
 from functorch_zero import optim
 from functorch_zero.groups import Group, ProcessGroup, launch
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim.transforms.muon import newton_schulz
@@ -93,7 +93,7 @@ def measure(size: int, rounds: int) -> tuple[list[Seconds], list[Seconds]]:
     """Round by round, Muon's updates, and the matrix products in them with nothing else around."""
     warnings.filterwarnings("ignore")
     group = ProcessGroup()
-    alone, together = Update(Solo(), size), Update(group, size)
+    alone, together = Update(SingleRank(), size), Update(group, size)
     stack = torch.randn(NUM_MATRICES, size, size)
     updates, products = [], []
     for _ in range(rounds + 1):

@@ -41,7 +41,7 @@ def microseconds_a_unit(group: Any, num_units: int, level: int) -> float:
         state, _ = sharded(state, x)
         group.barrier()
         took.append(time.process_time() - began)
-    num_here = 1 if isinstance(group, fz.CountingGroup) else group.size
+    num_here = 1 if isinstance(group, fz.groups.CountingGroup) else group.size
     return statistics.median(took[2:]) / num_units / num_here * 1e6
 
 
@@ -49,7 +49,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| level | ranks | 10 units | 100 units | 1,000 units |\n|---:|---|---:|---:|---:|")
     for level in range(4):
-        counted = [microseconds_a_unit(fz.CountingGroup(2), n, level) for n in (10, 100, 1000)]
+        counted = [
+            microseconds_a_unit(fz.groups.CountingGroup(2), n, level) for n in (10, 100, 1000)
+        ]
         print(
             f"| {level} | one, counting | " + " | ".join(f"{t:.0f}" for t in counted) + " |",
             flush=True,

@@ -21,7 +21,7 @@ from optree import tree_leaves
 from torch import Tensor
 
 from functorch_zero import optim
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.sharded_optim.across import Sharded
@@ -43,7 +43,7 @@ class Own:
 
     def __init__(self, transform: optim.Transform, params: dict[str, Tensor]):
         self._layout = make_layout(params, 1, trainable=lambda path, leaf: True)
-        self._across = Sharded(self._layout, Solo(), donate=True)
+        self._across = Sharded(self._layout, SingleRank(), donate=True)
         self._transform, self._params = transform, slice_tree(params, self._layout, 0)
         self._state = transform.init(self._params, self._across)
 

@@ -16,7 +16,7 @@ from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CheckpointError, block_io
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import TrainState
 from tests.checkpoints import assert_same, load_on, make_step, on_ranks, trained
@@ -41,7 +41,7 @@ class Gate:
 
 def solo_step(*, donate: bool) -> tuple[Any, TrainState]:
     base, params, buffers = make_step()
-    step = shard(base, level=3, group=Solo(), donate=donate)
+    step = shard(base, level=3, group=SingleRank(), donate=donate)
     return step, trained(step, params, buffers, 1)
 
 

@@ -23,7 +23,7 @@ from functorch_zero.checkpoint.convert import map_file
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.params import Params
 from functorch_zero.sharded.api import shard
@@ -354,7 +354,7 @@ def test_dcp_out_and_in_again(tmp_path: Path, level: int) -> None:
 
 def test_a_dcp_folder_that_cannot_be_read(tmp_path: Path) -> None:
     base, params, buffers = make_step()
-    step = shard(base, level=3, group=Solo())
+    step = shard(base, level=3, group=SingleRank())
     state = trained(step, params, buffers, 1)
     checkpoint.save(tmp_path / "root", step, state)
     with pytest.raises(CheckpointError, match=r"import .*nowhere"):

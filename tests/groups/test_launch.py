@@ -141,7 +141,7 @@ def test_a_result_that_cannot_be_pickled() -> None:
         (lambda: os._exit(0), "exit code 0", dist.barrier),
         (
             lambda: (faulthandler.disable(), os.abort()),
-            "killed by SIGABRT.*fz.CheckedGroup",
+            "killed by SIGABRT.*fz.groups.CheckedGroup",
             dist.barrier,
         ),
     ],

@@ -78,7 +78,7 @@ def check_steps(
     step = fz.train_step(
         loss_of, optim.adamw(0.1), trainable=lambda path, leaf: True, metrics=metrics
     )
-    sharded = fz.shard(step, level=level, group=fz.Solo())
+    sharded = fz.shard(step, level=level, group=fz.groups.SingleRank())
     expected, got = step.init(params), sharded.init(params)
     for i in range(3):
         batch = torch.randn(5, 4)

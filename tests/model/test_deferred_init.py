@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
-from functorch_zero.model.deferred_init import deferred
+from functorch_zero.model.deferred_init import deferred_init
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
@@ -94,8 +94,8 @@ def test_a_value_depends_on_seed_and_path_only(name: str) -> None:
     it is made with."""
     model = on_meta(MODELS[name])
     assert all(x.is_meta for x in tensors(model).values())
-    together, other = (deferred(model, seed).fill(tensors(model)) for seed in (0, 1))
-    values = deferred(model, 0)
+    together, other = (deferred_init(model, seed).fill(tensors(model)) for seed in (0, 1))
+    values = deferred_init(model, 0)
     for path, x in reversed(tensors(model).items()):
         assert torch.equal(values.fill({path: x})[path], together[path]), path
         assert not x.is_floating_point() or not together[path].isnan().any()
@@ -104,7 +104,7 @@ def test_a_value_depends_on_seed_and_path_only(name: str) -> None:
 
 
 def test_values_are_what_the_modules_make() -> None:
-    made = deferred(model := on_meta(Inits), 0).fill(tensors(model))
+    made = deferred_init(model := on_meta(Inits), 0).fill(tensors(model))
     assert made["gpt.blocks.0.qkv.weight"].std() == pytest.approx(0.02, rel=0.3)
     assert made["gpt.blocks.0.out.weight"].std() == pytest.approx(0.01, rel=0.4)
     assert not made["gpt.blocks.1.up.bias"].any() and (made["gpt.norm.weight"] == 1).all()
@@ -114,15 +114,15 @@ def test_values_are_what_the_modules_make() -> None:
     assert not torch.equal(made["gpt.blocks.0.out.weight"], made["gpt.blocks.1.out.weight"]), (
         "another path, other draws"
     )
-    linear = deferred(model := on_meta(lambda: nn.Linear(100, 200)), 0).fill(tensors(model))
+    linear = deferred_init(model := on_meta(lambda: nn.Linear(100, 200)), 0).fill(tensors(model))
     assert 0.99 / 10 < linear["weight"].abs().max() <= 0.1 and linear["bias"].any()
-    recursive = deferred(model := on_meta(Recursive), 0).fill(tensors(model))
+    recursive = deferred_init(model := on_meta(Recursive), 0).fill(tensors(model))
     assert not recursive["table.weight"][2].any() and recursive["table.weight"][1].all()
 
 
 def test_a_tied_leaf_is_initialised_where_it_has_its_name() -> None:
-    tied = deferred(model := on_meta(GPT), 0).fill(tensors(model))
-    alone = deferred(model := on_meta(lambda: GPT(tied=False)), 0).fill(tensors(model))
+    tied = deferred_init(model := on_meta(GPT), 0).fill(tensors(model))
+    alone = deferred_init(model := on_meta(lambda: GPT(tied=False)), 0).fill(tensors(model))
     assert list(tied) == [path for path in alone if path != "head.weight"]
     assert all(torch.equal(tied[path], alone[path]) for path in tied)
 
@@ -149,7 +149,7 @@ def prepared(units: Any = Block, trainable: Any = None) -> tuple[Any, ...]:
         train_step(loss_fn, optim.sgd(0.1), trainable=trainable),
         params,
         buffers,
-        deferred(model, 3),
+        deferred_init(model, 3),
     )
 
 
@@ -193,7 +193,7 @@ def test_on_processes() -> None:
 def test_random_state_and_model_are_left_alone() -> None:
     model = on_meta(Inits)
     before, stream = {name: id(x) for name, x in model.named_parameters()}, torch.get_rng_state()
-    deferred(model, 0).fill(tensors(model))
+    deferred_init(model, 0).fill(tensors(model))
     assert torch.equal(stream, torch.get_rng_state())
     assert {name: id(x) for name, x in model.named_parameters()} == before
     assert all(p.is_meta for p in model.parameters())
@@ -206,8 +206,8 @@ def test_leaves_with_values_keep_them() -> None:
     apply, params, buffers = functionalize(model)
     step = train_step(lambda p, b, x: apply(p, b, x)[0].mean(), optim.sgd(0.1))
     for state in (
-        step.init(params, buffers, values=deferred(model)),
-        *run_ranks(lambda g: train(step, params, buffers, deferred(model), g, level=3)[0], 2),
+        step.init(params, buffers, values=deferred_init(model)),
+        *run_ranks(lambda g: train(step, params, buffers, deferred_init(model), g, level=3)[0], 2),
     ):
         assert (state.params["gpt.norm.weight"] == 7).all() and not state.params[
             "gpt.embed.weight"
@@ -245,28 +245,28 @@ def test_what_nobody_initialised_is_an_error_that_names_it(what: str, path: str)
     with pytest.raises(
         StructureError, match=rf"nobody initialised.*Forgetful.*path {path}\. Remedy: .*init="
     ):
-        step.init(params, buffers, values=deferred(model))
+        step.init(params, buffers, values=deferred_init(model))
 
     def init(path: str, module: nn.Module) -> None:
         if isinstance(module, Forgetful):
             for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 x.fill_(5)
 
-    made = step.init(params, buffers, values=deferred(model, init=init))
+    made = step.init(params, buffers, values=deferred_init(model, init=init))
     assert ({**made.params, **made.buffers}[path] == 5).all()
 
 
 def test_another_models_leaves_are_an_error() -> None:
     _, params, _ = functionalize(on_meta(GPT))
     with pytest.raises(StructureError, match=r"does not have it.*path embed\.weight"):
-        deferred(on_meta(ConvNet)).fill(params)
+        deferred_init(on_meta(ConvNet)).fill(params)
 
 
 def test_ranks_that_make_other_values_hear_of_it() -> None:
     def run(group: Any) -> Any:
         model = on_meta(lambda: nn.Linear(2, 3))
         apply, params, buffers = functionalize(model)
-        values = deferred(
+        values = deferred_init(
             model, init=lambda path, module: nn.init.constant_(module.bias, group.rank)
         )
         with pytest.raises(MismatchError, match=r"deferred values\.bias"):
@@ -293,7 +293,7 @@ def test_the_peak_is_one_unit(level: int, held: float) -> None:
     step = train_step(lambda p, b, x: apply(p, b, x)[0].mean(), optim.sgd(0.1, momentum=0.9))
     sharded = shard(step, level=level, group=CountingGroup(RANKS))
     with LiveBytes() as live:
-        state = sharded.init(params, buffers, values=deferred(model))
+        state = sharded.init(params, buffers, values=deferred_init(model))
     assert live.now / UNIT == pytest.approx(held, rel=0.05)
     slack = 5 * 2**20 / UNIT
     assert live.peak / UNIT <= held + 1.1 + slack
@@ -318,7 +318,7 @@ def test_hugging_faces_models(name: str) -> None:
     one by one."""
     model = on_meta(lambda: hugging_face(name))
     assert all(p.is_meta for p in model.parameters())
-    made, values = deferred(model).fill(tensors(model)), deferred(model)
+    made, values = deferred_init(model).fill(tensors(model)), deferred_init(model)
     usual = tensors(hugging_face(name))
     assert made.keys() == usual.keys()
     for path, want in usual.items():

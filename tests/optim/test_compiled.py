@@ -7,7 +7,7 @@ from torch._guards import CompileContext
 from functorch_zero import optim
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import launch
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.lazy_param import unshard
 from functorch_zero.optim.kernels import compiled
 from functorch_zero.sharded.api import shard
@@ -110,7 +110,7 @@ def run_handing_on():
     for name, new in HANDED_ON.items():
         chain = handing_on(new)
         steps = [
-            shard(train_step(loss_fn, t), level=0, group=Solo())
+            shard(train_step(loss_fn, t), level=0, group=SingleRank())
             for t in (chain, optim.compiled(chain))
         ]
         states = [step.init(params) for step in steps]
@@ -136,10 +136,10 @@ def test_it_runs_only_on_donated_storage_and_with_a_compiler(monkeypatch):
     monkeypatch.setattr(compiled, "_backend", never)
     step = train_step(loss_fn, optim.compiled(own_chain()))
     batch, params = {"x": torch.ones(2)}, params_of(torch.float32)
-    keeping = shard(step, level=0, group=Solo(), donate=False)
+    keeping = shard(step, level=0, group=SingleRank(), donate=False)
     expected, _ = keeping(keeping.init(params), batch)
     monkeypatch.setattr(compiled, "_can_compile", lambda device: False)
-    without = shard(step, level=0, group=Solo(), donate=True)
+    without = shard(step, level=0, group=SingleRank(), donate=True)
     got, _ = without(without.init(params), batch)
     assert all(
         (got.params[name] != leaf).all() and torch.equal(got.params[name], expected.params[name])

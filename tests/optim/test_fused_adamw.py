@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from functorch_zero import optim
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 
@@ -41,8 +41,8 @@ def test_a_fused_kernel_gives_the_pure_chains_updates(optimizer, dtype):
         for k, s in {"a": (7, 5), "b": (3,), "c": ()}.items()
     }
     step = train_step(loss_fn, optimizer)
-    pure = run(shard(step, level=0, group=Solo(), donate=False), params)
-    fused = run(shard(step, level=0, group=Solo(), donate=True), params)
+    pure = run(shard(step, level=0, group=SingleRank(), donate=False), params)
+    fused = run(shard(step, level=0, group=SingleRank(), donate=True), params)
     before = params
     for expected, got in zip(pure, fused, strict=True):
         for name, old in before.items():
@@ -61,9 +61,9 @@ def test_the_kernel_runs_only_on_donated_storage(monkeypatch):
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: calls.append(1))
     params = {"a": torch.ones(3, requires_grad=True)}
     step = train_step(loss_fn, optim.adamw(0.1))
-    run(shard(step, level=0, group=Solo(), donate=False), params, 1)
+    run(shard(step, level=0, group=SingleRank(), donate=False), params, 1)
     assert not calls
-    run(shard(step, level=0, group=Solo(), donate=True), params, 1)
+    run(shard(step, level=0, group=SingleRank(), donate=True), params, 1)
     assert calls == [1]
 
 

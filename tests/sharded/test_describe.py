@@ -64,7 +64,7 @@ def test_bytes_are_those_of_the_state(name: str, level: Any) -> None:
 def test_what_each_level_says() -> None:
     def rows(level: int) -> dict[tuple[str, Any, bool], Any]:
         step, params, buffers = build()
-        sharded = shard(step, level=level, group=fz.CountingGroup(4))
+        sharded = shard(step, level=level, group=fz.groups.CountingGroup(4))
         found = fz.describe(sharded, sharded.init(params, buffers)).rows
         return {(row.unit, row.compute, bool(row.state)): row for row in found if row.leaves}
 
@@ -99,7 +99,7 @@ def test_the_table() -> None:
     )
     rows = fz.describe(step, step.init(params, buffers)).rows
     assert alone[-1].startswith("this process holds") and len(alone) == len(rows) + 2
-    sharded = shard(step, level=3, group=fz.CountingGroup(4, rank=2))
+    sharded = shard(step, level=3, group=fz.groups.CountingGroup(4, rank=2))
     state = sharded.init(params, buffers)
     table = str(fz.describe(sharded, state))
     assert "gather bfloat16, reduce float32  1/4" in table and "rank 2 of 4 holds" in table

@@ -33,9 +33,9 @@ from functorch_zero.groups import (
     run_ranks,
 )
 from functorch_zero.groups.mesh import HybridGroup
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.sharded.api import shard
-from functorch_zero.sharded.failures import failing_together
+from functorch_zero.sharded.failures import propagate_failures
 from functorch_zero.step.train import train_step
 from tests.collectives import check_all
 from tests.compare import train
@@ -209,7 +209,7 @@ def test_data_that_one_rank_cannot_read() -> None:
 
     def run(group: ProcessGroup) -> None:
         rank = Rank(group, 3)
-        with failing_together(rank.step):
+        with propagate_failures(rank.step):
             rank.take(0)
             if group.rank == 1:
                 raise ArithmeticError("bad file")
@@ -473,8 +473,8 @@ def test_checked_training_is_training() -> None:
 
 
 def test_labels() -> None:
-    assert labelled(Solo(), "a") is not None and not isinstance(
-        labelled(Solo(), "a"), LabelledGroup
+    assert labelled(SingleRank(), "a") is not None and not isinstance(
+        labelled(SingleRank(), "a"), LabelledGroup
     )
 
     def run(group: Any) -> None:

@@ -11,7 +11,7 @@ from functorch_zero import optim
 from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.sharded.api import shard
-from functorch_zero.sharded.loop import any_rank, rounds
+from functorch_zero.sharded.loop import any_rank, equalize_batches
 from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
@@ -31,11 +31,11 @@ def loop(group: Any, level: int) -> Any:
     evaluate = shard(eval_step(of_batch), level=level, group=group)
     state = step.init({"w": torch.ones(3, dtype=torch.float64, requires_grad=True)})
     mine = [torch.full((2, 3), 1.0 + k, dtype=torch.float64) for k in range(3 + group.rank)]
-    for batch in rounds(mine, group):
+    for batch in equalize_batches(mine, group):
         state, _ = step(state, batch)
         if any_rank(group.rank == 0 and int(state.step) == 4, group):
             break
-    losses = [float(evaluate(state, batch)["loss"]) for batch in rounds(mine, group)]
+    losses = [float(evaluate(state, batch)["loss"]) for batch in equalize_batches(mine, group)]
     return int(state.step), losses, step.unshard(state).params["w"].detach().tolist()
 
 
@@ -74,7 +74,9 @@ def test_on_processes() -> None:
 
 def test_a_rank_without_any_batch() -> None:
     def run(group: Any, empty: Any) -> int:
-        return sum(len(x) for x in rounds([torch.ones(2)] * group.rank, group, empty=empty))
+        return sum(
+            len(x) for x in equalize_batches([torch.ones(2)] * group.rank, group, empty=empty)
+        )
 
     assert run_ranks(lambda group: run(group, torch.ones(0)), 2) == [0, 2]
 
@@ -95,7 +97,7 @@ def test_batches_that_fail_on_one_rank() -> None:
 
     def run(group: Any) -> str:
         with pytest.raises((OSError, PeerError), match="disk is gone") as caught:
-            list(rounds(broken(group), group))
+            list(equalize_batches(broken(group), group))
         return type(caught.value).__name__
 
     assert run_ranks(run, 2) == ["PeerError", "OSError"]

@@ -353,7 +353,7 @@ def build(case: Case) -> Made:
         step,
         evaluate,
         Start(params, buffers, 1),
-        fz.deferred(model, 3) if "deferred" in o.loop else None,
+        fz.deferred_init(model, 3) if "deferred" in o.loop else None,
     )
 
 

@@ -315,7 +315,7 @@ def test_deferred_values_are_stored_as_the_policy_says() -> None:
         model = GPT(11, 6, 2, 2, 5, tied=True)
     step = train_step(lambda p, b, x: torch.zeros(()), optim.sgd(0.1))
     _, params, buffers = fz.functionalize(model, units=Block, precision=rules)
-    values = fz.deferred(model, seed=3)
+    values = fz.deferred_init(model, seed=3)
     plain = values.fill(fz.functionalize(model, units=Block)[1])
     expected = {path: leaf.to(params[path].dtype) for path, leaf in plain.items()}
     assert {leaf.dtype for leaf in expected.values()} == {BF16, F64}

@@ -65,7 +65,7 @@ def test_a_frozen_param_can_become_a_buffer(level: int) -> None:
 
 
 def test_buffers_given_back_unchanged_cost_no_traffic() -> None:
-    group = fz.CountingGroup(4)
+    group = fz.groups.CountingGroup(4)
     step = fz.shard(
         fz.train_step(lambda p, b, x: (square(p, b, x), fz.Aux(buffers=b)), optim.sgd(0.1)),
         level=0,
@@ -96,7 +96,7 @@ def test_a_step_that_ranks_took_differently_leaves_no_trace() -> None:
     def run(group: fz.Group) -> float:
         step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=3, group=group)
         state = step.init({name: {"w": trained(8)} for name in "abc"})
-        with pytest.raises(fz.GroupError, match="not started the same"):
+        with pytest.raises(fz.errors.GroupError, match="not started the same"):
             step(state, "ab" if group.rank else "ac")
         return float(step(state, "ab")[1]["loss"])
 
@@ -197,7 +197,7 @@ def test_ranks_whose_schedules_hold_other_numbers_are_found_out(make: Any) -> No
         optimizer = optim.sgd(make(0.1 * (group.rank + 1)))
         fz.shard(fz.train_step(square, optimizer), level=0, group=group).init({"w": trained(3)})
 
-    with pytest.raises(fz.MismatchError, match="learning_rate"):
+    with pytest.raises(fz.errors.MismatchError, match="learning_rate"):
         run_ranks(run, 2)
 
 
@@ -211,7 +211,7 @@ def test_an_eval_batch_without_weight_counts_for_nothing_unsharded_too() -> None
 
 def test_an_integer_leaf_that_is_to_be_trained_is_named() -> None:
     step = fz.train_step(square, optim.sgd(0.1), trainable=lambda path, leaf: True)
-    with pytest.raises(fz.StructureError, match=r"path ids.*trainable"):
+    with pytest.raises(fz.errors.StructureError, match=r"path ids.*trainable"):
         step.init({"w": trained(3), "ids": torch.arange(3)})
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from functorch_zero import optim
 from functorch_zero.errors import DonatedError, GroupError, StructureError, TransformError
 from functorch_zero.groups import run_ranks
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.train import ShardedTrainStep
@@ -190,7 +190,7 @@ def test_a_failed_step_takes_nothing(level: int) -> None:
             raise ArithmeticError("bad batch")
         return loss
 
-    sharded = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=Solo())
+    sharded = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=SingleRank())
     state = sharded.init(params, buffers)
     (batch,) = ZOO["mlp"].batches(1, 8)
     with pytest.raises(ArithmeticError):
@@ -609,14 +609,14 @@ def test_an_update_of_another_structure() -> None:
 def test_what_shard_takes() -> None:
     step, _, _ = build()
     with pytest.raises(TypeError, match="what train_step or eval_step made, got function"):
-        shard(lambda state, batch: state, level=1, group=Solo())  # type: ignore[call-overload]
+        shard(lambda state, batch: state, level=1, group=SingleRank())  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"level must be one of 0 \('replicated'\).*got 4"):
-        shard(step, level=4, group=Solo())
+        shard(step, level=4, group=SingleRank())
     with pytest.raises(ValueError, match="buffers must be one of"):
-        shard(step, level=1, group=Solo(), sync_buffers="sum")  # type: ignore[call-overload]
+        shard(step, level=1, group=SingleRank(), sync_buffers="sum")  # type: ignore[call-overload]
     names = {"replicated": 0, "oss": 1, "sdp": 2, "fsdp": 3}
     for name, level in names.items():
-        made = shard(step, level=name, group=Solo())
+        made = shard(step, level=name, group=SingleRank())
         assert isinstance(made, ShardedTrainStep) and made.level == level and made.group.size == 1
     assert isinstance(eval_step(lambda p, b, x: {}), EvalStep)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from functorch_zero import optim
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import counted, run_ranks
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.layout.layout import Layout
@@ -229,6 +229,6 @@ def test_a_whole_tree_is_gathered_bit_by_bit(wants_params: bool) -> None:
 def test_a_whole_tree_above_its_limit_is_refused() -> None:
     transform = optim.with_whole_tree(lambda p: (), lambda u, s, p: (u, s), limit=100)
     tree, layout = make([(4, 4)], 1)
-    across = Sharded(layout, Solo())
+    across = Sharded(layout, SingleRank())
     with pytest.raises(TransformError, match=r"128 bytes, above its limit of 100.*Remedy"):
         transform.update(tree_map(torch.flatten, tree), (), tree_map(torch.flatten, tree), across)

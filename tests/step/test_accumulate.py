@@ -224,7 +224,7 @@ def test_whole_gradients_stay_and_pieces_do_not():
         step = fz.train_step(
             lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1), accumulate=2
         )
-        sharded = fz.shard(step, level=2, group=fz.CountingGroup(16), reduce_gradients=kind)
+        sharded = fz.shard(step, level=2, group=fz.groups.CountingGroup(16), reduce_gradients=kind)
         state = sharded.init(params)
         with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
             sharded(state, torch.ones(4, 64, dtype=torch.float64))
@@ -316,7 +316,10 @@ def test_pieces_at_a_level_without_them_are_refused():
     for level in (0, 1):
         with pytest.raises(ValueError, match="level 2"):
             fz.shard(
-                step, level=level, group=fz.CountingGroup(2), reduce_gradients="every_microbatch"
+                step,
+                level=level,
+                group=fz.groups.CountingGroup(2),
+                reduce_gradients="every_microbatch",
             )
     with pytest.raises(ValueError, match="reduce_gradients must be"):
-        fz.shard(step, level=2, group=fz.CountingGroup(2), reduce_gradients="both")
+        fz.shard(step, level=2, group=fz.groups.CountingGroup(2), reduce_gradients="both")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
-from functorch_zero.groups.single import Solo
+from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.evaluate import eval_step
@@ -299,7 +299,7 @@ def test_a_loss_that_fails_leaves_the_state_usable() -> None:
             sharded(held, torch.full((2, 5), float("nan")))
         return sharded.unshard(sharded(held, torch.ones(2, 5))[0]).params["w"]
 
-    assert torch.equal(run(Solo()), expected.params["w"])
+    assert torch.equal(run(SingleRank()), expected.params["w"])
 
 
 def test_what_is_no_state_weight_or_metric_is_refused() -> None:
