@@ -1,8 +1,8 @@
 """Checkpoints that load at any level, world size and choice of units, and say so when they are
 damaged."""
 
-from .catalogue import keep, latest, verify
-from .convert import export, import_
+from .catalogue import latest, prune, verify
+from .convert import export_weights, import_weights
 from .dcp import export_dcp, import_dcp
 from .errors import CheckpointError, CheckpointWarning, CorruptError
 from .load import Restored, load
@@ -17,13 +17,13 @@ __all__ = [
     "Restored",
     "Saving",
     "async_save",
-    "export",
     "export_dcp",
-    "import_",
+    "export_weights",
     "import_dcp",
-    "keep",
+    "import_weights",
     "latest",
     "load",
+    "prune",
     "save",
     "verify",
     "wait_for_saves",

@@ -129,7 +129,7 @@ def _verify_file(folder: Path, file: File, manifest: Manifest) -> None:
         raise CorruptError(f"{path}: its header and the manifest differ. {remedy}")
 
 
-def keep(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
+def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
     """Delete old checkpoints, and return the steps deleted. Run by one rank, at any time.
 
     A checkpoint vanishes at once, however long deleting takes. Damaged ones are neither counted nor

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from .catalogue import bytes_in, check_sizes, verify
-from .convert import export
+from .convert import export_weights
 from .errors import CheckpointError
 from .files import counts_in
 
@@ -68,7 +68,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    folder = export(
+    folder = export_weights(
         args.root, args.out, count=args.count, trees=args.trees, max_file_bytes=args.max_file_bytes
     )
     print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {folder}")

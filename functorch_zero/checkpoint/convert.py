@@ -46,7 +46,7 @@ class Named(NamedTuple):
         return self.leaf.numel * self.leaf.width
 
 
-def export(
+def export_weights(
     root: PathLike,
     out: PathLike,
     *,
@@ -212,7 +212,7 @@ class Source(NamedTuple):
     whole: Callable[[], Tensor]  # all of it; of a mapped file, what is looked at is read
 
 
-def import_(
+def import_weights(
     source: str | os.PathLike[str] | Mapping[str, Tensor],
     step: Step,
     *,

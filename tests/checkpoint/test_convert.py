@@ -82,7 +82,7 @@ def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
         return step.unshard(state)
 
     want = run_ranks(save, 3)[0]
-    out = checkpoint.export(
+    out = checkpoint.export_weights(
         tmp_path / "root", tmp_path / "out", aliases=apply, max_file_bytes=limit
     )
     assert not leftovers(tmp_path)
@@ -96,13 +96,17 @@ def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
         states = []
         for source in (out, model.state_dict()):
             like = step.init(zeros(params), buffers)
-            states.append(step.unshard(checkpoint.import_(source, step, like=like, aliases=apply)))
+            states.append(
+                step.unshard(checkpoint.import_weights(source, step, like=like, aliases=apply))
+            )
         return states
 
     for states in run_ranks(load, 2):
         for state in states:
             assert_same(want, state)
-    whole = checkpoint.import_(out, base, like=base.init(zeros(params), buffers), aliases=apply)
+    whole = checkpoint.import_weights(
+        out, base, like=base.init(zeros(params), buffers), aliases=apply
+    )
     assert_same(want, whole)
 
 
@@ -115,10 +119,12 @@ def test_buffers_and_averages(tmp_path: Path) -> None:
         optimizer=optim.chain(optim.sgd(0.1), optim.ema(0.9)),
     )
     ConvNet().double().load_state_dict(
-        read_all(checkpoint.export(tmp_path / "root", tmp_path / "out"))
+        read_all(checkpoint.export_weights(tmp_path / "root", tmp_path / "out"))
     )
     average = read_all(
-        checkpoint.export(tmp_path / "root", tmp_path / "ema", trees=["opt_state.1.ema", "buffers"])
+        checkpoint.export_weights(
+            tmp_path / "root", tmp_path / "ema", trees=["opt_state.1.ema", "buffers"]
+        )
     )
     ConvNet().double().load_state_dict(average)
     assert set(average) == {*want.params, *want.buffers}
@@ -137,31 +143,31 @@ def test_memory_is_that_of_a_leaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return tensor
 
     monkeypatch.setattr(convert, "read_leaf", counted)
-    checkpoint.export(tmp_path / "root", tmp_path / "out")
+    checkpoint.export_weights(tmp_path / "root", tmp_path / "out")
     assert most[0] == 1
 
 
 def test_exports_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        checkpoint.export(tmp_path, tmp_path / "out")
+        checkpoint.export_weights(tmp_path, tmp_path / "out")
     save_on(tmp_path / "root", 2, 3)
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="exists"):
-        checkpoint.export(tmp_path / "root", tmp_path / "out")
+        checkpoint.export_weights(tmp_path / "root", tmp_path / "out")
     with pytest.raises(CheckpointError, match="no leaf under nothing"):
-        checkpoint.export(tmp_path / "root", tmp_path / "new", trees=["nothing"])
+        checkpoint.export_weights(tmp_path / "root", tmp_path / "new", trees=["nothing"])
     with pytest.raises(CheckpointError, match="the alias a stands for b, which is no leaf"):
-        checkpoint.export(tmp_path / "root", tmp_path / "new", aliases={"a": "b"})
+        checkpoint.export_weights(tmp_path / "root", tmp_path / "new", aliases={"a": "b"})
     file = tmp_path / "root" / "step-000000000002" / "rank-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(CorruptError, match=file.name):
-        checkpoint.export(tmp_path / "root", tmp_path / "new")
+        checkpoint.export_weights(tmp_path / "root", tmp_path / "new")
     assert not leftovers(tmp_path) and not (tmp_path / "new").exists()
 
 
 def import_into(source: Any, **options: Any) -> TrainState:
     step, params, buffers = make_step()
-    return checkpoint.import_(source, step, like=step.init(params, buffers), **options)
+    return checkpoint.import_weights(source, step, like=step.init(params, buffers), **options)
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:
@@ -234,11 +240,11 @@ def test_without_the_safetensors_package(tmp_path: Path, monkeypatch: pytest.Mon
     """An error that says what to install, on every rank; everything else works."""
     save_on(tmp_path / "root", 2, 3)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    out = checkpoint.export(tmp_path / "root", tmp_path / "out")
+    out = checkpoint.export_weights(tmp_path / "root", tmp_path / "out")
 
     def load(step: Any, like: Any) -> None:
         with pytest.raises(CheckpointError, match="Remedy: pip install safetensors"):
-            checkpoint.import_(out, step, like=like)
+            checkpoint.import_weights(out, step, like=like)
 
     on_ranks(2, 3, load)
     import_into({k: v.detach() for k, v in make_step()[1].items()})
@@ -259,17 +265,17 @@ def test_keep(tmp_path: Path) -> None:
     for count in range(1, 9):
         checkpoint.save(tmp_path, step, state._replace(step=torch.tensor(count)))
     (tmp_path / "step-000000000007" / "manifest.json").unlink()
-    assert checkpoint.keep(tmp_path, last=2, every=4) == [
+    assert checkpoint.prune(tmp_path, last=2, every=4) == [
         1,
         2,
         3,
         5,
     ]  # 7 is damaged: not counted, not deleted
     assert list(checkpoint.verify(tmp_path)) == [4, 6, 7, 8]
-    assert checkpoint.keep(tmp_path, last=1) == [4, 6]
-    assert checkpoint.keep(tmp_path, last=1) == [] and not leftovers(tmp_path)
+    assert checkpoint.prune(tmp_path, last=1) == [4, 6]
+    assert checkpoint.prune(tmp_path, last=1) == [] and not leftovers(tmp_path)
     with pytest.raises(ValueError, match="at least 1"):
-        checkpoint.keep(tmp_path, last=0)
+        checkpoint.prune(tmp_path, last=0)
 
 
 def test_the_command_in_a_process(tmp_path: Path) -> None:
@@ -316,7 +322,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_zoo_exports_what_its_modules_take(tmp_path: Path) -> None:
     for name in ("mlp", "shared", "frozen", "unused", "scalars"):
         save_on(tmp_path / name, 2, 3, name=name)
-        out = checkpoint.export(tmp_path / name, tmp_path / f"{name}-out")
+        out = checkpoint.export_weights(tmp_path / name, tmp_path / f"{name}-out")
         ZOO[name].model().double().load_state_dict(read_all(out))
 
 

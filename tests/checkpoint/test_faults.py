@@ -134,7 +134,7 @@ def test_killed_while_cleaning_up(saved: Any, tmp_path: Path, at: int) -> None:
     def save() -> None:
         with Interposed(at, lambda: os._exit(9), CLEANING).installed():
             save_step(root, 2)
-            checkpoint.keep(root, last=1)
+            checkpoint.prune(root, last=1)
 
     in_child(save)
     assert checkpoint.latest(root) in (1, 2)
