@@ -148,7 +148,7 @@ class Unit:
     buckets: tuple[int, ...]
 
 
-class Content(NamedTuple):
+class UnitContent(NamedTuple):
     """What is in a unit. Its own leaves are numbered bucket by bucket."""
 
     buckets: tuple[Bucket, ...]
@@ -159,7 +159,7 @@ class Content(NamedTuple):
     rounds: bool  # whether some are used in another dtype than they are stored in
 
 
-class Seen(NamedTuple):
+class LossView(NamedTuple):
     """What a loss sees of the leaves, and in which unit: columns, in tree order."""
 
     units: tuple[int, ...]
@@ -190,11 +190,11 @@ class Layout:
         return tuple(places)
 
     @cached_property
-    def contents(self) -> tuple[Content, ...]:
+    def contents(self) -> tuple[UnitContent, ...]:
         """What is in each unit."""
         return tuple(self._content(unit) for unit in self.units)
 
-    def _content(self, unit: Unit) -> Content:
+    def _content(self, unit: Unit) -> UnitContent:
         leaves, trained, slices, frozen = list[int](), list[int](), list[slice](), list[int]()
         for b in unit.buckets:
             own = slice(len(leaves), len(leaves) + len(self.buckets[b].leaves))
@@ -206,17 +206,19 @@ class Layout:
                 frozen += range(own.start, own.stop)
         buckets = tuple(self.buckets[b] for b in unit.buckets)
         rounds = any(bucket.dtypes is not None for bucket in buckets)
-        return Content(buckets, tuple(leaves), tuple(trained), tuple(slices), tuple(frozen), rounds)
+        return UnitContent(
+            buckets, tuple(leaves), tuple(trained), tuple(slices), tuple(frozen), rounds
+        )
 
     @cached_property
-    def seen(self) -> Seen:
+    def seen(self) -> LossView:
         """What a loss sees of the leaves."""
         homes = sorted(
             (n, u, k)
             for u, content in enumerate(self.contents)
             for k, n in enumerate(content.leaves)
         )
-        return Seen(
+        return LossView(
             tuple(u for _, u, _ in homes),
             tuple(k for _, _, k in homes),
             tuple(leaf.shape for leaf in self.leaves),

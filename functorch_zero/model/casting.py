@@ -141,20 +141,20 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     )
 
 
-def lower(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
+def cast_leaf(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
     """A stored leaf as a module computes with it; differentiable by whatever differentiates torch's
     operators."""
     return leaf if dtypes is None else leaf.to(dtypes.gather).to(dtypes.compute)
 
 
-class Lower(torch.autograd.Function):
+class CastLeaf(torch.autograd.Function):
     """Forward: a stored leaf as a module computes with it. Backward: its gradient, rounded as
     reductions are."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, dtypes: Dtypes) -> Tensor:
         ctx.dtypes, ctx.storage = dtypes, leaf.dtype
-        made = lower(leaf, dtypes)
+        made = cast_leaf(leaf, dtypes)
         return made.view_as(made) if made is leaf else made
 
     @staticmethod
@@ -162,7 +162,7 @@ class Lower(torch.autograd.Function):
         return grad.to(ctx.dtypes.reduce).to(ctx.storage), None
 
 
-class LoweredUnit:
+class CastUnit:
     """One unit in one call of a loss: the `Entrance` of its leaves' handles. It is entered as a
     sharded one is."""
 
@@ -210,14 +210,14 @@ class LoweredUnit:
     def _lowered(self, leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
         if dtypes is None:
             return leaf.view_as(leaf)
-        return Lower.apply(leaf, dtypes) if leaf.requires_grad else lower(leaf, dtypes)  # type: ignore[no-untyped-call]
+        return CastLeaf.apply(leaf, dtypes) if leaf.requires_grad else cast_leaf(leaf, dtypes)  # type: ignore[no-untyped-call]
 
 
-class Seen:
+class CastParams:
     """What a loss sees of params: `params`, themselves where no policy says otherwise."""
 
     def __init__(self, params: PyTree[Tensor]):
-        self._units: list[LoweredUnit] = []
+        self._units: list[CastUnit] = []
         self.params = optree.tree_map(
             lambda node: self._handles(node) if isinstance(node, Params) else node,
             params,
@@ -230,7 +230,7 @@ class Seen:
             stored = [params[path] for path in unit.leaves]
             dtypes = [policy.dtypes(params[path].dtype) for path, policy in unit.policies.items()]
             if any(found is not None for found in dtypes):
-                entrance = LoweredUnit(unit, stored, dtypes)
+                entrance = CastUnit(unit, stored, dtypes)
                 self._units.append(entrance)
                 used = [
                     leaf.dtype if d is None else d.compute

@@ -20,7 +20,7 @@ import torch
 OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph")
 
 
-class Region:
+class CompiledForward:
     """The same function, compiled at its first call. Inside torch.func transforms it runs as it is.
 
     It is no function and has no dict, so that what torch keeps of it is not taken for a use of its

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from ..params import UnitSpec
 from ..profiling import ranged
-from .casting import Policies, lower
-from .compile import Region
+from .casting import Policies, cast_leaf
+from .compile import CompiledForward
 from .copying import functions_of
 from .lazy_param import LazyParam
 from .remat import recomputed
@@ -78,7 +78,7 @@ class Skeleton:
             for path in unit.modules:
                 module = root.get_submodule(path)
                 if path in anatomy.compiled:
-                    module.forward = Region(module.forward, anatomy.compile_options)
+                    module.forward = CompiledForward(module.forward, anatomy.compile_options)
                 module.forward = self._entering(path, inside, module.forward)
                 if path in anatomy.remat:
                     within = {id(m._buffers) for m in module.modules()}
@@ -125,7 +125,7 @@ class Skeleton:
         return (
             leaf
             if policy is None or type(leaf) is LazyParam
-            else lower(leaf, policy.dtypes(leaf.dtype))
+            else cast_leaf(leaf, policy.dtypes(leaf.dtype))
         )
 
     def release(self, buffers: Mapping[str, Tensor]) -> None:

@@ -27,7 +27,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..layout.flat_buffers import is_flat, pack
-from ..layout.layout import Content, Layout, Unit
+from ..layout.layout import Layout, Unit, UnitContent
 from ..model.lazy_param import check_unchanged, make_lazy_params, versions_of
 from ..profiling import NOTHING
 from ..tree import storage_id
@@ -67,7 +67,7 @@ class UnitRun:
     entered = False  # whether there has been one
     _at_work = False  # whether it runs again for the backward of its own last open entry
 
-    def __init__(self, unit: Unit, content: Content, source: Source, around: Pass):
+    def __init__(self, unit: Unit, content: UnitContent, source: Source, around: Pass):
         self.name, self._modules = unit.name or "root", unit.modules
         self.content, self.source, self._around = content, source, around
         self.trained: Sequence[int] = content.trained

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..groups.protocol import Done, Group, Work
 from ..layout.flat_buffers import unpack
 from ..layout.layout import Bucket
-from ..model.casting import lower
+from ..model.casting import cast_leaf
 from ..model.lazy_param import check_unchanged, versions_of
 from ..profiling import ranged
 
@@ -126,7 +126,7 @@ class Gathered:
                     for _, _, work in self._started:
                         work.wait()
                 wholes, self._started = [whole for whole, _, _ in self._started], None
-            self.here = [*map(lower, wholes, map(_DTYPES, self._buckets))]
+            self.here = [*map(cast_leaf, wholes, map(_DTYPES, self._buckets))]
             self._versions = versions_of(self.here)
         return self.here
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from ..errors import PeerError
 
 
-class Watch(Protocol):
+class BackgroundTask(Protocol):
     """Something that runs beside training."""
 
     def failed(self) -> bool:
@@ -20,14 +20,14 @@ class Watch(Protocol):
         ...
 
 
-class Watches:
+class BackgroundTasks:
     """A step's watches. When one has failed on any rank, every rank's next step raises before it
     touches the state."""
 
     def __init__(self) -> None:
-        self._watches: list[Watch] = []
+        self._watches: list[BackgroundTask] = []
 
-    def add(self, watch: Watch) -> None:
+    def add(self, watch: BackgroundTask) -> None:
         """From now on, look at this one, too."""
         self._watches.append(watch)
 

@@ -12,7 +12,7 @@ from ..errors import StructureError, explain
 from ..layout.sharding import Sharding
 from ..step.state import TrainState, check_state
 from ..tree import paths
-from .options import Options, Place
+from .options import Options, StatePlace
 
 
 def check_batch(batch: Any, device: torch.device, rank: int) -> None:
@@ -53,7 +53,7 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
         raise StructureError(
             "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
         )
-    got = Place(sharding.level, sharding.layout.num_ranks, sharding.rank, sharding.mesh)
+    got = StatePlace(sharding.level, sharding.layout.num_ranks, sharding.rank, sharding.mesh)
     if got != options.place:
         raise StructureError(
             explain(

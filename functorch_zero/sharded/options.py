@@ -14,7 +14,7 @@ from ..layout.sharding import Sharding
 from .buffers import SyncBuffers
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """Where a rank's part of a state lies; as in `Sharding`."""
 
     level: int | None
@@ -50,11 +50,11 @@ class Options:
         return self.axes.world
 
     @cached_property
-    def place(self) -> Place:
+    def place(self) -> StatePlace:
         """Where this rank's part of a state lies."""
         axes = self.axes
         mesh = axes.replicate.size, axes.shard.size, axes.number
-        return Place(self.levels.number, axes.optimizer.size, self.group.rank, mesh)
+        return StatePlace(self.levels.number, axes.optimizer.size, self.group.rank, mesh)
 
     def sharding(self, layout: Layout) -> Sharding:
         """What a state that is cut so says of itself."""

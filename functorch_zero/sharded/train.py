@@ -25,7 +25,7 @@ from ..runtime.reduce import Sink
 from ..runtime.unit import Pass
 from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
-from ..step.metrics import Measures, check_reported
+from ..step.metrics import UpdateMetrics, check_reported
 from ..step.nonfinite import all_finite
 from ..step.rng import replayed
 from ..step.state import TrainState
@@ -34,7 +34,7 @@ from ..tree import PyTree, content_digests, paths, select
 from ..version import __version__
 from . import agreement
 from .agreement import agree
-from .background import Watches
+from .background import BackgroundTasks
 from .buffers import apart, replaced, synchronize
 from .checks import check_batch, check_not_empty, sharding_of
 from .failures import sharing_failures
@@ -42,7 +42,7 @@ from .grad_mean import in_range, loss_seed_of, to_means
 from .options import Options
 from .params import make_sink, make_sources, publish
 from .state import gather_state, lay_out_state, scatter_state
-from .update import Prepared
+from .update import PreparedUpdate
 
 
 class ShardedTrainStep:
@@ -54,8 +54,8 @@ class ShardedTrainStep:
 
     def __init__(self, step: TrainStep, options: Options):
         self.unsharded, self.options = step, options
-        self.watches = Watches()
-        self._prepared: Prepared | None = None
+        self.watches = BackgroundTasks()
+        self._prepared: PreparedUpdate | None = None
         self._trace: list[
             str
         ] = []  # the units the last pass fetched, in order: a hint for prefetch
@@ -169,7 +169,7 @@ class ShardedTrainStep:
                 if self.options.donate:
                     buffers = apart(buffers, flats)
                     sharding.donations.take(state.step)
-                measures = Measures(self.unsharded.metrics, prepared.across)
+                measures = UpdateMetrics(self.unsharded.metrics, prepared.across)
                 measures.see("grad_norm", lambda: grads.tree)
                 measures.see("param_norm", lambda: view.tree)
                 params, opt_state = state.params, state.opt_state
@@ -305,10 +305,10 @@ class ShardedTrainStep:
             cut=self.options.cut_of,
         )
 
-    def _prepare(self, layout: Layout) -> Prepared:
+    def _prepare(self, layout: Layout) -> PreparedUpdate:
         known = self._prepared
         if known is None or (known.layout is not layout and known.layout != layout):
-            self._prepared = known = Prepared(self.unsharded, layout, self.options)
+            self._prepared = known = PreparedUpdate(self.unsharded, layout, self.options)
         return known
 
     def _facts(

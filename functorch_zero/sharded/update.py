@@ -17,7 +17,7 @@ from ..tree import PyTree, same_structure
 from .options import Options
 
 
-class Prepared:
+class PreparedUpdate:
     """What a sharded step derives once from a layout."""
 
     def __init__(self, step: TrainStep, layout: Layout, options: Options):

@@ -32,7 +32,7 @@ from ..optim.across import (
 from ..optim.base import Transform
 from ..tree import PyTree, select, storage_id, storages
 from .dim_reductions import reduce_piece, spread_over_piece
-from .pointwise import Bunches
+from .pointwise import PointwiseOnFlats
 from .state_plan import EVERYONE, owners_of
 from .whole_leaf import Exchange, batches, run_batch
 
@@ -62,7 +62,7 @@ class Sharded:
         mask = layout.trainable if mask is None else mask
         self._extents = select(layout.extents(group.rank), mask)
         self._is_cut = select(tree_map(lambda cut: cut.num_pieces > 1, layout.cuts), mask)
-        self._bunches = Bunches(layout, mask, group.rank, donate=donate)
+        self._bunches = PointwiseOnFlats(layout, mask, group.rank, donate=donate)
         self._numbers = self._bunches.numbers
         self._exchange = Exchange(layout, self._numbers, group)
         self._narrowed: dict[tuple[int, ...], Sharded] = {}

@@ -26,7 +26,7 @@ _CHUNK = (
 )  # elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
 
 
-class Bunches:
+class PointwiseOnFlats:
     """The leaves where `mask` is true, as bunches, and pointwise updates of them.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StructureError
-from ..model.casting import Seen
+from ..model.casting import CastParams
 from ..tree import PyTree, merge, same_structure
 from .loss import Aux, Metrics, as_metric, if_weighty
 from .rng import replayed
@@ -38,7 +38,7 @@ class EvalStep:
         if self.params is not None:
             params = merge(self.chosen(state.opt_state, optimizer_view(params)[0]), params)
         with replayed(state.seed, state.step, 0, optree.tree_leaves(params)[0].device):
-            metrics, weight = call_eval(self.fn, Seen(params).params, state.buffers, batch)
+            metrics, weight = call_eval(self.fn, CastParams(params).params, state.buffers, batch)
         return {k: if_weighty(as_metric(v), weight) for k, v in metrics.items()}
 
     def chosen(self, opt_state: Any, params: PyTree[Tensor]) -> PyTree[Tensor]:

@@ -39,7 +39,7 @@ def check_reported(names: Sequence[str], opt_state: Any) -> None:
             )
 
 
-class Measures:
+class UpdateMetrics:
     """The metrics of one update. Norms are taken of what this rank holds, and summed in the end
     with one collective."""
 

@@ -58,7 +58,7 @@ class LossScale:
             )
 
 
-class Finite(NamedTuple):
+class NonFiniteState(NamedTuple):
     """What a state remembers of numbers that were not finite; the same on every rank."""
 
     skipped: Tensor  # 0-d int64, on the CPU: steps skipped so far
@@ -69,7 +69,7 @@ class Finite(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FinitePolicy:
+class NonFinitePolicy:
     """What a step does about numbers that are not finite."""
 
     nonfinite: NonFinite = "pass"
@@ -92,22 +92,22 @@ class FinitePolicy:
         """Whether anybody looks at the numbers."""
         return self.nonfinite != "pass"
 
-    def init(self) -> Finite | None:
+    def init(self) -> NonFiniteState | None:
         """For the first state."""
         if self.nonfinite != "skip":
             return None
         scaling = self.scaling
-        return Finite(
+        return NonFiniteState(
             torch.zeros((), dtype=torch.int64),
             None if scaling is None else torch.tensor(scaling.initial, dtype=torch.float64),
             None if scaling is None else torch.zeros((), dtype=torch.int64),
         )
 
-    def scale(self, finite: Finite | None) -> float | None:
+    def scale(self, finite: NonFiniteState | None) -> float | None:
         """What the loss is to be multiplied by."""
         return None if finite is None or finite.scale is None else float(finite.scale)
 
-    def next(self, finite: Finite | None, *, fine: bool) -> Finite | None:
+    def next(self, finite: NonFiniteState | None, *, fine: bool) -> NonFiniteState | None:
         """For the next state, after a step that was finite or wasn't."""
         if finite is None:
             return None
@@ -123,9 +123,9 @@ class FinitePolicy:
             scale, good = (scale * self.scaling.backoff).clamp(min=self.scaling.minimum), none
         elif int(good) >= self.scaling.interval:
             scale, good = scale * self.scaling.growth, none
-        return Finite(skipped, scale, good)
+        return NonFiniteState(skipped, scale, good)
 
-    def metrics(self, finite: Finite | None) -> dict[str, Tensor]:
+    def metrics(self, finite: NonFiniteState | None) -> dict[str, Tensor]:
         """What a step says of itself: the steps skipped so far, and the scale that the next loss
         gets."""
         if finite is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..layout.sharding import Sharding
 from ..tree import PyTree
-from .nonfinite import Finite
+from .nonfinite import NonFiniteState
 
 
 class TrainState(NamedTuple):
@@ -20,7 +20,8 @@ class TrainState(NamedTuple):
     opt_state: Any  # at levels 1 to 3 in pieces where it follows a param
     seed: Tensor | None  # 0-d int64, on the CPU; None: the global random state is used as it is
     sharding: Sharding | None = None  # how it is cut; None: it isn't
-    finite: Finite | None = None  # steps skipped, and the loss scale; None: nothing is skipped
+    # steps skipped, and the loss scale; None: nothing is skipped
+    finite: NonFiniteState | None = None
 
 
 def check_state(state: Any) -> None:

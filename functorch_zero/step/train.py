@@ -16,7 +16,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
-from ..model.casting import Seen
+from ..model.casting import CastParams
 from ..model.deferred_init import DeferredInit
 from ..model.lazy_param import check_unchanged, versions_of
 from ..optim.across import Across, Local
@@ -34,8 +34,8 @@ from .loss import (
     micro_batches,
     weighted_mean,
 )
-from .metrics import Measures, check_names, check_reported
-from .nonfinite import FinitePolicy, LossScale, NonFinite, all_finite, not_finite, refusal
+from .metrics import UpdateMetrics, check_names, check_reported
+from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .rng import replayed
 from .state import TrainState, check_state
 
@@ -51,7 +51,7 @@ class TrainStep:
     trainable: Trainable = None
     accumulate: int = 1
     metrics: tuple[str, ...] = ()
-    finite: FinitePolicy = field(default_factory=FinitePolicy)
+    finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -127,7 +127,7 @@ class TrainStep:
             replayed(state.seed, state.step, rank, optree.tree_leaves(params)[0].device, i),
             torch.enable_grad(),
         ):
-            versions, seen = versions_of(optree.tree_leaves(params)), Seen(params)
+            versions, seen = versions_of(optree.tree_leaves(params)), CastParams(params)
             outcome = call_loss(self.loss_fn, seen.params, state.buffers, batch)
             seen.finish()
             check_unchanged(optree.tree_leaves(params), versions)
@@ -170,7 +170,7 @@ class TrainStep:
         if not fine and self.finite.nonfinite == "raise":
             raise refusal(int(state.step), [(float(sum(seen)), not_finite(named_leaves(grads)))])
         params, across = optimizer_view(state.params)
-        measures = Measures(self.metrics, across)
+        measures = UpdateMetrics(self.metrics, across)
         measures.see("grad_norm", lambda: grads)
         measures.see("param_norm", lambda: params)
         next_state = state._replace(
@@ -243,7 +243,7 @@ def train_step(
             "see of a tensor"
         )
     nonfinite = nonfinite or ("pass" if loss_scale is None else "skip")
-    names, policy = check_names(metrics), FinitePolicy(nonfinite, loss_scale)
+    names, policy = check_names(metrics), NonFinitePolicy(nonfinite, loss_scale)
     return TrainStep(loss_fn, optimizer, trainable, accumulate, names, policy)
 
 

@@ -18,7 +18,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
-from functorch_zero.model.casting import Seen
+from functorch_zero.model.casting import CastParams
 from functorch_zero.precision import Dtypes, Precision
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import TrainStep, train_step
@@ -216,7 +216,7 @@ def test_apply_outside_a_step_rounds_the_same() -> None:
     apply, params, buffers = fz.functionalize(model, units=Block, precision=POLICIES["norms"])
     x = models.gpt().batches(1, 2)[0]["x"]
     outside, _ = apply(params, buffers, x)
-    inside, _ = apply(Seen(params).params, buffers, x)
+    inside, _ = apply(CastParams(params).params, buffers, x)
     assert torch.equal(outside, inside) and outside.dtype == BF16
     loss = apply(params, buffers, x)[0].float().square().mean()
     assert all(

@@ -18,7 +18,7 @@ from functorch_zero.errors import MismatchError, NonFiniteError, StructureError
 from functorch_zero.groups import ProcessGroup, counted, launch, run_ranks
 from functorch_zero.precision import Precision
 from functorch_zero.sharded.api import shard
-from functorch_zero.step.nonfinite import Finite, FinitePolicy, LossScale, all_finite
+from functorch_zero.step.nonfinite import LossScale, NonFinitePolicy, NonFiniteState, all_finite
 from functorch_zero.step.state import TrainState
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
@@ -273,11 +273,11 @@ def test_a_scale_with_weights(level: int) -> None:
 
 
 def test_the_scale_grows_falls_and_stops() -> None:
-    policy = FinitePolicy("skip", LossScale(initial=8.0, interval=2, minimum=2.0))
+    policy = NonFinitePolicy("skip", LossScale(initial=8.0, interval=2, minimum=2.0))
     state, found = policy.init(), []
     for fine in (True, True, True, False, True, False, False, False, True, True):
         state = policy.next(state, fine=fine)
-        assert isinstance(state, Finite)
+        assert isinstance(state, NonFiniteState)
         found.append((float(state.scale), int(state.good_steps), int(state.skipped)))
     assert found == [
         (8, 1, 0),
@@ -295,7 +295,7 @@ def test_the_scale_grows_falls_and_stops() -> None:
 
 def test_as_torchs_scaler() -> None:
     """The same scales and skipped steps as torch.amp.GradScaler makes of the same overflows."""
-    policy = FinitePolicy("skip", LossScale(initial=2.0**10, interval=3, minimum=2.0**-20))
+    policy = NonFinitePolicy("skip", LossScale(initial=2.0**10, interval=3, minimum=2.0**-20))
     state = policy.init()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     p = torch.nn.Parameter(torch.ones(2))
