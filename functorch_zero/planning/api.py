@@ -84,8 +84,7 @@ def plan(
             Without a batch, units are taken to be entered once each in the layout's order, and
             their backward to need their weights.
         buffers: for the loss, when params are given.
-        sync_buffers, reshard_after_forward, reduce_gradients: as for `shard`, where the first is
-            called `buffers`.
+        sync_buffers, reshard_after_forward, reduce_gradients: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.

@@ -205,7 +205,7 @@ class ShardedTrainStep:
                 state, self._prepare(sharding.layout).plan, self.options.axes.at("state/gather")
             )
 
-    def scatter(self, state: TrainState) -> TrainState:
+    def shard_state(self, state: TrainState) -> TrainState:
         """The inverse of `gather`: this rank's part of a whole state that every rank holds. No
         communication."""
         if state.sharding is not None:

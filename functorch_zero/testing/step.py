@@ -92,7 +92,7 @@ def assert_sharded_equals_unsharded(
             Adagrad), and eigenvectors are defined up to sign only; a leaf that round-off changes
             altogether is hardly compared then.
         seed: for `init`.
-        sync_buffers: what `shard` calls `buffers`.
+        sync_buffers: as for `shard`.
         shard_size: of a mesh of two axes, how many ranks lie along the shard axis (HSDP). It
             divides all `ranks`.
         **options: for `shard`: `donate` and so on.

@@ -108,11 +108,19 @@ def test_any_level_for_any_leaf_and_any_of_them_frozen(data: Any) -> None:
             step.loss_fn, step.optimizer, trainable=lambda path, leaf: path in kept
         )
     assert_sharded_equals_unsharded(
-        step, params, buffers, data.draw(fst.batches(case, ranks, weighted=True)),
-        levels=(some_levels(seed),), ranks=(ranks,), per_rank=case.per_rank, unused=case.unused,
-        donate=data.draw(st.booleans()), reshard_after_forward=data.draw(st.booleans()),
-        reduce_gradients=data.draw(st.sampled_from([None, "every_microbatch", "once"])), allow_round_off=True,
-    )  # fmt: skip
+        step,
+        params,
+        buffers,
+        data.draw(fst.batches(case, ranks, weighted=True)),
+        levels=(some_levels(seed),),
+        ranks=(ranks,),
+        per_rank=case.per_rank,
+        unused=case.unused,
+        donate=data.draw(st.booleans()),
+        reshard_after_forward=data.draw(st.booleans()),
+        reduce_gradients=data.draw(st.sampled_from([None, "every_microbatch", "once"])),
+        allow_round_off=True,
+    )
 
 
 EVERY, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)

@@ -157,8 +157,11 @@ def test_donation_uses_the_old_storage(level: int) -> None:
         assert [
             x.data_ptr() for x in optree.tree_leaves((state.params, state.opt_state)) if x.dim()
         ] == places
-        assert all(not torch.equal(params[name].reshape(-1)[:1], p[:1]) or p.numel() == 0
-                   for name, p in sharded.unshard(state).params.items() if p.dim() == 1)  # fmt: skip
+        assert all(
+            not torch.equal(params[name].reshape(-1)[:1], p[:1]) or p.numel() == 0
+            for name, p in sharded.unshard(state).params.items()
+            if p.dim() == 1
+        )
 
     run_ranks(run, 2)
 
