@@ -2,27 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from . import optim
-from .errors import (
-    DonatedError,
-    GroupError,
-    LostPeerError,
-    MismatchError,
-    NonFiniteError,
-    PeerError,
-    StructureError,
-    TransformError,
-)
-from .groups import (
-    CheckedGroup,
-    CountingGroup,
-    Group,
-    HybridGroup,
-    ProcessGroup,
-    SingleRank,
-    ThreadGroup,
-    launch,
-)
+from . import errors, groups, optim
+from .groups import Group, HybridGroup, ProcessGroup, launch
 from .model.deferred_init import deferred_init
 from .model.functionalize import functionalize
 from .model.lazy_param import unshard
@@ -46,33 +27,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Aux",
-    "CheckedGroup",
-    "CountingGroup",
-    "DonatedError",
     "Group",
-    "GroupError",
     "HybridGroup",
     "LossScale",
-    "LostPeerError",
-    "MismatchError",
-    "NonFiniteError",
     "Params",
-    "PeerError",
     "Precision",
     "ProcessGroup",
-    "SingleRank",
-    "StructureError",
-    "ThreadGroup",
     "TrainState",
-    "TransformError",
     "any_rank",
     "broadcast",
     "checkpoint",
     "deferred_init",
     "describe",
     "equalize_batches",
+    "errors",
     "eval_step",
     "functionalize",
+    "groups",
     "launch",
     "named_leaves",
     "optim",

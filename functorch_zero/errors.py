@@ -3,6 +3,18 @@ and the remedy."""
 
 from __future__ import annotations
 
+__all__ = [
+    "DonatedError",
+    "FunctorchZeroError",
+    "GroupError",
+    "LostPeerError",
+    "MismatchError",
+    "NonFiniteError",
+    "PeerError",
+    "StructureError",
+    "TransformError",
+]
+
 
 def explain(
     what: str,
@@ -31,28 +43,32 @@ def explain(
     return text + (f" Remedy: {remedy}." if remedy else "")
 
 
-class StructureError(ValueError):
+class FunctorchZeroError(Exception):
+    """The base class of all errors of this library."""
+
+
+class StructureError(FunctorchZeroError, ValueError):
     """A tree, a leaf or a batch is not what the step was built for."""
 
 
-class TransformError(ValueError):
+class TransformError(FunctorchZeroError, ValueError):
     """A transform does what its `needs` says it does not."""
 
 
-class MismatchError(ValueError):
+class MismatchError(FunctorchZeroError, ValueError):
     """The ranks were given different things: models, dtypes, optimizers, options."""
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(FunctorchZeroError, ArithmeticError):
     """A step's loss or gradients have a NaN or an infinity, and `nonfinite="raise"`. Raised on
     every rank."""
 
 
-class DonatedError(RuntimeError):
+class DonatedError(FunctorchZeroError, RuntimeError):
     """A state was used after a step had taken its storage."""
 
 
-class GroupError(RuntimeError):
+class GroupError(FunctorchZeroError, RuntimeError):
     """A collective failed, timed out, or was called differently on different ranks."""
 
 

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SKIP = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
 PACKAGES = ["functorch_zero"] + [
-    f"functorch_zero.{name}" for name in ("checkpoint", "optim", "planning", "testing")
+    f"functorch_zero.{name}"
+    for name in ("checkpoint", "errors", "optim", "optim.contrib", "planning", "testing")
 ]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ..errors import FunctorchZeroError
 
-class CheckpointError(RuntimeError):
+
+class CheckpointError(FunctorchZeroError, RuntimeError):
     """A checkpoint could not be saved, found or read. Every rank raises it with the same words,
     which name the rank."""
 

@@ -182,7 +182,8 @@ def _shape(args: argparse.Namespace) -> Shape:
 def _optimizer(name: str) -> optim.Transform:
     """An optimizer by its name, with a learning rate that does not matter here."""
     known: dict[str, Callable[[float], optim.Transform]]
-    known = {made: make for made, make in vars(optim).items() if _takes_a_learning_rate(make)}
+    public = vars(optim) | vars(optim.contrib)
+    known = {made: make for made, make in public.items() if _takes_a_learning_rate(make)}
     if name not in known:
         raise ValueError(f"--optimizer must be one of {', '.join(sorted(known))}; got {name!r}")
     return known[name](1e-3)

@@ -176,12 +176,17 @@ class NamedOptimizer(NamedTuple):
         return self.name
 
 
+def public_functions() -> dict[str, Any]:
+    """The public names of `functorch_zero.optim` and of `optim.contrib`, in one dict."""
+    core = {name: getattr(optim, name) for name in optim.__all__}
+    return core | {name: getattr(optim.contrib, name) for name in optim.contrib.__all__}
+
+
 def known_optimizers() -> dict[str, NamedOptimizer]:
     """Every function of `functorch_zero.optim` that makes an optimizer from a learning rate, and
     some chains."""
     found = {}
-    for name in optim.__all__:
-        make = getattr(optim, name)
+    for name, make in public_functions().items():
         if inspect.isfunction(make) and not name.startswith("scale_by_") and _takes_a_rate(make):
             found[name] = NamedOptimizer(name, partial(make, LEARNING_RATE))
     others = {

@@ -191,13 +191,13 @@ def every_schedule() -> Transform:
         optim.constant_schedule(0.9),
         optim.linear_schedule(1.0, 0.5, 4),
         optim.cosine_decay_schedule(1.0, 6),
-        optim.cosine_onecycle_schedule(6, 1.5),
-        optim.linear_onecycle_schedule(6, 1.5),
+        optim.contrib.cosine_onecycle_schedule(6, 1.5),
+        optim.contrib.linear_onecycle_schedule(6, 1.5),
         optim.exponential_decay(1.0, 3, 0.9),
         optim.polynomial_schedule(1.0, 0.5, 2, 5),
         optim.piecewise_constant_schedule(1.0, {2: 0.5}),
-        optim.piecewise_interpolate_schedule("cosine", 1.0, {2: 0.5, 4: 0.5}),
-        optim.sgdr_schedule(
+        optim.contrib.piecewise_interpolate_schedule("cosine", 1.0, {2: 0.5, 4: 0.5}),
+        optim.contrib.sgdr_schedule(
             [{"init_value": 0.5, "peak_value": 1.0, "decay_steps": 3, "warmup_steps": 1}] * 3
         ),
         optim.warmup_constant_schedule(0.5, 1.0, 3),
@@ -228,9 +228,9 @@ POINTWISE: dict[str, Row] = {
     "adamw, masked decay": Row(lambda: optim.adamw(rate, weight_decay=decay, mask=is_matrix)),
     "amsgrad": Row(lambda: optim.amsgrad(rate, weight_decay=decay)),
     "adamax": Row(lambda: optim.adamax(rate, weight_decay=decay)),
-    "adamaxw": Row(lambda: optim.adamaxw(rate, weight_decay=decay)),
+    "adamaxw": Row(lambda: optim.contrib.adamaxw(rate, weight_decay=decay)),
     "nadam": Row(lambda: optim.nadam(rate, weight_decay=decay)),
-    "nadamw": Row(lambda: optim.nadamw(rate, weight_decay=decay)),
+    "nadamw": Row(lambda: optim.contrib.nadamw(rate, weight_decay=decay)),
     "radam": Row(
         lambda: optim.radam(rate, b2=0.9, weight_decay=decay)
     ),  # b2: rectified from the fifth step on
@@ -242,14 +242,14 @@ POINTWISE: dict[str, Row] = {
     ),
     "rprop": Row(
         lambda: optim.chain(
-            decayed(optim.rprop(0.01)), optim.scale_by_schedule(lambda t: 1 / (1 + t))
+            decayed(optim.contrib.rprop(0.01)), optim.scale_by_schedule(lambda t: 1 / (1 + t))
         )
     ),
-    "sign_sgd": Row(lambda: decayed(optim.sign_sgd(rate))),
+    "sign_sgd": Row(lambda: decayed(optim.contrib.sign_sgd(rate))),
     "lion": Row(lambda: optim.lion(rate, weight_decay=decay)),
-    "adabelief": Row(lambda: decayed(optim.adabelief(rate))),
-    "yogi": Row(lambda: decayed(optim.yogi(rate))),
-    "ademamix": Row(lambda: optim.ademamix(rate, alpha=rate, weight_decay=decay)),
+    "adabelief": Row(lambda: decayed(optim.contrib.adabelief(rate))),
+    "yogi": Row(lambda: decayed(optim.contrib.yogi(rate))),
+    "ademamix": Row(lambda: optim.contrib.ademamix(rate, alpha=rate, weight_decay=decay)),
     "schedule_free": Row(lambda: optim.schedule_free(decayed(optim.sgd(rate)), rate)),
     "schedule_free_sgd": Row(lambda: optim.schedule_free_sgd(0.05, 3, weight_decay=decay)),
     "schedule_free_adamw": Row(lambda: optim.schedule_free_adamw(0.05, 3, weight_decay=decay)),
@@ -261,12 +261,12 @@ POINTWISE: dict[str, Row] = {
     "scale_by_rss": Row(lambda: finished(optim.scale_by_rss())),
     "scale_by_adadelta": Row(lambda: finished(optim.scale_by_adadelta(eps=1e-2))),
     "scale_by_rms": Row(lambda: finished(optim.scale_by_rms(initial_scale=0.1, eps_in_sqrt=True))),
-    "scale_by_stddev": Row(lambda: finished(optim.scale_by_stddev(bias_correction=True))),
-    "scale_by_rprop": Row(lambda: finished(optim.scale_by_rprop(0.1))),
+    "scale_by_stddev": Row(lambda: finished(optim.contrib.scale_by_stddev(bias_correction=True))),
+    "scale_by_rprop": Row(lambda: finished(optim.contrib.scale_by_rprop(0.1))),
     "scale_by_lion": Row(lambda: finished(optim.scale_by_lion())),
-    "scale_by_belief": Row(lambda: finished(optim.scale_by_belief())),
-    "scale_by_yogi": Row(lambda: finished(optim.scale_by_yogi())),
-    "scale_by_ademamix": Row(lambda: finished(optim.scale_by_ademamix())),
+    "scale_by_belief": Row(lambda: finished(optim.contrib.scale_by_belief())),
+    "scale_by_yogi": Row(lambda: finished(optim.contrib.scale_by_yogi())),
+    "scale_by_ademamix": Row(lambda: finished(optim.contrib.scale_by_ademamix())),
     "scale_by_sign": Row(lambda: finished(optim.scale_by_sign())),
     "trace": Row(lambda: finished(optim.trace(0.9))),
     "ema": Row(lambda: finished(optim.ema(0.9))),
@@ -303,14 +303,14 @@ POINTWISE: dict[str, Row] = {
 
 STATISTICS: dict[str, Row] = {
     "clip_by_global_norm": Row(lambda: finished(optim.clip_by_global_norm(0.5))),
-    "clip_by_block_rms": Row(lambda: finished(optim.clip_by_block_rms(0.1))),
+    "clip_by_block_rms": Row(lambda: finished(optim.contrib.clip_by_block_rms(0.1))),
     "adaptive_grad_clip": Row(lambda: finished(optim.adaptive_grad_clip(0.1))),
     "lamb": Row(lambda: optim.lamb(rate, weight_decay=decay)),
     "lars": Row(
         lambda: optim.lars(rate, decay, is_matrix, 0.5, nesterov=True)
     ),  # 0.001 would be lost in float32
-    "fromage": Row(lambda: decayed(optim.fromage(rate))),
-    "novograd": Row(lambda: optim.novograd(rate, weight_decay=decay)),
+    "fromage": Row(lambda: decayed(optim.contrib.fromage(rate))),
+    "novograd": Row(lambda: optim.contrib.novograd(rate, weight_decay=decay)),
     "adafactor": Row(lambda: optim.adafactor(rate, weight_decay_rate=decay)),
     "adafactor, momentum": Row(
         lambda: optim.adafactor(rate, 3, momentum=0.9, clipping_threshold=0.5)
@@ -328,20 +328,20 @@ STATISTICS: dict[str, Row] = {
     "adafactor, not factored": Row(
         lambda: optim.adafactor(rate, factored=False, weight_decay_rate=decay)
     ),
-    "sm3": Row(lambda: decayed(optim.sm3(rate))),
+    "sm3": Row(lambda: decayed(optim.contrib.sm3(rate))),
     "lbfgs": Row(lambda: decayed(optim.lbfgs(rate, 3))),
     "prodigy": Row(lambda: optim.prodigy(rate, estim_lr0=0.5, weight_decay=0.1)),
     "scale_by_trust_ratio": Row(lambda: finished(optim.scale_by_trust_ratio(0.1))),
-    "scale_by_param_block_norm": Row(lambda: finished(optim.scale_by_param_block_norm())),
-    "scale_by_param_block_rms": Row(lambda: finished(optim.scale_by_param_block_rms())),
-    "scale_by_novograd": Row(lambda: finished(optim.scale_by_novograd())),
+    "scale_by_param_block_norm": Row(lambda: finished(optim.contrib.scale_by_param_block_norm())),
+    "scale_by_param_block_rms": Row(lambda: finished(optim.contrib.scale_by_param_block_rms())),
+    "scale_by_novograd": Row(lambda: finished(optim.contrib.scale_by_novograd())),
     "scale_by_adafactor": Row(
         lambda: optim.chain(optim.scale_by_adafactor(rate), optim.add_decayed_weights(decay))
     ),
     "scale_by_factored_rms": Row(
         lambda: finished(optim.scale_by_factored_rms(min_dim_size_to_factor=2))
     ),
-    "scale_by_sm3": Row(lambda: finished(optim.scale_by_sm3())),
+    "scale_by_sm3": Row(lambda: finished(optim.contrib.scale_by_sm3())),
     "scale_by_lbfgs": Row(lambda: finished(optim.scale_by_lbfgs(3))),
     "with_statistics": Row(lambda: finished(own_statistics())),
     "with_statistics, every question": Row(lambda: finished(own_every_question())),
@@ -370,13 +370,15 @@ WHOLE: dict[str, Row] = {
     "scale_by_soap": Row(
         lambda: finished(optim.scale_by_soap(max_precond_dim=5, precondition_frequency=1))
     ),
-    "full_matrix_adagrad": Row(lambda: optim.full_matrix_adagrad(rate, weight_decay=decay)),
+    "full_matrix_adagrad": Row(lambda: optim.contrib.full_matrix_adagrad(rate, weight_decay=decay)),
     "full_matrix_adagrad, whole tree": Row(
-        lambda: optim.full_matrix_adagrad(rate, weight_decay=decay, whole_tree=True)
+        lambda: optim.contrib.full_matrix_adagrad(rate, weight_decay=decay, whole_tree=True)
     ),
-    "scale_by_full_matrix_adagrad": Row(lambda: finished(optim.scale_by_full_matrix_adagrad())),
+    "scale_by_full_matrix_adagrad": Row(
+        lambda: finished(optim.contrib.scale_by_full_matrix_adagrad())
+    ),
     "scale_by_full_matrix_adagrad_tree": Row(
-        lambda: finished(optim.scale_by_full_matrix_adagrad_tree())
+        lambda: finished(optim.contrib.scale_by_full_matrix_adagrad_tree())
     ),
     "with_whole_leaves": Row(lambda: finished(own_whole_leaves())),
     "with_whole_tree": Row(lambda: finished(own_whole_tree())),

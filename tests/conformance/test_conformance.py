@@ -31,7 +31,7 @@ from functorch_zero.testing import (
     assert_equal_values,
     check_transform,
 )
-from functorch_zero.testing.strategies import known_optimizers
+from functorch_zero.testing.strategies import known_optimizers, public_functions
 from tests.conformance.table import TABLE, Row, decay, rate
 from tests.conformance.tree import batches, hostile, part_of
 from tests.tiers import FULL, THOROUGH, tiers
@@ -242,7 +242,7 @@ def test_claims_hold(name: str) -> None:
 
 def public_transforms() -> set[str]:
     """What makes a transform, or a function that makes one, by its signature."""
-    things = {name: getattr(optim, name) for name in optim.__all__}
+    things = public_functions()
     makers = {
         name: inspect.signature(t).return_annotation
         for name, t in things.items()

@@ -25,6 +25,7 @@ from functorch_zero.optim import (
 from functorch_zero.optim.base import init_empty
 from functorch_zero.optim.claims.check import check_claims, name_of, simple_parts
 from functorch_zero.testing import check_transform
+from functorch_zero.testing.strategies import public_functions
 
 
 def leaf_by_leaf(fn: Any) -> Transform:
@@ -229,8 +230,7 @@ def test_names() -> None:
 def members() -> dict[str, Transform]:
     """Every transform that functorch_zero.optim makes from no argument, or from one number."""
     found = {}
-    for name in optim.__all__:
-        make = getattr(optim, name)
+    for name, make in public_functions().items():
         if inspect.isfunction(make) and not name.startswith("with_"):
             required = [
                 p for p in inspect.signature(make).parameters.values() if p.default is p.empty

@@ -107,7 +107,7 @@ def test_gradients_of_zero_and_not_finite(name: str, edges: list[Edge]) -> None:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_a_tree_too_large_is_an_error_on_all_ranks(level: int) -> None:
     def one(group: ThreadGroup) -> str:
-        optimizer = optim.full_matrix_adagrad(0.1, whole_tree=True, limit=1000)
+        optimizer = optim.contrib.full_matrix_adagrad(0.1, whole_tree=True, limit=1000)
         with pytest.raises(fz.errors.TransformError) as error:
             fz.shard(fz.train_step(loss_fn, optimizer), level=level, group=group).init(params())
         return str(error.value)

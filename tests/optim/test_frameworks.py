@@ -178,7 +178,7 @@ SHARED: dict[
         lambda p: torch.optim.RMSprop(p, 0.1, momentum=0.9, centered=True),
     ),
     "RMSprop plain": (lambda: optim.rmsprop(0.1), lambda p: torch.optim.RMSprop(p, 0.1)),
-    "Rprop": (lambda: optim.rprop(0.1), lambda p: torch.optim.Rprop(p, 0.1)),
+    "Rprop": (lambda: optim.contrib.rprop(0.1), lambda p: torch.optim.Rprop(p, 0.1)),
     "partition": (
         lambda: optim.partition(
             {"a": optim.adam(0.1), "b": optim.adam(0.1)}, lambda path, _: "ab"[path == "scale"]

@@ -46,12 +46,15 @@ ORACLES: dict[str, tuple[optim.Transform, Any]] = {
         lambda x, g: reference.lion(x, g, 0.1, 0.9, 0.99, 0.2),
     ),
     "adabelief": (
-        optim.adabelief(0.1, eps=1e-8, eps_root=1e-8),
+        optim.contrib.adabelief(0.1, eps=1e-8, eps_root=1e-8),
         lambda x, g: reference.adabelief(x, g, 0.1, 0.9, 0.999, 1e-8),
     ),
-    "yogi": (optim.yogi(0.1), lambda x, g: reference.yogi(x, g, 0.1, 0.9, 0.999, 1e-3, 1e-6)),
+    "yogi": (
+        optim.contrib.yogi(0.1),
+        lambda x, g: reference.yogi(x, g, 0.1, 0.9, 0.999, 1e-3, 1e-6),
+    ),
     "ademamix": (
-        optim.ademamix(0.1, weight_decay=0.2),
+        optim.contrib.ademamix(0.1, weight_decay=0.2),
         lambda x, g: reference.ademamix(x, g, 0.1, 0.9, 0.999, 0.9999, 5.0, 1e-8, 0.2),
     ),
     "schedule_free_sgd": (

@@ -40,8 +40,8 @@ def test_a_schedule_stands_for_a_number() -> None:
         (optim.adamw(same(0.1), weight_decay=same(0.2)), optim.adamw(0.1, weight_decay=0.2)),
         (optim.sgd(same(0.1), 0.9, weight_decay=same(0.2)), optim.sgd(0.1, 0.9, weight_decay=0.2)),
         (
-            optim.ademamix(0.1, b3=same(0.9), alpha=same(2.0)),
-            optim.ademamix(0.1, b3=0.9, alpha=2.0),
+            optim.contrib.ademamix(0.1, b3=same(0.9), alpha=same(2.0)),
+            optim.contrib.ademamix(0.1, b3=0.9, alpha=2.0),
         ),
         (optim.lookahead(optim.sgd(same(0.1)), 2, 0.5), optim.lookahead(optim.sgd(0.1), 2, 0.5)),
         (optim.params_ema(optim.sgd(0.1), same(0.9)), optim.params_ema(optim.sgd(0.1), 0.9)),
@@ -72,7 +72,7 @@ def test_schedules_read_nothing_on_the_host() -> None:
     schedules = [
         optim.warmup_cosine_decay_schedule(0.0, 1.0, 3, 9),
         optim.warmup_stable_decay_schedule(0.0, 1.0, 3, 3, 3),
-        optim.cosine_onecycle_schedule(9, 1.0),
+        optim.contrib.cosine_onecycle_schedule(9, 1.0),
         optim.exponential_decay(1.0, 3, 0.5),
     ]
     with NoHostReads():
@@ -102,7 +102,7 @@ def test_descriptions_tell_schedules_apart() -> None:
         (lambda: optim.cosine_decay_schedule(1.0, 0), "decay_steps"),
         (lambda: optim.join_schedules([optim.constant_schedule(1.0)], [3]), "need 0 boundaries"),
         (lambda: optim.warmup_stable_decay_schedule(0.0, 1.0, 1, 1, 1, shape="cubic"), "'cubic'"),
-        (lambda: optim.piecewise_interpolate_schedule("cubic", 1.0), "'cubic'"),
+        (lambda: optim.contrib.piecewise_interpolate_schedule("cubic", 1.0), "'cubic'"),
         (lambda: optim.reduce_on_plateau(factor=1.5), "factor 1.5"),
         (lambda: optim.observe((), 1.0), "got none"),
     ],

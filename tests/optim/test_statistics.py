@@ -55,7 +55,7 @@ TABLE: dict[str, tuple[optim.Transform, Any]] = {
         lambda: clipped(lambda g, p: oracles.clip_by_global_norm(g, 4.0)),
     ),
     "clip_by_block_rms": (
-        clipping(optim.clip_by_block_rms(0.3)),
+        clipping(optim.contrib.clip_by_block_rms(0.3)),
         lambda: clipped(lambda g, p: oracles.clip_by_block_rms(g, 0.3)),
     ),
     "adaptive_grad_clip": (
@@ -75,9 +75,9 @@ TABLE: dict[str, tuple[optim.Transform, Any]] = {
         optim.lars(falling, decay, nesterov=True),
         lambda: oracles.Lars(falling, decay, nesterov=True),
     ),
-    "fromage": (optim.fromage(falling), lambda: oracles.Fromage(falling)),
+    "fromage": (optim.contrib.fromage(falling), lambda: oracles.Fromage(falling)),
     "novograd": (
-        optim.novograd(falling, weight_decay=decay),
+        optim.contrib.novograd(falling, weight_decay=decay),
         lambda: oracles.Novograd(falling, decay),
     ),
     "adafactor": (
@@ -88,7 +88,7 @@ TABLE: dict[str, tuple[optim.Transform, Any]] = {
         optim.adafactor(falling, weight_decay_rate=decay, momentum=0.9, clipping_threshold=0.5),
         lambda: oracles.Adafactor(falling, decay, momentum=0.9, clip=0.5),
     ),
-    "sm3": (optim.sm3(falling), lambda: oracles.Sm3(falling)),
+    "sm3": (optim.contrib.sm3(falling), lambda: oracles.Sm3(falling)),
     "prodigy": (
         optim.prodigy(falling, weight_decay=0.1, estim_lr0=1e-2),
         lambda: oracles.Prodigy(falling, 0.1, 1e-2),
@@ -128,7 +128,7 @@ def test_adafactor_is_torch(clip: float) -> None:
 
 OPTAX: dict[str, tuple[optim.Transform, str]] = {
     "clip_by_global_norm": (optim.clip_by_global_norm(4.0), "optax.clip_by_global_norm(4.0)"),
-    "clip_by_block_rms": (optim.clip_by_block_rms(0.3), "optax.clip_by_block_rms(0.3)"),
+    "clip_by_block_rms": (optim.contrib.clip_by_block_rms(0.3), "optax.clip_by_block_rms(0.3)"),
     "adaptive_grad_clip": (
         optim.adaptive_grad_clip(0.3, axis=0),
         "optax.adaptive_grad_clip(0.3, axis=0)",
@@ -138,11 +138,11 @@ OPTAX: dict[str, tuple[optim.Transform, str]] = {
         "optax.scale_by_trust_ratio(0.2, 0.5, 0.1)",
     ),
     "scale_by_param_block_norm": (
-        optim.scale_by_param_block_norm(1.5),
+        optim.contrib.scale_by_param_block_norm(1.5),
         "optax.scale_by_param_block_norm(1.5)",
     ),
     "scale_by_param_block_rms": (
-        optim.scale_by_param_block_rms(0.9),
+        optim.contrib.scale_by_param_block_rms(0.9),
         "optax.scale_by_param_block_rms(0.9)",
     ),
     "scale_by_factored_rms": (
@@ -159,9 +159,12 @@ OPTAX: dict[str, tuple[optim.Transform, str]] = {
     ),
     "lamb": (optim.lamb(0.05, weight_decay=0.1), "optax.lamb(0.05, weight_decay=0.1)"),
     "lars": (optim.lars(0.05, 0.1, nesterov=True), "optax.lars(0.05, 0.1, nesterov=True)"),
-    "fromage": (optim.fromage(0.05), "optax.fromage(0.05)"),
-    "novograd": (optim.novograd(0.05, weight_decay=0.1), "optax.novograd(0.05, weight_decay=0.1)"),
-    "sm3": (optim.sm3(0.05), "optax.sm3(0.05)"),
+    "fromage": (optim.contrib.fromage(0.05), "optax.fromage(0.05)"),
+    "novograd": (
+        optim.contrib.novograd(0.05, weight_decay=0.1),
+        "optax.novograd(0.05, weight_decay=0.1)",
+    ),
+    "sm3": (optim.contrib.sm3(0.05), "optax.sm3(0.05)"),
     "prodigy": (
         optim.prodigy(estim_lr0=1e-2, weight_decay=0.1, safeguard_warmup=True),
         "optax.contrib.prodigy(estim_lr0=1e-2, weight_decay=0.1, safeguard_warmup=True)",
@@ -173,9 +176,9 @@ OPTAX: dict[str, tuple[optim.Transform, str]] = {
     "adafactor": (
         optim.chain(
             optim.scale_by_factored_rms(min_dim_size_to_factor=3),
-            optim.clip_by_block_rms(1.0),
+            optim.contrib.clip_by_block_rms(1.0),
             optim.scale_by_learning_rate(0.05),
-            optim.scale_by_param_block_rms(),
+            optim.contrib.scale_by_param_block_rms(),
         ),
         "optax.adafactor(0.05, min_dim_size_to_factor=3)",
     ),
@@ -220,8 +223,8 @@ def test_injected_hyperparams_change_nothing() -> None:
     made = {
         optim.lamb: {"learning_rate": falling, "weight_decay": decay},
         optim.lars: {"learning_rate": falling, "weight_decay": decay},
-        optim.fromage: {"learning_rate": 0.05},
-        optim.novograd: {"learning_rate": falling, "weight_decay": 0.1},
+        optim.contrib.fromage: {"learning_rate": 0.05},
+        optim.contrib.novograd: {"learning_rate": falling, "weight_decay": 0.1},
         optim.adafactor: {
             "learning_rate": falling,
             "weight_decay_rate": 0.1,
@@ -229,14 +232,14 @@ def test_injected_hyperparams_change_nothing() -> None:
             "momentum": 0.9,
         },
         optim.scale_by_factored_rms: {"min_dim_size_to_factor": 3},
-        optim.sm3: {"learning_rate": falling},
+        optim.contrib.sm3: {"learning_rate": falling},
         optim.prodigy: {"weight_decay": 0.1, "estim_lr0": 1e-2},
         optim.lbfgs: {"learning_rate": 0.05},
         optim.clip_by_global_norm: {"max_norm": 4.0},
-        optim.clip_by_block_rms: {"threshold": 0.3},
+        optim.contrib.clip_by_block_rms: {"threshold": 0.3},
         optim.adaptive_grad_clip: {"clipping": 0.3},
         optim.scale_by_trust_ratio: {"min_norm": 0.3, "eps": 0.1},
-        optim.scale_by_param_block_norm: {},
+        optim.contrib.scale_by_param_block_norm: {},
     }
     for factory, given in made.items():
         ours = run(optim.inject_hyperparams(factory)(**given), PARAMS, GRADIENTS)

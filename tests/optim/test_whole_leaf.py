@@ -81,11 +81,11 @@ TABLE: dict[str, tuple[optim.Transform, Any]] = {
         lambda: oracles.Soap(falling, decay, every=1, most=6),
     ),
     "full_matrix_adagrad": (
-        optim.full_matrix_adagrad(falling, weight_decay=decay),
+        optim.contrib.full_matrix_adagrad(falling, weight_decay=decay),
         lambda: oracles.FullMatrixAdagrad(falling, decay),
     ),
     "full_matrix_adagrad, whole tree": (
-        optim.full_matrix_adagrad(falling, weight_decay=decay, whole_tree=True),
+        optim.contrib.full_matrix_adagrad(falling, weight_decay=decay, whole_tree=True),
         lambda: oracles.FullMatrixAdagrad(falling, decay, whole_tree=True),
     ),
 }
@@ -192,7 +192,9 @@ def test_not_a_number(name: str, value: float) -> None:
         torch.testing.assert_close(pieces[k], updates[k], rtol=1e-11, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("make", [optim.scale_by_shampoo, optim.scale_by_full_matrix_adagrad])
+@pytest.mark.parametrize(
+    "make", [optim.scale_by_shampoo, optim.contrib.scale_by_full_matrix_adagrad]
+)
 def test_statistics_survive_a_bad_gradient(make: Any) -> None:
     bad = tree_map(lambda g: g * torch.nan, GRADIENTS[1])
     for transform in (make(graft=None) if make is optim.scale_by_shampoo else make(),):
@@ -236,9 +238,11 @@ def test_soap_does_not_feel_last_bits() -> None:
 def test_a_matrix_too_large(whole_tree: bool, size: int) -> None:
     sizes = [p.numel() for p in PARAMS.values()]
     assert size == (sum(sizes) if whole_tree else max(sizes)) ** 2 * 8
-    optim.full_matrix_adagrad(0.1, whole_tree=whole_tree, limit=size).init(PARAMS, Local(PARAMS))
+    optim.contrib.full_matrix_adagrad(0.1, whole_tree=whole_tree, limit=size).init(
+        PARAMS, Local(PARAMS)
+    )
     with pytest.raises(TransformError, match=f"would need {size} bytes"):
-        optim.full_matrix_adagrad(0.1, whole_tree=whole_tree, limit=size - 1).init(
+        optim.contrib.full_matrix_adagrad(0.1, whole_tree=whole_tree, limit=size - 1).init(
             PARAMS, Local(PARAMS)
         )
 
@@ -248,7 +252,7 @@ def test_a_matrix_too_large_on_every_rank() -> None:
 
     def one(group: ThreadGroup) -> str:
         with pytest.raises(TransformError) as error:
-            transform = optim.full_matrix_adagrad(0.1, limit=1000)
+            transform = optim.contrib.full_matrix_adagrad(0.1, limit=1000)
             transform.init(slice_tree(PARAMS, layout, group.rank), Sharded(layout, group))
         return str(error.value)
 
@@ -313,7 +317,7 @@ def test_injected_hyperparams_change_nothing() -> None:
             "graft": "rmsprop",
         },
         optim.soap: {"learning_rate": 0.05},
-        optim.full_matrix_adagrad: {"learning_rate": 0.05, "weight_decay": decay},
+        optim.contrib.full_matrix_adagrad: {"learning_rate": 0.05, "weight_decay": decay},
     }
     for factory, given in made.items():
         ours = run(optim.inject_hyperparams(factory)(**given), PARAMS, GRADIENTS)

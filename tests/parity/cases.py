@@ -103,9 +103,9 @@ POINTWISE: dict[str, Callable[[], optim.Transform]] = {
     "adamw": lambda: optim.adamw(RATE, weight_decay=0.1),
     "amsgrad": lambda: optim.amsgrad(RATE, weight_decay=0.1),
     "adamax": lambda: optim.adamax(RATE, weight_decay=0.1),
-    "adamaxw": lambda: optim.adamaxw(RATE, weight_decay=0.1),
+    "adamaxw": lambda: optim.contrib.adamaxw(RATE, weight_decay=0.1),
     "nadam": lambda: optim.nadam(RATE, weight_decay=0.1),
-    "nadamw": lambda: optim.nadamw(RATE, weight_decay=0.1),
+    "nadamw": lambda: optim.contrib.nadamw(RATE, weight_decay=0.1),
     "radam": lambda: optim.radam(RATE, b2=0.6, weight_decay=0.1),
     "adagrad": lambda: optim.adagrad(RATE, lr_decay=0.1, weight_decay=0.1),
     "adadelta": lambda: optim.adadelta(RATE, weight_decay=0.1),
@@ -114,12 +114,12 @@ POINTWISE: dict[str, Callable[[], optim.Transform]] = {
     "rmsprop optax": lambda: optim.rmsprop(
         RATE, 0.9, initial_scale=1.0, eps_in_sqrt=True, bias_correction=True
     ),
-    "rprop": lambda: optim.rprop(0.01),
-    "sign_sgd": lambda: optim.sign_sgd(RATE),
+    "rprop": lambda: optim.contrib.rprop(0.01),
+    "sign_sgd": lambda: optim.contrib.sign_sgd(RATE),
     "lion": lambda: optim.lion(RATE, weight_decay=0.1),
-    "adabelief": lambda: optim.adabelief(RATE),
-    "yogi": lambda: optim.yogi(RATE),
-    "ademamix": lambda: optim.ademamix(
+    "adabelief": lambda: optim.contrib.adabelief(RATE),
+    "yogi": lambda: optim.contrib.yogi(RATE),
+    "ademamix": lambda: optim.contrib.ademamix(
         RATE, b3=optim.linear_schedule(0.9, 0.99, 4), weight_decay=0.1
     ),
     "schedule_free_sgd": lambda: optim.schedule_free_sgd(0.3, warmup_steps=2, weight_decay=0.1),
@@ -144,12 +144,12 @@ POINTWISE: dict[str, Callable[[], optim.Transform]] = {
     ),
     "inject_hyperparams nadam": lambda: optim.inject_hyperparams(optim.nadam)(RATE),
     "inject_hyperparams radam": lambda: optim.inject_hyperparams(optim.radam)(RATE, b2=0.6),
-    "inject_hyperparams yogi": lambda: optim.inject_hyperparams(optim.yogi)(RATE),
-    "inject_hyperparams rprop": lambda: optim.inject_hyperparams(optim.rprop)(0.01),
+    "inject_hyperparams yogi": lambda: optim.inject_hyperparams(optim.contrib.yogi)(RATE),
+    "inject_hyperparams rprop": lambda: optim.inject_hyperparams(optim.contrib.rprop)(0.01),
     "inject_hyperparams adagrad": lambda: optim.inject_hyperparams(optim.adagrad)(
         0.1, lr_decay=0.1
     ),
-    "inject_hyperparams ademamix": lambda: optim.inject_hyperparams(optim.ademamix)(RATE),
+    "inject_hyperparams ademamix": lambda: optim.inject_hyperparams(optim.contrib.ademamix)(RATE),
     "inject_hyperparams lion": lambda: optim.inject_hyperparams(optim.lion)(RATE),
     "inject_hyperparams clip": lambda: optim.inject_hyperparams(optim.clip)(0.5),
     "inject_hyperparams free": lambda: optim.inject_hyperparams(optim.schedule_free_sgd)(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.optim.across import Local
+from functorch_zero.testing.strategies import public_functions
 from tests.parity.cases import assert_close, gradients, run, stacked
 
 jax = pytest.importorskip("jax", reason="optax is the oracle: pip install functorch-zero[test]")
@@ -64,7 +65,7 @@ ROWS: dict[str, tuple[Callable[[], optim.Transform], Callable[[], Any]]] = {
         lambda: optax.adamw(OPTAX_RATE, weight_decay=0.1, mask={"matrix": True, "scale": False}),
     ),
     "adamaxw": (
-        lambda: optim.adamaxw(LR, weight_decay=0.1),
+        lambda: optim.contrib.adamaxw(LR, weight_decay=0.1),
         lambda: optax.adamaxw(LR, weight_decay=0.1),
     ),
     "radam": (
@@ -85,15 +86,15 @@ ROWS: dict[str, tuple[Callable[[], optim.Transform], Callable[[], Any]]] = {
         lambda: optim.adadelta(1.0, weight_decay=0.1),
         lambda: optax.adadelta(1.0, weight_decay=0.1),
     ),
-    "sign_sgd": (lambda: optim.sign_sgd(LR), lambda: optax.sign_sgd(LR)),
+    "sign_sgd": (lambda: optim.contrib.sign_sgd(LR), lambda: optax.sign_sgd(LR)),
     "lion": (
         lambda: optim.lion(RATE, weight_decay=0.1),
         lambda: optax.lion(OPTAX_RATE, weight_decay=0.1),
     ),
-    "adabelief": (lambda: optim.adabelief(LR), lambda: optax.adabelief(LR)),
-    "yogi": (lambda: optim.yogi(LR), lambda: optax.yogi(LR)),
+    "adabelief": (lambda: optim.contrib.adabelief(LR), lambda: optax.adabelief(LR)),
+    "yogi": (lambda: optim.contrib.yogi(LR), lambda: optax.yogi(LR)),
     "ademamix": (
-        lambda: optim.ademamix(LR, b3=RATE, alpha=RATE, eps_root=1e-3, weight_decay=0.1),
+        lambda: optim.contrib.ademamix(LR, b3=RATE, alpha=RATE, eps_root=1e-3, weight_decay=0.1),
         lambda: contrib.ademamix(
             LR, b3=OPTAX_RATE, alpha=OPTAX_RATE, eps_root=1e-3, weight_decay=0.1
         ),
@@ -265,7 +266,7 @@ SCHEDULES: list[tuple[str, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("name", "args"), SCHEDULES)
 def test_schedules_are_optaxs(name: str, args: tuple[Any, ...]) -> None:
-    ours, theirs = getattr(optim, name)(*args), getattr(optax, name)(*args)
+    ours, theirs = public_functions()[name](*args), getattr(optax, name)(*args)
     for count in range(17):
         value: Tensor = ours(torch.tensor(count))
         assert value.dtype == torch.float64 and value.shape == ()

@@ -67,7 +67,7 @@ ROWS: dict[str, tuple[Callable[[], optim.Transform], Made]] = {
         lambda p: torch.optim.NAdam(p, LR, weight_decay=0.1),
     ),
     "NAdam W": (
-        lambda: optim.nadamw(LR, weight_decay=0.1),
+        lambda: optim.contrib.nadamw(LR, weight_decay=0.1),
         lambda p: torch.optim.NAdam(p, LR, weight_decay=0.1, decoupled_weight_decay=True),
     ),
     "RAdam": (
@@ -96,7 +96,7 @@ ROWS: dict[str, tuple[Callable[[], optim.Transform], Made]] = {
         lambda p: torch.optim.RMSprop(p, LR, 0.9, momentum=0.8, centered=True, weight_decay=0.1),
     ),
     "Rprop": (
-        lambda: optim.rprop(0.1, 0.4, 1.3, 1e-3, 0.15),
+        lambda: optim.contrib.rprop(0.1, 0.4, 1.3, 1e-3, 0.15),
         lambda p: torch.optim.Rprop(p, 0.1, (0.4, 1.3), (1e-3, 0.15)),
     ),
     "from_torch(AdamW)": (

@@ -10,6 +10,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
+from functorch_zero.testing.strategies import public_functions
 
 
 def zeros(params):
@@ -167,7 +168,7 @@ def test_what_owners_send_back_is_not_taken_for_a_bucket(name, seed):
     """The received pieces once lay in a buffer that had a bucket's size, and padding there was
     another leaf."""
     case = models.convnet(3, 2, 2, 5, seed)
-    step, params, buffers = case.step(getattr(optim, name)(0.01), weighted=True)
+    step, params, buffers = case.step(public_functions()[name](0.01), weighted=True)
     batches = case.batches(2, 6, seed)
     options = {"levels": (1, 2), "ranks": (3,), "per_rank": True, "allow_round_off": name != "muon"}
     assert_sharded_equals_unsharded(step, params, buffers, batches, **options)
