@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.tiers import THOROUGH
+
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "benchmarks" / "against.py"
 SPREAD = r"(\S+) \((\S+)-(\S+)\)"
 ROW = rf"^\| fz_level3 \| {SPREAD} \| {SPREAD} \| \S+ \| \S+ \| (\S+) \|$"
@@ -47,6 +49,7 @@ def module() -> Any:
     return made
 
 
+@THOROUGH
 @pytest.mark.timeout(300)  # four processes import torch, on machines that others use, too
 def test_a_wheel_against_a_checkout(tmp_path: Path) -> None:
     wheel = wheel_of(tmp_path)
@@ -72,6 +75,7 @@ def test_a_wheel_against_a_checkout(tmp_path: Path) -> None:
     assert apart == 0, "one code, one result"
 
 
+@THOROUGH
 @pytest.mark.timeout(300)  # four processes import torch, on machines that others use, too
 def test_a_side_that_fails_is_reported(tmp_path: Path) -> None:
     """Its own words are shown: so it is that version that was imported."""

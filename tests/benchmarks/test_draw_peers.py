@@ -26,7 +26,7 @@ PRINTED = """`python tests/benchmarks/peers.py`: 2 ranks
 
 @pytest.fixture(scope="module")
 def module() -> Any:
-    path = Path(__file__).parent / "benchmarks" / "draw_peers.py"
+    path = Path(__file__).parent / "draw_peers.py"
     spec = importlib.util.spec_from_file_location("draw_peers", path)
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)

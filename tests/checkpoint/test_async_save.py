@@ -223,16 +223,16 @@ def test_collectives_of_training_meanwhile(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, time, torch
 from functorch_zero import checkpoint, optim
-from functorch_zero.checkpoint import writer
+from functorch_zero.checkpoint import block_io
 from functorch_zero import train_step
 
-write = writer.write_all
+write = block_io.write_all
 def slow(*args):
     time.sleep(0.3)
     if sys.argv[2] == "fail":
         raise OSError(28, "No space left on device")
     write(*args)
-writer.write_all = slow
+block_io.write_all = slow
 
 step = train_step(lambda p, b, x: p["w"].sum(), optim.sgd(0.1))
 checkpoint.async_save(sys.argv[1], step, step.init({"w": torch.ones(3, requires_grad=True)}))

@@ -207,6 +207,7 @@ def test_sharded_is_unsharded(name: str, cases: list[Case]) -> None:
         assert_conforms(row, case, expected[case.dtype])
 
 
+@THOROUGH
 @pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
 def test_a_compiled_chain_is_a_row_too() -> None:
     """In a process of its own, since torch's compiler leaves threads behind."""

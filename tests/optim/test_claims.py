@@ -247,9 +247,9 @@ def test_every_member_passes(name: str) -> None:
     check_claims(
         transform
     )  # the first one in a process imports what torch needs for tensors without values
-    start = time.perf_counter()
+    start = time.process_time()
     check_claims(transform)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     check_claims(
         transform,
         {"layer": {"w": torch.zeros(4, 5), "b": torch.zeros(4)}, "s": torch.zeros(()), "n": None},

@@ -13,6 +13,7 @@ from functorch_zero.optim.kernels import compiled
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
+from tests.tiers import THOROUGH
 
 
 def loss_fn(params, buffers, batch):
@@ -123,6 +124,7 @@ def run_handing_on():
     return apart
 
 
+@THOROUGH
 @pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
 def test_a_state_may_be_what_the_update_was_given():
     (apart,) = launch(run_handing_on, 1, start_method="fork", timeout=100)

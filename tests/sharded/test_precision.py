@@ -25,6 +25,7 @@ from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import GPT, Block
 from tests.runtime.test_memory import LiveBytes
+from tests.tiers import tiers
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LEVELS = (0, 1, 2, 3)
@@ -244,9 +245,10 @@ def test_writing_to_what_the_loss_sees_is_refused() -> None:
 # Sharded = unsharded
 
 
+@pytest.mark.parametrize("ranks", tiers([3], [1]))
 @pytest.mark.parametrize("name", POLICIES)
-def test_each_policy(name: str) -> None:
-    check(*gpt_step(POLICIES[name]), ranks=(1, 3))
+def test_each_policy(name: str, ranks: int) -> None:
+    check(*gpt_step(POLICIES[name]), ranks=(ranks,))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +356,8 @@ def test_evaluation_on_a_running_mean_rounds_as_training() -> None:
         assert torch.allclose(got, expected, rtol=2e-5)  # without rounding it is 1e-4 away
 
 
-def test_on_processes() -> None:
+@pytest.mark.parametrize("ranks", tiers([3], [2]))
+def test_on_processes(ranks: int) -> None:
     """Over gloo, in bfloat16 and float16 on the wire, at each level."""
 
     def run(group: Any) -> dict[Any, Any]:
@@ -371,20 +374,19 @@ def test_on_processes() -> None:
             found[policy, level] = sharded.unshard(state).params
         return found
 
-    for ranks in (2, 3):
-        on_threads = run_ranks(run, ranks)
-        results = launch(lambda: run(ProcessGroup()), ranks, start_method="fork", timeout=100)
-        start = gpt_step(None)[1]
-        for key, expected in on_threads[0].items():
-            for path, old in start.items():
-                update = expected[path] - old
-                assert update.any()
-                for got in results:
-                    apart = (got[key][path] - expected[path]).abs().max()
-                    assert apart <= (1e-5 if key[0] == "norms" else 0.05) * update.abs().max(), (
-                        key,
-                        path,
-                    )
+    on_threads = run_ranks(run, ranks)
+    results = launch(lambda: run(ProcessGroup()), ranks, start_method="fork", timeout=100)
+    start = gpt_step(None)[1]
+    for key, expected in on_threads[0].items():
+        for path, old in start.items():
+            update = expected[path] - old
+            assert update.any()
+            for got in results:
+                apart = (got[key][path] - expected[path]).abs().max()
+                assert apart <= (1e-5 if key[0] == "norms" else 0.05) * update.abs().max(), (
+                    key,
+                    path,
+                )
 
 
 def test_params_inside_the_loss_have_their_compute_dtype() -> None:

@@ -11,6 +11,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.strategies import public_functions
+from tests.tiers import tiers
 
 
 def zeros(params):
@@ -116,10 +117,11 @@ TRANSFORMS = [author(make) for author in AUTHORS for make in CONSTRUCTORS]
 @pytest.mark.parametrize(
     ("ranks", "mask"), [(1, None), (2, None), (2, lambda path, leaf: leaf.ndim > 1)]
 )
+@pytest.mark.parametrize("levels", tiers([(0, 3)], [(1, 2)]), ids=str)
 @pytest.mark.parametrize(
     "kept", [*TRANSFORMS, whole_leaf_keeps_update(), swaps_its_state_in_place()]
 )
-def test_donation_does_not_change_what_a_transform_keeps(kept, ranks, mask):
+def test_donation_does_not_change_what_a_transform_keeps(kept, levels, ranks, mask):
     torch.manual_seed(0)
     params = {
         k: torch.randn(s, dtype=torch.float64).requires_grad_()
@@ -137,7 +139,7 @@ def test_donation_does_not_change_what_a_transform_keeps(kept, ranks, mask):
         state, _ = step(state, batch)
 
     def on_a_rank(group):
-        for level in range(4):
+        for level in levels:
             sharded = shard(step, level=level, group=group, donate=True)
             own = sharded.init(params)
             for k, batch in enumerate(batches):
