@@ -29,7 +29,7 @@ def test_a_profile_names_units(level: int) -> None:
             f"fz.wait for reduce {layer}[float64]",
         }
         assert expected <= seen
-        assert (f"fz.unshard {layer}" in seen) == (level == 3)
+        assert (f"fz.gather {layer}" in seen) == (level == 3)
     assert {"fz.loss", "fz.backward", "fz.update", "fz.publish"} <= seen
 
 

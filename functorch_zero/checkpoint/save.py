@@ -211,6 +211,6 @@ def _savers_of(step: Step) -> _Savers:
     if step not in _SAVERS:
         _SAVERS[step] = savers = _Savers(group_of(step))
         if isinstance(step, ShardedTrainStep):
-            step.watches.add(savers)
+            step.background.add(savers)
     made: _Savers = _SAVERS[step]
     return made

@@ -1,8 +1,8 @@
 """Ranks as threads of one process: for property tests and for trying things out; milliseconds a
 case, no ports.
 
-One rank at a time executes (baton.py says how), so runs are repeatable. Outputs are written by
-`Work.wait()`, never
+One rank at a time executes (thread_scheduler.py says how), so runs are repeatable. Outputs are
+written by `Work.wait()`, never
 before: code that reads too early sees old values every time, not only where the network is slow.
 """
 

@@ -163,8 +163,8 @@ class CastLeaf(torch.autograd.Function):
 
 
 class CastUnit:
-    """One unit in one call of a loss: the `Entrance` of its leaves' handles. It is entered as a
-    sharded one is."""
+    """One unit in one call of a loss: the `Entrance` of its leaves' lazy parameters. It is entered
+    as a sharded one is."""
 
     def __init__(self, unit: UnitSpec, stored: Sequence[Tensor], dtypes: Sequence[Dtypes | None]):
         self._modules = set(unit.modules)
@@ -219,12 +219,12 @@ class CastParams:
     def __init__(self, params: PyTree[Tensor]):
         self._units: list[CastUnit] = []
         self.params = optree.tree_map(
-            lambda node: self._handles(node) if isinstance(node, Params) else node,
+            lambda node: self._lazy_params(node) if isinstance(node, Params) else node,
             params,
             is_leaf=lambda node: isinstance(node, Params),
         )
 
-    def _handles(self, params: Params) -> Params:
+    def _lazy_params(self, params: Params) -> Params:
         seen = dict(params)
         for unit in params.units:
             stored = [params[path] for path in unit.leaves]
@@ -241,10 +241,8 @@ class CastParams:
                     [leaf.requires_grad for leaf in stored],
                 )
                 devices = [leaf.device for leaf in stored]
-                handles = make_lazy_params(
-                    repeat(entrance), count(), shapes, used, devices, trained
-                )
-                seen |= dict(zip(unit.leaves, handles, strict=True))
+                lazy = make_lazy_params(repeat(entrance), count(), shapes, used, devices, trained)
+                seen |= dict(zip(unit.leaves, lazy, strict=True))
         return Params(seen, params.units)
 
     def finish(self) -> None:

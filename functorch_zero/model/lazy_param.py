@@ -109,13 +109,13 @@ def make_lazy_params(
     devices: Iterable[torch.device],
     trainable: Iterable[bool],
 ) -> list[LazyParam]:
-    """A handle for each leaf. Steps make them anew, so with no line of Python for each."""
+    """A lazy parameter for each leaf. Steps make them anew, so with no line of Python for each."""
     default, strided, pinned = repeat(None), repeat(torch.strided), repeat(False)
     like = (shapes, default, default, default, dtypes, strided, devices, pinned, trainable)
-    handles = [*map(torch.Tensor._make_wrapper_subclass, repeat(LazyParam), *like)]
-    deque(map(setattr, handles, repeat("entrance"), entrances), maxlen=0)
-    deque(map(setattr, handles, repeat("number"), numbers), maxlen=0)
-    return handles
+    lazy = [*map(torch.Tensor._make_wrapper_subclass, repeat(LazyParam), *like)]
+    deque(map(setattr, lazy, repeat("entrance"), entrances), maxlen=0)
+    deque(map(setattr, lazy, repeat("number"), numbers), maxlen=0)
+    return lazy
 
 
 def _make_whole(leaf: Any) -> Any:
@@ -129,7 +129,7 @@ def unshard(tree: PyTree[Any]) -> PyTree[Any]:
     At level 3 each unit touched is all-gathered (S bytes for all of them), and stays whole until
     its gradient is taken.
 
-    >>> gather({"w": torch.ones(2)})
+    >>> unshard({"w": torch.ones(2)})
     {'w': tensor([1., 1.])}
     """
     return tree_map(_make_whole, tree)

@@ -119,8 +119,8 @@ class Skeleton:
         }
 
     def _as_used(self, path: str, leaf: Any) -> Any:
-        """A leaf that was given whole, in the dtype it is used in; a handle gives it so when it is
-        entered."""
+        """A leaf that was given whole, in the dtype it is used in; a lazy one gives it so when it
+        is entered."""
         policy = self._policies.get(path)
         return (
             leaf

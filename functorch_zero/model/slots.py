@@ -44,7 +44,7 @@ def entering(
 
     Args:
         path: of the module whose `forward` it is.
-        leaves: by path; those that are no handles are in their places already.
+        leaves: by path; those that are not lazy are in their places already.
     """
     given = used(places, leaves)
     owners = [*map(getattr, given, repeat("entrance"), repeat(None))]

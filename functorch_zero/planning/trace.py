@@ -123,7 +123,7 @@ class ImaginedStep(ShardedTrainStep):
         knows its value."""
 
         def loss(params: Any, buffers: Any, batch: Any) -> Any:
-            for run in {handle.entrance for handle in optree.tree_leaves(params)}:
+            for run in {leaf.entrance for leaf in optree.tree_leaves(params)}:
                 run.source = Noted(run.source, run.name, self._journal)
             self._enter("forward")
             result = loss_fn(params, buffers, batch)

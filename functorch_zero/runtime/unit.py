@@ -58,7 +58,7 @@ class Unscaled:
 
 
 class UnitRun:
-    """One unit during one pass: the `Entrance` of its leaves' handles."""
+    """One unit during one pass: the `Entrance` of its leaves' lazy parameters."""
 
     _leaves: Sequence[Tensor] | None = None
     _tracked = False  # whether gradients flow back from those leaves
@@ -196,7 +196,7 @@ class Enter(torch.autograd.Function):
 
 
 class Pass:
-    """One forward and backward of a loss on handles.
+    """One forward and backward of a loss on lazy parameters.
 
     Args:
         layout: how the tree is cut.
@@ -246,14 +246,14 @@ class Pass:
         self._asked = 0  # how many of its saved leaves it has asked for,
         self._to_come = 0  # and how many elements of them it has yet to ask for
 
-    def handles(self) -> Any:
+    def lazy_params(self) -> Any:
         """The tree the loss sees."""
         seen, entrances = self.layout.seen, map(self.runs.__getitem__, self.layout.seen.units)
         trainable = seen.trainable if self.anchor is not None else repeat(False)
-        handles = make_lazy_params(
+        lazy = make_lazy_params(
             entrances, seen.numbers, seen.shapes, seen.dtypes, repeat(self.device), trainable
         )
-        return self.layout.treedef.unflatten(handles)
+        return self.layout.treedef.unflatten(lazy)
 
     def fetch(self, run: UnitRun) -> list[Tensor]:
         """The unit's flats; the one that was fetched after it the last time is on its way."""

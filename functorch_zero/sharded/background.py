@@ -21,8 +21,8 @@ class BackgroundTask(Protocol):
 
 
 class BackgroundTasks:
-    """A step's watches. When one has failed on any rank, every rank's next step raises before it
-    touches the state."""
+    """A step's background tasks. When one has failed on any rank, every rank's next step raises
+    before it touches the state."""
 
     def __init__(self) -> None:
         self._watches: list[BackgroundTask] = []

@@ -53,7 +53,9 @@ class ShardedEvalStep:
             ahead, self._trace = self._trace, []  # ranks of which one fails forget it
             run = Pass(layout, sources, None, device=flats[0].device, ahead=ahead)
             with replayed(state.seed, state.step, self.group.rank, flats[0].device):
-                metrics, weight = call_eval(self.unsharded.fn, run.handles(), state.buffers, batch)
+                metrics, weight = call_eval(
+                    self.unsharded.fn, run.lazy_params(), state.buffers, batch
+                )
             run.finish()
             report = agreement.average(
                 metrics, weight, labelled(self.group, "evaluation/metrics"), log

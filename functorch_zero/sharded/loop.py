@@ -65,7 +65,7 @@ def equalize_batches(
     >>> from functorch_zero.testing import run_ranks
     >>> def sizes(group):
     ...     own = [torch.ones(2)] * (1 + group.rank)
-    ...     return [len(batch) for batch in rounds(own, group)]
+    ...     return [len(batch) for batch in equalize_batches(own, group)]
     >>> run_ranks(sizes, 2)
     [[2, 0], [2, 2]]
     """

@@ -54,7 +54,7 @@ class ShardedTrainStep:
 
     def __init__(self, step: TrainStep, options: Options):
         self.unsharded, self.options = step, options
-        self.watches = BackgroundTasks()
+        self.background = BackgroundTasks()
         self._prepared: PreparedUpdate | None = None
         self._trace: list[
             str
@@ -262,7 +262,7 @@ class ShardedTrainStep:
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
             with ranged("loss"):
                 outcome = call_loss(
-                    self.unsharded.loss_fn, run.handles(), state.buffers, batch, rank
+                    self.unsharded.loss_fn, run.lazy_params(), state.buffers, batch, rank
                 )
             if not any(unit.entered for unit in run.runs):
                 raise independent(rank)
@@ -282,12 +282,12 @@ class ShardedTrainStep:
     ) -> agreement.Report:
         """What all ranks know after backward: metrics, the sum of weights, which buffers any
         changed, and `more`."""
-        flags = [*replaced(state.buffers, outcome.buffers), *more, self.watches.failed()]
+        flags = [*replaced(state.buffers, outcome.buffers), *more, self.background.failed()]
         seen = {"loss": outcome.loss, **outcome.metrics}
         report = agreement.average(
             seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags
         )
-        self.watches.raise_if(report.flags.pop())
+        self.background.raise_if(report.flags.pop())
         return report
 
     @property

@@ -118,7 +118,7 @@ def assert_sharded_equals_unsharded(
             _check_fair(whole, batches, num_ranks)
         expected = whole or run_in_parts(step, start, parts, rule=rule)
         for level in levels:
-            settings = {"level": level, "buffers": rule, **options}
+            settings = {"level": level, "sync_buffers": rule, **options}
             got = _run_sharded(step, start, parts, num_ranks, settings, shard_size)
             at = {"level": level, "ranks": num_ranks}
             comparison = Comparison(expected, got, equality, tuple(unused), rule == "local", at)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from functorch_zero import functionalize, optim, train_step
-from functorch_zero.layout import layout
+from functorch_zero.layout import build
 from functorch_zero.model.lazy_param import unshard
 from functorch_zero.step.loss import Aux
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -14,7 +14,7 @@ from functorch_zero.testing import assert_sharded_equals_unsharded
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(layout, "LARGE", 1)
+    monkeypatch.setattr(build, "LARGE", 1)
 
 
 class Block(nn.Module):

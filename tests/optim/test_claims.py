@@ -101,7 +101,7 @@ def test_mistagged_pointwise_is_refused(culprit: str) -> None:
     assert given_away in message
     assert "leaf_by_leaf.<locals>.update" in message
     assert "Remedy" in message
-    assert re.search(r"\(test_check\.py:\d+\)", message) or "makes updates of leaf" in message
+    assert re.search(r"\(test_claims\.py:\d+\)", message) or "makes updates of leaf" in message
 
 
 def test_asking_across_in_a_pointwise_transform_is_refused() -> None:

@@ -415,7 +415,7 @@ def test_a_mesh_of_two_axes(level: int, over: Any) -> None:
             "level": level,
             "ranks": 4,
             "rank": rank,
-            "shard": 2,
+            "shard_size": 2,
             "state_axes": over,
         }
         made = plan(params, step, batch=tokens(), **options)
@@ -483,7 +483,7 @@ def test_nothing_given_is_changed_and_meta_does() -> None:
     whole = plan(model, optim.adamw(1e-3), level=3, ranks=2, units="blocks.*", batch=tokens())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     with torch.device("meta"):
-        empty = Decoder(12, 3, 24)
+        empty = Decoder(12, 2, 24)
     batch = tuple(x.to("meta") for x in tokens())
     assert plan(empty, optim.adamw(1e-3), level=3, ranks=2, units="blocks.*", batch=batch) == whole
 

@@ -666,7 +666,7 @@ def test_ranks_that_enter_units_in_another_order(level: int) -> None:
         run_ranks(run, 2)
 
 
-def test_a_transform_by_handles_is_refused() -> None:
+def test_a_transform_by_lazy_params_is_refused() -> None:
     def run(how: str) -> Callable[[Any], None]:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
             ways = {
@@ -685,7 +685,7 @@ def test_a_transform_by_handles_is_refused() -> None:
         )
 
     for how in ("grad", "vmap", "autograd"):
-        with pytest.raises(StructureError, match=r"Remedy.*gather"):
+        with pytest.raises(StructureError, match=r"Remedy.*unshard"):
             run_ranks(run(how), 2)
 
 

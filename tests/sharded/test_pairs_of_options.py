@@ -398,7 +398,7 @@ def unsharded(case: Case) -> Run:
     if values is not None:
         start = start._replace(params=values.fill(start.params), buffers=values.fill(start.buffers))
     if o.by_rank:
-        run = run_in_parts(step, start, parts, rule=o.shard.get("buffers", "mean"))
+        run = run_in_parts(step, start, parts, rule=o.shard.get("sync_buffers", "mean"))
     else:
         run = run_whole(
             step, start, [{n: torch.cat([p[n] for p in some]) for n in some[0]} for some in parts]
@@ -465,7 +465,7 @@ def compare(case: Case, expected: Run, runs: list[Run]) -> None:
     assert_equal_values(
         expected.start.params, runs[0].start.params, grade="bitwise", what="first params"
     )
-    Comparison(expected, runs, o.grade, (), o.shard.get("buffers") == "local", at).run()
+    Comparison(expected, runs, o.grade, (), o.shard.get("sync_buffers") == "local", at).run()
 
 
 def check(case: Case) -> None:

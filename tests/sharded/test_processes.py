@@ -36,18 +36,20 @@ from tests.runtime.test_unit import (
     some_rows_reach,
     with_negative_half,
 )
+from tests.tiers import tiers
 
 LEVELS = (0, 1, 2, 3)
 ROWS = 12
 
 
-def levels_of(model: str, optimizer: str, ranks: int) -> list[int]:
-    """One level for each combination.
+def level_of(model: str, optimizer: str, ranks: int, turn: int) -> int:
+    """The level of one combination.
 
-    Two and three ranks together run every level with every model, and with every optimizer.
+    In each of four turns, two and three ranks together run every level with every model, and with
+    every optimizer; the four turns together are all there is.
     """
-    turn = [*ZOO].index(model) + [*OPTIMIZERS].index(optimizer) + ranks
-    return [LEVELS[turn % len(LEVELS)]]
+    number = [*ZOO].index(model) + [*OPTIMIZERS].index(optimizer) + ranks + turn
+    return LEVELS[number % len(LEVELS)]
 
 
 OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
@@ -66,32 +68,33 @@ def on_processes(fn: Callable[[Any], Any], ranks: int) -> list[Any]:
 MODELS = ("mlp", "gpt", "convnet", "frozen", "scalars")
 
 
-def everything(ranks: int) -> Any:
-    """What one rank does: each level, optimizer and model; results by their names."""
+def everything(ranks: int, turn: int) -> Any:
+    """One rank's work: each optimizer with each model, at one level; results by their names."""
 
     def run(group: Any) -> dict[Any, Run]:
         found = {}
         for name in MODELS:
             for optimizer, make in OPTIMIZERS.items():
-                for level in levels_of(name, optimizer, ranks):
-                    loss_fn, params, buffers = ZOO[name].build(weighted=True)
-                    found[name, optimizer, level] = train_sharded(
-                        group,
-                        train_step(loss_fn, make()),
-                        params,
-                        buffers,
-                        ZOO[name].batches(2, ROWS),
-                        uneven(ROWS, ranks),
-                        level=level,
-                    )
+                level = level_of(name, optimizer, ranks, turn)
+                loss_fn, params, buffers = ZOO[name].build(weighted=True)
+                found[name, optimizer, level] = train_sharded(
+                    group,
+                    train_step(loss_fn, make()),
+                    params,
+                    buffers,
+                    ZOO[name].batches(2, ROWS),
+                    uneven(ROWS, ranks),
+                    level=level,
+                )
         return found
 
     return run
 
 
+@pytest.mark.parametrize("turn", tiers([0], [1, 2, 3]))
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sharded_is_unsharded(ranks: int) -> None:
-    runs = on_processes(everything(ranks), ranks)
+def test_sharded_is_unsharded(ranks: int, turn: int) -> None:
+    runs = on_processes(everything(ranks, turn), ranks)
     for key in runs[0]:
         name, optimizer, _ = key
         assert_same_on_all_ranks([run[key] for run in runs])

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from optree import tree_map
 from torch import Tensor, nn
 
+import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import DonatedError, GroupError, StructureError, TransformError
 from functorch_zero.groups import run_ranks
@@ -689,7 +690,11 @@ def test_params_in_another_tree_are_refused(level: int) -> None:
         sharded = shard(step, level=level, group=group)
         state = sharded.init(params, buffers)
         other = state._replace(params=dict(state.params.items()))
-        for use in (lambda s: sharded(s, torch.ones(4)), sharded.gather, sharded.describe):
+        for use in (
+            lambda s: sharded(s, torch.ones(4)),
+            sharded.unshard,
+            lambda s: fz.describe(sharded, s),
+        ):
             with pytest.raises(
                 StructureError, match=r"another tree structure.*got a dict.*tree_map"
             ):

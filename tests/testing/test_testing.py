@@ -205,14 +205,15 @@ def test_a_right_step_passes() -> None:
 
 
 def break_steps(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Make what ranks gather after the second step wrong, as a defect of the library would."""
-    gather = ShardedTrainStep.gather
+    """Make the state that ranks unshard after the second step wrong, as a defect of the library
+    would."""
+    unshard = ShardedTrainStep.unshard
 
     def wrong(self: ShardedTrainStep, state: Any) -> Any:
-        whole = gather(self, state)
+        whole = unshard(self, state)
         return change(whole, self.group.rank) if int(whole.step) == 2 and self.level == 2 else whole
 
-    monkeypatch.setattr(ShardedTrainStep, "gather", wrong)
+    monkeypatch.setattr(ShardedTrainStep, "unshard", wrong)
 
 
 def perturbed(tree: Any, by: float = 1e-3) -> Any:
@@ -361,7 +362,7 @@ def test_allowing_round_off_allows_no_defect(monkeypatch: pytest.MonkeyPatch) ->
         )
 
 
-# Transforms: the operators are in test_check.py, here are the numbers
+# Transforms: the operators are in tests/optim/test_claims.py, here are the numbers
 
 
 def by_leaf(fn: Any) -> Transform:
