@@ -1,6 +1,5 @@
-"""Reading ranges of files into tensors, block by block, each block checked before it counts.
-
-Files are read with pread, never mapped: a mapped file that gets shorter kills the process.
+"""Reading ranges of files into tensors, and writing a rank's file, block by block. Each block has a
+checksum, and is checked before it counts.
 """
 
 from __future__ import annotations
@@ -23,6 +22,12 @@ from .files import create, opened, read_into, write_all
 from .manifest import File, Manifest, Piece
 from .safetensors_file import DTYPES, bytes_of, dtype_name, make_header
 from .snapshot import Progress, Snapshot
+
+BLOCK = 2**22  # bytes that one checksum covers, and that are written at once
+CHECKSUM = "crc32"
+_SECONDS_BETWEEN_REPORTS = 10.0
+log = logging.getLogger("functorch_zero.checkpoint")
+
 
 _THREADS = 2
 _FEW_BLOCKS = 4
@@ -173,18 +178,6 @@ def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[
             runs.append(_Run(w, max(w.offset, number * block), min(w.end, (number + 1) * block)))
     if runs:
         yield current * block, runs
-
-
-BLOCK = 2**22  # bytes that one checksum covers, and that are written at once
-
-
-CHECKSUM = "crc32"
-
-
-_SECONDS_BETWEEN_REPORTS = 10.0
-
-
-log = logging.getLogger("functorch_zero.checkpoint")
 
 
 def write_rank_file(path: Path, snapshot: Snapshot) -> File:

@@ -1,5 +1,6 @@
-"""A checkpoint as the files that everybody reads: whole leaves under the model's own names, in
-safetensors."""
+"""Weights from and to other people's files: whole leaves under the model's own names, in
+safetensors. An import goes straight into pieces, without any rank holding the whole.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +27,10 @@ from .files import Temporary, create, read_file, write_all, write_file
 from .load import blank_state
 from .manifest import Leaf, Manifest
 from .safetensors_file import DTYPES, INTACT, bytes_of, make_header, read_header, strict_json
+
+MAX_INDEX = 2**26  # bytes
+TREES = ("params", "buffers")
+
 
 PathLike = str | os.PathLike[str]
 Aliases = Mapping[str, str] | Apply | None
@@ -196,12 +201,6 @@ def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
         if runs:
             read_wanted(folder, file, manifest, runs)
     return whole
-
-
-MAX_INDEX = 2**26  # bytes
-
-
-TREES = ("params", "buffers")
 
 
 class Source(NamedTuple):

@@ -1,5 +1,6 @@
-"""A mesh of ranks with two axes, replicate and shard: pieces lie along one, their copies along the
-other."""
+"""A mesh of ranks with two axes, replicate and shard, and the axes of a step: pieces lie along one
+axis, their copies along the other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Plan`: what a sharded step will hold and send, as plain data."""
+"""`Plan`: the memory and traffic of a sharded step, as plain data, tables and pictures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,136 @@ import torch
 from ..layout.layout import Layout
 from ..optim.base import Needs, Transform
 from ..sharded_optim.state_plan import EVERYONE, make_planner
+
+KINDS = {  # of memory: the field of a `Sample`, and what it is called
+    "params": "params",
+    "state": "optimizer state",
+    "gradients": "gradients",
+    "gathered": "gathered params",
+    "activations": "activations, temporaries",
+}
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+class Collective(NamedTuple):
+    """One collective that a rank calls in a step."""
+
+    phase: str  # forward, backward, metrics, buffers, optimizer or publish
+    kind: str  # the group's method
+    unit: str  # whose bucket; empty where it belongs to no unit
+    dtype: torch.dtype
+    num_elements: (
+        int  # of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
+    )
+    sent_bytes: float  # what this rank sends at least, on a ring
+    group: str  # which ranks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the longest tensor."""
+        return self.num_elements * self.dtype.itemsize
+
+
+class Sample(NamedTuple):
+    """A rank's memory at one moment of a step, in bytes by kind."""
+
+    moment: str  # "forward of blocks.0", say
+    params: int
+    state: int
+    gradients: int
+    gathered: int
+    activations: int  # and temporaries
+
+    @property
+    def total(self) -> int:
+        """All kinds."""
+        return sum(self[1:])
+
+
+class Owned(NamedTuple):
+    """One leaf of a whole-leaf optimizer, at its owner."""
+
+    path: str
+    owner: int
+    cost: float
+
+
+class Balance(NamedTuple):
+    """How evenly whole leaves are spread over their owners."""
+
+    leaves: tuple[Owned, ...]
+    num_ranks: int
+
+    def loads(self) -> list[float]:
+        """Each rank's cost."""
+        loads = [0.0] * self.num_ranks
+        for leaf in self.leaves:
+            loads[leaf.owner] += leaf.cost
+        return loads
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank's cost, in units of the mean: 1 is even, `num_ranks` is all at one."""
+        loads = self.loads()
+        return max(loads) * len(loads) / (sum(loads) or 1.0)
+
+
+def highest(samples: Sequence[Sample]) -> Sample:
+    """The first of the largest samples."""
+    return max(samples, key=lambda sample: sample.total)
+
+
+def bytes_text(nbytes: float) -> str:
+    """Bytes for people: decimal units, three digits or so.
+
+    >>> bytes_text(31_400_000_000), bytes_text(999), bytes_text(0)
+    ('31.4 GB', '999 B', '0 B')
+    """
+    for size, unit in _UNITS:
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines: the first column to the left, the others to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def format_collectives(collectives: Sequence[Collective]) -> str:
+    """One line for all calls of a phase, kind and dtype."""
+    rows = [["phase", "kind", "dtype", "calls", "bytes", "sent"]]
+    grouped: dict[tuple[str, str, str], list[Collective]] = {}
+    for c in collectives:
+        grouped.setdefault((c.phase, c.kind, str(c.dtype).removeprefix("torch.")), []).append(c)
+    for key, calls in grouped.items():
+        sizes = (
+            bytes_text(sum(c.nbytes for c in calls)),
+            bytes_text(sum(c.sent_bytes for c in calls)),
+        )
+        rows.append([*key, str(len(calls)), *sizes])
+    total = bytes_text(sum(c.sent_bytes for c in collectives))
+    rows.append(["total", "", "", str(len(collectives)), "", total])
+    return "\n".join("  " + line for line in align(rows).splitlines())
+
+
+def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
+    """How evenly whole leaves are spread over owners; None where the optimizer needs none."""
+    if optimizer.needs < Needs.WHOLE_LEAF:
+        return None
+    planner = make_planner(layout, layout.trainable, layout.num_ranks)
+    optimizer.init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner)
+    owned = [
+        Owned(layout.leaves[n].path, owner, cost)
+        for n, owner, cost in planner.owned
+        if owner != EVERYONE
+    ]
+    return Balance(tuple(owned), layout.num_ranks) if owned else None
 
 
 @dataclass(frozen=True)
@@ -135,139 +265,6 @@ class Plan:
 
 def _balance(balance: Balance) -> dict[str, Any]:
     return {"imbalance": balance.imbalance, "leaves": [leaf._asdict() for leaf in balance.leaves]}
-
-
-KINDS = {  # of memory: the field of a `Sample`, and what it is called
-    "params": "params",
-    "state": "optimizer state",
-    "gradients": "gradients",
-    "gathered": "gathered params",
-    "activations": "activations, temporaries",
-}
-
-
-class Collective(NamedTuple):
-    """One collective that a rank calls in a step."""
-
-    phase: str  # forward, backward, metrics, buffers, optimizer or publish
-    kind: str  # the group's method
-    unit: str  # whose bucket; empty where it belongs to no unit
-    dtype: torch.dtype
-    num_elements: (
-        int  # of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
-    )
-    sent_bytes: float  # what this rank sends at least, on a ring
-    group: str  # which ranks
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the longest tensor."""
-        return self.num_elements * self.dtype.itemsize
-
-
-class Sample(NamedTuple):
-    """A rank's memory at one moment of a step, in bytes by kind."""
-
-    moment: str  # "forward of blocks.0", say
-    params: int
-    state: int
-    gradients: int
-    gathered: int
-    activations: int  # and temporaries
-
-    @property
-    def total(self) -> int:
-        """All kinds."""
-        return sum(self[1:])
-
-
-class Owned(NamedTuple):
-    """One leaf of a whole-leaf optimizer, at its owner."""
-
-    path: str
-    owner: int
-    cost: float
-
-
-class Balance(NamedTuple):
-    """How evenly whole leaves are spread over their owners."""
-
-    leaves: tuple[Owned, ...]
-    num_ranks: int
-
-    def loads(self) -> list[float]:
-        """Each rank's cost."""
-        loads = [0.0] * self.num_ranks
-        for leaf in self.leaves:
-            loads[leaf.owner] += leaf.cost
-        return loads
-
-    @property
-    def imbalance(self) -> float:
-        """The busiest rank's cost, in units of the mean: 1 is even, `num_ranks` is all at one."""
-        loads = self.loads()
-        return max(loads) * len(loads) / (sum(loads) or 1.0)
-
-
-def highest(samples: Sequence[Sample]) -> Sample:
-    """The first of the largest samples."""
-    return max(samples, key=lambda sample: sample.total)
-
-
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def bytes_text(nbytes: float) -> str:
-    """Bytes for people: decimal units, three digits or so.
-
-    >>> bytes_text(31_400_000_000), bytes_text(999), bytes_text(0)
-    ('31.4 GB', '999 B', '0 B')
-    """
-    for size, unit in _UNITS:
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines: the first column to the left, the others to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
-
-
-def format_collectives(collectives: Sequence[Collective]) -> str:
-    """One line for all calls of a phase, kind and dtype."""
-    rows = [["phase", "kind", "dtype", "calls", "bytes", "sent"]]
-    grouped: dict[tuple[str, str, str], list[Collective]] = {}
-    for c in collectives:
-        grouped.setdefault((c.phase, c.kind, str(c.dtype).removeprefix("torch.")), []).append(c)
-    for key, calls in grouped.items():
-        sizes = (
-            bytes_text(sum(c.nbytes for c in calls)),
-            bytes_text(sum(c.sent_bytes for c in calls)),
-        )
-        rows.append([*key, str(len(calls)), *sizes])
-    total = bytes_text(sum(c.sent_bytes for c in collectives))
-    rows.append(["total", "", "", str(len(collectives)), "", total])
-    return "\n".join("  " + line for line in align(rows).splitlines())
-
-
-def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
-    """How evenly whole leaves are spread over owners; None where the optimizer needs none."""
-    if optimizer.needs < Needs.WHOLE_LEAF:
-        return None
-    planner = make_planner(layout, layout.trainable, layout.num_ranks)
-    optimizer.init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner)
-    owned = [
-        Owned(layout.leaves[n].path, owner, cost)
-        for n, owner, cost in planner.owned
-        if owner != EVERYONE
-    ]
-    return Balance(tuple(owned), layout.num_ranks) if owned else None
 
 
 def draw(samples: Sequence[Sample], path: str, *, title: str) -> None:

@@ -41,6 +41,8 @@ from ..tree import has_values
 from .live_bytes import LiveBytes
 from .report import Collective, Sample
 
+Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
+
 
 class ImaginedStep(ShardedTrainStep):
     """One step on a rank that is not there.
@@ -219,9 +221,6 @@ class _Announced:
         made = (None, state) if self._idle else self._prepared.update(grads, state, params)
         self._enter("publish")
         return made
-
-
-Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
 
 
 class Journal:

@@ -1,5 +1,6 @@
-"""What ranks tell each other once a step: weights, metrics, and a digest of the collectives each
-has started."""
+"""Agreement of ranks: at `init` on what they were given, and in each step on metrics, weights,
+flags and a digest of the collectives that each has started.
+"""
 
 from __future__ import annotations
 

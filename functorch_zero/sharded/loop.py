@@ -1,5 +1,6 @@
-"""Going on and stopping together: what a loop on N ranks must agree on, so that none waits for one
-that has left."""
+"""A loop on N ranks: going on and stopping together, so that no rank waits for one that has left,
+and values that one rank has, on all.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def equalize_batches(
             with sharing_failures(group):
                 raise StructureError(
                     f"rank {group.rank} has no batch at all, and others have. Remedy: "
-                    "rounds(batches, group, empty=...), a batch with 0 rows"
+                    "equalize_batches(batches, group, empty=...), a batch with 0 rows"
                 )
         if empty is None:
             empty = tree_map(lambda x: x[:0] if isinstance(x, Tensor) and x.dim() else x, batch)

@@ -33,6 +33,9 @@ from .equality import (
     is_visible,
 )
 
+JITTER = 16  # last places of a leaf's largest gradient, about what sums in another order differ by
+
+
 HINT = (
     "If the loss of a batch is not the mean of its parts' losses (BatchNorm, dropout, a sum "
     "instead of a mean), compare with per_rank=True."
@@ -299,9 +302,6 @@ def _slack(expected: Any, *jittered: Any) -> list[float]:
         ROUND_OFF * max((apart(first, other) for other in rest), default=0.0)
         for first, *rest in zip(*leaves, strict=True)
     ]
-
-
-JITTER = 16  # last places of a leaf's largest gradient, about what sums in another order differ by
 
 
 class Step(NamedTuple):
