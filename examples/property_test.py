@@ -5,8 +5,8 @@ unsharded one.
     $ pytest examples/property_test.py
 
 Ranks are threads of this process, so a case takes milliseconds. The step here has a penalty on the
-parameters, a weight
-per example and a global clip: each is a place where a sharded training loop is easily wrong.
+parameters, a weight per example and a global clip: each is a place where a sharded training loop is
+easily wrong.
 """
 
 import argparse

@@ -31,8 +31,8 @@ class Precision:
         storage: of the params in the state (the masters), which the optimizer sees. None: as the
             module has them.
         compute: of the whole leaves that a module's forward works with. Floating-point tensors
-            given to a module that
-            holds leaves are cast to it. None: the storage dtype, and inputs stay as they are.
+            given to a module that holds leaves are cast to it. None: the storage dtype, and inputs
+            stay as they are.
         gather: in which leaves travel to be made whole; they are rounded to it. None: storage or
             compute, whichever takes fewer bytes (compute if neither does), which rounds nothing
             more.

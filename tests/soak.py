@@ -4,9 +4,8 @@ are damaged meanwhile.
     $ PYTHONPATH=. python tests/soak.py --seconds 300 --ranks 3
 
 Ends with an account of every committed step: all there and intact but for those that were damaged
-    on purpose, which
-`verify` has named; and the final state has the digest of a run to which nothing happened.
-tests/checkpoint/test_soak.py runs a few seconds of it, and minutes in the full tier.
+on purpose, which `verify` has named; and the final state has the digest of a run to which nothing
+happened. tests/checkpoint/test_soak.py runs a few seconds of it, and minutes in the full tier.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def export_weights(
 
     That is `model.safetensors`, or, with more than `max_file_bytes`,
     `model-00001-of-0000N.safetensors` with `model.safetensors.index.json`. `Module.load_state_dict`
-    takes what `safetensors.torch.load_file` reads. Run by one
-    process, without a group. Every block read is checked. Memory: the largest leaf, and 4 MiB.
+    takes what `safetensors.torch.load_file` reads. Run by one process, without a group. Every block
+    read is checked. Memory: the largest leaf, and 4 MiB.
 
     Args:
         root: the folder of checkpoints.

@@ -78,8 +78,7 @@ def import_dcp(
     **Reading such a folder unpickles its metadata, which can run any code, and checks no checksum:
         only folders that
     you trust.** Weights only: optimizer states of others have other structures. Each rank reads
-        whole leaves, one after
-    the other, and keeps what it is to hold.
+    whole leaves, one after the other, and keeps what it is to hold.
 
     Args:
         folder: what `dcp.save` wrote, sharded in any way.

@@ -2,9 +2,8 @@
 
 The file's first line is the checksum of the rest. What comes out of `parse_manifest` is safe to act
 on: file names follow from the number of ranks, every number is bounded, no piece lies outside its
-    file, and the pieces cover every
-leaf exactly once. Values may still be wrong, if somebody wants them to be: checksums stop
-    accidents, not attackers.
+file, and the pieces cover every leaf exactly once. Values may still be wrong, if somebody wants
+them to be: checksums stop accidents, not attackers.
 """
 
 from __future__ import annotations

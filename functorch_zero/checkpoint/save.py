@@ -30,11 +30,9 @@ def save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> 
     group calls this.
 
     Each rank writes what only it has and an equal share of what all have, without padding, into one
-    safetensors file.
-    The folder gets its name when everything is on disk: a save that is killed leaves the old
-        checkpoints or the new
-    one. Three exchanges of JSON; memory beyond the state: 4 MiB, and one leaf where it doesn't lie
-    row by row.
+    safetensors file. The folder gets its name when everything is on disk: a save that is killed
+    leaves the old checkpoints or the new one. Three exchanges of JSON; memory beyond the state: 4
+    MiB, and one leaf where it doesn't lie row by row.
 
     Args:
         root: a folder that all ranks see; made if need be.
@@ -59,13 +57,13 @@ def async_save(root: PathLike, step: Step, state: TrainState, *, user: Any = Non
     If the step donates, that is after a copy of this rank's share, on the CPU; else at once, and
     the save holds on to the state's tensors. The save runs in a thread, on a group of its own, one
     at a time: this call waits for the one before. On ranks that are threads (`run_ranks`) it runs
-        at once, here.
+    at once, here.
 
     Whatever goes wrong is raised by `Saving.result`, by the next call of a sharded `step` (on every
     rank, before it touches the state), by the next `save` or `async_save` with this step, or by
     `wait_for_saves`; what nobody asked for is printed when the program ends. Leaving the program
-    waits for the save, but torch's groups must live until
-    then: call `wait_for_saves(step)` before `destroy_process_group`.
+    waits for the save, but torch's groups must live until then: call `wait_for_saves(step)` before
+    `destroy_process_group`.
 
     Raises: what the save before this one raised.
     """

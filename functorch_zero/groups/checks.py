@@ -1,8 +1,7 @@
 """What every group checks about its arguments, and the words in which it reports a failure.
 
 These checks are local and come before any communication: a rank that gets one wrong raises, and the
-    others hear of
-it as of any other failure.
+others hear of it as of any other failure.
 """
 
 from __future__ import annotations

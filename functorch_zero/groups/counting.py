@@ -35,9 +35,9 @@ class CountedGroup(Forwarding):
     """Forwards to `inner` and records every collective in `calls`; `counted` makes it.
 
     Recorded as sent by this rank, for N ranks and B bytes in the longest tensor: all_gather and
-        reduce_scatter
-    B * (N-1) / N, all_reduce twice that, all_to_all the runs for other ranks, broadcast B, exchange
-    this rank's payload to each other rank, barrier nothing; nothing at all for one rank.
+    reduce_scatter B * (N-1) / N, all_reduce twice that, all_to_all the runs for other ranks,
+    broadcast B, exchange this rank's payload to each other rank, barrier nothing; nothing at all
+    for one rank.
     """
 
     def __init__(self, inner: Group) -> None:

@@ -2,9 +2,8 @@
 differentiates to zero.
 
 Nothing in torch says so, and the gradients are silently wrong. So while any functorch transform is
-active, the c10d
-operators are made to raise. It costs nothing otherwise: the kernels sit at functorch's own dispatch
-    key.
+active, the c10d operators are made to raise. It costs nothing otherwise: the kernels sit at
+functorch's own dispatch key.
 """
 
 from __future__ import annotations

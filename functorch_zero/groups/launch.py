@@ -50,9 +50,8 @@ def launch(
 
     Inside, torch.distributed is initialised, so `ProcessGroup()` works. The ranks meet at a
     TCPStore of this process, at a free port of 127.0.0.1. In a script that torchrun started, no
-    process is
-    started: `ranks`, `timeout`, `start_method` and `threads_per_rank` are torchrun's business, fn
-    runs here, and the list holds this rank's result.
+    process is started: `ranks`, `timeout`, `start_method` and `threads_per_rank` are torchrun's
+    business, fn runs here, and the list holds this rank's result.
 
     backend: by default gloo, and for CUDA tensors NCCL when there is a GPU for each rank, which is
     then rank i's current device. start_method: "spawn" needs fn, args and results that can be
@@ -176,10 +175,9 @@ def _store_served(listener: socket.socket) -> Iterator[None]:
     """Serve torch's store at a socket to which the ranks connect already.
 
     The store has a thread. So it starts after the ranks, since a fork beside a busy thread may
-    hang.
-    And it ends here, not with the last traceback that holds it: a rank forked later would crash
-        when
-    it collects a store whose thread it lacks. By itself torch would listen to the whole network.
+    hang. And it ends here, not with the last traceback that holds it: a rank forked later would
+    crash when it collects a store whose thread it lacks. By itself torch would listen to the whole
+    network.
     """
     host, port = listener.getsockname()
     store = dist.TCPStore(  # type: ignore[attr-defined]

@@ -64,8 +64,8 @@ class ProcessGroup:
     - reduce_scatter: NCCL's own. gloo: an all-to-all (S * (N-1) / N), and a sum in rank order in
       `wait`. gloo's own moves as much as an all-reduce and takes twice as long.
     - all_reduce: the backend's own, but for small tensors on CPUs and dtypes no backend adds, which
-      are gathered (two
-      ranks over gloo: swapped) and summed in rank order. A maximum keeps NaN, by reducing a mask of
+      are gathered (two ranks over gloo: swapped) and summed in rank order. A maximum keeps NaN, by
+      reducing a mask of
           NaN along with the
       values.
     - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call
@@ -73,10 +73,9 @@ class ProcessGroup:
     - one rank: copies, no communication.
 
     Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError`
-    when one was lost
-    without a word or the time is over: in the call, or in `Work.wait`. Afterwards the group can't
-        be used until all
-    ranks have called `rejoin`, as a sharded step does by itself when it is tried again.
+    when one was lost without a word or the time is over: in the call, or in `Work.wait`. Afterwards
+    the group can't be used until all ranks have called `rejoin`, as a sharded step does by itself
+    when it is tried again.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """What a group is: some ranks, and the collectives among them.
 
 Every collective may be asynchronous: it returns a `Work` at once and the tensors it was given must
-    not be
-touched until `Work.wait()` has returned. All ranks call the same collectives in the same order. All
-tensors are contiguous and 1-D unless said otherwise. A group of one rank is a group like any other.
+not be touched until `Work.wait()` has returned. All ranks call the same collectives in the same
+order. All tensors are contiguous and 1-D unless said otherwise. A group of one rank is a group like
+any other.
 """
 
 from __future__ import annotations

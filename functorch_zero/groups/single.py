@@ -13,10 +13,8 @@ class SingleRank:
     """One rank, alone: every collective is a copy at most.
 
     `shard(step, level=0, group=SingleRank())` is the unsharded step on donated state, in one
-    process and without
-    torch.distributed: it holds params and optimizer state once, where the unsharded step makes new
-        ones beside the old,
-    and known chains run as fused kernels.
+    process and without torch.distributed: it holds params and optimizer state once, where the
+    unsharded step makes new ones beside the old, and known chains run as fused kernels.
 
     >>> SingleRank().size
     1

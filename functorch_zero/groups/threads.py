@@ -2,8 +2,8 @@
 case, no ports.
 
 One rank at a time executes (thread_scheduler.py says how), so runs are repeatable. Outputs are
-written by `Work.wait()`, never
-before: code that reads too early sees old values every time, not only where the network is slow.
+written by `Work.wait()`, never before: code that reads too early sees old values every time, not
+only where the network is slow.
 """
 
 from __future__ import annotations

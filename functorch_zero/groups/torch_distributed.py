@@ -138,8 +138,8 @@ def destroy(holder: list[dist.ProcessGroup]) -> None:
     """Destroy the group in `holder`, which must be the last reference to it, and empty `holder`.
 
     gloo closes its connections when the last reference goes, and before that waits for this rank's
-    own collectives
-    under way, which may take until the other ranks call them: so it is a thread that waits.
+    own collectives under way, which may take until the other ranks call them: so it is a thread
+    that waits.
     """
     thread = threading.Thread(
         target=_destroy_now, args=(holder,), name="destroy group", daemon=True

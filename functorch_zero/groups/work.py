@@ -111,8 +111,7 @@ def nan_apart(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
     `tensor`'s, with NaN kept.
 
     They compare, and every comparison with NaN is false: which rank's NaN survives would be chance.
-        So a mask of NaN
-    goes along.
+    So a mask of NaN goes along.
     """
     if not tensor.is_floating_point():
         return tensor, lambda: None

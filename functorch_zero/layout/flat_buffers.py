@@ -223,8 +223,8 @@ class Recall:
     those of the last time.
 
     A step is given the leaves that the last one returned, where storage is donated. They are
-    remembered weakly, and
-    asked whether they still lie where they lay: `leaf.data = other` leaves an object what it is.
+    remembered weakly, and asked whether they still lie where they lay: `leaf.data = other` leaves
+    an object what it is.
     """
 
     def __init__(self, find: Callable[[Sequence[Tensor]], list[Tensor]]):

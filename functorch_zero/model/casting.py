@@ -2,9 +2,8 @@
 cast when their unit is entered.
 
 Entering a unit of an unsharded step casts its leaves: forward rounds them as the gather of a
-    sharded step would,
-backward rounds their gradients as its reduction would. This is all that a `Precision` does to the
-arithmetic of the oracle.
+sharded step would, backward rounds their gradients as its reduction would. This is all that a
+`Precision` does to the arithmetic of the oracle.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A unit's forward as a compiled region.
 
 Entering and leaving a unit, its collectives and the hooks that remember gathered storage stay
-outside of the region;
-inside are whole leaves and torch operators. Blocks of one class and shape share their code: it is
-    compiled once.
+outside of the region; inside are whole leaves and torch operators. Blocks of one class and shape
+share their code: it is compiled once.
 
 Note [random numbers]: inductor's own random numbers depend on how a kernel was compiled, and so on
 which shapes came first, which ranks and the unsharded step needn't have alike. It is told to draw

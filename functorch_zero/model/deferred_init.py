@@ -182,7 +182,7 @@ def deferred_init(
     They come from the modules' own `reset_parameters`, from Hugging Face's `_init_weights`, and
     from `init`, in this order, module by module, inner ones first. A leaf's values depend on `seed`
     and path only: they are the same at every level and world size. Nothing is made before it is
-        asked for; `init` makes one bucket at a time, of which a
+    asked for; `init` makes one bucket at a time, of which a
     rank keeps its piece. No collective but a comparison of digests. The model is not changed.
 
     Args:

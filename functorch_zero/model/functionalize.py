@@ -144,8 +144,8 @@ def functionalize(
             draws random numbers as torch does, unless options have fallback_random=False.
         precision: a `Precision` for the model, or a dict from module classes, predicates or
             patterns of module paths ("" is the model) to one each, which counts for all that is in
-            those modules; the innermost module named
-            counts, and of two rules for one module the later one. None: leaves are used as they are
+            those modules; the innermost module named counts, and of two rules for one module the
+            later one. None: leaves are used as they are
                 stored.
 
     Returns:

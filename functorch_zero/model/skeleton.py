@@ -132,8 +132,7 @@ class Skeleton:
         """Let go of the values, unless something still refers to a module and may yet run it.
 
         Then it finds the params there, and copies of the buffers that the call was given: what it
-            makes of them is
-        nobody's.
+        makes of them is nobody's.
         """
         if self.is_free():
             self._params = {}

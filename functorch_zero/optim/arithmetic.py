@@ -3,7 +3,7 @@
 Hyperparameters may be numbers or, with `inject_hyperparams` and schedules, 0-d float64 tensors on
 the CPU. Every helper takes both, reads no value on the host, and gives the same bits however the
 elements are cut. That leaves out `pow`, and in half precision `rsqrt` and `add` with alpha: on the
-    CPU their vector body and tail round differently.
+CPU their vector body and tail round differently.
 """
 
 from __future__ import annotations

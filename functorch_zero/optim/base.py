@@ -174,8 +174,7 @@ def with_whole_leaves(
         cost: what updating a leaf of this full shape costs, for balancing owners.
 
     Sharded, each leaf has an owner, who alone holds its state and runs it: one all-to-all in, one
-        out, about 2S/N
-    bytes per rank (3S/N when `update` wants the param).
+    out, about 2S/N bytes per rank (3S/N when `update` wants the param).
     """
     wants_param = _num_positional(update) > 2
     run = _returns_pair(update, update if wants_param else lambda u, s, p: update(u, s))

@@ -90,10 +90,9 @@ def plan(
         state_axes: as for `shard`.
 
     The step planned is the first one of the optimizer, with the order of units known, as from the
-    second one on. Its
-    peak counts tensors: params, state, gradients, gathered params, activations and, over gloo, the
-        room of a
-    reduction; not what an operator uses inside, nor the process itself.
+    second one on. Its peak counts tensors: params, state, gradients, gathered params, activations
+    and, over gloo, the room of a reduction; not what an operator uses inside, nor the process
+    itself.
 
     Raises:
         TransformError: the optimizer asks for a value on the host. Where it asks yes or no, as

@@ -2,10 +2,8 @@
 is watched.
 
 A loss that is not there has a stand-in, which goes through the layout's units. What units gather
-and reduce, and when,
-does not depend on the leaves inside. It supposes what only a loss can say: each unit is entered
-    once, in the layout's
-order, and all take part in backward.
+and reduce, and when, does not depend on the leaves inside. It supposes what only a loss can say:
+each unit is entered once, in the layout's order, and all take part in backward.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ creation, newest first.
 
 Note [peak of backward]: a unit's backward needs most memory when it begins: its activations are all
 there. So the reduction under way and the next gather wait until it asks for its second saved leaf;
-most of its work still hides them.
-One whose first was nearly all of it, such as a head, has no work left to hide them: there they wait
-    until it is done.
+most of its work still hides them. One whose first was nearly all of it, such as a head, has no work
+left to hide them: there they wait until it is done.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ def average(
     all-reduce of a few float64.
 
     Raises `GroupError` on every rank when ranks report other metrics, or have started other
-        collectives: sum(h**2) is
-    sum(h)**2 / N only where all h are equal (Cauchy and Schwarz).
+    collectives: sum(h**2) is sum(h)**2 / N only where all h are equal (Cauchy and Schwarz).
     """
     values = {name: as_metric(value) for name, value in metrics.items()}
     device = next((v.device for v in values.values() if not v.is_cpu), _CPU)
@@ -116,7 +115,7 @@ def agree(group: Group, facts: dict[str, Any]) -> None:
     give equal facts.
 
     Two small exchanges: digests of 32 bytes, and only when they differ the facts themselves, as
-        JSON.
+    JSON.
     """
     digests = group.exchange(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
     if len(set(digests)) == 1:

@@ -55,7 +55,7 @@ def synchronize(
     weighs nothing, which have changed nothing; `num_weighty` are the others, this one among them if
     it is `weighty`); integers (BatchNorm's count of batches) are those of the first rank that
     counts. What no rank has changed keeps its value to the bit: averaged are the changes. An
-        exchange more where some ranks' batches weigh nothing.
+    exchange more where some ranks' batches weigh nothing.
     """
     if rule == "local" or group.size == 1 or not any(changed):
         return new

@@ -100,7 +100,7 @@ def broadcast(
         params, buffers = fz.broadcast((params, buffers), group)
 
     Collectives: an exchange of 32 bytes, and one broadcast a leaf; S bytes arrive in all. `tree`
-        stays as it is.
+    stays as it is.
 
     Args:
         tree: tensors on the group's devices; on each rank the whole tree.

@@ -118,9 +118,8 @@ class ShardedTrainStep:
         """One step on this rank's part of the batch.
 
         Collectives: those of the level's row (design: units' gathers and reductions), one
-            all-reduce of metrics, one
-        of the buffers that changed, and what the optimizer asks for. The state given is used up
-        when donating.
+        all-reduce of metrics, one of the buffers that changed, and what the optimizer asks for. The
+        state given is used up when donating.
 
         Raises:
             DonatedError: the state was used up before.

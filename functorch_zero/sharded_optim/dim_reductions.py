@@ -2,9 +2,8 @@
 answers put back.
 
 A full shape is read as (rows, width): `width` is the last run of dims that are all reduced or all
-    kept, `rows` the
-dims before it. Then a piece is a few whole rows with a part of one at each end, and each row goes
-to one place of the answer.
+kept, `rows` the dims before it. Then a piece is a few whole rows with a part of one at each end,
+and each row goes to one place of the answer.
 """
 
 from __future__ import annotations

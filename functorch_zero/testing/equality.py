@@ -44,8 +44,8 @@ class Equality:
     - bitwise: the same arithmetic in the same order: the same bits.
     - reordered: the same mathematics, sums in another order: 1e-12 for float64, 1e-5 for float32,
       relative to the leaf's largest update. Where a tree mixes dtypes, the coarsest counts for all
-      of it, since gradients pass through
-      every dtype. Half precisions are refused: round-off alone may reach any size there, so state a
+      of it, since gradients pass through every dtype. Half precisions are refused: round-off alone
+      may reach any size there, so state a
           bound.
     - approximate: compression, low precision: the bound that you state.
     """

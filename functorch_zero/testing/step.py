@@ -90,10 +90,10 @@ def assert_sharded_equals_unsharded(
         unused: paths, or patterns of paths, of trained leaves that the loss does not use, whose
             update may be zero.
         allow_round_off: leaf by leaf, also allow ten times what round-off makes of the unsharded
-            step: gradients changed in their last places. Some
-            optimizers amplify round-off where a matrix has no full rank (Shampoo, SOAP, full-matrix
-            Adagrad), and eigenvectors are defined up to sign only; a leaf that round-off changes
-            altogether is hardly compared then.
+            step: gradients changed in their last places. Some optimizers amplify round-off where a
+            matrix has no full rank (Shampoo, SOAP, full-matrix Adagrad), and eigenvectors are
+            defined up to sign only; a leaf that round-off changes altogether is hardly compared
+            then.
         seed: for `init`.
         sync_buffers: as for `shard`.
         shard_size: of a mesh of two axes, how many ranks lie along the shard axis (HSDP). It

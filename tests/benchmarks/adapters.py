@@ -1,8 +1,7 @@
 """This library's rows for a side-by-side harness: one class a level, as its adapters are written.
 
 An adapter is built inside an initialised default process group, once per process, and does nothing
-that a user of
-the library would not do: `functionalize`, `train_step`, `shard`.
+that a user of the library would not do: `functionalize`, `train_step`, `shard`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Two versions of this library, step by step in turn:
-`python tests/benchmarks/against.py OLD NEW --size small`.
+"""Two versions of this library, step by step in turn: `python tests/benchmarks/against.py OLD NEW
+--size small`.
 
 OLD and NEW are each a checkout's folder or a wheel. For every row, each version gets two fresh gloo
 ranks over sockets with a thread each, and both pairs are there at once. In each round one pair

@@ -5,8 +5,8 @@ or of another model.
     one process
 
 A small state is saved, something happens to the folder, and it is loaded again: what was raised, or
-    what came back.
-Ours are tests: test_faults.py, test_manifest.py and test_save_load.py in tests/checkpoint.
+what came back. Ours are tests: test_faults.py, test_manifest.py and test_save_load.py in
+tests/checkpoint.
 """
 
 from __future__ import annotations

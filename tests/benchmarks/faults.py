@@ -4,9 +4,8 @@
     minutes $ PYTHONPATH=. python tests/benchmarks/faults.py order --lib fsdp
 
 Over gloo, with a time limit of 10 s for collectives. For each rank: what it raised, in which time,
-    or the loss of its
-last step and a digest of its whole params. Two digests that differ, or one loss that is NaN, and no
-    error: silent.
+or the loss of its last step and a digest of its whole params. Two digests that differ, or one loss
+that is NaN, and no error: silent.
 """
 
 from __future__ import annotations

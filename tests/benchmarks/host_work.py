@@ -1,9 +1,9 @@
-"""What a step costs beside its tensors' arithmetic:
-`python tests/benchmarks/host_work.py --size small`.
+"""What a step costs beside its tensors' arithmetic: `python tests/benchmarks/host_work.py --size
+small`.
 
 For each contender, in two fresh processes (gloo ranks, a thread each): the bytecodes that Python
-    runs in a step of rank
-0, the C functions that it calls, and the page faults of a step, a median of 8 after 4 that warm up.
+runs in a step of rank 0, the C functions that it calls, and the page faults of a step, a median of
+8 after 4 that warm up.
 """
 
 from __future__ import annotations

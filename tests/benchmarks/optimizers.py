@@ -1,18 +1,16 @@
-"""LAMB, Adafactor and Muon, here and elsewhere:
-`python tests/benchmarks/optimizers.py --size small --rounds 12`.
+"""LAMB, Adafactor and Muon, here and elsewhere: `python tests/benchmarks/optimizers.py --size small
+--rounds 12`.
 
 These need norms or whole matrices, which a rank of a sharded run does not hold. So beside time,
 memory and traffic it is counted how far the params' change after some steps is from the same
 optimizer's in one process, on the same batches: the largest difference of a leaf relative to that
-leaf's largest change, and the norm of all differences relative to
-the norm of all changes. Gradients can be compared to the bit: one process takes the ranks' batches
-    one by one, and two
+leaf's largest change, and the norm of all differences relative to the norm of all changes.
+Gradients can be compared to the bit: one process takes the ranks' batches one by one, and two
 summands have one order. Everyone is compared with itself, ours with `train_step`, others with their
 own torch class.
 
 Memory, traffic and state: as `peers.py`, in fresh processes. Times: as `pairs.py`, in turn in the
-    same two processes;
-relative to `alone`, plain torch without communication. FairScale's rows need
+same two processes; relative to `alone`, plain torch without communication. FairScale's rows need
 `pip install --no-build-isolation fairscale==0.4.13`; it is no dependency of anything else here.
 Linux only.
 """
@@ -56,8 +54,7 @@ class Lamb(torch.optim.Optimizer):
 
     Under `fully_shard` a parameter is a DTensor, whose norm is the whole parameter's as long as it
     stays a DTensor: its `float` (`floats`) is the norm of this rank's piece. In FairScale's FSDP a
-        parameter is a piece of a unit's flat
-    parameter, and so is what the norm is of.
+    parameter is a piece of a unit's flat parameter, and so is what the norm is of.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, floats: bool = False):

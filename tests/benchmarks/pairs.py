@@ -1,5 +1,5 @@
-"""Steps of everyone in turn, in the same two processes:
-`python tests/benchmarks/pairs.py --size small --rounds 30`.
+"""Steps of everyone in turn, in the same two processes: `python tests/benchmarks/pairs.py --size
+small --rounds 30`.
 
 `peers.py` gives each contender fresh processes, and so measures memory; between them the machine
 may have changed. Here all contenders' models are there at once, and each round takes one step of

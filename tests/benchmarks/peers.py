@@ -1,5 +1,5 @@
-"""This library beside what torch itself carries:
-`python tests/benchmarks/peers.py --size small --rounds 5`.
+"""This library beside what torch itself carries: `python tests/benchmarks/peers.py --size small
+--rounds 5`.
 
 One GPT-like model, float32, fused AdamW, ranks over gloo with a thread each, all on this machine.
 The contenders take turns (A B C ... A B C ...), each time in fresh processes; a turn that other

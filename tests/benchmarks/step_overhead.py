@@ -2,8 +2,8 @@
 10 to 1,000 units.
 
 Units are linear maps of 8 x 8, so that there is hardly any arithmetic. Two ranks: one of a
-    `CountingGroup`, which has
-no other rank and copies what it would send, and both as threads, which also wait for each other.
+`CountingGroup`, which has no other rank and copies what it would send, and both as threads, which
+also wait for each other.
 """
 
 from __future__ import annotations

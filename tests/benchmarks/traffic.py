@@ -2,10 +2,9 @@
 process, no data.
 
 For a language model of GPT-2's size in float32 on 8 ranks, each rank in turn is imagined: it runs
-an optimizer's update
-on the meta device, and its collectives are recorded. Beside it: gathering everything, the other way
-    to show an
-optimizer whole tensors, where every rank all-gathers the gradients concerned and does all the work.
+an optimizer's update on the meta device, and its collectives are recorded. Beside it: gathering
+everything, the other way to show an optimizer whole tensors, where every rank all-gathers the
+gradients concerned and does all the work.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Every optimizer, sharded, is what it is unsharded: the table in `conformance/table.py`, run.
 
 A row has 32 cells: level, number of ranks, dtype. It is run at four of them, so chosen that it sees
-    every level, every
-number of ranks and both dtypes: at one in the quick tier, at the others in the thorough one. Over
-    each 32 rows the
-quick cells are all 32. The full tier runs every cell of every row.
+every level, every number of ranks and both dtypes: at one in the quick tier, at the others in the
+thorough one. Over each 32 rows the quick cells are all 32. The full tier runs every cell of every
+row.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 they are summed.
 
 The loss is linear in params, and its coefficients are small integers over powers of two. So every
-product and sum in
-backward, and every sum over ranks, is exact, in float32 too: the sharded step and the unsharded one
-    are fed the same
-gradients, and what is then compared is the optimizer, not the order in which rows were added.
+product and sum in backward, and every sum over ranks, is exact, in float32 too: the sharded step
+and the unsharded one are fed the same gradients, and what is then compared is the optimizer, not
+the order in which rows were added.
 """
 
 from __future__ import annotations

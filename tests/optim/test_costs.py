@@ -2,8 +2,7 @@
 `shard`.
 
 The group is a `CountingGroup`: one process plays one rank, and the other ranks are imagined. The
-    numbers that a step
-makes there mean nothing; sizes and collectives are a real run's.
+numbers that a step makes there mean nothing; sizes and collectives are a real run's.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 with the reason.
 
 `OPTIONS` says what each one changes. Two that change one thing differently are two ways of one
-option, and no pair.
-Params are kept in float64, so that roundings to half precisions are the same on both sides: what
-    isn't `reordered`
-says so, and why. `optim.compiled` has tests of its own: what compiles it leaves threads behind.
+option, and no pair. Params are kept in float64, so that roundings to half precisions are the same
+on both sides: what isn't `reordered` says so, and why. `optim.compiled` has tests of its own: what
+compiles it leaves threads behind.
 """
 
 from __future__ import annotations

@@ -75,9 +75,8 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
             neither parts nor an author's functions, such as `scale_by_label`).
 
     Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative
-        sums, matrix
-    products), random ones, values read on the host, and changes in place of what was given; and an
-    `in_place` that is not `update` to the bit. Nothing is communicated.
+    sums, matrix products), random ones, values read on the host, and changes in place of what was
+    given; and an `in_place` that is not `update` to the bit. Nothing is communicated.
     `testing.check_transform` checks the numbers too.
 
     >>> from functorch_zero import optim
@@ -86,8 +85,8 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     ...     return tree_map(lambda u: u - u.mean(), updates), state
     >>> lie = optim.pointwise(lambda params: (), centre)
     >>> check_claims(lie)  # doctest: +IGNORE_EXCEPTION_DETAIL
-    Traceback (most recent call last):
-    functorch_zero.errors.TransformError: ... runs aten.mean.default ...
+    Traceback (most recent call last): functorch_zero.errors.TransformError: ... runs
+    aten.mean.default ...
     """
     tiny: Any = {
         "matrix": torch.zeros(2, 3),

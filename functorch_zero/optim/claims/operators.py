@@ -2,12 +2,10 @@
 elementwise.
 
 Note [positions]: each element of updates, params and state that follows a param has a number, its
-position. The watch
-keeps, for every byte of memory, which position it was computed from: an operator may combine values
-    of one position
-only, and the results must be at their own positions. So views, in-place work on temporaries,
-concatenation and splitting are free, while `u * u[0]` and `u + u.T` are not. Hyperparameters, step
-counts and `across`'s answers have no position.
+position. The watch keeps, for every byte of memory, which position it was computed from: an
+operator may combine values of one position only, and the results must be at their own positions. So
+views, in-place work on temporaries, concatenation and splitting are free, while `u * u[0]` and `u +
+u.T` are not. Hyperparameters, step counts and `across`'s answers have no position.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 there goes on here.
 
 Shared: SGD, Adam (also amsgrad), AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop,
-    and any class that
-`from_torch` wraps. Only states are carried over; give both optimizers the same hyperparameters.
-Whole states only: import before sharding, export after gathering.
+and any class that `from_torch` wraps. Only states are carried over; give both optimizers the same
+hyperparameters. Whole states only: import before sharding, export after gathering.
 """
 
 from __future__ import annotations

@@ -36,13 +36,10 @@ def compiled(transform: Transform) -> Transform:
     torch.compile makes.
 
     For pointwise transforms, and chains of them, that treat all leaves alike: AdamW written by
-        hand, say, takes as long
-    as torch's fused one then. At the end of a chain, that end is one kernel. The numbers are those
-    of the operators up
-    to rounding. It costs some seconds at the first step, once a dtype, and needs what torch.compile
-        needs: a C++
-    compiler for CPUs, Triton for GPUs. Without one, and in a step that does not donate, the
-    operators run one by one.
+    hand, say, takes as long as torch's fused one then. At the end of a chain, that end is one
+    kernel. The numbers are those of the operators up to rounding. It costs some seconds at the
+    first step, once a dtype, and needs what torch.compile needs: a C++ compiler for CPUs, Triton
+    for GPUs. Without one, and in a step that does not donate, the operators run one by one.
 
     Raises:
         TransformError: the transform is not pointwise, or tells leaves apart (`masked`, say:

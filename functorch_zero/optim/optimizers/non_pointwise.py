@@ -169,10 +169,8 @@ def adafactor(
     scale_by_param_block_rms())`.
 
     State: for a factored leaf two vectors (its shape less one dim), replicated; for others a tensor
-        like it; with
-    momentum 1 tensor like params more. Sharded: one all-reduce of those vectors and a scalar per
-        leaf, and one of a
-    scalar per leaf for the clipping.
+    like it; with momentum 1 tensor like params more. Sharded: one all-reduce of those vectors and a
+    scalar per leaf, and one of a scalar per leaf for the clipping.
 
     Args:
         min_dim_size_to_factor: leaves with a smaller one among their last two dims are not factored
@@ -238,13 +236,12 @@ def muon(
     one.
 
     Source: Jordan et al., 2024; torch.optim.Muon's momentum, coefficients, scalings and weight
-        decay (optax corrects
-    the momentum's bias, which the orthogonalisation undoes but for `eps`); optax's names.
+    decay (optax corrects the momentum's bias, which the orthogonalisation undoes but for `eps`);
+    optax's names.
 
     State: 1 tensor like params for matrices, 2 for the rest, in pieces. Sharded: the matrices'
-        momentum goes to their
-    owners and comes back orthogonal: two all-to-alls, about 2S/N bytes per rank; each rank does 1/N
-        of the work.
+    momentum goes to their owners and comes back orthogonal: two all-to-alls, about 2S/N bytes per
+    rank; each rank does 1/N of the work.
 
     Args:
         scaling: "original" or "match_rms_adamw" as torch's `adjust_lr_fn`, see `shape_scale`.
@@ -253,8 +250,8 @@ def muon(
             shows that sharded equals unsharded to the last bits: see `orthogonalize`.
         as_matrices: from a full shape to `(count, rows, cols)`. By default 3-D leaves are stacks of
             matrices (experts) and 4-D and 5-D ones convolution kernels of (out, in * kernel). For
-            1-D convolutions pass your own (and
-            under `inject_hyperparams` name it in `static_args`: it looks like a schedule).
+            1-D convolutions pass your own (and under `inject_hyperparams` name it in `static_args`:
+            it looks like a schedule).
         param_labels: "muon" or "adam" per leaf, a tree or a function `(path, leaf) -> label`. By
             default leaves with two dims and more are matrices; embeddings and heads are commonly
             given to AdamW.
@@ -288,7 +285,7 @@ def sm3(learning_rate: Number | Schedule, momentum: float = 0.9) -> Transform:
     1901.11150). As optax.sm3.
 
     State: 1 tensor like params and a vector per dim of a leaf, replicated. Sharded: one all-reduce
-        of those vectors.
+    of those vectors.
     """
     return chain(scale_by_sm3(momentum), scale_by_learning_rate(learning_rate))
 
@@ -300,7 +297,7 @@ def lbfgs(
     `scale_by_lbfgs`.
 
     State: 2 (memory_size + 1) tensors like params. Sharded: one all-reduce of 5 memory_size + 1
-        scalars.
+    scalars.
     """
     return chain(
         scale_by_lbfgs(memory_size, scale_init_precond), scale_by_learning_rate(learning_rate)
@@ -326,8 +323,7 @@ def shampoo(
     Source: Gupta et al., 2018 (1802.09568); Anil et al., 2020 (2002.09018).
 
     State: 1 tensor like params in pieces; at owners the blocks' statistics and roots and the
-        graft's squares.
-    Sharded: two all-to-alls, about 2S/N bytes per rank.
+    graft's squares. Sharded: two all-to-alls, about 2S/N bytes per rank.
 
     Args:
         mask: which leaves decay; None for all.
@@ -365,8 +361,7 @@ def soap(
     Source: Vyas et al., 2024 (2409.11321).
 
     State: for a matrix of m x n, 2 (m n + m^2 + n^2) numbers at its owner. Sharded: two
-        all-to-alls, about 2S/N bytes
-    per rank.
+    all-to-alls, about 2S/N bytes per rank.
 
     Args:
         mask: which leaves decay; None for all.
@@ -397,8 +392,8 @@ def full_matrix_adagrad(
     et al., 2011).
 
     Weight decay joins the gradient. State: n^2 numbers for n elements, at a leaf's owner; for the
-        whole tree on every
-    rank. Sharded: two all-to-alls, about 2S/N bytes per rank; for the whole tree all is gathered.
+    whole tree on every rank. Sharded: two all-to-alls, about 2S/N bytes per rank; for the whole
+    tree all is gathered.
 
     Raises:
         TransformError: by `init`, where a matrix would take more than `limit` bytes; it says how

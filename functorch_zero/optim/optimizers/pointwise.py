@@ -258,8 +258,8 @@ def rmsprop(
     """RMSprop (Hinton, 2012; centred: Graves, 2013). torch.optim.RMSprop's numerics and defaults.
 
     optax differs: decay 0.9, eps under the root, and momentum after the learning rate, which
-        matters while that
-    changes. State: 1 tensor like params, one more if centred, one more with momentum. Arguments:
+    matters while that changes. State: 1 tensor like params, one more if centred, one more with
+    momentum. Arguments:
         see `scale_by_rms`.
     """
     rescale = scale_by_stddev if centered else scale_by_rms

@@ -122,8 +122,7 @@ def scale_by_amsgrad(
     numerics.
 
     That is the maximum of the second moments before their bias is corrected; optax takes it after.
-    State: 3 tensors
-    like params, and a step count. Arguments: see `scale_by_adam`.
+    State: 3 tensors like params, and a step count. Arguments: see `scale_by_adam`.
     """
 
     def init(params: Tree) -> ScaleByAmsgradState:

@@ -1,7 +1,7 @@
 """Second moments kept as vectors, one per dim, instead of as whole tensors: Adafactor and SM3.
 
 Whether and where a leaf is factored is decided by its full shape. The vectors are replicated: every
-    rank holds them.
+rank holds them.
 """
 
 from __future__ import annotations
@@ -154,12 +154,11 @@ def scale_by_factored_rms(
     optax.scale_by_factored_rms.
 
     Source: Shazeer and Stern, 2018 (1804.04235), Algorithm 4, in optax's variant: `epsilon` is
-        added to the squared
-    gradient, and the two largest dims are factored. `adafactor` is torch's variant.
+    added to the squared gradient, and the two largest dims are factored. `adafactor` is torch's
+    variant.
 
     State: for a factored leaf two vectors (shape less one dim), replicated; for others a tensor
-        like it.
-    Sharded: one all-reduce of those vectors for all leaves together.
+    like it. Sharded: one all-reduce of those vectors for all leaves together.
 
     Args:
         decay_rate: the mean keeps `1 - t ** -decay_rate` of itself at step t, counted from
@@ -210,8 +209,7 @@ def scale_by_adafactor(
     has the arguments.
 
     State: as `scale_by_factored_rms`. Sharded: one all-reduce of the vectors, and one of two
-        scalars per leaf, for the
-    params' size and for the clipping.
+    scalars per leaf, for the params' size and for the clipping.
     """
     dims = last_dims(min_dim_size_to_factor) if factored else never
 
@@ -301,11 +299,11 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
     mean.
 
     Source: Anil et al., 2019 (1901.11150), SM3-II, with the slices along each dim for the cover;
-        optax.scale_by_sm3.
+    optax.scale_by_sm3.
 
     State: one vector per dim of a leaf, replicated (a tensor like it for leaves of fewer than two
-        dims), and 1 tensor
-    like params. Sharded: one all-reduce of those vectors for all leaves together.
+    dims), and 1 tensor like params. Sharded: one all-reduce of those vectors for all leaves
+    together.
 
     Args:
         b1: decay of the mean of the directions.

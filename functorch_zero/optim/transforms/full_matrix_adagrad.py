@@ -41,13 +41,12 @@ def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20)
     """Multiply each leaf's gradient by the inverse root of the sum of its outer products.
 
     Source: Duchi et al., 2011 (JMLR 12), Figure 1, full matrices: `(eps + G ** (1/2)) ** -1 g`,
-        with zero for the
-    inverse along eigenvalues of G that are rounding; g has no part there. Gradients that are nearly
-    multiples of each other leave small eigenvalues that aren't: a last bit of the gradient grows by
-    the inverse of their root, at most `1 / eps`.
+    with zero for the inverse along eigenvalues of G that are rounding; g has no part there.
+    Gradients that are nearly multiples of each other leave small eigenvalues that aren't: a last
+    bit of the gradient grows by the inverse of their root, at most `1 / eps`.
 
     State: for n elements an n x n matrix, at the leaf's owner. Sharded: two all-to-alls, about 2S/N
-        bytes per rank.
+    bytes per rank.
 
     Args:
         eps: added to the root's eigenvalues.
@@ -84,11 +83,10 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
     outer products.
 
     Source: Duchi et al., 2011 (JMLR 12), Figure 1; see `scale_by_full_matrix_adagrad`, which takes
-        each leaf alone.
+    each leaf alone.
 
     State: for n elements in the tree an n x n matrix, on every rank. Sharded: updates are gathered,
-        S (N-1)/N bytes per
-    rank, and every rank does all the work.
+    S (N-1)/N bytes per rank, and every rank does all the work.
 
     Args:
         limit: bytes of the matrix above which `init` refuses, naming the size it would need.

@@ -95,11 +95,11 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
     """Multiply the gradient by L-BFGS's estimate of the inverse Hessian, over the whole tree.
 
     Source: Nocedal and Wright, Algorithms 7.4 and 7.5; optax.scale_by_lbfgs, with its first scale.
-        Pairs without
-    curvature (s . y = 0) don't count. Line search is yours: updates are the direction.
+    Pairs without curvature (s . y = 0) don't count. Line search is yours: updates are the
+    direction.
 
     State: 2 (memory_size + 1) tensors like params. Sharded: one all-reduce of 5 memory_size + 1
-        scalars per leaf.
+    scalars per leaf.
 
     Args:
         memory_size: how many pairs are remembered.

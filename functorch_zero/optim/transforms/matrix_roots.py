@@ -23,9 +23,8 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors of a batch of finite symmetric matrices.
 
     Where LAPACK or cuSOLVER does not converge it is tried in float64, and then, as a last fallback,
-    the matrices count
-    as diagonal: for the whole batch, their diagonals are the eigenvalues and the unit vectors the
-        eigenvectors.
+    the matrices count as diagonal: for the whole batch, their diagonals are the eigenvalues and the
+    unit vectors the eigenvectors.
     """
     for dtype in (a.dtype, torch.float64):
         try:

@@ -92,9 +92,8 @@ Scaling = Literal["original", "match_rms_adamw"]
 def shape_scale(rows: int, cols: int, scaling: Scaling | None) -> float:
     """How much longer a step a matrix of this shape takes. torch.optim.Muon's `adjust_lr_fn`.
 
-    "original": `sqrt(max(1, rows / cols))` (Jordan). "match_rms_adamw":
-    `0.2 * sqrt(max(rows, cols))`, AdamW's usual root mean square (Liu et al., 2025, 2502.16982).
-    None: 1.
+    "original": `sqrt(max(1, rows / cols))` (Jordan). "match_rms_adamw": `0.2 * sqrt(max(rows,
+    cols))`, AdamW's usual root mean square (Liu et al., 2025, 2502.16982). None: 1.
     """
     if scaling is None or not rows * cols:
         return 1.0
@@ -118,11 +117,10 @@ def orthogonalize(
     iterations.
 
     Source: Jordan et al., 2024; torch.optim.Muon. Singular values end up between about 0.7 and 1.2,
-        not at 1.
+    not at 1.
 
     State: none. Sharded: whole leaves at their owners, one all-to-all in and one out; same-shape
-        leaves of an owner run
-    as one batch.
+    leaves of an owner run as one batch.
 
     Args:
         ns_dtype: what the iterations run in; None: the update's dtype, at least float32, as optax

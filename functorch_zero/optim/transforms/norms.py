@@ -74,8 +74,7 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
     """Scale all updates down together so that the norm of the whole tree is at most `max_norm`.
 
     Source: Pascanu et al., 2013 (1211.5063); optax.clip_by_global_norm.
-        torch.nn.utils.clip_grad_norm_ divides by
-    `norm + 1e-6` instead, so it clips to a little less.
+    torch.nn.utils.clip_grad_norm_ divides by `norm + 1e-6` instead, so it clips to a little less.
 
     State: three numbers. Sharded: one all-reduce of a scalar per leaf.
     """
@@ -133,7 +132,7 @@ def adaptive_grad_clip(
     Source: Brock et al., 2021 (2102.06171), equation 3; optax.adaptive_grad_clip.
 
     State: a step count. Sharded: one all-reduce of two vectors (a number per unit) for all leaves
-        together.
+    together.
 
     Args:
         clipping: the largest ratio of norms.
@@ -245,11 +244,10 @@ def scale_by_novograd(
     """Momentum of gradients divided by a running mean of their leaf's norm.
 
     Source: Ginsburg et al., 2019 (1905.11286), Algorithm 1; optax.scale_by_novograd. The first step
-        takes its own norm
-    for the mean.
+    takes its own norm for the mean.
 
     State: a tensor like params, and a scalar per leaf. Sharded: one all-reduce of a scalar per
-        leaf.
+    leaf.
 
     Args:
         weight_decay: times the param is added to the normalised gradient, inside the momentum.

@@ -51,11 +51,10 @@ def prodigy(
     """Prodigy: AdamW without a learning rate to choose.
 
     Source: Mishchenko and Defazio, 2023 (2306.06101), Algorithm 4; optax.contrib.prodigy. Where the
-        sum of gradients is
-    zero the estimate stays (optax divides by it).
+    sum of gradients is zero the estimate stays (optax divides by it).
 
     State: 4 tensors like params, one of which is the first params. Sharded: one all-reduce of two
-        scalars per leaf.
+    scalars per leaf.
 
     Args:
         learning_rate: a factor on the estimate, 1 or a schedule that begins there.

@@ -2,8 +2,7 @@
 learning rate.
 
 The params are the paper's y, where gradients are taken. The state keeps z, which the inner
-optimizer moves; the
-average x, to evaluate at, follows from both: `schedule_free_eval_params`.
+optimizer moves; the average x, to evaluate at, follows from both: `schedule_free_eval_params`.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ def schedule_free(
     """Turn an optimizer without momentum schedule-free. As optax.contrib.schedule_free.
 
     As there, the weights look the learning rate up one step ahead of `base_optimizer`. State: 1
-        tensor like params, 4
-    numbers, and that of the base optimizer. No communication of its own.
+    tensor like params, 4 numbers, and that of the base optimizer. No communication of its own.
 
     Args:
         base_optimizer: any transform that ends with the learning rate.

@@ -59,20 +59,17 @@ def scale_by_shampoo(
     """Multiply each matrix by the inverse fourth roots of the sums of `g @ g.T` and `g.T @ g`.
 
     Source: Gupta et al., 2018 (1802.09568), Algorithm 1 (vectors: the order 1 of Algorithm 2, an
-        inverse square root);
-    blocks, grafting and the relative ridge as in Anil et al., 2020 (2002.09018). Leaves of more
-    dims are stacks of matrices, see `as_matrices`, rather than the paper's tensors with a root for
-    each dim.
+    inverse square root); blocks, grafting and the relative ridge as in Anil et al., 2020
+    (2002.09018). Leaves of more dims are stacks of matrices, see `as_matrices`, rather than the
+    paper's tensors with a root for each dim.
 
     Roots are by eigenvectors: eigenvalues below zero count as zero, `eps` times the largest is
-        added. Where that does
-    not converge see `roots.eigh`. A gradient that is not finite leaves the statistics as they were.
-    Where a statistic has a null space, a last bit of the gradient grows by up to `eps ** (-1 / 4)`
-    (vectors: `eps ** (-1 / 2)`).
+    added. Where that does not converge see `roots.eigh`. A gradient that is not finite leaves the
+    statistics as they were. Where a statistic has a null space, a last bit of the gradient grows by
+    up to `eps ** (-1 / 4)` (vectors: `eps ** (-1 / 2)`).
 
     State, at the leaf's owner: for a block of m x n, 2 (m^2 + n^2) numbers; with grafting (not
-    "sgd") a tensor like the
-    param. Sharded: two all-to-alls, about 2S/N bytes per rank.
+    "sgd") a tensor like the param. Sharded: two all-to-alls, about 2S/N bytes per rank.
 
     Args:
         b2: decay of the statistics; 1 sums, as the paper does.

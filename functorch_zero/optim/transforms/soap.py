@@ -52,8 +52,8 @@ def scale_by_soap(
     """Adam in a slowly turning basis, the eigenvectors of the means of `g @ g.T` and `g.T @ g`.
 
     Source: Vyas et al., 2024 (2409.11321), Algorithms 3 and 4. As in the authors' code the first
-        step only starts the
-    basis: its update is zero, and bias correction counts from the second. Vectors get plain Adam.
+    step only starts the basis: its update is zero, and bias correction counts from the second.
+    Vectors get plain Adam.
 
     Three things differ, so that a last bit of a gradient shows as a last bit of the update. Where a
     statistic has a null space (a gradient's rank is less than its rows, so almost always at first),
@@ -61,8 +61,8 @@ def scale_by_soap(
     `(outer / norm(outer) + shift) @ basis`, whose fixed points are the same eigenvectors; and it is
     started by ten such turns from the unit vectors, not by an eigendecomposition. `shift=0` turns
     as the paper does: then two runs that differ in a last bit soon share nothing in such a leaf.
-        And elements that are rounding once rotated count as zero, where Adam would divide them by
-        their own size.
+    And elements that are rounding once rotated count as zero, where Adam would divide them by
+    their own size.
 
     A gradient that is not finite leaves the statistics and the basis as they were.
 

@@ -33,8 +33,7 @@ def inject_hyperparams(
     Floats, 0-d tensors and schedules among the arguments become 0-d tensors in the state, a
     schedule's value as of the latest step; ints, bools and everything else stay what they are. Read
     them with `hyperparams(state)`, and change them with `with_hyperparams(state, learning_rate=…)`,
-    on every rank alike. Needs, communication and the rest of the
-    state: the transform's.
+    on every rank alike. Needs, communication and the rest of the state: the transform's.
 
     >>> from functorch_zero import optim
     >>> decay = optim.linear_schedule(0.0, 1.0, 9)

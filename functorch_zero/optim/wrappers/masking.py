@@ -183,10 +183,9 @@ def freeze(mask: Mask) -> Transform:
 def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels) -> Transform:
     """Multiply each leaf's updates by the factor, a number or a schedule, that its label names.
 
-    Learning rates per leaf, or falling from layer to layer: with
-        `factors = {k: 0.8 ** (12 - k) for k in range(13)}`
-    and labels that read the layer's number from the path. No communication; the state is a step
-    count.
+    Learning rates per leaf, or falling from layer to layer: with `factors = {k: 0.8 ** (12 - k) for
+    k in range(13)}` and labels that read the layer's number from the path. No communication; the
+    state is a step count.
 
     Raises:
         ValueError: a leaf's label names no factor.

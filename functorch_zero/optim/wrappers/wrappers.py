@@ -4,8 +4,7 @@ its inside needs.
 `masked`, `partition` and `freeze` are in `selection`; `inject_hyperparams` is in `hyperparams`.
 
 Note: a sharded step that donates lets an inner update overwrite the updates and the state it is
-    given, so no wrapper
-looks at either after running what is inside.
+given, so no wrapper looks at either after running what is inside.
 """
 
 from __future__ import annotations
@@ -233,8 +232,8 @@ def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Numbe
     Algorithm 1).
 
     Unlike optax.lookahead it takes plain params, which are the fast ones. It must come last, after
-    the learning rate.
-    State: 1 tensor like params, and that of the fast optimizer. No communication of its own.
+    the learning rate. State: 1 tensor like params, and that of the fast optimizer. No communication
+    of its own.
 
     Args:
         fast_optimizer: any transform.
@@ -274,8 +273,7 @@ def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
     are `inner`'s.
 
     It must come last, after the learning rate. Read the mean with `ema_params`. State: 1 tensor
-        like params, and
-    `inner`'s. No communication of its own.
+    like params, and `inner`'s. No communication of its own.
 
     Args:
         inner: any transform.
@@ -324,12 +322,10 @@ def sam(inner: Transform, rho: Number = 0.05) -> Transform:
     near by.
 
     A step sees one gradient, so two steps make one, as in optax.contrib.sam: the first moves the
-        params by
-    `rho * g / norm(g)`, the second takes the gradient there, goes back, and applies `inner`. Feed
-    both the same batch,
-    and read the params only after an even number of steps. State: 1 tensor like params, and
-        `inner`'s.
-    Communication: in the first an all-reduce of a scalar, in the second `inner`'s.
+    params by `rho * g / norm(g)`, the second takes the gradient there, goes back, and applies
+    `inner`. Feed both the same batch, and read the params only after an even number of steps.
+    State: 1 tensor like params, and `inner`'s. Communication: in the first an all-reduce of a
+    scalar, in the second `inner`'s.
 
     Args:
         inner: any transform that ends with the learning rate.
