@@ -18,9 +18,8 @@ def scale_by_trust_ratio(eps: float = 1e-6) -> optim.Transform:
     """Scale each leaf's update by |param| / |update|, as LARS and LAMB do."""
 
     def update(updates, state, params, across):
-        param_norms, update_norms = across.norm(
-            params, updates
-        )  # 0-d per leaf, of the whole leaf, wherever it lies
+        # 0-d per leaf, of the whole leaf, wherever it lies
+        param_norms, update_norms = across.norm(params, updates)
         return tree_map(
             lambda u, p, n: u * (p + eps) / (n + eps), updates, param_norms, update_norms
         ), state

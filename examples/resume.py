@@ -82,9 +82,8 @@ def train(args: argparse.Namespace) -> str:
     for number in range(first, args.steps):
         if unlucky and number == args.at:
             if args.inside_save:
-                os.fsync = lambda file: strike(
-                    args.fault
-                )  # what a save calls last of all for each file
+                # What a save calls last of all for each file
+                os.fsync = lambda file: strike(args.fault)
             else:
                 strike(args.fault)
         state, _ = step(state, draw(number, group))

@@ -19,9 +19,8 @@ class UnitSpec:
     """Leaves that are gathered and freed together, and the modules whose calls enter them."""
 
     name: str
-    modules: tuple[
-        str, ...
-    ]  # paths of the modules that use the leaves, in the order they are called
+    # Paths of the modules that use the leaves, in the order they are called
+    modules: tuple[str, ...]
     leaves: tuple[str, ...]  # dotted paths of the leaves
     precisions: tuple[Precision, ...] = ()  # of each leaf; empty: none has a policy
 

@@ -16,9 +16,8 @@ from .errors import StructureError, explain
 from .params import Params
 
 T = TypeVar("T")
-PyTree: TypeAlias = (
-    T | Any
-)  # any tree whose leaves are T; optree's own type knows the built-in containers only
+# Any tree whose leaves are T; optree's own type knows the built-in containers only
+PyTree: TypeAlias = T | Any
 
 
 def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

@@ -31,10 +31,11 @@ settings.register_profile(  # numbers of examples are in tests/tiers.py
 settings.load_profile("tests")
 
 GRACE = 5.0  # seconds that a test's threads and processes have to end
+# The interpreter's own helpers
 KEPT = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
-)  # the interpreter's own helpers
+)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

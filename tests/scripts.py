@@ -87,9 +87,8 @@ def _run(path: Path, options: tuple[str, ...], folder: Path, out: Path, errors: 
     os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     warnings.resetwarnings()
     warnings.simplefilter("error")
-    warnings.filterwarnings(
-        "ignore", message=".*fork", category=RuntimeWarning
-    )  # jax's, where it was imported
+    # Jax's, where it was imported
+    warnings.filterwarnings("ignore", message=".*fork", category=RuntimeWarning)
     contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["fork"]
     sys.argv, sys.path[0:0] = [str(path), *options], [str(path.parent)]

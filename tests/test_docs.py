@@ -98,6 +98,15 @@ def docs_text() -> str:
     return "\n".join(page.read_text() for page in PAGES if page.parent.name == "docs")
 
 
+def test_tests_that_docs_name_are_there() -> None:
+    named = set(re.findall(r"(?:[\w]+/)*test_\w+\.py", docs_text()))
+    assert named
+    missing = {
+        name for name in named if not (ROOT / "tests" / name.removeprefix("tests/")).exists()
+    }
+    assert not missing, "the docs name tests by their path below tests/"
+
+
 def documented() -> list[str]:
     """What docs/api.md lists: dotted names."""
     return re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)

@@ -39,8 +39,8 @@ def export_dcp(
         root: the folder of checkpoints.
         out: a new folder; it gets its name when everything is on disk.
         count: the step; None: the newest complete one.
-        trees: as in `export`.
-        aliases: as in `export`.
+        trees: as in `export_weights`.
+        aliases: as in `export_weights`.
         prefix: put before each name, "model." for torchtitan, say.
 
     Raises:
@@ -85,7 +85,7 @@ def import_dcp(
         step: the step function that the state is for.
         like: a state of `step`, from `step.init`. If `step` donates, it can't be used again.
         prefix: of the names that are taken, "model." for torchtitan, say; others are not looked at.
-        aliases: as in `import_`.
+        aliases: as in `import_weights`.
         allow_missing: leaves that the folder lacks keep `like`'s values.
         allow_extra: tensors that `like` lacks are left out.
         cast: convert dtypes.

@@ -80,9 +80,8 @@ class Temporary:
     def commit(self) -> None:
         """Make it appear under its name. Its files must be on disk already."""
         sync_folder(self.path)
-        os.rename(
-            self.path, self._target
-        )  # never onto another checkpoint: a folder that isn't empty can't be replaced
+        # Never onto another checkpoint: a folder that isn't empty can't be replaced
+        os.rename(self.path, self._target)
         self._gone = True
         sync_folder(self._root)
         self._unlock()
@@ -98,9 +97,8 @@ class Temporary:
     def _unlock(self) -> None:
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(
-                    self._lock, fcntl.LOCK_UN
-                )  # a forked process may have the same one open
+                # A forked process may have the same one open
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 

@@ -170,9 +170,8 @@ class _Savers:
     """The saves of one step, one at a time, and the group that they have for themselves."""
 
     def __init__(self, group: Group) -> None:
-        own = (
-            group if isinstance(group, SingleRank) else sibling(group)
-        )  # collectives of two threads must not meet on one
+        # Collectives of two threads must not meet on one
+        own = group if isinstance(group, SingleRank) else sibling(group)
         self._here = own is None
         self.group = group if own is None else own
         self._pending: Saving | None = None

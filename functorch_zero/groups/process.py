@@ -132,9 +132,8 @@ class ProcessGroup:
             return self._launch("reduce_scatter", "_reduce_scatter_base", out, whole)
         if self.size == 2:
             return self._swap_halves(out, whole)
-        slices = torch.empty_like(whole).view(
-            self.size, -1
-        )  # (N, k): what each rank has for this one
+        # (N, k): what each rank has for this one
+        slices = torch.empty_like(whole).view(self.size, -1)
         runs = [as_bytes(out).numel()] * self.size
         work = self._all_to_all("reduce_scatter", slices.view(-1), runs, whole, runs)
         return Then(work, lambda: fold_into(out, slices, "sum"))
@@ -325,9 +324,8 @@ class ProcessGroup:
         try:
             handle = getattr(self._torch_group, method)(*arguments)
         except RuntimeError as error:
-            cause = error.with_traceback(
-                None
-            )  # its frames hold the torch group, whose connections must close
+            # Its frames hold the torch group, whose connections must close
+            cause = error.with_traceback(None)
             raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
         work = TorchWork(self, kind, handle, arguments)
         self._works.add(weakref.ref(work, self._works.discard))
@@ -370,9 +368,8 @@ class ProcessGroup:
 
     def _swap_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
         theirs = torch.empty_like(tensor)
-        pair = (
-            (tensor, theirs) if self.rank == 0 else (theirs, tensor)
-        )  # in rank order, as on the other rank
+        # In rank order, as on the other rank
+        pair = (tensor, theirs) if self.rank == 0 else (theirs, tensor)
         work = self._swap("all_reduce", theirs, tensor)
         return Then(work, lambda: (torch.add if op == "sum" else torch.maximum)(*pair, out=tensor))
 

@@ -285,10 +285,11 @@ class _Run(Generic[T]):
         try:
             raise error
         finally:
+            # An exception and a frame that hold each other would keep the ranks' tensors alive
             del (
                 real,
                 error,
-            )  # an exception and a frame that hold each other would keep the ranks' tensors alive
+            )
 
     def _in_thread(self, rank: int) -> None:
         with contextlib.suppress(_Interrupted):  # should it come in the last lines, after fn

@@ -23,9 +23,8 @@ from .layout import Bucket, Layout
 from .levels import level_of
 
 _BASE, _DTYPE, _SHAPE = map(attrgetter, ("_base", "dtype", "shape"))
-Fill = Callable[
-    [Sequence[str], Sequence[Tensor]], Sequence[Tensor]
-]  # leaves by path -> the same with their values
+# Leaves by path -> the same with their values
+Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]
 
 
 def pack(
@@ -92,9 +91,8 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
         and bucket.piece
         and not base.numel() % bucket.piece
     ):
-        first = (
-            rank % (base.numel() // bucket.piece) * bucket.piece
-        )  # the base is the piece, or some in a row
+        # The base is the piece, or some in a row
+        first = rank % (base.numel() // bucket.piece) * bucket.piece
         flat = base if base.numel() == bucket.piece else base[first : first + bucket.piece]
         if {*map(Tensor.dim, pieces)} == {1} and _lie_in(pieces, base, flat, bucket, rank):
             return flat

@@ -30,9 +30,8 @@ from .units import UnitRule, matches
 
 PrecisionRules = Precision | Mapping[UnitRule, Precision] | None
 
-_HOLDERS = (
-    nn.ParameterList | nn.ParameterDict | nn.ModuleList | nn.ModuleDict
-)  # never called: their parent uses them
+# Never called: their parent uses them
+_HOLDERS = nn.ParameterList | nn.ParameterDict | nn.ModuleList | nn.ModuleDict
 
 
 @dataclass(frozen=True)

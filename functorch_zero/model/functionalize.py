@@ -109,9 +109,8 @@ class Apply:
         for i, skeleton in enumerate(self._skeletons):
             if skeleton.is_free():
                 return self._skeletons.pop(i)
-        del self._skeletons[
-            : -MAX_SKELETONS or None
-        ]  # captured ones live as long as what captured them
+        # Captured ones live as long as what captured them
+        del self._skeletons[: -MAX_SKELETONS or None]
         return Skeleton(copy_module(self._prototype, {}), self._anatomy).settle()
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from .lazy_param import Entrance
 
-Place = tuple[
-    dict[str, Any], str, str
-]  # a module's own dict of tensors, the name there, the leaf's path
+# A module's own dict of tensors, the name there, the leaf's path
+Place = tuple[dict[str, Any], str, str]
 _DICT, _NAME, _LEAF = map(itemgetter, range(3))
 _NUMBER = attrgetter("number")
 

@@ -298,9 +298,8 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
         new: list[Any] = []
         donated = storages(updates)
         for part, old in zip(parts, state, strict=True):
-            own = storages(updates) <= donated - storages(
-                new
-            )  # else a part has handed on what it, or its author, keeps
+            # Else a part has handed on what it, or its author, keeps
+            own = storages(updates) <= donated - storages(new)
             updates, s = (part.in_place if own and part.in_place else part.update)(
                 updates, old, params
             )

@@ -113,9 +113,8 @@ def read_config(path: Path) -> Shape:
         "geglu",
         "gelu_pytorch_tanh",
     )
-    return Shape(
-        **found, gated=gated, tied=bool(config.get("tie_word_embeddings", True))
-    )  # as transformers does
+    # As transformers does
+    return Shape(**found, gated=gated, tied=bool(config.get("tie_word_embeddings", True)))
 
 
 _FIELDS = {

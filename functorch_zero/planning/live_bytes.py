@@ -31,10 +31,11 @@ _MAKERS = {
     _aten.new_full,
     _aten.new_empty_strided,
 }
+# Torch's batch_norm does not say that it writes to these
 _WRITTEN_ANYWAY = {
     "running_mean",
     "running_var",
-}  # torch's batch_norm does not say that it writes to these
+}
 
 
 class ValueNeeded(Exception):
@@ -151,9 +152,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _follow(self, out: Any) -> None:
         for tensor in _tensors(out if isinstance(out, tuple | list) else (out,)):
-            empty = (
-                tensor.device.type == "meta" if self._fake else is_placeholder(tensor)
-            )  # also on a real rank
+            # Also on a real rank
+            empty = tensor.device.type == "meta" if self._fake else is_placeholder(tensor)
             if not empty and storage_id(tensor) not in self._kinds:
                 self.adopt([tensor], "activations")
                 self._on_growth()

@@ -70,9 +70,8 @@ class ImaginedStep(ShardedTrainStep):
         self._journal, self._layout, self._pass_layout = options.group.journal, layout, pass_layout
         self.live = LiveBytes(fake, self._sample)
         self._journal.notice, self._journal.on_call = self._adopt, self._name
-        self._only_buckets = (
-            fake is None and layout is pass_layout
-        )  # of an optimizer that treats all elements alike
+        # Of an optimizer that treats all elements alike
+        self._only_buckets = fake is None and layout is pass_layout
         self.samples: list[Sample] = []
         self._highest = 0  # bytes of the last sample
         self.reduced = 0
@@ -328,9 +327,8 @@ def imagined_axes(
         )
     (replica, place), num_replicas = divmod(rank, shard_size), size // shard_size
     pieces = group(place, shard_size, "shard")
-    by_piece = (
-        group(place * num_replicas + replica, size, "all") if both else pieces
-    )  # as `HybridGroup.by_piece`
+    # As `HybridGroup.by_piece`
+    by_piece = group(place * num_replicas + replica, size, "all") if both else pieces
     return Axes(world, pieces, group(replica, num_replicas, "replicate"), by_piece)
 
 

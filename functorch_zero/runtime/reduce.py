@@ -102,10 +102,11 @@ class Reducer:
     def finish(self) -> dict[int, Tensor]:
         """The reduced flats by bucket; buckets nobody reduced are missing."""
         self.settle()
+        # Given away: a pass and its units refer to each other until gc finds them
         done, self._done = (
             self._done,
             {},
-        )  # given away: a pass and its units refer to each other until gc finds them
+        )
         if self._axes.replicate.size > 1:
             cut = {
                 b: piece.to(self._layout.buckets[b].reduce)

@@ -71,9 +71,8 @@ class UnitRun:
         self.content, self.source, self._around = content, source, around
         self.trained: Sequence[int] = content.trained
         self._left: set[str] = set()
-        self.saved: Counter[Entry | None] = (
-            Counter()
-        )  # by entry: elements that its backward will ask for
+        # By entry: elements that its backward will ask for
+        self.saved: Counter[Entry | None] = Counter()
 
     def enter(self, module: str) -> Sequence[Tensor]:
         if self._depth == 0 and module in self._left:
@@ -231,9 +230,8 @@ class Pass:
         if sink is not None:
             sink.begin(self.runs, last=last)
         self.trace: list[str] = []  # the units in the order they had to be fetched
-        by_name = (
-            {run.name: run for run in self.runs} if ahead else {}
-        )  # the last pass may have been over another tree
+        # The last pass may have been over another tree
+        by_name = {run.name: run for run in self.runs} if ahead else {}
         self._ahead: Iterator[UnitRun | None] = map(by_name.get, ahead)
         self._next = next(self._ahead, None)  # the unit to be fetched next, it seems
         self._storages: dict[int, tuple[UnitRun, int]] = {}

@@ -58,9 +58,8 @@ def average(
         seen = [v.item() for v in values.values()]
     else:  # which is waited for once
         seen = torch.stack([v.to(device, torch.float64) for v in values.values()]).tolist()
-    weighted = [
-        x * own if own else 0.0 for x in seen
-    ]  # what weighs nothing counts for nothing, a mean of nothing too
+    # What weighs nothing counts for nothing, a mean of nothing too
+    weighted = [x * own if own else 0.0 for x in seen]
     entries = [digest, digest**2, own, *weighted, own != 0, *flags]
     vector = torch.tensor(
         entries + [0.0] * (-len(entries) % _WIDTH), dtype=torch.float64, device=device
@@ -120,9 +119,8 @@ def agree(group: Group, facts: dict[str, Any]) -> None:
     digests = group.exchange(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
     if len(set(digests)) == 1:
         return
-    everyone = [
-        json.loads(data) for data in group.exchange(json.dumps(facts).encode())
-    ]  # in order: causes come first
+    # In order: causes come first
+    everyone = [json.loads(data) for data in group.exchange(json.dumps(facts).encode())]
     other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
     field, ours, theirs = first_difference(everyone[0], everyone[other])
     like_other = [rank for rank, facts in enumerate(everyone) if facts == everyone[other]]

@@ -25,21 +25,21 @@ class BackgroundTasks:
     before it touches the state."""
 
     def __init__(self) -> None:
-        self._watches: list[BackgroundTask] = []
+        self._tasks: list[BackgroundTask] = []
 
-    def add(self, watch: BackgroundTask) -> None:
+    def add(self, task: BackgroundTask) -> None:
         """From now on, look at this one, too."""
-        self._watches.append(watch)
+        self._tasks.append(task)
 
     def failed(self) -> bool:
         """Whether any has, on this rank."""
-        return any(watch.failed() for watch in self._watches)
+        return any(task.failed() for task in self._tasks)
 
     def raise_if(self, failed: bool) -> None:
         """When one has `failed` on any rank: raise what it raised here."""
         if failed:
-            for watch in self._watches:
-                watch.wait()
+            for task in self._tasks:
+                task.wait()
             raise PeerError(
                 "what runs beside training has failed on another rank, and not on this one"
             )

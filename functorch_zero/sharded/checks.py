@@ -61,7 +61,7 @@ def sharding_of(state: TrainState, options: Options) -> Sharding:
                 expected=options.place,
                 got=got,
                 rank=options.group.rank,
-                remedy="gather it with the step that made it, then scatter it with this one",
+                remedy="unshard it with the step that made it, then shard_state with this one",
             )
         )
     if optree.tree_structure(state.params) != sharding.layout.treedef:

@@ -54,7 +54,7 @@ def _by_bucket_and_slot(plan: StatePlan, layout: Layout) -> list[list[tuple[int,
     return groups
 
 
-def gather_state(state: TrainState, plan: StatePlan, axes: Axes) -> TrainState:
+def unshard_state(state: TrainState, plan: StatePlan, axes: Axes) -> TrainState:
     """The whole state on every rank, in tensors of its own."""
     assert state.sharding is not None
     layout = state.sharding.layout
@@ -108,7 +108,7 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(out.split(longest), counts, strict=True)])
 
 
-def scatter_state(whole: TrainState, plan: StatePlan, sharding: Sharding, rank: int) -> TrainState:
+def shard_state(whole: TrainState, plan: StatePlan, sharding: Sharding, rank: int) -> TrainState:
     """The `rank`-th part of a whole state, in tensors of its own."""
     layout = sharding.layout
     leaves, treedef = optree.tree_flatten(whole.opt_state)

@@ -41,7 +41,7 @@ from .failures import sharing_failures
 from .grad_mean import in_range, loss_seed_of, to_means
 from .options import Options
 from .params import make_sink, make_sources, publish
-from .state import gather_state, lay_out_state, scatter_state
+from .state import lay_out_state, shard_state, unshard_state
 from .update import PreparedUpdate
 
 
@@ -117,7 +117,7 @@ class ShardedTrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step on this rank's part of the batch.
 
-        Collectives: those of the level's row (design: units' gathers and reductions), one
+        Collectives: those of the level's row (units' gathers and reductions), one
         all-reduce of metrics, one of the buffers that changed, and what the optimizer asks for. The
         state given is used up when donating.
 
@@ -168,14 +168,14 @@ class ShardedTrainStep:
                 if self.options.donate:
                     buffers = apart(buffers, flats)
                     sharding.donations.take(state.step)
-                measures = UpdateMetrics(self.unsharded.metrics, prepared.across)
-                measures.see("grad_norm", lambda: grads.tree)
-                measures.see("param_norm", lambda: view.tree)
+                update_metrics = UpdateMetrics(self.unsharded.metrics, prepared.across)
+                update_metrics.see("grad_norm", lambda: grads.tree)
+                update_metrics.see("param_norm", lambda: view.tree)
                 params, opt_state = state.params, state.opt_state
                 if fine:
                     with ranged("update"):
                         updates, opt_state = prepared.update(grads, opt_state, view)
-                    measures.see("update_norm", lambda: updates)
+                    update_metrics.see("update_norm", lambda: updates)
                     with ranged("publish"):
                         params = publish(
                             params,
@@ -186,8 +186,10 @@ class ShardedTrainStep:
                             donate=self.options.donate,
                         )
                 else:
-                    measures.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
-                metrics = with_measured(metrics, measures.metrics(opt_state))
+                    update_metrics.see(
+                        "update_norm", lambda: tree_map(torch.zeros_like, grads.tree)
+                    )
+                metrics = with_measured(metrics, update_metrics.metrics(opt_state))
             metrics = with_measured(metrics, policy.metrics(finite))
             new = TrainState(
                 state.step + 1, params, buffers, opt_state, state.seed, sharding, finite
@@ -200,19 +202,19 @@ class ShardedTrainStep:
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
-            return gather_state(
+            return unshard_state(
                 state, self._prepare(sharding.layout).plan, self.options.axes.at("state/gather")
             )
 
     def shard_state(self, state: TrainState) -> TrainState:
-        """The inverse of `gather`: this rank's part of a whole state that every rank holds. No
+        """The inverse of `unshard`: this rank's part of a whole state that every rank holds. No
         communication."""
         if state.sharding is not None:
-            raise StructureError("scatter takes a whole state, and this one is sharded already")
+            raise StructureError("shard_state takes a whole state, and this one is sharded already")
         with torch.no_grad():
             layout = self._make_layout(state.params)
             plan = self._prepare(layout).plan
-            return scatter_state(state, plan, self.options.sharding(layout), self._rank)
+            return shard_state(state, plan, self.options.sharding(layout), self._rank)
 
     def state_plan(self, layout: Layout) -> StatePlan:
         """Which leaves of the optimizer's state follow a param, and which have an owner."""

@@ -21,9 +21,8 @@ from ..optim.base import Transform
 from ..tree import PyTree, has_values, select, storage_id, storages
 from .state_plan import placeholder, plan_of, plan_state
 
-_CHUNK = (
-    2**17
-)  # elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
+# Elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
+_CHUNK = 2**17
 
 
 class PointwiseOnFlats:
@@ -37,14 +36,12 @@ class PointwiseOnFlats:
     def __init__(self, layout: Layout, mask: PyTree[bool], rank: int, *, donate: bool):
         self._layout, self._mask, self._rank, self._donate = layout, mask, rank, donate
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
-        self.numbers: list[int] = optree.tree_leaves(
-            select(everything, mask)
-        )  # of the leaves, in tree order
+        # Of the leaves, in tree order
+        self.numbers: list[int] = optree.tree_leaves(select(everything, mask))
         self._position = {n: i for i, n in enumerate(self.numbers)}
         self._bunches = self._find_bunches()
-        self._at = [
-            [self._position[n] for n in bunch.leaves] for bunch in self._bunches
-        ]  # in the trees given
+        # In the trees given
+        self._at = [[self._position[n] for n in bunch.leaves] for bunch in self._bunches]
         self._regroupings: WeakKeyDictionary[Pointwise, _Regrouping | None] = WeakKeyDictionary()
 
     def _find_bunches(self) -> list[_Bunch]:
@@ -197,9 +194,8 @@ class _Regrouping:
 
     full: Any  # structure of the full state
     one: Any  # structure of the state of a single leaf
-    places: list[
-        list[tuple[bool, list[int]]]
-    ]  # for each bunch and leaf of `one`: (follows a param, positions)
+    # For each bunch and leaf of `one`: (follows a param, positions)
+    places: list[list[tuple[bool, list[int]]]]
     bunches: list[_Bunch]
 
     @cached_property

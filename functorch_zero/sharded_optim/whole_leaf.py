@@ -92,9 +92,8 @@ class Exchange:
             ]
             sizes = [(owners[i], i, self._part(i, here).num_here) for i in some]
             for (_, i, _), part in self._swap(runs, sizes, leaves[some[0]]):
-                pieces[i] = (
-                    part.clone()
-                )  # a view of what was received could be taken for a view of a bucket
+                # A view of what was received could be taken for a view of a bucket
+                pieces[i] = part.clone()
         return [pieces[i] for i in range(len(leaves))]
 
     def _is_cut(self, i: int) -> bool:
@@ -127,9 +126,8 @@ class Exchange:
             outgoing[rank].append(run)
         own = iter([run for run in outgoing[here] if run.numel()])
         outgoing[here] = []
-        expected = sorted(
-            sizes, key=lambda size: size[0]
-        )  # stable: what comes from one rank stays in its order
+        # Stable: what comes from one rank stays in its order
+        expected = sorted(sizes, key=lambda size: size[0])
         lengths = [0 if rank == here else size for rank, _, size in expected]
         received = [0] * num_ranks
         for (rank, _, _), length in zip(expected, lengths, strict=True):

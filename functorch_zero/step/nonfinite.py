@@ -62,9 +62,8 @@ class NonFiniteState(NamedTuple):
     """What a state remembers of numbers that were not finite; the same on every rank."""
 
     skipped: Tensor  # 0-d int64, on the CPU: steps skipped so far
-    scale: (
-        Tensor | None
-    )  # 0-d float64, on the CPU: what the next loss is multiplied by; None: not scaled
+    # 0-d float64, on the CPU: what the next loss is multiplied by; None: not scaled
+    scale: Tensor | None
     good_steps: Tensor | None  # 0-d int64, on the CPU: finite steps since the scale changed last
 
 

@@ -61,9 +61,8 @@ class Case:
             model = self.model()
             with torch.no_grad():
                 for leaf in model.parameters():
-                    leaf.add_(
-                        torch.randn_like(leaf), alpha=0.1
-                    )  # biases, and norms' shifts, start at zero
+                    # Biases, and norms' shifts, start at zero
+                    leaf.add_(torch.randn_like(leaf), alpha=0.1)
             return model
 
     def step(

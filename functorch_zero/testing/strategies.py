@@ -32,20 +32,22 @@ from . import models
 from .models import Batch, Case
 
 FLOATS = (torch.float64, torch.float32)
+# Hardly any divide, and few leaves have more elements than there may be ranks
 DIMS = (
     1,
     2,
     3,
     5,
     7,
-)  # hardly any divide, and few leaves have more elements than there may be ranks
+)
 LEARNING_RATE = 0.01
+# Round-off, where something has no full rank
 AMPLIFYING = {
     "adabelief",
     "full_matrix_adagrad",
     "shampoo",
     "soap",
-}  # round-off, where something has no full rank
+}
 
 
 def shapes(max_dims: int = 4) -> st.SearchStrategy[tuple[int, ...]]:

@@ -41,11 +41,11 @@ def check_transform(
     """Raise `TransformError`, naming the operator or the leaf that gives it away, if a transform is
     falsely tagged.
 
-    First its operators are watched (`optim.check.check_claims`). Then its numbers are compared: a
-    pointwise part's on whole leaves, on pieces cut at random, on single elements and on all leaves
-    joined, bit by bit; a whole-leaf function's on repetition, with inputs unchanged, and in
-    batches; and the whole transform's updates unsharded with those on ranks, which are threads of
-    this process.
+    First its operators are watched (`optim.claims.check.check_claims`). Then its numbers are
+    compared: a pointwise part's on whole leaves, on pieces cut at random, on single elements and on
+    all leaves joined, bit by bit; a whole-leaf function's on repetition, with inputs unchanged, and
+    in batches; and the whole transform's updates unsharded with those on ranks, which are threads
+    of this process.
 
     Args:
         transform: any, also a chain or a wrapper.

@@ -46,9 +46,8 @@ ROWS: dict[str, dict[str, Any]] = {  # options of `shard`
     "fz_level3_keep": {"level": 3, "reshard_after_forward": False},
     "fz_alone": {"level": 0},  # each process by itself
 }
-NAMES_BEFORE_2026_11_22 = {
-    "groups.SingleRank": "Solo"
-}  # today's name -> the one it had; others are what they were
+# Today's name -> the one it had; others are what they were
+NAMES_BEFORE_2026_11_22 = {"groups.SingleRank": "Solo"}
 
 
 def named(library: Any, name: str) -> Any:

@@ -126,9 +126,10 @@ class DDP(Wrapped):
 
 class Zero(Wrapped):
     def __init__(self, model_fn: Callable[[], nn.Module], world: int):
+        # Which warns when it is imported
         from torch.distributed.optim import (
             ZeroRedundancyOptimizer,
-        )  # which warns when it is imported
+        )
 
         self.model = DistributedDataParallel(model_fn(), gradient_as_bucket_view=True)
         self.optimizer = ZeroRedundancyOptimizer(

@@ -1,8 +1,7 @@
 """What torch.distributed.checkpoint does with checkpoints that are damaged, half written, hostile
 or of another model.
 
-    $ PYTHONPATH=. python tests/benchmarks/dcp_faults.py           # every case, some seconds, in
-    one process
+    $ PYTHONPATH=. python tests/benchmarks/dcp_faults.py  # every case, in one process
 
 A small state is saved, something happens to the folder, and it is loaded again: what was raised, or
 what came back. Ours are tests: test_faults.py, test_manifest.py and test_save_load.py in

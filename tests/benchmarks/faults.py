@@ -1,7 +1,7 @@
 """What fully_shard, DDP and this library do when one of two ranks differs, fails or is lost.
 
-    $ PYTHONPATH=. python tests/benchmarks/faults.py                    # every case, about five
-    minutes $ PYTHONPATH=. python tests/benchmarks/faults.py order --lib fsdp
+    $ PYTHONPATH=. python tests/benchmarks/faults.py  # every case, in about five minutes
+    $ PYTHONPATH=. python tests/benchmarks/faults.py order --lib fsdp
 
 Over gloo, with a time limit of 10 s for collectives. For each rank: what it raised, in which time,
 or the loss of its last step and a digest of its whole params. Two digests that differ, or one loss

@@ -215,9 +215,8 @@ def main() -> None:
     )
     parser.add_argument("--timeout", type=float, default=180, help="seconds a turn")
     args = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("terminated")
-    )  # so that `launch` kills its ranks
+    # So that `launch` kills its ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     names = args.only.split(",") if args.only else [*OURS, *PEERS]
     sizes = {}
     for name in names:

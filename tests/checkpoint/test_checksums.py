@@ -47,9 +47,8 @@ def test_sums64_is_what_it_says(size: int) -> None:
     assert sums64([memoryview(noise(size))]) == written_out(noise(size))
     with torch.device("meta"):  # somebody's default device is not where files are read
         assert sums64([memoryview(noise(size))]) == written_out(noise(size))
-    assert sums64([memoryview(b"\xff" * size)]) == written_out(
-        b"\xff" * size
-    )  # sums wrap around; nor is this writable
+    # Sums wrap around; nor is this writable
+    assert sums64([memoryview(b"\xff" * size)]) == written_out(b"\xff" * size)
 
 
 @pytest.mark.parametrize("name", CHECKSUMS)

@@ -265,12 +265,13 @@ def test_keep(tmp_path: Path) -> None:
     for count in range(1, 9):
         checkpoint.save(tmp_path, step, state._replace(step=torch.tensor(count)))
     (tmp_path / "step-000000000007" / "manifest.json").unlink()
+    # 7 is damaged: not counted, not deleted
     assert checkpoint.prune(tmp_path, last=2, every=4) == [
         1,
         2,
         3,
         5,
-    ]  # 7 is damaged: not counted, not deleted
+    ]
     assert list(checkpoint.verify(tmp_path)) == [4, 6, 7, 8]
     assert checkpoint.prune(tmp_path, last=1) == [4, 6]
     assert checkpoint.prune(tmp_path, last=1) == [] and not leftovers(tmp_path)

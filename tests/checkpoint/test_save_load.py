@@ -82,9 +82,8 @@ def test_every_model(tmp_path: Path, name: str) -> None:
 
 def test_the_choice_of_units_does_not_matter(tmp_path: Path) -> None:
     save_on(tmp_path, 3, 3, name="gpt")
-    apply, params, buffers = functionalize(
-        ZOO["gpt"].model().double()
-    )  # other units: those of children
+    # Other units: those of children
+    apply, params, buffers = functionalize(ZOO["gpt"].model().double())
     step = train_step(lambda p, b, x: F.mse_loss(apply(p, b, x["x"])[0], x["x"]), optim.adamw(0.01))
 
     def run(group: Group) -> TrainState:

@@ -253,7 +253,6 @@ def public_transforms() -> set[str]:
 
 def test_every_public_optimizer_has_a_row() -> None:
     assert len(public_transforms()) > 90
-    missing = (
-        public_transforms() - {name.split(",")[0] for name in TABLE} - {"compiled"}
-    )  # which has a test above
+    # Which has a test above
+    missing = public_transforms() - {name.split(",")[0] for name in TABLE} - {"compiled"}
     assert not missing, f"rows are missing for {sorted(missing)}"

@@ -244,9 +244,8 @@ def test_garbage_of_an_earlier_launch_does_no_harm() -> None:
     gc.disable()  # until the rank does it
     try:
         with contextlib.suppress(ZeroDivisionError):
-            forked(
-                lambda: 1 // 0, 1
-            )  # the exception and the frames that it came through are a cycle
+            # The exception and the frames that it came through are a cycle
+            forked(lambda: 1 // 0, 1)
         assert forked(gc.collect, 1)[0] > 0
     finally:
         gc.enable()

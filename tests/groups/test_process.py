@@ -51,9 +51,8 @@ def test_collectives_through_copies_on_the_host() -> None:
 
     class Staging(ProcessGroup):
         def _must_stage(self, tensor: torch.Tensor) -> bool:
-            self.staged = not getattr(
-                self, "staged", False
-            )  # the collective calls itself with the copies
+            # The collective calls itself with the copies
+            self.staged = not getattr(self, "staged", False)
             return self.staged
 
     on_ranks(lambda: check_all(Staging()), 3)
@@ -85,10 +84,11 @@ def test_sums_are_in_rank_order() -> None:
 
 def test_two_ranks_get_the_same_bits() -> None:
     """Also where the order of two terms shows: which of two NaNs, which of two zeros."""
+    # Float32: NaN, 0, 1 and NaN, -0, NaN
     bits = [
         [0x7FC00001, 0, 0x3F800000],
         [0x7FC00002, -(2**31), 0x7FC00003],
-    ]  # float32: NaN, 0, 1 and NaN, -0, NaN
+    ]
 
     def fn() -> list[list[int]]:
         group, got = ProcessGroup(), []

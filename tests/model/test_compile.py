@@ -32,9 +32,8 @@ from tests.compare import (
 from tests.model.test_remat import Net, Stateful, assert_same_runs, batches_of
 from tests.tiers import THOROUGH
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute:UserWarning"
-)  # torch's compiler looks at it
+# Torch's compiler looks at it
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 LEVELS = (0, 1, 2, 3)
 compiles: list[int] = []
 
@@ -130,7 +129,7 @@ def test_buffers_and_dropout(remat: bool) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_same_collectives(level: int) -> None:
-    """At level 3, too: regions save handles, not gathered leaves."""
+    """At level 3, too: regions save lazy parameters, not gathered leaves."""
     calls = []
     for options in ({}, COMPILED):
         step, params, buffers = gpt(**options)
@@ -206,9 +205,8 @@ def with_inductor() -> float:
 @THOROUGH
 @pytest.mark.skipif(not _can_compile("cpu"), reason="needs a C++ compiler")
 def test_inductor() -> None:
-    (difference,) = launch(
-        with_inductor, 1, start_method="fork", timeout=150
-    )  # the compiler leaves threads behind
+    # The compiler leaves threads behind
+    (difference,) = launch(with_inductor, 1, start_method="fork", timeout=150)
     assert difference < 1e-9
 
 

@@ -79,10 +79,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gpt2": (gpt2, "transformer.h.*"),
     "bert": (bert, "bert.encoder.layer.*"),
 }
+# A key's bias has no gradient but for rounding
 ZERO = (
     "attention.self.key.bias",
     "attn.c_attn.bias",
-)  # a key's bias has no gradient but for rounding
+)
 
 
 def build(name: str) -> tuple[Any, Any, Any]:
@@ -131,8 +132,7 @@ def test_sharded_is_unsharded(name: str, level: int) -> None:
     )
     assert_same_on_all_ranks(runs)
     zero = tuple(path for path in params if path.endswith(ZERO))
-    grade = (
-        1e-5 if "llama" in name else 1e-12
-    )  # Llama's norms are taken in float32, whatever the model is in
+    # Llama's norms are taken in float32, whatever the model is in
+    grade = 1e-5 if "llama" in name else 1e-12
     tolerance = lambda path: float("inf") if path.endswith(ZERO) else grade
     assert_equal_updates(expected, runs[0], unused=zero, tolerance=tolerance)

@@ -244,9 +244,8 @@ def members() -> dict[str, Transform]:
 @pytest.mark.parametrize("name", members())
 def test_every_member_passes(name: str) -> None:
     transform = members()[name]
-    check_claims(
-        transform
-    )  # the first one in a process imports what torch needs for tensors without values
+    # The first one in a process imports what torch needs for tensors without values
+    check_claims(transform)
     start = time.process_time()
     check_claims(transform)
     assert time.process_time() - start < 1.0

@@ -69,9 +69,8 @@ def check_every_level():
 @pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
 def test_a_compiled_chain_is_the_chain_at_every_level():
     once_a_chain = [2]  # for all levels, ranks and sizes
-    assert (
-        launch(check_every_level, 1, start_method="fork", timeout=100) == once_a_chain
-    )  # it leaves threads behind
+    # It leaves threads behind
+    assert launch(check_every_level, 1, start_method="fork", timeout=100) == once_a_chain
 
 
 def handing_on(new):

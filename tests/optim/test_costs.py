@@ -123,9 +123,8 @@ def check_state(name: str, optimizer: Transform, ranks: list[fz.TrainState]) -> 
     )
     padding = 64 * (RANKS + 1) * sum(leaf.kind == "follows" for leaf in plan.leaves)
     indivisible = max(by_leaf.values(), default=0)  # a leaf's state is at one owner
-    slack = 1.1 * sizes["replicated"] + 8 * len(
-        plan.leaves
-    )  # answers of `across` may lie in one packed tensor
+    # Answers of `across` may lie in one packed tensor
+    slack = 1.1 * sizes["replicated"] + 8 * len(plan.leaves)
     assert (
         max(shares) <= (sizes["follows"] + sizes["owned"]) / RANKS + padding + indivisible + slack
     )

@@ -220,9 +220,8 @@ def test_a_run_goes_on_here_and_back_there(name: str) -> None:
     optimizer.load_state_dict(optim.export_torch_state(state, optimizer, names=names))
     torch_steps(optimizer, back, grads[5:])
     for a, b in zip(back, alone, strict=True):
-        rtol = (
-            1e-5 if name == "NAdam" else 1e-12
-        )  # torch keeps NAdam's product of momenta in float32
+        # Torch keeps NAdam's product of momenta in float32
+        rtol = 1e-5 if name == "NAdam" else 1e-12
         assert torch.allclose(a, b, rtol=rtol, atol=rtol)
 
 

@@ -190,9 +190,8 @@ def test_optax_agrees(name: str) -> None:
     jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
     jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time
     transform, made = OPTAX[name]
-    left_out = {"tall", "one"} | (
-        {"scalar"} if "grad_clip" in name or name == "sm3" else set()
-    )  # optax refuses 0-d
+    # Optax refuses 0-d
+    left_out = {"tall", "one"} | ({"scalar"} if "grad_clip" in name or name == "sm3" else set())
     shapes = {k: s for k, s in HOSTILE.items() if k not in left_out}
     params, gradients = tensors(shapes, 0), gradients_for(shapes)
     with jax.enable_x64(True):

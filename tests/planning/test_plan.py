@@ -196,10 +196,11 @@ def tokens(rows: int = 4, length: int = 8, vocab: int = 24) -> tuple[Tensor, Ten
 
 OPTIMIZERS = {"adamw": optim.adamw, "lamb": optim.lamb, "muon": optim.muon}
 PRECISIONS = {"float32": None, "bfloat16": fz.Precision(compute=torch.bfloat16)}
+# (model, batch)
 SIZES = {
     "wide": ((128, 4, 512), (1, 16, 512)),
     "deep": ((64, 5, 128), (8, 64, 128)),
-}  # (model, batch)
+}
 
 
 def measured_peaks(rows: list[tuple[str, int, str, str]]) -> list[int]:

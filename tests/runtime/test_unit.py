@@ -115,10 +115,11 @@ TRANSFORMS = [
     "loop of hessians",
     "vmap(jvp)",
 ]
+# Hessian is jacfwd(jacrev): torch's forward-mode level belongs to the whole process
 FORWARD = (
     "hessian",
     "jvp",
-)  # hessian is jacfwd(jacrev): torch's forward-mode level belongs to the whole process
+)
 
 
 @pytest.mark.filterwarnings(
@@ -318,9 +319,8 @@ def test_params_in_other_trees(how: str, level: int) -> None:
     """Trees made of params go into `apply` as params do."""
 
     def make_loss(apply: Any) -> Loss:
-        module = (
-            MLP().double()
-        )  # each rank's own: functional_call puts the params into it meanwhile
+        # Each rank's own: functional_call puts the params into it meanwhile
+        module = MLP().double()
 
         def call(params: Any, x: Tensor) -> Tensor:
             if how == "functional_call":

@@ -156,10 +156,11 @@ def test_what_a_rank_holds_and_sends() -> None:
         assert sum(params) == 2 * whole and sum(moments) == 2 * replicas * whole
         for found in by_rank:
             sent = found[over][1]
+            # The shard axis: one gather, one reduction
             along = {
                 "all_gather": 2 / 3,
                 "reduce_scatter": 2 / 3,
-            }  # the shard axis: one gather, one reduction
+            }
             if over == "shard":  # an all-reduce of a third over 2 replicas
                 assert sent == pytest.approx(along | {"all_reduce": 2 * (1 / 3) / 2})
             else:  # a reduce-scatter and an all-gather of a third
@@ -318,7 +319,7 @@ def test_a_state_of_another_mesh_is_refused(level: int) -> None:
         )
 
     with pytest.raises(
-        StructureError, match=r"sharded for another.*mesh of 2 replicas of 2 ranks.*gather it"
+        StructureError, match=r"sharded for another.*mesh of 2 replicas of 2 ranks.*unshard it"
     ):
         run_ranks(run, 4)
 

@@ -39,18 +39,18 @@ from functorch_zero.testing.step import Comparison, Run, Start, Step, run_in_par
 from tests.models import split
 from tests.tiers import drawn, tiers
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute:UserWarning"
-)  # torch's compiler looks at it
+# Torch's compiler looks at it
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROWS = 24
 LEVELS = (0, 1, 2, 3)
+# Ranks, and how many of them lie along the shard axis
 WORLDS = (
     (1, None),
     (2, None),
     (3, None),
     (4, None),
-)  # ranks, and how many of them lie along the shard axis
+)
 MESHES = ((4, 2), (2, 2), (2, 1), (3, 1))
 
 
@@ -105,9 +105,8 @@ class Option:
     """What an option changes."""
 
     model: Changes = field(default_factory=dict)  # arguments of Net
-    precision: Mapping[tuple[Any, str], Any] = field(
-        default_factory=dict
-    )  # (modules, field of Precision) -> dtype
+    # (modules, field of Precision) -> dtype
+    precision: Mapping[tuple[Any, str], Any] = field(default_factory=dict)
     functionalize: Changes = field(default_factory=dict)
     train_step: Changes = field(default_factory=dict)
     shard: Changes = field(default_factory=dict)
@@ -152,9 +151,10 @@ def low(rule: Any = "", **dtypes: torch.dtype) -> dict[tuple[Any, str], torch.dt
     return {(rule, name): dtype for name, dtype in dtypes.items()}
 
 
+# Torch's wants its input in the dtype of its running means
 BATCH_NORM = Option(
     model={"norm": nn.BatchNorm1d}, precision=low(nn.BatchNorm1d, compute=F64), by_rank=True
-)  # torch's wants its input in the dtype of its running means
+)
 MIXED = {"": 3, "blocks.0": 1, "blocks.*.up": 2, "head": 0}
 FROZEN = ("blocks.0.up.weight", "head.bias")
 # of a gradient of which most cancels, where a sum in another order lets a number round to its

@@ -323,9 +323,8 @@ def test_training_goes_on_at_another_level_and_world_size(
     whole = run_ranks(first, 3)
     assert all(equal_trees(whole[0], other) for other in whole[1:])
     end = run_ranks(then, ranks)
-    expected = train(
-        step, params, buffers, batches
-    )  # each rank has had the same batch: BatchNorm's too
+    # Each rank has had the same batch: BatchNorm's too
+    expected = train(step, params, buffers, batches)
     states = [expected.states[0], expected.states[2], expected.states[4]]
     got = [expected.states[0], whole[0], end[0]]
     for want, have in zip(states, got, strict=True):

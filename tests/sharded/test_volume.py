@@ -1,4 +1,4 @@
-"""Bytes and collectives per step and rank, counted: those of design section 5 and never more."""
+"""Bytes and collectives per step and rank, counted: those that the pages on levels state."""
 
 from __future__ import annotations
 

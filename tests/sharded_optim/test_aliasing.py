@@ -143,9 +143,8 @@ def test_donation_does_not_change_what_a_transform_keeps(kept, levels, ranks, ma
             sharded = shard(step, level=level, group=group, donate=True)
             own = sharded.init(params)
             for k, batch in enumerate(batches):
-                own, _ = sharded(
-                    own if k != 2 else tree_map(torch.clone, own), batch
-                )  # each leaf by itself, once
+                # Each leaf by itself, once
+                own, _ = sharded(own if k != 2 else tree_map(torch.clone, own), batch)
             whole = sharded.unshard(own)
             for tree, expected in (
                 (whole.params, state.params),

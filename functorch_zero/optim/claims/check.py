@@ -40,9 +40,8 @@ from .operators import Watch
 
 NUM_STEPS = 2  # the first step and another: some updates treat the first one differently
 NUM_HERE = 3  # elements of each leaf that the made-up rank holds
-_LONG = (
-    2**40
-)  # no real tensor is that long: a 1-D meta tensor of this length plus n stands for the n-th param
+# No real tensor is that long: a 1-D meta tensor of this length plus n stands for the n-th param
+_LONG = 2**40
 
 
 def name_of(transform: Transform) -> str:

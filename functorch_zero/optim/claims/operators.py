@@ -39,13 +39,14 @@ _COPIES = {
     "polar",
 }
 _VIEWS = {"_unsafe_view", "_reshape_alias"}  # besides those whose schema says so
+# What they write they don't read
 _OVERWRITES = {
     "copy_",
     "_foreach_copy_",
     "zero_",
     "fill_",
     "_foreach_zero_",
-}  # what they write they don't read
+}
 _JOINS = {"cat", "stack"}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
 _LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))

@@ -26,9 +26,8 @@ from ..across import Fused, Pointwise
 from ..base import Transform
 
 _numbers = itertools.count()
-_one_at_a_time = (
-    threading.Lock()
-)  # ranks that are threads would each make the kernel that none has made yet
+# Ranks that are threads would each make the kernel that none has made yet
+_one_at_a_time = threading.Lock()
 
 
 def compiled(transform: Transform) -> Transform:
@@ -63,9 +62,8 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
     def apply(params: Tensor, updates: Tensor, state: Any) -> list[Tensor]:
         made: Any
         made, new = part.update({"": updates}, state, {"": params})
-        kept = [
-            torch.maximum(x, x) if x.dim() else x for x in optree.tree_leaves(new)
-        ]  # see Note [handed on]
+        # See Note [handed on]
+        kept = [torch.maximum(x, x) if x.dim() else x for x in optree.tree_leaves(new)]
         params.add_(made[""].to(params.dtype))
         pairs = zip(optree.tree_leaves(state), kept, strict=True)
         return [now if old.dim() == 0 else old.copy_(now) for old, now in pairs]

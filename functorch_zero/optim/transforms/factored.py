@@ -287,9 +287,8 @@ def all_but(k: int) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
 class ScaleBySm3State(NamedTuple):
     """SM3's accumulators, and the momentum."""
 
-    mu: tuple[
-        Any, ...
-    ]  # k-th: per leaf with a dim k, of two dims and more, a vector along that dim, every rank
+    # K-th: per leaf with a dim k, of two dims and more, a vector along that dim, every rank
+    mu: tuple[Any, ...]
     accumulator: Any  # per leaf of fewer dims, like the param
     nu: Any  # like params: mean of the directions
 
@@ -343,9 +342,8 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         mu = (
             across.max_dims(*[(sums, all_but(k)) for k in range(len(state.mu))]) if state.mu else ()
         )
-        mu = tuple(
-            tree_map(lambda m: m.clamp(min=0), one) for one in mu
-        )  # of an empty leaf it was -inf
+        # Of an empty leaf it was -inf
+        mu = tuple(tree_map(lambda m: m.clamp(min=0), one) for one in mu)
         own = tree_map(lambda a, extent: a if len(extent.shape) < 2 else None, sums, across.extents)
         return nu, ScaleBySm3State(mu, own, nu)
 

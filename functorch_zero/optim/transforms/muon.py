@@ -17,11 +17,12 @@ from ..base import EmptyState, Transform, pointwise, tree_zeros_like, with_whole
 
 Tree = PyTree[Tensor]
 Matrices = Callable[[tuple[int, ...]], tuple[int, int, int]]
+# Https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's
 MUON_COEFFICIENTS = (
     3.4445,
     -4.7750,
     2.0315,
-)  # https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's
+)
 
 
 def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:

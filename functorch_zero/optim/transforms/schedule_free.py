@@ -61,9 +61,8 @@ def schedule_free(
         max_lr = torch.maximum(state.max_lr, number(value_of(learning_rate, state.step_count)))
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
-        share = torch.where(
-            weight_sum > 0, weight / weight_sum, number(0.0)
-        )  # 0 while the learning rate is 0
+        # 0 while the learning rate is 0
+        share = torch.where(weight_sum > 0, weight / weight_sum, number(0.0))
         steps, inner_state = inner(updates, state.base_optimizer_state, params)
         z = tree_map(torch.add, state.z, steps)
 

@@ -26,9 +26,8 @@ class ShampooState(NamedTuple):
     """Shampoo's state of one leaf."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU, at the leaf's owner
-    blocks: tuple[
-        tuple[Side, ...], ...
-    ]  # for each block, row by row: the left side, and of a matrix the right side
+    # For each block, row by row: the left side, and of a matrix the right side
+    blocks: tuple[tuple[Side, ...], ...]
     # like the param, at least fp32, at its owner: sum or mean of squares; () where grafting needs
     # none
     graft: Any
