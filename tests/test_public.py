@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import functorch_zero as fz
 
 ROOT = Path(__file__).parents[1]
@@ -47,3 +49,17 @@ def test_type_checkers_find_an_editable_install(tmp_path: Path) -> None:
         "print(PathFinder.find_spec('functorch_zero').origin)"
     )
     assert in_a_fresh_process(finds, tmp_path) == str(ROOT / "functorch_zero" / "__init__.py")
+
+
+def test_a_name_of_the_long_tail_is_found_by_its_error() -> None:
+    assert fz.optim.contrib.yogi(0.1).needs is fz.optim.Needs.POINTWISE
+    with pytest.raises(AttributeError, match=r"it is optim\.contrib\.yogi"):
+        _ = fz.optim.yogi
+    with pytest.raises(AttributeError, match=r"no attribute 'yoga'$"):
+        _ = fz.optim.yoga
+
+
+def test_all_errors_have_one_base_class() -> None:
+    named = [getattr(fz.errors, name) for name in fz.errors.__all__]
+    for error in (*named, fz.checkpoint.CheckpointError, fz.checkpoint.CorruptError):
+        assert issubclass(error, fz.errors.FunctorchZeroError)

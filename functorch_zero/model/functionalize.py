@@ -138,14 +138,13 @@ def functionalize(
         compile: the units whose forward torch.compile makes a region of, chosen in the same way
             among those that have
             no other unit inside: collectives stay outside. Blocks of one class and shape are
-                compiled once.
+            compiled once.
         compile_options: for torch.compile: backend, mode, options, dynamic, fullgraph. Inductor
             draws random numbers as torch does, unless options have fallback_random=False.
         precision: a `Precision` for the model, or a dict from module classes, predicates or
             patterns of module paths ("" is the model) to one each, which counts for all that is in
             those modules; the innermost module named counts, and of two rules for one module the
-            later one. None: leaves are used as they are
-                stored.
+            later one. None: leaves are used as they are stored.
 
     Returns:
         apply: the pure function, see `Apply`.

@@ -126,6 +126,9 @@ def unshard(tree: PyTree[Any]) -> PyTree[Any]:
     """Inside a loss: the same tree with whole, differentiable leaves; leaves that are whole already
     stay as they are.
 
+    Outside of a loss, `step.unshard(state)` makes a state whole: this function can't tell a piece
+    from a whole leaf.
+
     At level 3 each unit touched is all-gathered (S bytes for all of them), and stays whole until
     its gradient is taken.
 

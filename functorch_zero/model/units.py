@@ -35,7 +35,7 @@ def find_units(
         units: a module class, a predicate `(path, module)`, a pattern of paths ("blocks.*"), or
             several of them.
             None: each child of the model is a unit, and containers (ModuleList, Sequential,
-                ModuleDict) are opened.
+            ModuleDict) are opened.
         slots: (module path, attribute, leaf path) of every place a parameter is used; a tied one
             has several.
 

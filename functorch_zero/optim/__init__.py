@@ -1,5 +1,7 @@
 """Optimizers as pure transforms that declare what they must see of a tensor."""
 
+from typing import NoReturn
+
 from . import contrib
 from .base import (
     Needs,
@@ -214,3 +216,9 @@ __all__ = [
     "with_whole_tree",
     "zero_nans",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say where a name of the long tail is."""
+    where = f": it is optim.contrib.{name}" if name in contrib.__all__ else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")

@@ -93,8 +93,7 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
         in_place: the same to the bit, written over the updates and over state leaves shaped like
             params (over nothing
             else: not over counts, nor params). A sharded step takes it where these were donated:
-                fewer temporaries, no
-            copies.
+            fewer temporaries, no copies.
 
     Sharded, it runs on pieces, bucket by bucket, without communication. `testing.check_transform`
     checks the claim.

@@ -79,10 +79,9 @@ def plan(
         batch: a sample of one rank's batch; tensors on the meta device will do. With it the loss is
             run on fake
             tensors: activations are measured, and the collectives are those of this loss. A module
-                given without a
-            `train_step` is its own loss: it is called with the batch, or with a tuple's parts.
-            Without a batch, units are taken to be entered once each in the layout's order, and
-            their backward to need their weights.
+            given without a `train_step` is its own loss: it is called with the batch, or with a
+            tuple's parts. Without a batch, units are taken to be entered once each in the layout's
+            order, and their backward to need their weights.
         buffers: for the loss, when params are given.
         sync_buffers, reshard_after_forward, reduce_gradients: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:

@@ -52,10 +52,9 @@ def shard(
     Args:
         step: made by `train_step` or `eval_step`.
         level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too;
-            3 or "fsdp", params too. Or levels by leaf: a mapping from patterns of paths,
-                `{"": 3, "*.adapter": 1}`, of which the
-            innermost that names a leaf or a tree around it counts; or a function
-            `(path, leaf) -> level`.
+            3 or "fsdp", params too. Or levels by leaf: a mapping from patterns of paths, `{"": 3,
+            "*.adapter": 1}`, of which the innermost that names a leaf or a tree around it counts;
+            or a function `(path, leaf) -> level`.
         group: a `Group`, a torch process group, a DeviceMesh, or None for torch's default group. A
             `HybridGroup`, or a mesh of two dims (replicate, shard), keeps pieces inside the shard
             axis and copies along the other.

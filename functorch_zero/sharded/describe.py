@@ -9,11 +9,12 @@ import optree
 import torch
 from torch import Tensor
 
+from ..errors import StructureError
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
 from ..precision import short
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
-from ..step.state import TrainState
+from ..step.state import TrainState, check_state
 from ..step.train import TrainStep
 from ..tree import storage_id
 from .checks import sharding_of
@@ -104,14 +105,21 @@ def describe(step: TrainStep | ShardedTrainStep, state: TrainState) -> Descripti
 
     Raises:
         DonatedError: a step has taken the state's storage.
-        StructureError: the state was sharded for another level, group or rank.
+        StructureError: the state was sharded for another step, level, group or rank.
+        TypeError: `state` is no state.
 
     >>> from functorch_zero import optim, train_step
     >>> step = train_step(lambda params, buffers, batch: params["w"].sum(), optim.adam(0.1))
     >>> describe(step, step.init({"w": torch.zeros(3, requires_grad=True)})).nbytes
     76
     """
+    check_state(state)
     if isinstance(step, TrainStep):
+        if state.sharding is not None:
+            raise StructureError(
+                "a sharded state was given with an unsharded step. Remedy: describe it with the "
+                "step that made it"
+            )
         layout = _whole_layout(state)
         plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
         return _describe(state, layout, plan, rank=0, num_ranks=1)

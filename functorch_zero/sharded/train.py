@@ -1,5 +1,6 @@
-"""`shard`: the same step for N ranks. No arithmetic here, and no collective of its own: it
-composes."""
+"""The training step for N ranks, made by `shard`. No arithmetic here, and no collective of its own:
+it composes.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Aux:
         weight: how much this batch counts (its number of tokens, say); None: each rank's batch
             counts the same. What
             weighs 0 counts for nothing: neither its loss, metrics and gradients nor the buffers
-                that it changed.
+            that it changed.
     """
 
     buffers: Mapping[str, Tensor] | None = None

@@ -213,16 +213,16 @@ def train_step(
             gradients and metrics are averaged by their weights (without weights each counts the
             same), and buffers go from one to the next, so that activations are a micro-batch's.
             Sharded, each rank cuts its own part of the batch: levels 0 and 1 reduce once a step, 2
-                and 3 in every micro-batch.
+            and 3 in every micro-batch.
         metrics: more metrics of each step, by name: "grad_norm", "update_norm" and "param_norm", of
             the trained leaves (sharded: one all-reduce of a number a leaf for all three together),
             and what the optimizer's state
             reports: "learning_rate", "clip_factor", "clip_norm", "skipped"; see
-                `optim.state_metrics`.
+            `optim.state_metrics`.
         nonfinite: what to do when the loss or a gradient has a NaN or an infinity, the same on all
             ranks: "raise" `NonFiniteError`, "skip" the step (params, buffers and optimizer state
-                stay; the metric `skipped` counts),
-            or "pass", which doesn't look. None: "skip" with a loss scale, else "pass".
+            stay; the metric `skipped` counts), or "pass", which doesn't look. None: "skip" with a
+            loss scale, else "pass".
         loss_scale: multiply the loss before backward, for float16; the scale is part of the state,
             and a metric.
 

@@ -85,8 +85,7 @@ def assert_sharded_equals_unsharded(
         per_rank: the oracle averages the ranks' gradients, each from that rank's part, instead of
             taking the whole
             batch: for losses that couple the samples of a batch (BatchNorm) or draw random numbers
-                (dropout), and for
-            unequal parts of a loss without a weight.
+            (dropout), and for unequal parts of a loss without a weight.
         unused: paths, or patterns of paths, of trained leaves that the loss does not use, whose
             update may be zero.
         allow_round_off: leaf by leaf, also allow ten times what round-off makes of the unsharded

@@ -1,4 +1,4 @@
-"""`step.describe`: the dtypes, places and bytes it says are those of the state, on every rank."""
+"""`fz.describe`: the dtypes, places and bytes it says are those of the state, on every rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import DonatedError
-from functorch_zero.groups import counted, run_ranks
+from functorch_zero.errors import DonatedError, StructureError
+from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.precision import Precision
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import models
+from tests.models import ZOO
 
 BF16, F32 = torch.bfloat16, torch.float32
 OPTIMIZERS = {
@@ -106,3 +107,15 @@ def test_the_table() -> None:
     sharded(state, torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(DonatedError):
         fz.describe(sharded, state)
+
+
+def test_a_state_of_another_step_is_refused() -> None:
+    loss_fn, params, buffers = ZOO["mlp"].build(weighted=True)
+    step = train_step(loss_fn, optim.adamw(0.1))
+    sharded = shard(step, level=3, group=CountingGroup(2))
+    with pytest.raises(StructureError, match="a sharded state was given with an unsharded step"):
+        fz.describe(step, sharded.init(params, buffers))
+    with pytest.raises(StructureError, match="was given a whole state"):
+        fz.describe(sharded, step.init(params, buffers))
+    with pytest.raises(TypeError, match="got a Params"):
+        fz.describe(step, params)

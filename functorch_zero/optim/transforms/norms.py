@@ -139,9 +139,8 @@ def adaptive_grad_clip(
         eps: stands for the norm of params that are still about zero.
         axis: the dims that a unit's norm sums over, optax's name. By default a unit is what one
             output is made of: torch stores outputs first, so all dims but the first (optax, whose
-                layouts store them last, sums over the
-            first dims); scalars, vectors and tensors with only one dim longer than 1 are one unit,
-            as in optax.
+            layouts store them last, sums over the first dims); scalars, vectors and tensors with
+            only one dim longer than 1 are one unit, as in optax.
     """
     dims = unit_dims if axis is None else axis
 
