@@ -119,6 +119,7 @@ def soak(seconds: float, ranks: int, level: int, seed: int) -> Counter[str]:
     """Attempts until the time is over, then one to the end, and the account. What happened, how
     often."""
     chance, happened = random.Random(seed), Counter[str]()
+    launch(int, 1, start_method="fork")  # libuv keeps a pipe for signals from the first store on
     descriptors, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
     with tempfile.TemporaryDirectory() as name:
         root, journal = Path(name) / "root", Path(name) / "journal"
@@ -170,8 +171,17 @@ def soak(seconds: float, ranks: int, level: int, seed: int) -> Counter[str]:
         )
         assert clean == final, f"after {until} steps: {clean[0]} undisturbed, {final[0]} here"
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) <= len(descriptors), os.listdir("/proc/self/fd")
+    left = {name: _target(name) for name in set(os.listdir("/proc/self/fd")) - descriptors}
+    assert not any(left.values()), left
     return happened
+
+
+def _target(descriptor: str) -> str:
+    """The file or socket of a descriptor; nothing for one that is closed by now."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return ""
 
 
 def account(root: Path, journal: Path, damaged: set[int]) -> None:

@@ -84,8 +84,8 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     ...     return tree_map(lambda u: u - u.mean(), updates), state
     >>> lie = optim.pointwise(lambda params: (), centre)
     >>> check_claims(lie)  # doctest: +IGNORE_EXCEPTION_DETAIL
-    Traceback (most recent call last): functorch_zero.errors.TransformError: ... runs
-    aten.mean.default ...
+    Traceback (most recent call last):
+    functorch_zero.errors.TransformError: ... runs aten.mean.default ...
     """
     tiny: Any = {
         "matrix": torch.zeros(2, 3),
