@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ class World:
         self.broken: Break | None = None
         self.all_ended = threading.Event()
         self.holder = 0
-        self._batons = [threading.Semaphore(0) for _ in range(size)]
+        self._batons: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(size)]
         self._ended: set[int] = set()
         self._waiting: dict[int, Meeting] = {}
         self.everyone = Circle(tuple(range(size)))
@@ -190,7 +191,7 @@ class World:
 
     def take_baton(self, rank: int) -> None:
         """Return when it is this rank's turn; raise when `run_ranks` has stopped everything."""
-        self._batons[rank].acquire()
+        self._batons[rank].get()
         if self._stopped:
             self._raise_if_broken(rank)
 
@@ -213,7 +214,7 @@ class World:
         self.break_with(GroupError, "run_ranks was stopped before this rank had ended")
         self._stopped = True
         for baton in self._batons:
-            baton.release()
+            baton.put(None)
 
     def check_all_called(self) -> None:
         """Refuse ranks that all returned, some without collectives that others called and never
@@ -262,7 +263,7 @@ class World:
 
     def _pass_baton_to(self, rank: int) -> None:
         self.holder = rank
-        self._batons[rank].release()
+        self._batons[rank].put(None)
 
     def _successor(self, rank: int) -> int | None:
         """The next rank, in circular order, that can go on."""
