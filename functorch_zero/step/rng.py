@@ -19,8 +19,20 @@ def replayed(
         yield
         return
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(_mix(int(seed), int(step), rank, micro))
+        _seed_generators(_mix(int(seed), int(step), rank, micro), device)
         yield
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the CPU's generator, and that of `device`.
+
+    `torch.manual_seed` would seed every device's, which nothing restores, and formats a stack for
+    each kind of device.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _mix(*numbers: int) -> int:
