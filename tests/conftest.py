@@ -3,7 +3,10 @@ running."""
 
 from __future__ import annotations
 
+import gc
 import importlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -51,6 +54,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that compute with jax come last: it starts threads, and ranks that are forked
     afterwards might hang."""
     items.sort(key=uses_jax)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker more than cores, since tests that wait for processes leave a core
+    idle."""
+    return len(cores()) + 1
+
+
+def pytest_configure() -> None:
+    """Keep a worker on one core: ranks that are threads run in turns, and a turn's first
+    instructions take three times as long on another core. Forked ranks use all of them."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")  # such as gw1
+    if worker is not None and sys.platform == "linux":
+        every = cores()
+        os.sched_setaffinity(0, {every[int(worker.removeprefix("gw")) % len(every)]})
+        os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, every))
+
+
+def cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported by now out of the collector's sight: every collection would walk it,
+    and in a forked rank copy its pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def uses_jax(item: pytest.Item) -> bool:
@@ -105,20 +138,42 @@ def nothing_left_running() -> Iterator[None]:
     assert not left, f"still running {GRACE:.0f} s after the test: {left}"
 
 
+@pytest.fixture(scope="session")
+def checked_claims() -> set[Any]:
+    """Claims of the package's own functions that have been checked in this session."""
+    return set()
+
+
 @pytest.fixture(autouse=True)
-def claims_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `shard` check equal claims once per test.
+def claims_checked_once(monkeypatch: pytest.MonkeyPatch, checked_claims: set[Any]) -> None:
+    """Let `shard` check equal claims once: those of the package once per session, others once per
+    test.
 
     It checks them at each `init` on each rank, which would be most of its time here.
     """
-    checked: list[Any] = []
+    checked_in_this_test: set[Any] = set()
 
     def check(transform: Any, params: Any) -> None:
         leaves, structure = optree.tree_flatten(params)
-        claim = describe(transform), structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        description = describe(transform)
+        claim = str(description), structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        checked = checked_claims if names_only_ours(description) else checked_in_this_test
         if claim not in checked:
             check_claims(transform, params)
-            checked.append(claim)
+            checked.add(claim)
 
     train = importlib.import_module("functorch_zero.sharded.train")
     monkeypatch.setattr(train, "check_claims", check)
+
+
+def names_only_ours(description: Any) -> bool:
+    """Whether all functions that a description names are the package's, whose bodies don't
+    change."""
+    if isinstance(description, list):
+        return all(names_only_ours(part) for part in description)
+    if isinstance(description, dict):
+        return all(
+            ("." not in name or name.startswith("functorch_zero.")) and names_only_ours(value)
+            for name, value in description.items()
+        )
+    return True
