@@ -104,6 +104,7 @@ def test_pinn(run_example: RunExample) -> None:
     run_example("pinn.py", "--steps", "20")
 
 
+@THOROUGH
 def test_lora(run_example: RunExample) -> None:
     lines = run_example("lora.py", "--steps", "60").splitlines()
     rows = {

@@ -20,11 +20,19 @@ Test = Callable[..., None]
 
 
 def tiers(
-    quick: Iterable[Any] = (), thorough: Iterable[Any] = (), full: Iterable[Any] = ()
+    quick: Iterable[Any] = (),
+    thorough: Iterable[Any] = (),
+    full: Iterable[Any] = (),
+    *,
+    rows: bool = False,
 ) -> list[Any]:
-    """Values for `parametrize`, each in its tier."""
-    marked = [pytest.param(value, marks=THOROUGH) for value in thorough]
-    return [*quick, *marked, *(pytest.param(value, marks=FULL) for value in full)]
+    """Values for `parametrize`, each in its tier; with `rows`, tuples of values for several
+    names."""
+
+    def marked(values: Iterable[Any], mark: pytest.MarkDecorator) -> list[Any]:
+        return [pytest.param(*(value if rows else (value,)), marks=mark) for value in values]
+
+    return [*quick, *marked(thorough, THOROUGH), *marked(full, FULL)]
 
 
 def drawn(

@@ -21,6 +21,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import TrainState
 from tests.checkpoints import assert_same, load_on, make_step, on_ranks, trained
 from tests.models import ZOO, even, split
+from tests.tiers import tiers
 
 
 class Gate:
@@ -240,7 +241,7 @@ print("left")
 """
 
 
-@pytest.mark.parametrize("how", ["well", "fail"])
+@pytest.mark.parametrize("how", tiers(["fail"], ["well"]))
 def test_leaving_the_program_waits(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

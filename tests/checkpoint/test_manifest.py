@@ -29,6 +29,7 @@ from functorch_zero.checkpoint.convert import map_file
 from functorch_zero.checkpoint.manifest import NAME, encode_manifest, parse_manifest
 from functorch_zero.errors import StructureError
 from tests.checkpoints import make_step, save_on
+from tests.tiers import drawn
 
 HOSTILE = [
     None,
@@ -118,8 +119,7 @@ def load_hostile(root: Path, data: bytes) -> None:
     assert time.process_time() - start < 1
 
 
-@settings(max_examples=150)
-@given(data=st.data())
+@drawn(data=st.data(), quick=40, thorough=150)
 def test_any_value_in_any_place(saved: Path, data: st.DataObject) -> None:
     rows = rows_of(saved)
     for _ in range(data.draw(st.integers(1, 3))):

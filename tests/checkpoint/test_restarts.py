@@ -19,7 +19,7 @@ import pytest
 from functorch_zero import checkpoint
 from functorch_zero.groups import launch
 from tests.checkpoints import leftovers
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, tiers
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "resume.py"
@@ -64,7 +64,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 @pytest.mark.parametrize(
     ("level", "fault"),
-    [(3, "kill"), (1, "raise"), (3, "hang"), (1, "kill inside"), (3, "raise inside")],
+    tiers(
+        [(3, "kill"), (1, "raise"), (1, "kill inside"), (3, "raise inside")],
+        [(3, "hang")],
+        rows=True,
+    ),
 )
 def test_a_run_that_is_restarted(
     tmp_path: Path,

@@ -23,7 +23,7 @@ from functorch_zero.model.lazy_param import unshard
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests import soak
-from tests.tiers import FULL, THOROUGH
+from tests.tiers import FULL, THOROUGH, tiers
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def resident() -> float:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("first", "last"), [(200, 600), pytest.param(200, 2000, marks=THOROUGH)])
+@pytest.mark.parametrize(("first", "last"), tiers(thorough=[(200, 2000)], rows=True))
 def test_memory_is_flat_over_many_steps(first: int, last: int) -> None:
     """No tensor, object, thread or descriptor more, and no memory beyond the allocator's noise."""
 
@@ -94,7 +94,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere the ranks meet in a temporary folder"
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", tiers([signal.SIGKILL], [signal.SIGTERM]))
 def test_a_launch_whose_parent_is_killed_leaves_nothing(tmp_path: Path, number: Any) -> None:
     pids, temporary = tmp_path / "pids", tmp_path / "temporary"
     pids.mkdir()

@@ -30,7 +30,7 @@ from tests.compare import (
     train_sharded,
 )
 from tests.model.test_remat import Net, Stateful, assert_same_runs, batches_of
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, tiers
 
 # Torch's compiler looks at it
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -87,6 +87,7 @@ def test_sharded_is_unsharded_from_one_compilation(levels: Any, more: Any) -> No
     assert_equal_updates(train(*gpt(), batches), train(*gpt(**COMPILED, **more), batches))
 
 
+@THOROUGH
 def test_on_processes() -> None:
     batches = models.gpt().batches(2, 6)
 
@@ -116,7 +117,7 @@ def stateful(**options: Any) -> tuple[Any, Any, Any]:
     return train_step(loss_fn, optim.sgd(0.1, momentum=0.9), accumulate=2), params, buffers
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", tiers([True], [False]))
 def test_buffers_and_dropout(remat: bool) -> None:
     """BatchNorm, a buffer that is replaced and one that is read, dropout (this backend draws as
     eager does)."""
@@ -127,7 +128,7 @@ def test_buffers_and_dropout(remat: bool) -> None:
     assert_sharded_equals_unsharded(*step, batches_of(), levels=(0, 3), ranks=(2,), per_rank=True)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
 def test_the_same_collectives(level: int) -> None:
     """At level 3, too: regions save lazy parameters, not gathered leaves."""
     calls = []

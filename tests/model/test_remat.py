@@ -22,6 +22,7 @@ from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train,
 from tests.models import GPT, Block, even
 from tests.runtime import test_unit as unit_tests
 from tests.runtime.test_memory import LiveBytes
+from tests.tiers import tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -112,7 +113,7 @@ def test_the_numbers_are_those_of_keeping_everything(rule: str, accumulate: int)
     assert float(again.states[-1].buffers["blocks.0.calls"]) == 1 + 2 * 2 * accumulate
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", tiers([2], [1]))
 def test_sharded_is_unsharded(accumulate: int) -> None:
     step, params, buffers = step_of(units=Stateful, remat=True, accumulate=accumulate)
     assert_sharded_equals_unsharded(
@@ -357,7 +358,7 @@ def test_with_units_of_several_blocks_it_grows_with_the_square_root() -> None:
     assert sixteen < peak(16, False, 3) / 2
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
 def test_hugging_faces_own_and_ours_together(level: int) -> None:
     from tests.model.test_hugging_face import batches, checkpointed, llama
 

@@ -13,7 +13,7 @@ from functorch_zero.optim.kernels import compiled
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, tiers
 
 
 def loss_fn(params, buffers, batch):
@@ -48,8 +48,8 @@ def params_of(dtype):
     }
 
 
-def check_every_level():
-    """How many kernels were made meanwhile."""
+def check_levels(cases):
+    """The number of kernels that were made for these (count scale, levels)."""
     made, backend = set(), compiled._backend
     # torch starts over with one whose numbers it does not find in inductor's cache on the disk:
     # that is no other kernel
@@ -57,7 +57,7 @@ def check_every_level():
         made.add(CompileContext.current_compile_id()) or backend(*args)
     )
     batches = [{"x": torch.randn(6, dtype=torch.float64)} for _ in range(3)]
-    for scale, levels in ((0.5, (0, 1, 3)), (0.75, (2,))):
+    for scale, levels in cases:
         optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.compiled(own_chain(scale)))
         step = train_step(loss_fn, optimizer)
         assert_sharded_equals_unsharded(
@@ -67,10 +67,13 @@ def check_every_level():
 
 
 @pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
-def test_a_compiled_chain_is_the_chain_at_every_level():
-    once_a_chain = [2]  # for all levels, ranks and sizes
+@pytest.mark.parametrize(
+    "cases", tiers([[(0.5, (3,))]], [[(0.5, (0, 1, 3)), (0.75, (2,))]]), ids=len
+)
+def test_a_compiled_chain_is_the_chain_at_every_level(cases):
+    once_per_chain = [len(cases)]  # for all levels, ranks and sizes
     # It leaves threads behind
-    assert launch(check_every_level, 1, start_method="fork", timeout=100) == once_a_chain
+    assert launch(check_levels, 1, cases, start_method="fork", timeout=100) == once_per_chain
 
 
 def handing_on(new):

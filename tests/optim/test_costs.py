@@ -7,7 +7,9 @@ numbers that a step makes there mean nothing; sizes and collectives are a real r
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import optree
 import pytest
@@ -22,6 +24,7 @@ from functorch_zero.optim import Needs, Transform
 from functorch_zero.sharded_optim.state_plan import StatePlan, plan_state
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
+from tests.tiers import tiers
 
 RANKS = 3
 NUM_STEPS = 2  # some optimizers rest in one of them
@@ -37,9 +40,16 @@ def level_of(name: str) -> int:
     return 1 + list(TABLE).index(name) % 3
 
 
-def tree(small: bool) -> Any:
-    """Params; few where the square of their number is kept."""
-    return gpt_tree(5, 2, 1, 3) if small else gpt_tree(30, 8, 1, 6)
+class Size(NamedTuple):
+    """A tree's: small where the square of the number of params is kept."""
+
+    small: bool
+    layers: int
+
+
+def tree(size: Size) -> Any:
+    """Params."""
+    return gpt_tree(5, 2, size.layers, 3) if size.small else gpt_tree(30, 8, size.layers, 6)
 
 
 def nbytes(x: Any) -> int:
@@ -59,12 +69,12 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def run_rank(
-    optimizer: Transform, level: int, rank: int, num_steps: int, small: bool
+    optimizer: Transform, level: int, rank: int, num_steps: int, size: Size
 ) -> tuple[fz.TrainState, list[list[Call]]]:
     """One imagined rank: its last state, and the collectives of each step."""
     group = CountingGroup(RANKS, rank)
     step = fz.shard(fz.train_step(loss_fn, optimizer), level=level, group=group)
-    state, calls = step.init(tree(small)), []
+    state, calls = step.init(tree(size)), []
     for _ in range(num_steps):
         group.reset()
         state, _ = step(state, torch.randn(3))
@@ -73,13 +83,9 @@ def run_rank(
 
 
 @pytest.fixture(scope="module")
-def base() -> dict[tuple[int, bool], list[Call]]:
-    """The collectives of a level's step itself, on the larger tree and on the small one."""
-    return {
-        (level, small): run_rank(optim.sgd(0.1), level, 0, 1, small)[1][0]
-        for level in (1, 2, 3)
-        for small in (False, True)
-    }
+def base() -> Callable[[int, Size], list[Call]]:
+    """The collectives of a level's step itself, on a tree of that size."""
+    return cache(lambda level, size: run_rank(optim.sgd(0.1), level, 0, 1, size)[1][0])
 
 
 def plan_for(optimizer: Transform, state: fz.TrainState) -> StatePlan:
@@ -88,22 +94,23 @@ def plan_for(optimizer: Transform, state: fz.TrainState) -> StatePlan:
     return plan_state(optimizer.init, layout, layout.trainable, RANKS)
 
 
+@pytest.mark.parametrize("layers", tiers([1], [2]))
 @pytest.mark.parametrize("name", TABLE)
-def test_state_and_traffic(name: str, base: dict[tuple[int, bool], list[Call]]) -> None:
+def test_state_and_traffic(name: str, layers: int, base: Callable[[int, Size], list[Call]]) -> None:
     optimizer, level = TABLE[name].make(), level_of(name)
-    small = optimizer.needs == Needs.WHOLE_TREE
-    first, steps = run_rank(optimizer, level, 0, NUM_STEPS, small)
-    others = [run_rank(optimizer, level, rank, 0, small)[0] for rank in range(1, RANKS)]
-    check_state(name, optimizer, [first, *others])
+    size = Size(optimizer.needs == Needs.WHOLE_TREE, layers)
+    first, steps = run_rank(optimizer, level, 0, NUM_STEPS, size)
+    others = [run_rank(optimizer, level, rank, 0, size)[0] for rank in range(1, RANKS)]
+    check_state(name, optimizer, [first, *others], size)
     for calls in steps:
-        check_traffic(optimizer, beyond(calls, base[level, small]))
+        check_traffic(optimizer, beyond(calls, base(level, size)), size)
 
 
-def check_state(name: str, optimizer: Transform, ranks: list[fz.TrainState]) -> None:
+def check_state(name: str, optimizer: Transform, ranks: list[fz.TrainState], size: Size) -> None:
     """A rank holds 1/N of what follows params, within padding; the whole states of the leaves it
     owns; and vectors."""
     whole_tree = optimizer.needs == Needs.WHOLE_TREE
-    whole = optree.tree_leaves(fz.train_step(loss_fn, optimizer).init(tree(whole_tree)).opt_state)
+    whole = optree.tree_leaves(fz.train_step(loss_fn, optimizer).init(tree(size)).opt_state)
     plan = plan_for(optimizer, ranks[0])
     sizes = {kind: 0 for kind in ("follows", "owned", "replicated")}
     by_leaf: dict[int, int] = {}
@@ -130,9 +137,9 @@ def check_state(name: str, optimizer: Transform, ranks: list[fz.TrainState]) -> 
     )
 
 
-def check_traffic(optimizer: Transform, own: list[Call]) -> None:
+def check_traffic(optimizer: Transform, own: list[Call], size: Size) -> None:
     """Beyond the level's own: nothing; or a few small all-reduces; or two all-to-alls of 2S/N."""
-    leaves = tensors(tree(optimizer.needs == Needs.WHOLE_TREE))
+    leaves = tensors(tree(size))
     if optimizer.needs == Needs.POINTWISE:
         assert not own, f"a pointwise optimizer sent {own}"
     elif optimizer.needs == Needs.WHOLE_TREE:

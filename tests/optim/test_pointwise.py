@@ -31,6 +31,7 @@ from tests.parity.cases import (
     stacked,
 )
 from tests.reference import pointwise as reference
+from tests.tiers import tiers
 
 ORACLES: dict[str, tuple[optim.Transform, Any]] = {
     "adam": (
@@ -181,7 +182,7 @@ def test_what_is_not_the_same_in_place_is_found() -> None:
             check_transform(transform)
 
 
-@pytest.mark.parametrize("chunk", [3, 8])
+@pytest.mark.parametrize("chunk", tiers([3], [8]))
 def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flat's chunks make the same as the flat. The leaves are small, since a chunk is a few
     elements here."""

@@ -31,7 +31,7 @@ from functorch_zero.planning.trace import Journal, imagined_axes
 from functorch_zero.testing import models, run_ranks
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
-from tests.tiers import tiers
+from tests.tiers import FULL, THOROUGH, tiers
 
 ROWS = 2  # of a rank's batch
 CASES: dict[str, Callable[[], models.Case]] = {
@@ -80,7 +80,9 @@ ON_ALL_RANKS = [(name, level, True) for name in CASES for level in range(4)]
 ON_THE_LAST = [(name, k % 4, False) for k, name in enumerate(CASES)]
 
 
-@pytest.mark.parametrize("chosen", tiers(ON_THE_LAST, full=ON_ALL_RANKS), ids=str)
+@pytest.mark.parametrize(
+    "chosen", tiers(ON_THE_LAST[::2], ON_THE_LAST[1::2], ON_ALL_RANKS), ids=str
+)
 def test_collectives_and_bytes_are_those_of_a_run(chosen: tuple[str, int, bool]) -> None:
     name, level, every_rank = chosen
     case = CASES[name]()
@@ -105,19 +107,30 @@ OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"accumul
 
 
 WITH_OPTIONS = [(level, k) for level in range(4) for k in range(len(OPTIONS))]
-SOME_OPTIONS = [(level, k) for level, k in WITH_OPTIONS if level == 3 or k == level]
+ONE_EACH = [(level, level % len(OPTIONS)) for level in range(4)]
+AT_LEVEL_3 = [(level, k) for level, k in WITH_OPTIONS if level == 3 and k != level % len(OPTIONS)]
 
 
-@pytest.mark.parametrize("chosen", tiers(SOME_OPTIONS, full=WITH_OPTIONS), ids=str)
-def test_without_a_batch_a_chain_of_units_is_planned_as_it_runs(chosen: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "depth"),
+    [
+        *((case, 2) for case in ONE_EACH),
+        *(pytest.param(case, 3, marks=THOROUGH) for case in AT_LEVEL_3),
+        *(pytest.param(case, 3, marks=FULL) for case in WITH_OPTIONS),
+    ],
+    ids=str,
+)
+def test_without_a_batch_a_chain_of_units_is_planned_as_it_runs(
+    chosen: tuple[int, int], depth: int
+) -> None:
     level, options = chosen[0], dict(OPTIONS[chosen[1]])
     batch, parts = tokens(), options.pop("accumulate", 1)
-    apply, params, buffers = fz.functionalize(decoder(), "blocks.*")
+    apply, params, buffers = fz.functionalize(decoder(depth=depth), "blocks.*")
     step = fz.train_step(
         lambda p, b, batch: apply(p, b, *batch)[0], optim.adamw(1e-3), accumulate=parts
     )
     known = plan(params, step, level=level, ranks=3, batch=batch, **options)
-    unknown = plan(decoder(), step, level=level, ranks=3, units="blocks.*", **options)
+    unknown = plan(decoder(depth=depth), step, level=level, ranks=3, units="blocks.*", **options)
     assert unknown.collectives == known.collectives
     for _, _, calls in run(step, params, buffers, [batch] * 3, 3, level=level, **options):
         assert calls_of(known) == calls
@@ -248,11 +261,8 @@ class allocations:
         self.events += [e.nbytes() for e in sorted(found, key=lambda e: e.start_ns())]
 
 
-FEW_PEAKS = [
-    ("wide", 0, "adamw", "float32"),
-    ("wide", 2, "muon", "float32"),
-    ("wide", 3, "adamw", "bfloat16"),
-]
+ONE_PEAK = [("wide", 3, "adamw", "bfloat16")]
+FEW_PEAKS = [("wide", 0, "adamw", "float32"), ("wide", 2, "muon", "float32")]
 SOME_PEAKS = [("wide", level, "adamw", "float32") for level in (1, 2, 3)] + [
     ("deep", 3, "adamw", "float32")
 ]
@@ -261,7 +271,7 @@ MORE_PEAKS = [("deep", level, "adamw", "float32") for level in range(3)] + [
 ]
 
 
-@pytest.mark.parametrize("rows", tiers([FEW_PEAKS], [SOME_PEAKS], [MORE_PEAKS]), ids=len)
+@pytest.mark.parametrize("rows", tiers([ONE_PEAK], [FEW_PEAKS + SOME_PEAKS], [MORE_PEAKS]), ids=len)
 def test_the_peak_is_that_of_a_run_on_real_ranks(rows: list[tuple[str, int, str, str]]) -> None:
     for row, most in zip(
         rows, fz.launch(measured_peaks, 2, rows, timeout=100, start_method="fork")[0], strict=True
@@ -392,9 +402,20 @@ def test_compiled_units_are_planned_as_they_are() -> None:
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize(("level", "over"), [(0, "shard"), (2, "shard"), (3, "both")])
-def test_a_mesh_of_two_axes(level: int, over: Any) -> None:
-    apply, params, buffers = fz.functionalize(decoder(depth=1), "blocks.*")
+FAR_APART, ALL = (0, 3), (0, 1, 2, 3)  # ranks; 0 and 3 differ along both axes
+
+
+@pytest.mark.parametrize(
+    ("level", "over", "planned"),
+    tiers(
+        [(0, "shard", FAR_APART), (3, "both", FAR_APART)],
+        [(0, "shard", ALL), (2, "shard", ALL), (3, "both", ALL)],
+        rows=True,
+    ),
+)
+def test_a_mesh_of_two_axes(level: int, over: Any, planned: tuple[int, ...]) -> None:
+    depth = 1 if planned == FAR_APART else 3
+    apply, params, buffers = fz.functionalize(decoder(depth=depth), "blocks.*")
     step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], optim.muon(1e-3))
 
     def on_rank(group: Any) -> tuple[Any, ...]:
@@ -410,8 +431,8 @@ def test_a_mesh_of_two_axes(level: int, over: Any) -> None:
             axes.optimizer.rank
             == imagined_axes(rank, 4, Journal(), 2, over, swaps=True).optimizer.rank
         )
-        if rank in (1, 2):
-            continue  # 0 and 3 differ along both axes, and a plan takes a second
+        if rank not in planned:  # a plan takes a second
+            continue
         options: dict[str, Any] = {
             "level": level,
             "ranks": 4,
@@ -441,7 +462,7 @@ def test_measured_metrics_are_among_the_collectives() -> None:
     assert [c.kind for c in made.collectives if c.phase == "optimizer"] == ["all_reduce"] * 2
 
 
-@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_precision(level: int) -> None:
     precision = fz.Precision(compute=torch.bfloat16, reduce=torch.bfloat16 if level == 2 else None)
     apply, params, buffers = fz.functionalize(decoder(), "blocks.*", precision=precision)

@@ -30,7 +30,7 @@ from tests.runtime.test_unit import batches_of, some_rows_reach, with_negative_h
 from tests.runtime.test_unit import build as build_module
 from tests.sharded.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
 from tests.sharded.test_processes import OPTIMIZERS, on_processes
-from tests.tiers import drawn
+from tests.tiers import drawn, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -70,12 +70,18 @@ def test_any_mesh_any_level_any_optimizer(data: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("as_mesh", [False, True])
-def test_on_processes(as_mesh: bool) -> None:
-    chosen = [("gpt", "clip+lamb"), ("gpt", "muon"), ("scalars", "adamw")]
-    cases = [
-        (n, o, level, over) for n, o in chosen for level in (1, 3) for over in ("shard", "both")
-    ]
+CHOSEN = [("gpt", "clip+lamb"), ("gpt", "muon"), ("scalars", "adamw")]
+CASES = [(*pair, level, over) for pair in CHOSEN for level in (1, 3) for over in ("shard", "both")]
+
+
+@pytest.mark.parametrize(
+    ("as_mesh", "cases"),
+    tiers(
+        [(False, CASES[1::3]), (True, CASES[2::8])], [(False, CASES), (True, CASES[8:])], rows=True
+    ),
+    ids=["plain-few", "mesh-few", "plain", "mesh"],
+)
+def test_on_processes(as_mesh: bool, cases: list[Any]) -> None:
 
     def run(group: Any) -> list[Run]:
         mesh: Any = HybridGroup(group, shard_size=2)
@@ -90,7 +96,7 @@ def test_on_processes(as_mesh: bool) -> None:
                 group.rank % 2,
             )
         found = []
-        for name, optimizer, level, over in cases[as_mesh * 8 :]:
+        for name, optimizer, level, over in cases:
             loss_fn, params, buffers = ZOO[name].build(weighted=True)
             step, batches = (
                 fz.train_step(loss_fn, OPTIMIZERS[optimizer]()),
@@ -111,7 +117,7 @@ def test_on_processes(as_mesh: bool) -> None:
         return found
 
     runs = on_processes(run, 4)
-    for i, (name, optimizer, _, _) in enumerate(cases[as_mesh * 8 :]):
+    for i, (name, optimizer, _, _) in enumerate(cases):
         loss_fn, params, buffers = ZOO[name].build(weighted=True)
         step, batches = fz.train_step(loss_fn, OPTIMIZERS[optimizer]()), ZOO[name].batches(2, 12)
         assert_same_on_all_ranks([r[i] for r in runs])

@@ -515,7 +515,10 @@ def drawn_case(names: tuple[str, ...], choose: Any) -> Case:
     return Case(names, choose(LEVELS), ranks, axis, choose(LINEAR if o.bound else [*OPTIMIZERS]))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+COMPILED = "compiled units"  # the slow one
+
+
+@pytest.mark.parametrize("name", tiers([name for name in OPTIONS if name != COMPILED], [COMPILED]))
 def test_each_alone(name: str) -> None:
     check(drawn_case((name,), random.Random(name).choice))
 
@@ -529,7 +532,7 @@ def test_pairs(case: Case) -> None:
 def test_as_many_as_go_together(seed: int) -> None:
     """The first without the compiler, beside which all else is quick."""
     rng, chosen = random.Random(seed), Case((), 2, 1, None, "sgd")
-    names = [name for name in OPTIONS if seed or name != "compiled units"]
+    names = [name for name in OPTIONS if seed or name != COMPILED]
     for name in rng.sample(names, len(names)):
         more = chosen._replace(names=tuple(sorted((*chosen.names, name), key=[*OPTIONS].index)))
         if chosen.option.beside(OPTIONS[name]) is not None and more.refusal is None:

@@ -23,7 +23,7 @@ from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, t
 from tests.models import even
 from tests.runtime.test_memory import LiveBytes
 from tests.sharded.test_processes import on_processes
-from tests.tiers import THOROUGH, drawn
+from tests.tiers import drawn, tiers
 
 WIDTH, DEPTH, SMALL = 32, 4, 2
 
@@ -123,17 +123,11 @@ def test_any_level_for_any_leaf_and_any_of_them_frozen(data: Any) -> None:
     )
 
 
-EVERY, EVEN, ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
+EVERY, EVEN, SOME_ODD = slice(None), slice(0, None, 4), slice(1, None, 4)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "part"),
-    [
-        (2, EVEN),
-        (3, ODD),
-        pytest.param(2, EVERY, marks=THOROUGH),
-        pytest.param(3, EVERY, marks=THOROUGH),
-    ],
+    ("ranks", "part"), tiers([(2, EVEN), (3, SOME_ODD)], [(2, EVERY), (3, EVERY)], rows=True)
 )
 def test_on_processes(ranks: int, part: slice) -> None:
     optimizers = {

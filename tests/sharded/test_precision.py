@@ -356,13 +356,20 @@ def test_evaluation_on_a_running_mean_rounds_as_training() -> None:
         assert torch.allclose(got, expected, rtol=2e-5)  # without rounding it is 1e-4 away
 
 
-@pytest.mark.parametrize("ranks", tiers([3], [2]))
-def test_on_processes(ranks: int) -> None:
+EVERY_LEVEL = [*itertools.product(("norms", "reduce"), LEVELS)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    tiers([(3, [("norms", 3), ("reduce", 1)])], [(3, EVERY_LEVEL), (2, EVERY_LEVEL)], rows=True),
+    ids=str,
+)
+def test_on_processes(ranks: int, cases: list[tuple[str, int]]) -> None:
     """Over gloo, in bfloat16 and float16 on the wire, at each level."""
 
     def run(group: Any) -> dict[Any, Any]:
         found = {}
-        for policy, level in itertools.product(("norms", "reduce"), LEVELS):
+        for policy, level in cases:
             precision = POLICIES.get(policy) or Precision(compute=BF16, reduce=BF16)
             step, params, buffers, batches = gpt_step(precision)
             sharded = shard(step, level=level, group=group)

@@ -19,6 +19,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, tokens
+from tests.tiers import tiers
 
 RANKS = 2
 STEPS = 3
@@ -60,16 +61,16 @@ def build(depth: int = 4) -> tuple[Any, Any, Any]:
 
 
 @cache
-def plain_counts(level: int) -> tuple[list[Counts], Any]:
+def plain_counts(level: int, depth: int = 4) -> tuple[list[Counts], Any]:
     """The counts of AdamW, which several tests look at."""
-    return step_counts(level)
+    return step_counts(level, depth=depth)
 
 
 def step_counts(
-    level: int, optimizer: optim.Transform | None = None, **options: Any
+    level: int, optimizer: optim.Transform | None = None, *, depth: int = 4, **options: Any
 ) -> tuple[list[Counts], Any]:
     """The counts of each of a few steps on one rank, and the layout."""
-    loss_fn, params, buffers = build()
+    loss_fn, params, buffers = build(depth)
     layout = make_layout(params, RANKS if level else 1, trainable=lambda path, leaf: True)
     whole = sum(b.piece * layout.num_ranks * b.dtype.itemsize for b in layout.buckets)
 
@@ -100,9 +101,13 @@ def test_level_0() -> None:
         assert counts.total == pytest.approx(2) and counts.small == 1, "one all-reduce of metrics"
 
 
+DEPTHS = tiers([4], [6])
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("level", [1, 2])
-def test_levels_1_and_2(level: int) -> None:
-    found, layout = plain_counts(level)
+def test_levels_1_and_2(level: int, depth: int) -> None:
+    found, layout = plain_counts(level, depth)
     for counts in found:
         assert counts.num == {
             "reduce_scatter": len(layout.buckets),
@@ -112,10 +117,11 @@ def test_levels_1_and_2(level: int) -> None:
         assert counts.small == 1
 
 
-def test_level_3() -> None:
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_level_3(depth: int) -> None:
     """Forward gathers each unit once; backward all but the embedding, which needs no params, and
     the last one, kept."""
-    found, layout = plain_counts(3)
+    found, layout = plain_counts(3, depth)
     num = len(layout.units)
     for number, counts in enumerate(found):
         assert counts.num["reduce_scatter"] == num and counts.volume[
@@ -127,8 +133,9 @@ def test_level_3() -> None:
         assert set(counts.num) == {"reduce_scatter", "all_gather"} and counts.small == 1
 
 
-def test_level_3_without_regathering() -> None:
-    found, layout = step_counts(3, reshard_after_forward=False)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_level_3_without_regathering(depth: int) -> None:
+    found, layout = step_counts(3, depth=depth, reshard_after_forward=False)
     for counts in found:
         assert counts.num == {"reduce_scatter": len(layout.units), "all_gather": len(layout.units)}
         assert counts.total == pytest.approx(2) and counts.small == 1

@@ -222,7 +222,7 @@ def history(
     return found, state
 
 
-@drawn(st.sampled_from(LEVELS), st.integers(1, 4), st.integers(8, 24), st.integers(1, 3))
+@drawn(st.sampled_from(LEVELS), st.integers(1, 4), st.integers(8, 24), st.integers(1, 3), quick=4)
 def test_the_scales_history_is_one_processs(
     level: int, ranks: int, power: int, interval: int
 ) -> None:
