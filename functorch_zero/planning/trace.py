@@ -28,11 +28,14 @@ from ..layout.flat_buffers import Pieces, flats_of
 from ..layout.layout import Layout, LeafSpec, Unit
 from ..layout.levels import level_of
 from ..model.lazy_param import LazyParam
+from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unshard import Source
-from ..sharded import agreement
+from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options, check_state_axes
-from ..sharded.train import ShardedTrainStep
-from ..step.loss import Aux, LossFn, Outcome
+from ..sharded.phases import Local, Run, advance, agree_on, differentiate
+from ..sharded.state import shard_state
+from ..sharded.update import PreparedUpdate
+from ..step.loss import Aux, LossFn
 from ..step.state import TrainState
 from ..step.train import TrainStep
 from ..tree import has_values
@@ -42,8 +45,9 @@ from .report import Collective, Sample
 Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
 
 
-class ImaginedStep(ShardedTrainStep):
-    """One step on a rank that is not there.
+class ImaginedStep:
+    """One step on a rank that is not there: the phases of a sharded step, and a look on between
+    them.
 
     Args:
         step: its loss and optimizer.
@@ -65,9 +69,10 @@ class ImaginedStep(ShardedTrainStep):
         pass_layout: Layout,
         fake: FakeTensorMode | None,
     ):
-        super().__init__(replace(step, loss_fn=self._watched(step.loss_fn)), options)
         assert isinstance(options.group, Recorder)
-        self._journal, self._layout, self._pass_layout = options.group.journal, layout, pass_layout
+        self._step = replace(step, loss_fn=self._watched(step.loss_fn))
+        self._options, self._layout, self._pass_layout = options, layout, pass_layout
+        self._journal = options.group.journal
         self.live = LiveBytes(fake, self._sample)
         self._journal.notice, self._journal.on_call = self._adopt, self._name
         # Of an optimizer that treats all elements alike
@@ -91,16 +96,16 @@ class ImaginedStep(ShardedTrainStep):
         it out.
         """
         whole = nullcontext() if self._only_buckets else self.live
+        fetched = PrefetchOrder()
         with whole:
-            state = self.shard_state(self.unsharded.init(params, buffers, seed=None))
+            run = self._open(params, buffers, batch)
+            state = run.state
         with whole, _uncompiled():
             if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
                 if order is None:
-                    self._backward(
-                        state, batch, flats_of(state.params, self._layout, self._rank), self._layout
-                    )
+                    self._differentiate(run, fetched)
                 else:
-                    self._trace = list(order)
+                    fetched.record(order)
             for kind, tree in (
                 (None, (params, buffers, batch)),
                 ("params", state[1:3]),
@@ -111,11 +116,52 @@ class ImaginedStep(ShardedTrainStep):
                 )
             self._journal.recorded.clear()
             self.samples.clear()
-            self(state, batch)
-        assert order is None or not self._trace or self._trace == list(order), (
+            self.live.assumed = 0
+            local = self._differentiate(run, fetched)
+            self.reduced = sum(flat.nbytes for flat in local.reduced.values())
+            self._enter("metrics")
+            with self.live.paused():
+                agreed = agree_on(run, self._with_numbers(run, local), BackgroundTasks())
+            self._enter("buffers")
+            advance(run, local, agreed)
+        assert order is None or not fetched.units or [*fetched.units] == [*order], (
             "units came in another order"
         )
         return state
+
+    @torch.no_grad()
+    def _open(self, params: PyTree[Tensor], buffers: PyTree[Tensor], batch: Any) -> Run:
+        """This rank's part of the first state, and the update of it."""
+        step, options = self._step, self._options
+        prepared = PreparedUpdate(step, self._layout, options)
+        whole = step.init(params, buffers, seed=None)
+        rank, sharding = options.axes.number, options.sharding(self._layout)
+        state = shard_state(whole, prepared.plan, sharding, rank)
+        flats = flats_of(state.params, self._layout, rank)
+        updater = _Announced(prepared, self._enter, idle=self._only_buckets)
+        return Run(step, options, state, batch, sharding, flats, updater)
+
+    def _differentiate(self, run: Run, order: PrefetchOrder) -> Local:
+        """The same on the layout of the pass, which may be cut in another way."""
+        sharding = replace(run.sharding, layout=self._pass_layout)
+        run = replace(run, sharding=sharding, state=run.state._replace(params=None))
+        with self.live if self._only_buckets else nullcontext():  # nothing is made before and after
+            return differentiate(run, order)
+
+    def _with_numbers(self, run: Run, local: Local) -> Local:
+        """With numbers that are there for the all-reduce, and the buffers that were written to."""
+        before = optree.tree_leaves(run.state.buffers)
+        after, treedef = optree.tree_flatten(local.outcome.buffers)
+        kept = [
+            o if self.live.is_untouched_copy(n, o) else n
+            for o, n in zip(before, after, strict=True)
+        ]
+        known = local.outcome._replace(
+            loss=torch.zeros(()),
+            metrics=dict.fromkeys(local.outcome.metrics, 0.0),
+            buffers=treedef.unflatten(kept),
+        )
+        return local._replace(outcome=known)
 
     def _watched(self, loss_fn: LossFn) -> LossFn:
         """The loss, before and after which the phase changes. A weight is a number, since nobody
@@ -133,39 +179,6 @@ class ImaginedStep(ShardedTrainStep):
             return result
 
         return loss
-
-    def _make_layout(self, params: PyTree[Tensor]) -> Layout:
-        return self._layout
-
-    def _prepare(self, layout: Layout) -> Any:
-        return _Announced(super()._prepare(layout), self._enter, idle=self._only_buckets)
-
-    def _backward(self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout) -> Any:
-        state = state._replace(params=None)  # which may be cut in another way
-        with self.live if self._only_buckets else nullcontext():  # nothing is made before and after
-            made = super()._backward(state, batch, flats, self._pass_layout)
-        self.reduced = sum(flat.nbytes for flat in made[0].values())
-        return made
-
-    def _report(
-        self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]
-    ) -> agreement.Report:
-        """The same all-reduce, of numbers that are there, and the buffers that were written to."""
-        self._enter("metrics")
-        before, (after, treedef) = (
-            optree.tree_leaves(state.buffers),
-            optree.tree_flatten(outcome.buffers),
-        )
-        kept = [
-            o if self.live.is_untouched_copy(n, o) else n
-            for o, n in zip(before, after, strict=True)
-        ]
-        metrics, buffers = dict.fromkeys(outcome.metrics, 0.0), treedef.unflatten(kept)
-        with self.live.paused():
-            known = outcome._replace(loss=torch.zeros(()), metrics=metrics, buffers=buffers)
-            report = super()._report(state, known, log, more)
-        self._enter("buffers")
-        return report
 
     def _enter(self, phase: str) -> None:
         self._journal.enter(phase)
@@ -206,12 +219,14 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 class _Announced:
-    """A prepared update that says when it begins and ends; an idle one works in place, and takes no
+    """An update that says when it begins and ends; an idle one works in place, and takes no
     room."""
 
-    def __init__(self, prepared: Any, enter: Callable[[str], None], *, idle: bool) -> None:
+    def __init__(
+        self, prepared: PreparedUpdate, enter: Callable[[str], None], *, idle: bool
+    ) -> None:
         self._prepared, self._enter, self._idle = prepared, enter, idle
-        self.plan, self.across, self.flats = prepared.plan, prepared.across, prepared.flats
+        self.across = prepared.across
 
     def update(self, grads: Pieces, state: Any, params: Pieces) -> Any:
         self._enter("optimizer")

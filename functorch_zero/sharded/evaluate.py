@@ -9,6 +9,7 @@ import torch
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.flat_buffers import flats_of, pieces_of
+from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..step.evaluate import EvalStep, call_eval
 from ..step.loss import Metrics
@@ -26,7 +27,7 @@ class ShardedEvalStep:
 
     def __init__(self, step: EvalStep, options: Options):
         self.unsharded, self.options = step, options
-        self._trace: list[str] = []
+        self._order = PrefetchOrder()
 
     @property
     def group(self) -> Group:
@@ -50,15 +51,15 @@ class ShardedEvalStep:
                 )
                 flats = evaluated(chosen, flats, layout, axes)
             sources = make_sources(flats, layout, axes, log)
-            ahead, self._trace = self._trace, []  # ranks of which one fails forget it
-            run = Pass(layout, sources, None, device=flats[0].device, ahead=ahead)
-            with replayed(state.seed, state.step, self.group.rank, flats[0].device):
-                metrics, weight = call_eval(
-                    self.unsharded.fn, run.lazy_params(), state.buffers, batch
-                )
-            run.finish()
-            report = agreement.average(
-                metrics, weight, labelled(self.group, "evaluation/metrics"), log
-            )
-            self._trace = run.trace
+            order = self._order
+            run = Pass(layout, sources, None, device=flats[0].device, ahead=order.units)
+            rank, device = self.group.rank, flats[0].device
+            with order.forgotten_on_failure():
+                with replayed(state.seed, state.step, rank, device):
+                    params = run.lazy_params()
+                    metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
+                run.finish()
+                group = labelled(self.group, "evaluation/metrics")
+                report = agreement.average(metrics, weight, group, log)
+            order.record(run.trace)
             return report.metrics

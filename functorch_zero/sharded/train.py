@@ -16,32 +16,25 @@ from ..errors import StructureError
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.build import make_layout
-from ..layout.flat_buffers import flats_of, grads_of, hold, pieces_of
+from ..layout.flat_buffers import flats_of, hold, pieces_of
 from ..layout.layout import Layout
 from ..model.deferred_init import DeferredInit
 from ..optim.base import describe
 from ..optim.claims.check import check_claims
-from ..profiling import ranged
-from ..runtime.reduce import Sink
-from ..runtime.unit import Pass
+from ..runtime.prefetch import PrefetchOrder
 from ..sharded_optim.state_plan import StatePlan
-from ..step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
-from ..step.metrics import UpdateMetrics, check_reported
-from ..step.nonfinite import all_finite
-from ..step.rng import replayed
+from ..step.loss import Metrics
+from ..step.metrics import check_reported
 from ..step.state import TrainState
-from ..step.train import TrainStep, mark_trainable, with_measured
+from ..step.train import TrainStep, mark_trainable
 from ..tree import PyTree, content_digests, paths, select
 from ..version import __version__
-from . import agreement
 from .agreement import agree
 from .background import BackgroundTasks
-from .buffers import apart, replaced, synchronize
-from .checks import check_batch, check_not_empty, sharding_of
+from .checks import check_batch, sharding_of
 from .failures import sharing_failures
-from .grad_mean import in_range, loss_seed_of, to_means
 from .options import Options
-from .params import make_sink, make_sources, publish
+from .phases import Run, advance, agree_on, differentiate
 from .state import lay_out_state, shard_state, unshard_state
 from .update import PreparedUpdate
 
@@ -57,9 +50,7 @@ class ShardedTrainStep:
         self.unsharded, self.options = step, options
         self.background = BackgroundTasks()
         self._prepared: PreparedUpdate | None = None
-        self._trace: list[
-            str
-        ] = []  # the units the last pass fetched, in order: a hint for prefetch
+        self._order = PrefetchOrder()
 
     @property
     def group(self) -> Group:
@@ -130,72 +121,20 @@ class ShardedTrainStep:
                 is still good.
         """
         with sharing_failures(*self.options.axes.groups):
-            sharding = sharding_of(state, self.options)
-            sharding.donations.check(state.step)
-            layout = sharding.layout
-            prepared = self._prepare(layout)
-            flats = prepared.flats(optree.tree_leaves(state.params))
-            check_batch(batch, flats[0].device, self.group.rank)
-            reduced, outcome, log = self._backward(state, batch, flats, layout)
-            trace, self._trace = self._trace, []  # ranks that turn out to differ forget it
-            policy = self.unsharded.finite
-            bad = (
-                [not in_range(reduced, layout, weighted=outcome.weight is not None)]
-                if policy.looks
-                else []
-            )
-            metrics, total, weighty, changed = self._report(state, outcome, log, bad)
-            self._trace = trace
-            fine = not policy.looks or (not changed.pop() and all_finite([metrics["loss"]]))
-            finite = policy.next(state.finite, fine=fine)
-            if not fine and policy.nonfinite == "raise":
-                agreement.refuse(
-                    int(state.step), outcome.loss, reduced, layout, self._rank, self.group
-                )
-            with torch.no_grad():
-                to_means(
-                    reduced, None if outcome.weight is None else total, policy.scale(state.finite)
-                )
-                group, buffers = labelled(self.group, "step/buffers"), state.buffers
-                if fine:
-                    own = outcome.weight is None or float(outcome.weight) != 0
-                    rule = self.options.sync_buffers
-                    buffers = synchronize(
-                        buffers, outcome.buffers, changed, rule, group, weighty, own
-                    )
-                grads = grads_of(reduced, flats, layout, self._rank)
-                del reduced
-                view = pieces_of(flats, layout, self._rank)
-                if self.options.donate:
-                    buffers = apart(buffers, flats)
-                    sharding.donations.take(state.step)
-                update_metrics = UpdateMetrics(self.unsharded.metrics, prepared.across)
-                update_metrics.see("grad_norm", lambda: grads.tree)
-                update_metrics.see("param_norm", lambda: view.tree)
-                params, opt_state = state.params, state.opt_state
-                if fine:
-                    with ranged("update"):
-                        updates, opt_state = prepared.update(grads, opt_state, view)
-                    update_metrics.see("update_norm", lambda: updates)
-                    with ranged("publish"):
-                        params = publish(
-                            params,
-                            flats,
-                            updates,
-                            layout,
-                            self.options.axes,
-                            donate=self.options.donate,
-                        )
-                else:
-                    update_metrics.see(
-                        "update_norm", lambda: tree_map(torch.zeros_like, grads.tree)
-                    )
-                metrics = with_measured(metrics, update_metrics.metrics(opt_state))
-            metrics = with_measured(metrics, policy.metrics(finite))
-            new = TrainState(
-                state.step + 1, params, buffers, opt_state, state.seed, sharding, finite
-            )
-            return new, metrics
+            run = self._open(state, batch)
+            with self._order.forgotten_on_failure():
+                local = differentiate(run, self._order)
+                agreed = agree_on(run, local, self.background)
+            return advance(run, local, agreed)
+
+    def _open(self, state: TrainState, batch: Any) -> Run:
+        """Check the state and the batch, and find the flats that the params lie in."""
+        sharding = sharding_of(state, self.options)
+        sharding.donations.check(state.step)
+        prepared = self._prepare(sharding.layout)
+        flats = prepared.flats(optree.tree_leaves(state.params))
+        check_batch(batch, flats[0].device, self.group.rank)
+        return Run(self.unsharded, self.options, state, batch, sharding, flats, prepared)
 
     def unshard(self, state: TrainState) -> TrainState:
         """The whole, unsharded state on every rank: copies. All-gathers what is in pieces,
@@ -228,69 +167,6 @@ class ShardedTrainStep:
         view = pieces_of(flats_of(params, layout, self._rank), layout, self._rank)
         made = self.unsharded.optimizer.init(view.tree, prepared.across)
         return lay_out_state(made, prepared.plan, layout, self._rank)
-
-    def _backward(
-        self, state: TrainState, batch: Any, flats: list[Tensor], layout: Layout
-    ) -> tuple[dict[int, Tensor], Outcome, list[str]]:
-        """The reduced gradient flats, what the loss gave, and the collectives started for it."""
-        log = [f"step {int(state.step)}"]
-        sink = make_sink(layout, self.options.axes, log, self.options.reduce_gradients)
-        outcomes: list[Outcome] = []
-        try:
-            for part in micro_batches(batch, self.unsharded.accumulate):
-                outcome = self._on_micro_batch(state, part, flats, layout, sink, log, len(outcomes))
-                outcomes.append(outcome)
-                state = state._replace(buffers=outcome.buffers)
-            return sink.finish(), joined(outcomes), log
-        except BaseException:
-            self._trace = []  # some ranks may be a pass ahead of others
-            raise
-
-    def _on_micro_batch(
-        self,
-        state: TrainState,
-        batch: Any,
-        flats: list[Tensor],
-        layout: Layout,
-        sink: Sink,
-        log: list[str],
-        i: int,
-    ) -> Outcome:
-        """One pass, whose gradients go to the sink."""
-        device, rank, count = flats[0].device, self.group.rank, self.unsharded.accumulate
-        sources = make_sources(flats, layout, self.options.axes, log, state.params)
-        keeps, last = not self.options.reshard_after_forward, i == count - 1
-        run = Pass(layout, sources, sink, device=device, keeps=keeps, ahead=self._trace, last=last)
-        with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
-            with ranged("loss"):
-                outcome = call_loss(
-                    self.unsharded.loss_fn, run.lazy_params(), state.buffers, batch, rank
-                )
-            if not any(unit.entered for unit in run.runs):
-                raise independent(rank)
-            check_not_empty(batch, outcome.loss, outcome.weight, rank)
-            scale = self.unsharded.finite.scale(state.finite)
-            seed, grad_scale = loss_seed_of(outcome, layout, self.group.size, count, scale)
-            run.loss_ended(grad_scale)
-            with ranged("backward"):
-                torch.autograd.grad(outcome.loss, [run.anchor], seed, allow_unused=True)
-        run.finish()
-        self._trace = run.trace
-        metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
-        return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
-
-    def _report(
-        self, state: TrainState, outcome: Outcome, log: list[str], more: list[bool]
-    ) -> agreement.Report:
-        """What all ranks know after backward: metrics, the sum of weights, which buffers any
-        changed, and `more`."""
-        flags = [*replaced(state.buffers, outcome.buffers), *more, self.background.failed()]
-        seen = {"loss": outcome.loss, **outcome.metrics}
-        report = agreement.average(
-            seen, outcome.weight, labelled(self.group, "step/metrics"), log, flags
-        )
-        self.background.raise_if(report.flags.pop())
-        return report
 
     @property
     def _rank(self) -> int:

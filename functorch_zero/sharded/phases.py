@@ -1,0 +1,249 @@
+"""The phases of a sharded step: functions from one frozen value to the next.
+
+    Run ── differentiate ──> Local ── agree_on ──> Agreed ── advance ──> the next state, metrics
+
+`ShardedTrainStep` runs them one after the other. A plan runs the same functions on tensors without
+values, and looks on between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..groups import labelled
+from ..layout.flat_buffers import Pieces, grads_of, pieces_of
+from ..layout.layout import Layout
+from ..layout.sharding import Sharding
+from ..optim.across import Across
+from ..profiling import ranged
+from ..runtime.prefetch import PrefetchOrder
+from ..runtime.reduce import Sink
+from ..runtime.unit import Pass
+from ..step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
+from ..step.metrics import UpdateMetrics
+from ..step.nonfinite import NonFiniteState, all_finite
+from ..step.rng import replayed
+from ..step.state import TrainState
+from ..step.train import TrainStep, with_measured
+from ..tree import PyTree
+from . import agreement
+from .background import BackgroundTasks
+from .buffers import apart, replaced, synchronize
+from .checks import check_not_empty
+from .grad_mean import in_range, loss_seed_of, to_means
+from .options import Options
+from .params import make_sink, make_sources, publish
+
+
+class Updater(Protocol):
+    """The optimizer's update on this rank's pieces."""
+
+    @property
+    def across(self) -> Across:
+        """The answers to the optimizer's questions."""
+        ...
+
+    def update(
+        self, grads: Pieces, state: Any, params: Pieces
+    ) -> tuple[PyTree[Tensor] | None, Any]:
+        """The updates and the optimizer's next state; None where the params hold the sums
+        already."""
+        ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """One step on one rank: what it was given, and what follows from the layout."""
+
+    step: TrainStep
+    options: Options
+    state: TrainState
+    batch: Any  # this rank's part
+    sharding: Sharding
+    flats: list[Tensor]  # that hold the params between steps, in the order of the buckets
+    updater: Updater
+
+    @property
+    def layout(self) -> Layout:
+        return self.sharding.layout
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the pieces of a bucket."""
+        return self.options.axes.number
+
+
+class Local(NamedTuple):
+    """What the loss of this rank's part of the batch has given."""
+
+    reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
+    outcome: Outcome  # of all micro-batches as one
+    overflown: bool  # a reduced gradient is not finite, and the step looks
+    log: list[str]  # the step's number, and the collectives started since
+
+
+class Agreed(NamedTuple):
+    """What all ranks know, once each has told the others; the same on every rank."""
+
+    metrics: Metrics  # weighted means over ranks
+    weight: Tensor  # 0-d float64, the sum of the ranks' weights
+    num_weighty: int  # ranks whose weight isn't 0
+    changed: list[bool]  # by buffer: whether any rank's loss has changed it
+    fine: bool  # loss and gradients are finite, or nobody looks
+    finite: NonFiniteState | None  # of the next state
+
+
+def differentiate(run: Run, order: PrefetchOrder) -> Local:
+    """Run the loss forward and backward, micro-batch by micro-batch.
+
+    Collectives: the units' gathers and reductions, as the level's row says. Gradients are reduced
+    while backward runs.
+    """
+    log = [f"step {int(run.state.step)}"]
+    sink = make_sink(run.layout, run.options.axes, log, run.options.reduce_gradients)
+    outcomes: list[Outcome] = []
+    buffers = run.state.buffers
+    for part in micro_batches(run.batch, run.step.accumulate):
+        outcome = _on_micro_batch(run, part, buffers, len(outcomes), sink, log, order)
+        outcomes.append(outcome)
+        buffers = outcome.buffers
+    reduced, outcome = sink.finish(), joined(outcomes)
+    looks = run.step.finite.looks
+    overflown = looks and not in_range(reduced, run.layout, weighted=_weighted(outcome))
+    return Local(reduced, outcome, overflown, log)
+
+
+def _on_micro_batch(
+    run: Run,
+    batch: Any,
+    buffers: PyTree[Tensor],
+    i: int,
+    sink: Sink,
+    log: list[str],
+    order: PrefetchOrder,
+) -> Outcome:
+    """One pass, whose gradients go to the sink."""
+    options, state, count = run.options, run.state, run.step.accumulate
+    device, rank = run.flats[0].device, options.group.rank
+    sources = make_sources(run.flats, run.layout, options.axes, log, state.params)
+    one_pass = Pass(
+        run.layout,
+        sources,
+        sink,
+        device=device,
+        keeps=not options.reshard_after_forward,
+        ahead=order.units,
+        last=i == count - 1,
+    )
+    with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
+        with ranged("loss"):
+            params = one_pass.lazy_params()
+            outcome = call_loss(run.step.loss_fn, params, buffers, batch, rank)
+        if not any(unit.entered for unit in one_pass.runs):
+            raise independent(rank)
+        check_not_empty(batch, outcome.loss, outcome.weight, rank)
+        scale = run.step.finite.scale(state.finite)
+        seed, grad_scale = loss_seed_of(outcome, run.layout, options.group.size, count, scale)
+        one_pass.loss_ended(grad_scale)
+        with ranged("backward"):
+            torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
+    one_pass.finish()
+    order.record(one_pass.trace)
+    metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
+    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
+
+
+def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
+    """Tell all ranks what this one has found, and learn what they have. One all-reduce.
+
+    Nothing of the state has been written to by then.
+
+    Raises:
+        GroupError: ranks are at different steps, or have started different collectives.
+        NonFiniteError: loss or gradients are not finite, and the step refuses that.
+    """
+    outcome, policy, group = local.outcome, run.step.finite, run.options.group
+    flags = [
+        *replaced(run.state.buffers, outcome.buffers),
+        local.overflown,
+        background.failed(),
+    ]
+    report = agreement.average(
+        {"loss": outcome.loss, **outcome.metrics},
+        outcome.weight,
+        labelled(group, "step/metrics"),
+        local.log,
+        flags,
+    )
+    *changed, overflown, failed = report.flags
+    background.raise_if(failed)
+    fine = not policy.looks or (not overflown and all_finite([report.metrics["loss"]]))
+    if not fine and policy.nonfinite == "raise":
+        number = int(run.state.step)
+        agreement.refuse(number, outcome.loss, local.reduced, run.layout, run.rank, group)
+    finite = policy.next(run.state.finite, fine=fine)
+    return Agreed(report.metrics, report.weight, report.num_weighty, changed, fine, finite)
+
+
+@torch.no_grad()
+def advance(run: Run, local: Local, agreed: Agreed) -> tuple[TrainState, Metrics]:
+    """Update the params, and publish them to the ranks that hold them between steps.
+
+    Collectives: one of the buffers that changed, those that the optimizer asks for, the level's
+    gathers of the new params, and one for the norms among the metrics.
+    """
+    state, options = run.state, run.options
+    scale = run.step.finite.scale(state.finite)
+    to_means(local.reduced, agreed.weight if _weighted(local.outcome) else None, scale)
+    grads = grads_of(local.reduced, run.flats, run.layout, run.rank)
+    view = pieces_of(run.flats, run.layout, run.rank)
+    buffers = _next_buffers(run, local.outcome, agreed)
+    if options.donate:
+        buffers = apart(buffers, run.flats)
+        run.sharding.donations.take(state.step)
+
+    measured = UpdateMetrics(run.step.metrics, run.updater.across)
+    measured.see("grad_norm", lambda: grads.tree)
+    measured.see("param_norm", lambda: view.tree)
+    params, opt_state = state.params, state.opt_state
+    if agreed.fine:
+        with ranged("update"):
+            updates, opt_state = run.updater.update(grads, opt_state, view)
+        measured.see("update_norm", lambda: updates)
+        with ranged("publish"):
+            params = publish(
+                params, run.flats, updates, run.layout, options.axes, donate=options.donate
+            )
+    else:
+        measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
+
+    metrics = with_measured(agreed.metrics, measured.metrics(opt_state))
+    metrics = with_measured(metrics, run.step.finite.metrics(agreed.finite))
+    new = TrainState(
+        state.step + 1, params, buffers, opt_state, state.seed, run.sharding, agreed.finite
+    )
+    return new, metrics
+
+
+def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:
+    """The buffers after the step, the same on every rank by the rule; a skipped step keeps them."""
+    if not agreed.fine:
+        return run.state.buffers
+    return synchronize(
+        run.state.buffers,
+        outcome.buffers,
+        agreed.changed,
+        run.options.sync_buffers,
+        labelled(run.options.group, "step/buffers"),
+        agreed.num_weighty,
+        weighty=outcome.weight is None or float(outcome.weight) != 0,
+    )
+
+
+def _weighted(outcome: Outcome) -> bool:
+    return outcome.weight is not None
