@@ -1,20 +1,18 @@
 """What a transform is given to ask about whole tensors: `across`.
 
-`Local` answers in one process with plain torch: it is the oracle. `Sharded` answers on pieces with
-a group. All communication of an optimizer goes through these questions.
-
-Questions take trees of leaves (or this rank's pieces of them) and answer with a tree of 0-d
-tensors, vectors, or one 0-d tensor. The scalar questions take several trees at once,
-`across.norm(params, updates)`, and then answer with a tuple, from one collective. Sums are taken,
-and answered, in at least float32.
+`Across` has the questions, each written once over a few primitives. `optim.local.Local` gives these
+in one process with plain torch: it is the oracle. `Sharded` gives them on pieces with a group. All
+communication of an optimizer goes through these questions.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn
 
 import optree
 import torch
@@ -23,18 +21,21 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..layout.extent import Extent
-from ..tree import PyTree, paths, select
+from ..tree import PyTree, paths
 
 Tree = PyTree[Tensor]
 Dims = int | tuple[int, ...]
 Dim = Dims | Callable[[tuple[int, ...]], Dims | None]  # or by a leaf's full shape; None: not asked
 Question = tuple[Tree, Dim]
+Product = tuple[Tree] | tuple[Tree, Tree]  # element by element
+LeafOp = Literal["sum", "max", "norm"]
+DimOp = Literal["sum", "max"]
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A pointwise author's functions, as `Across.pointwise` runs them: on leaves, pieces or whole
-    buckets.
+    """A pointwise author's functions, as `Across.run_pointwise` runs them: on leaves, pieces or
+    whole buckets.
 
     Attributes:
         in_place: `update` for updates and state that were donated, bit by bit: results may lie
@@ -64,7 +65,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class WholeLeaf:
-    """A whole-leaf author's functions, as `Across.whole` runs them."""
+    """A whole-leaf author's functions, as `Across.run_whole` runs them."""
 
     init: Callable[[Tensor], Any]
     update: Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
@@ -92,44 +93,59 @@ optree.register_pytree_node(
 )
 
 
-class Across(Protocol):
-    """The questions. Trees may hold this rank's 1-D pieces; answers are about whole tensors, the
-    same on every rank."""
+class Across(ABC):
+    """The questions of a transform's author, and under them the primitives that answer them.
 
-    @property
-    def extents(self) -> PyTree[Extent]:
-        """For each leaf, its full `shape` and the element range [start, stop) that is here."""
-        ...
+    Questions take trees of leaves, which may be this rank's 1-D pieces; answers are about whole
+    tensors, the same on every rank. Those that take `*trees` answer for one tree, or with a tuple
+    for several, from one collective. Sums are taken, and answered, in at least float32.
+
+    An implementation gives `extents` and the abstract methods, and inherits the questions.
+    """
+
+    extents: PyTree[Extent]
+    """Per leaf, its full `shape` and the range [start, stop) of its elements that is here."""
+
+    # One number per leaf
 
     def sum(self, *trees: Tree) -> Any:
         """Per leaf, the sum of its elements, 0-d."""
-        ...
+        return _one_or_all(self.reduce(trees, "sum"))
 
     def mean(self, *trees: Tree) -> Any:
         """Per leaf, the mean of its elements, 0-d (0 for an empty leaf). The trees are shaped like
         params."""
-        ...
+
+        def divide(total: Tensor, extent: Extent) -> Tensor:
+            return total / max(extent.numel, 1)
+
+        sums = self.reduce(trees, "sum")
+        return _one_or_all(tree_map(divide, tree, self.extents) for tree in sums)
 
     def norm(self, *trees: Tree) -> Any:
         """Per leaf, the Euclidean norm, 0-d."""
-        ...
+        return _one_or_all(self.reduce(trees, "norm"))
 
     def max(self, *trees: Tree) -> Any:
         """Per leaf, the largest element, 0-d (-inf for an empty leaf)."""
-        ...
+        return _one_or_all(self.reduce(trees, "max"))
+
+    # One number per tree
 
     def total(self, *trees: Tree) -> Any:
         """The sum over all elements of all leaves, one 0-d tensor."""
-        ...
+        return _one_or_all(self.totals([(tree,) for tree in trees]))
 
     def dot(self, a: Tree, b: Tree) -> Tensor:
         """The inner product of two trees, one 0-d tensor."""
-        ...
+        return self.dots((a, b))[0]
 
     def dots(self, *pairs: tuple[Tree, Tree]) -> tuple[Tensor, ...]:
         """The inner products of several pairs of trees, from one collective; no product of two
         trees is held whole."""
-        ...
+        return self.totals(pairs)
+
+    # Over some dims of each leaf, and back
 
     def sum_dim(self, tree: Tree, dim: Dim) -> Tree:
         """Per leaf, the sum over `dim` (one dim or several, all or none) of the full shape; those
@@ -138,194 +154,108 @@ class Across(Protocol):
         `dim` may be a function from a leaf's full shape to its dims, or to None: then the answer
         for that leaf is None.
         """
-        ...
+        return self.sum_dims((tree, dim))[0]
 
     def sum_dims(self, *questions: Question) -> tuple[Tree, ...]:
         """Several questions `(tree, dim)` of `sum_dim`, answered with one collective."""
-        ...
+        return self.reduce_dims(questions, "sum")
 
     def max_dim(self, tree: Tree, dim: Dim) -> Tree:
         """As `sum_dim`, the maximum (-inf where there are no elements)."""
-        ...
+        return self.max_dims((tree, dim))[0]
 
     def max_dims(self, *questions: Question) -> tuple[Tree, ...]:
         """Several questions `(tree, dim)` of `max_dim`, answered with one collective."""
-        ...
+        return self.reduce_dims(questions, "max")
 
+    @abstractmethod
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         """The inverse direction of `sum_dim`: its answers put back beside each element
         (broadcastable to the pieces).
 
         Leaves without an answer are None in `tree`, and in what is returned.
         """
-        ...
 
+    # For chains and wrappers
+
+    @abstractmethod
     def select(self, mask: PyTree[bool]) -> Across:
         """The same for the leaves where `mask` is true; the others are None in every tree."""
-        ...
 
+    @abstractmethod
     def keep(self, state: Any, *passing: Tree) -> Any:
         """A state to be kept: leaves that lie in the storage of updates or params, which may be
         overwritten, copied."""
-        ...
 
-    def pointwise(
+    # Primitives of the questions: at most one collective per call
+
+    @abstractmethod
+    def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
+        """For each tree, per leaf, the sum, maximum or norm of all its elements, 0-d, as
+        `reduce_leaf` takes it of one whole leaf."""
+
+    @abstractmethod
+    def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
+        """For each question, per leaf, the sum or maximum over its dims; None where not asked."""
+
+    @abstractmethod
+    def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
+        """For each tree, or product of two, the sum over all elements of all leaves, 0-d."""
+
+    # Called by the transforms that `optim.base` makes
+
+    @abstractmethod
+    def run_pointwise(
         self, part: Pointwise, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
         """Run a pointwise update."""
-        ...
 
-    def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
+    @abstractmethod
+    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
         """The state of a whole-leaf transform: a tree shaped like params of `Owned`."""
-        ...
 
-    def whole(self, part: WholeLeaf, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    @abstractmethod
+    def run_whole(
+        self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
         """Run a whole-leaf update, each leaf at its owner."""
-        ...
 
-    def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
+    @abstractmethod
+    def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
+        """The trees' whole leaves, on every rank; refused where one tree has over `limit` bytes."""
+
+    @abstractmethod
+    def cut(self, tree: Tree) -> Tree:
+        """Of a tree of whole leaves, the elements that are held here."""
+
+    def init_whole_tree(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
         """The state of a whole-tree transform."""
-        ...
+        return init(*self.gather([params], limit))
 
-    def whole_tree(
+    def run_whole_tree(
         self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
         """Run a whole-tree update; params are None where it wants none."""
-        ...
+        whole = self.gather([updates] if params is None else [updates, params], limit)
+        made, new_state = update(whole[0], state, None if params is None else whole[1])
+        return self.cut(made), new_state
 
+    def _per_leaf(
+        self, answer: Callable[[Tensor, Extent, tuple[int, ...]], Tensor], tree: Tree, dim: Dim
+    ) -> Tree:
+        """Per leaf, `answer(leaf, extent, dims)`; None where the leaf is None, or is not asked."""
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are taken in: itself, or float32 for the half precisions."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def each(question: Callable[[Tree], Any], trees: Sequence[Tree]) -> Any:
-    """Answer for one tree, or a tuple of answers for several."""
-    answers = tuple(question(tree) for tree in trees)
-    return answers[0] if len(answers) == 1 else answers
-
-
-class Local:
-    """One process, whole leaves, plain torch."""
-
-    def __init__(self, params: Tree):
-        self._extents = tree_map(Extent.of, params)
-
-    @property
-    def extents(self) -> PyTree[Extent]:
-        return self._extents
-
-    def sum(self, *trees: Tree) -> Any:
-        return each(lambda tree: tree_map(lambda x: x.sum(dtype=sum_dtype(x.dtype)), tree), trees)
-
-    def mean(self, *trees: Tree) -> Any:
-        return each(
-            lambda tree: tree_map(
-                lambda x: x.sum(dtype=sum_dtype(x.dtype)) / max(x.numel(), 1), tree
-            ),
-            trees,
-        )
-
-    def norm(self, *trees: Tree) -> Any:
-        return each(
-            lambda tree: tree_map(
-                lambda x: torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype)), tree
-            ),
-            trees,
-        )
-
-    def max(self, *trees: Tree) -> Any:
-        return each(
-            lambda tree: tree_map(
-                lambda x: x.max() if x.numel() else x.new_full((), -math.inf), tree
-            ),
-            trees,
-        )
-
-    def total(self, *trees: Tree) -> Any:
-        return each(lambda tree: total_of(optree.tree_leaves(self.sum(tree))), trees)
-
-    def dot(self, a: Tree, b: Tree) -> Tensor:
-        return self.total(tree_map(torch.mul, a, b))  # type: ignore[no-any-return]
-
-    def dots(self, *pairs: tuple[Tree, Tree]) -> tuple[Tensor, ...]:
-        return tuple(self.dot(a, b) for a, b in pairs)
-
-    def sum_dim(self, tree: Tree, dim: Dim) -> Tree:
-        def add(x: Tensor) -> Any:
-            dims = dims_of(dim, tuple(x.shape))
-            if not dims:
-                return dims if dims is None else x.to(sum_dtype(x.dtype), copy=True)
-            return x.sum(dims, dtype=sum_dtype(x.dtype))
-
-        return tree_map(add, tree)
-
-    def sum_dims(self, *questions: Question) -> tuple[Tree, ...]:
-        return tuple(self.sum_dim(*question) for question in questions)
-
-    def max_dim(self, tree: Tree, dim: Dim) -> Tree:
-        def largest(x: Tensor) -> Any:
-            dims = dims_of(dim, tuple(x.shape))
-            if not dims:
-                return dims if dims is None else x.clone()
-            return (
-                x.amax(dims) if x.numel() else x.new_full(without(tuple(x.shape), dims), -math.inf)
-            )
-
-        return tree_map(largest, tree)
-
-    def max_dims(self, *questions: Question) -> tuple[Tree, ...]:
-        return tuple(self.max_dim(*question) for question in questions)
-
-    def spread(self, tree: Tree, dim: Dim) -> Tree:
-        def put_back(extent: Extent, x: Tensor | None) -> Any:
+        def one(extent: Extent, leaf: Tensor | None) -> Tensor | None:
             dims = dims_of(dim, extent.shape)
-            if x is None or dims is None:
-                return None
-            return x.reshape([1 if d in dims else size for d, size in enumerate(extent.shape)])
+            return None if leaf is None or dims is None else answer(leaf, extent, dims)
 
-        return tree_map(put_back, self.extents, tree)
+        return tree_map(one, self.extents, tree)
 
-    def select(self, mask: PyTree[bool]) -> Local:
-        narrowed = object.__new__(type(self))
-        narrowed.__dict__.update(self.__dict__, _extents=select(self._extents, mask))
-        return narrowed
 
-    def keep(self, state: Any, *passing: Tree) -> Any:
-        return state
-
-    def pointwise(
-        self, part: Pointwise, updates: Tree, state: Any, params: Tree
-    ) -> tuple[Tree, Any]:
-        return part.update(updates, state, params)
-
-    def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
-        leaves, treedef = optree.tree_flatten(params)
-        return treedef.unflatten([Owned(part.init(leaf), i) for i, leaf in enumerate(leaves)])
-
-    def whole(self, part: WholeLeaf, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        leaves, treedef = optree.tree_flatten(updates)
-        states = treedef.flatten_up_to(state)
-        results = [
-            one_leaf(part, *leaf)
-            for leaf in zip(leaves, states, optree.tree_leaves(params), strict=True)
-        ]
-        for i, (update, old, (new, owned)) in enumerate(zip(leaves, states, results, strict=True)):
-            check_whole(updates, i, (update, old.state), (new, owned.state))
-        return treedef.unflatten([u for u, _ in results]), treedef.unflatten(
-            [s for _, s in results]
-        )
-
-    def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
-        check_limit(optree.tree_leaves(self.extents), optree.tree_leaves(params), limit)
-        return init(params)
-
-    def whole_tree(
-        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
-    ) -> tuple[Tree, Any]:
-        check_limit(optree.tree_leaves(self.extents), optree.tree_leaves(updates), limit)
-        new_updates, new_state = update(updates, state, params)
-        return new_updates, new_state
+def _one_or_all(answers: Iterable[Any]) -> Any:
+    """The answer about one tree, or a tuple of the answers about several."""
+    found = tuple(answers)
+    return found[0] if len(found) == 1 else found
 
 
 class Refusing:
@@ -338,27 +268,29 @@ class Refusing:
         )
 
 
-def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:
-    """Refuse a whole-leaf author's (update, state) of the i-th leaf, of other shapes than what it
-    was made of."""
-    shapes = [[tuple(x.shape) for x in optree.tree_leaves(pair)] for pair in (before, after)]
-    if shapes[0] != shapes[1]:
-        raise TransformError(
-            f"a whole-leaf update of leaf {paths(tree)[i]} must make an update and a state of the "
-            f"shapes that it was given: expected {shapes[0]}, got {shapes[1]}"
-        )
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this dtype are taken in: itself, or float32 for the half precisions."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def one_leaf(part: WholeLeaf, update: Tensor, owned: Owned, param: Tensor) -> tuple[Tensor, Owned]:
-    """Run a whole-leaf update on one whole leaf; a batched one sees a batch of one."""
-    if not part.batched:
-        new, state = part.update(update, owned.state, param if part.wants_param else None)
-        return new, Owned(state, owned.leaf)
-    batch = tree_map(lambda x: x.unsqueeze(0), owned.state)
-    new, state = part.update(
-        update.unsqueeze(0), batch, param.unsqueeze(0) if part.wants_param else None
-    )
-    return new.squeeze(0), Owned(tree_map(lambda x: x.squeeze(0), state), owned.leaf)
+def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
+    """All elements of a tensor in one, 0-d; the maximum of none is -inf."""
+    if op == "max":
+        return x.max() if x.numel() else x.new_full((), -math.inf)
+    if op == "norm":
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype))
+        return norm
+    return x.sum(dtype=sum_dtype(x.dtype))
+
+
+def sums_of(product: Product) -> list[Tensor]:
+    """Leaf by leaf, the sum of the elements of a tree, or of the product of two, 0-d."""
+
+    def sum_leaf(*factors: Tensor) -> Tensor:
+        return reduce_leaf(functools.reduce(torch.mul, factors), "sum")
+
+    sums: list[Tensor] = optree.tree_leaves(tree_map(sum_leaf, *product))
+    return sums
 
 
 def total_of(sums: Sequence[Tensor]) -> Tensor:
@@ -391,6 +323,24 @@ def dims_of(dim: Dim, shape: tuple[int, ...]) -> tuple[int, ...] | None:
 def without(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
     """`shape` with `dims` gone: the shape of `sum_dim`'s answer."""
     return tuple(size for d, size in enumerate(shape) if d not in dims)
+
+
+def state_elsewhere(part: WholeLeaf, leaf: Tensor, extent: Extent) -> Any:
+    """A leaf's state where another rank owns it: tensors of shape (0,), beside this rank's
+    piece."""
+    state = part.init(torch.empty(extent.shape, dtype=leaf.dtype, device="meta"))
+    return tree_map(lambda x: x.new_empty(0, device=leaf.device), state)
+
+
+def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:
+    """Refuse a whole-leaf author's (update, state) of the i-th leaf, of other shapes than what it
+    was made of."""
+    shapes = [[tuple(x.shape) for x in optree.tree_leaves(pair)] for pair in (before, after)]
+    if shapes[0] != shapes[1]:
+        raise TransformError(
+            f"a whole-leaf update of leaf {paths(tree)[i]} must make an update and a state of the "
+            f"shapes that it was given: expected {shapes[0]}, got {shapes[1]}"
+        )
 
 
 def check_limit(extents: Sequence[Extent], leaves: Sequence[Tensor], limit: int) -> None:

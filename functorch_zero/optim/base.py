@@ -104,7 +104,8 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
     >>> negate.needs
     <Needs.POINTWISE: 0>
     """
-    lifted_init, refusing = _lift_init(init), Refusing()
+    lifted_init = _lift_init(init)
+    refusing: Any = Refusing()  # typed as any `across`
 
     def init_tree(params: PyTree[Tensor]) -> Any:
         return lifted_init(params, refusing)
@@ -127,7 +128,7 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
     )
     return Transform(
         lambda params, across: part.init(params),
-        lambda updates, state, params, across: across.pointwise(part, updates, state, params),
+        lambda updates, state, params, across: across.run_pointwise(part, updates, state, params),
         Needs.POINTWISE,
         source=(init, update, in_place) if in_place else (init, update),
         plain=part,
@@ -180,12 +181,12 @@ def with_whole_leaves(
     spec = WholeLeaf(init, run, wants_param, cost, batched)
 
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
-        return across.whole_init(spec, params)
+        return across.init_whole(spec, params)
 
     def update_tree(
         updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
     ) -> Any:
-        return across.whole(spec, updates, state, params)
+        return across.run_whole(spec, updates, state, params)
 
     return Transform(init_tree, update_tree, Needs.WHOLE_LEAF, source=(init, update, cost))
 
@@ -208,12 +209,12 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     run = _returns_pair(update, update if wants_params else lambda u, s, p: update(u, s))
 
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
-        return across.whole_tree_init(init, params, limit)
+        return across.init_whole_tree(init, params, limit)
 
     def update_tree(
         updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
     ) -> Any:
-        return across.whole_tree(run, updates, state, params if wants_params else None, limit)
+        return across.run_whole_tree(run, updates, state, params if wants_params else None, limit)
 
     return Transform(init_tree, update_tree, Needs.WHOLE_TREE, source=(init, update))
 
@@ -238,7 +239,7 @@ def chain(*transforms: Transform) -> Transform:
         for run, part in runs:
             old = tuple(state[len(new) : len(new) + len(run)])
             if part is not None:
-                updates, states = across.pointwise(part, updates, old, params)
+                updates, states = across.run_pointwise(part, updates, old, params)
                 new += states
             else:
                 before = updates

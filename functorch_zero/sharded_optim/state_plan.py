@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import optree
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 from ..errors import TransformError
 from ..layout.extent import Extent
 from ..layout.layout import Layout
-from ..optim.across import Dim, Local, Owned, Tree, WholeLeaf, dims_of, without
+from ..optim.across import Dim, DimOp, Owned, Question, Tree, WholeLeaf, sum_dtype, without
+from ..optim.local import Local
 from ..tree import PyTree, select
 
 EVERYONE = -1  # the owner of a leaf that every rank has whole
@@ -78,16 +79,14 @@ class Planner(Local):
         whole: frozenset[int] = frozenset(),
     ):
         self._numbers, self._num_ranks, self._whole = numbers, num_ranks, whole
-        self._extents = extents
+        self.extents = extents
         self.owned: list[
             tuple[int, int, float]
-        ] = []  # what `whole_init` was asked for: (leaf, owner, cost)
+        ] = []  # what `init_whole` was asked for: (leaf, owner, cost)
 
-    def select(self, mask: PyTree[bool]) -> Planner:
-        chosen = Planner(
-            select(self._numbers, mask), select(self._extents, mask), self._num_ranks, self._whole
-        )
-        chosen.owned = self.owned
+    def select(self, mask: PyTree[bool]) -> Self:
+        chosen = super().select(mask)  # with the same list of what is owned
+        chosen._numbers = select(self._numbers, mask)
         return chosen
 
     def placeholders(self, dtypes: Sequence[torch.dtype]) -> Tree:
@@ -96,22 +95,20 @@ class Planner(Local):
             lambda n: torch.empty(_LONG + n, dtype=dtypes[n], device="meta"), self._numbers
         )
 
-    def sum_dim(self, tree: Tree, dim: Dim) -> Tree:
-        def reduced(x: Tensor, extent: Extent) -> Tensor | None:
-            dims = dims_of(dim, extent.shape)
-            return None if dims is None else x.new_empty(without(extent.shape, dims))
+    def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
+        def reduced(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+            dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
+            return x.new_empty(without(extent.shape, dims), dtype=dtype)
 
-        return tree_map(reduced, tree, self._extents)
-
-    max_dim = sum_dim
+        return tuple(self._per_leaf(reduced, tree, dim) for tree, dim in questions)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         return tree_map(
             lambda n, x: None if x is None else x.new_empty(_LONG + n), self._numbers, tree
         )
 
-    def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
-        extents, numbers = optree.tree_leaves(self._extents), optree.tree_leaves(self._numbers)
+    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
+        extents, numbers = optree.tree_leaves(self.extents), optree.tree_leaves(self._numbers)
         costs = [part.cost(e.shape) for e in extents]
         owners = owners_of(costs, [n not in self._whole for n in numbers], self._num_ranks)
         self.owned += zip(numbers, owners, costs, strict=True)
@@ -126,8 +123,8 @@ class Planner(Local):
             states.append(Owned(state, i))
         return treedef.unflatten(states)
 
-    def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
-        return init(tree_map(lambda p, e: p.new_empty(e.shape), params, self._extents))
+    def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
+        return [tree_map(lambda x, e: x.new_empty(e.shape), tree, self.extents) for tree in trees]
 
 
 def plan_state(

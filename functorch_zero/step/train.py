@@ -19,8 +19,9 @@ from ..errors import StructureError, explain
 from ..model.casting import CastParams
 from ..model.deferred_init import DeferredInit
 from ..model.lazy_param import check_unchanged, versions_of
-from ..optim.across import Across, Local
+from ..optim.across import Across
 from ..optim.base import Transform
+from ..optim.local import Local
 from ..tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select
 from .loss import (
     LossFn,

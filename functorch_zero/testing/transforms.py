@@ -18,9 +18,10 @@ from ..groups import run_ranks
 from ..groups.protocol import Group
 from ..layout.build import make_layout
 from ..layout.flat_buffers import slice_tree
-from ..optim.across import Local, Owned, Pointwise, Tree, WholeLeaf, one_leaf
+from ..optim.across import Owned, Pointwise, Tree, WholeLeaf
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
+from ..optim.local import Local, one_leaf
 from ..sharded.params import all_gather_tree
 from ..sharded_optim.across import Sharded
 from ..tree import PyTree, paths
@@ -329,13 +330,15 @@ class _Checking(Local):
         super().__init__(params)
         self._name, self._equality = name, equality
 
-    def whole(self, part: WholeLeaf, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    def run_whole(
+        self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
         leaves, treedef = optree.tree_flatten(updates)
         states: list[Any] = treedef.flatten_up_to(state)
         rows = zip(paths(updates), leaves, states, optree.tree_leaves(params), strict=True)
         for path, update, owned, param in rows:
             self._try(part, path, update, owned, param)
-        return super().whole(part, updates, state, params)
+        return super().run_whole(part, updates, state, params)
 
     def _try(self, part: WholeLeaf, path: str, update: Tensor, owned: Owned, param: Tensor) -> None:
         """Repeat one leaf's update, and run it in a batch."""

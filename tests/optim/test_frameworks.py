@@ -13,8 +13,8 @@ from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.errors import StructureError, TransformError
-from functorch_zero.optim.across import Local
 from functorch_zero.optim.claims.check import check_claims
+from functorch_zero.optim.local import Local
 from functorch_zero.tree import paths
 from tests.parity.cases import assert_close, gradients, hostile_tree, run, stacked
 

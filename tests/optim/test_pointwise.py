@@ -14,9 +14,9 @@ from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.errors import TransformError
-from functorch_zero.optim.across import Local
 from functorch_zero.optim.base import describe
 from functorch_zero.optim.claims.check import check_claims
+from functorch_zero.optim.local import Local
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.testing import check_transform
 from functorch_zero.testing.transforms import hostile_params

@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functorch_zero import optim
-from functorch_zero.optim.across import Local
 from functorch_zero.optim.base import describe
+from functorch_zero.optim.local import Local
 from tests.parity.cases import assert_close, gradients, hostile_tree, run, stacked
 
 

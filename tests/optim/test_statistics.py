@@ -14,7 +14,7 @@ from functorch_zero.groups.counting import counted
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
-from functorch_zero.optim.across import Local
+from functorch_zero.optim.local import Local
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.sharded_optim.state_plan import plan_state
 from tests.reference import (

@@ -16,7 +16,7 @@ from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim import with_whole_leaves
-from functorch_zero.optim.across import Local
+from functorch_zero.optim.local import Local
 from functorch_zero.optim.transforms import matrix_roots
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded_optim.across import Sharded

@@ -17,8 +17,8 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
 from functorch_zero.groups.threads import run_ranks
-from functorch_zero.optim.across import Local
 from functorch_zero.optim.claims.check import check_claims
+from functorch_zero.optim.local import Local
 from functorch_zero.tree import named_leaves, paths
 from tests.parity.cases import assert_close, decayed_matrices, gradients, hostile_tree, run
 from tests.tiers import tiers

@@ -11,7 +11,7 @@ from optree import tree_map
 from torch import Tensor
 
 from functorch_zero import optim
-from functorch_zero.optim.across import Local
+from functorch_zero.optim.local import Local
 
 NUM_STEPS = 6
 

@@ -15,7 +15,7 @@ from optree import tree_map
 from torch import Tensor
 
 from functorch_zero import optim
-from functorch_zero.optim.across import Local
+from functorch_zero.optim.local import Local
 from functorch_zero.testing.strategies import public_functions
 from tests.parity.cases import assert_close, gradients, run, stacked
 

@@ -19,9 +19,12 @@ from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.layout.layout import Layout
-from functorch_zero.optim.across import Local
+from functorch_zero.optim.across import Across
+from functorch_zero.optim.claims.check import PretendedRank
+from functorch_zero.optim.local import Local
 from functorch_zero.sharded.params import all_gather_tree
 from functorch_zero.sharded_optim.across import Sharded
+from functorch_zero.sharded_optim.state_plan import Planner
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -87,6 +90,29 @@ def test_answers_are_those_about_whole_tensors(question: str, spec: Any, ranks: 
 
     for answer in run_ranks(run, ranks):
         close(answer, expected)
+
+
+@pytest.mark.parametrize("implementation", [Local, Sharded, Planner, PretendedRank])
+def test_questions_are_written_once(implementation: type[Across]) -> None:
+    """In the base class, over primitives."""
+    assert [
+        question
+        for question in QUESTIONS
+        if getattr(implementation, question) is not getattr(Across, question)
+    ] == []
+
+
+def test_a_product_is_summed_in_its_own_dtype() -> None:
+    tree, layout = make([(7, 3), (5,)], 2)
+    singles = tree_map(torch.Tensor.float, tree)
+
+    def run(group: Any) -> Tensor:
+        pieces = slice_tree(tree, layout, group.rank)
+        return Sharded(layout, group).dot(tree_map(torch.Tensor.float, pieces), pieces)
+
+    for answer in run_ranks(run, 2):
+        assert answer.dtype == torch.float64
+        close(answer, Local(tree).dot(singles, tree))
 
 
 @drawn(spec=trees, ranks=st.integers(1, 5))

@@ -9,7 +9,6 @@ few elements of each leaf, and watches.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,23 +18,25 @@ from optree import tree_map
 from torch import Tensor
 
 from ...errors import TransformError
-from ...tree import PyTree, paths, select
+from ...layout.extent import Extent
+from ...tree import PyTree, paths
 from ..across import (
     Dim,
-    Local,
+    DimOp,
+    LeafOp,
     Owned,
     Pointwise,
+    Product,
     Question,
     Refusing,
     Tree,
     WholeLeaf,
-    dims_of,
-    each,
+    state_elsewhere,
     sum_dtype,
-    total_of,
     without,
 )
 from ..base import Needs, Transform
+from ..local import Local
 from .operators import Watch
 
 NUM_STEPS = 2  # the first step and another: some updates treat the first one differently
@@ -192,123 +193,73 @@ def _following(transform: Transform, params: PyTree[Tensor], across: Any) -> lis
     ]
 
 
-class PretendedRank:
+class PretendedRank(Local):
     """The `across` of a rank that holds a few elements of each leaf and owns none, with made-up
     answers.
 
-    What it answers has the shapes and dtypes of real answers, and no position.
+    Its answers have the shapes and dtypes of real answers, and no position.
     """
 
-    def __init__(self, extents: PyTree[Any], watch: Watch):
+    def __init__(self, extents: PyTree[Extent], watch: Watch):
         self.extents, self._watch = extents, watch
 
-    def select(self, mask: PyTree[bool]) -> PretendedRank:
-        return PretendedRank(select(self.extents, mask), self._watch)
-
-    def _per_leaf(self, fn: Callable[[Tensor], Tensor], trees: Sequence[Tree]) -> Any:
+    def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
         with self._watch.paused():
-            return each(lambda tree: tree_map(fn, tree), trees)
+            return super().reduce(trees, op)
 
-    def sum(self, *trees: Tree) -> Any:
-        return self._per_leaf(lambda x: x.sum(dtype=sum_dtype(x.dtype)), trees)
-
-    def mean(self, *trees: Tree) -> Any:
-        return self._per_leaf(lambda x: x.sum(dtype=sum_dtype(x.dtype)) / max(x.numel(), 1), trees)
-
-    def norm(self, *trees: Tree) -> Any:
-        return self._per_leaf(
-            lambda x: torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype)), trees
-        )
-
-    def max(self, *trees: Tree) -> Any:
-        return self._per_leaf(lambda x: x.max() if x.numel() else x.new_full((), -math.inf), trees)
-
-    def total(self, *trees: Tree) -> Any:
-        with self._watch.paused():
-            return each(lambda tree: total_of([x.sum() for x in optree.tree_leaves(tree)]), trees)
-
-    def dot(self, a: Tree, b: Tree) -> Tensor:
-        return self.dots((a, b))[0]
-
-    def dots(self, *pairs: tuple[Tree, Tree]) -> tuple[Tensor, ...]:
-        with self._watch.paused():
-            products = [optree.tree_leaves(tree_map(torch.mul, a, b)) for a, b in pairs]
-            return tuple(
-                total_of([x.sum(dtype=sum_dtype(x.dtype)) for x in product]) for product in products
-            )
-
-    def sum_dim(self, tree: Tree, dim: Dim) -> Tree:
-        return self.sum_dims((tree, dim))[0]
-
-    def sum_dims(self, *questions: Question) -> tuple[Tree, ...]:
-        return tuple(self._over_dims(tree, dim, sum_dtype) for tree, dim in questions)
-
-    def max_dim(self, tree: Tree, dim: Dim) -> Tree:
-        return self.max_dims((tree, dim))[0]
-
-    def max_dims(self, *questions: Question) -> tuple[Tree, ...]:
-        return tuple(self._over_dims(tree, dim, lambda dtype: dtype) for tree, dim in questions)
-
-    def _over_dims(self, tree: Tree, dim: Dim, kind: Callable[[torch.dtype], torch.dtype]) -> Tree:
-        def answer(x: Tensor, extent: Any) -> Any:
-            dims = dims_of(dim, extent.shape)
-            return (
-                None
-                if dims is None
-                else x.new_ones(without(extent.shape, dims), dtype=kind(x.dtype))
-            )
+    def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
+        def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+            dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
+            return x.new_ones(without(extent.shape, dims), dtype=dtype)
 
         with self._watch.paused():
-            return tree_map(answer, tree, self.extents)
+            return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)
+
+    def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
+        with self._watch.paused():
+            return super().totals(products)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
-        def put_back(extent: Any, x: Tensor | None) -> Any:
-            asked = x is not None and dims_of(dim, extent.shape) is not None
-            return x.new_ones(extent.num_here) if asked and x is not None else None
+        def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+            return x.new_ones(extent.num_here)
 
         with self._watch.paused():
-            return tree_map(put_back, self.extents, tree)
+            return self._per_leaf(ones, tree, dim)
 
-    def keep(self, state: Any, *passing: Tree) -> Any:
-        return state
-
-    def pointwise(
+    def run_pointwise(
         self, part: Pointwise, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
         return updates, state  # checked on its own
 
-    def whole_init(self, part: WholeLeaf, params: Tree) -> Any:
+    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
         leaves, treedef = optree.tree_flatten(params)
+        extents = optree.tree_leaves(self.extents)
         with self._watch.paused():
-            made = [
-                part.init(p.new_empty(e.shape, device="meta"))
-                for p, e in self._with_extents(leaves)
-            ]
             states = [
-                tree_map(lambda x, p=p: x.new_empty(0, device=p.device), s)
-                for p, s in zip(leaves, made, strict=True)
+                Owned(state_elsewhere(part, leaf, extent), i)
+                for i, (leaf, extent) in enumerate(zip(leaves, extents, strict=True))
             ]
-        return treedef.unflatten([Owned(state, i) for i, state in enumerate(states)])
+        return treedef.unflatten(states)
 
-    def whole(self, part: WholeLeaf, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
-        return tree_map(torch.clone, updates), state
-
-    def whole_tree_init(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
-        leaves, treedef = optree.tree_flatten(params)
-        with self._watch.paused():
-            return init(
-                treedef.unflatten(
-                    [p.new_empty(e.shape, device="meta") for p, e in self._with_extents(leaves)]
-                )
-            )
-
-    def whole_tree(
-        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
+    def run_whole(
+        self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
         return tree_map(torch.clone, updates), state
 
-    def _with_extents(self, leaves: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
-        return zip(leaves, optree.tree_leaves(self.extents), strict=True)
+    def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
+        def whole(x: Tensor, extent: Extent) -> Tensor:
+            return x.new_empty(extent.shape, device="meta")
+
+        return [tree_map(whole, tree, self.extents) for tree in trees]
+
+    def init_whole_tree(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
+        with self._watch.paused():
+            return super().init_whole_tree(init, params, limit)
+
+    def run_whole_tree(
+        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
+    ) -> tuple[Tree, Any]:
+        return tree_map(torch.clone, updates), state
 
 
 class Silent(Refusing):
@@ -316,7 +267,8 @@ class Silent(Refusing):
     refuses every question."""
 
     def __init__(self, across: PretendedRank):
-        self.extents, self.pointwise, self.keep = across.extents, across.pointwise, across.keep
+        self.extents, self.keep = across.extents, across.keep
+        self.run_pointwise = across.run_pointwise
         self._across = across
 
     def select(self, mask: PyTree[bool]) -> Silent:

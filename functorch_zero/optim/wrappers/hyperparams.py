@@ -114,7 +114,7 @@ def _injected(
         updates: Tree, state: InjectHyperparamsState, params: Tree, across: Across
     ) -> tuple[Tree, Any]:
         if plain is not None:
-            return across.pointwise(plain, updates, state, params)
+            return across.run_pointwise(plain, updates, state, params)
         return step(state, lambda inner: inner.update(updates, state.inner_state, params, across))
 
     inner = build(numbers | scheduled(step_count()))

@@ -53,7 +53,7 @@ def wrapper(
     plain = Pointwise(lambda p: init(p, bare.init), lambda u, s, p: update(u, s, p, bare.update))
     return Transform(
         lambda params, across: plain.init(params),
-        lambda updates, state, params, across: across.pointwise(plain, updates, state, params),
+        lambda updates, state, params, across: across.run_pointwise(plain, updates, state, params),
         inner.needs,
         parts=(inner,),
         source=source,

@@ -1,0 +1,122 @@
+"""`Local`: the answers to a transform's questions in one process. It is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import optree
+from optree import tree_map
+from torch import Tensor
+
+from ..layout.extent import Extent
+from ..tree import PyTree, select
+from .across import (
+    Across,
+    Dim,
+    DimOp,
+    LeafOp,
+    Owned,
+    Pointwise,
+    Product,
+    Question,
+    Tree,
+    WholeLeaf,
+    check_limit,
+    check_whole,
+    reduce_leaf,
+    sum_dtype,
+    sums_of,
+    total_of,
+    without,
+)
+
+
+class Local(Across):
+    """One process, whole leaves, plain torch."""
+
+    def __init__(self, params: Tree):
+        self.extents = tree_map(Extent.of, params)
+
+    def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
+        return tuple(tree_map(lambda x: reduce_leaf(x, op), tree) for tree in trees)
+
+    def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
+        over_dims = _sum_dims if op == "sum" else _max_dims
+        return tuple(
+            self._per_leaf(lambda x, extent, dims: over_dims(x, dims), tree, dim)
+            for tree, dim in questions
+        )
+
+    def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
+        return tuple(total_of(sums_of(product)) for product in products)
+
+    def spread(self, tree: Tree, dim: Dim) -> Tree:
+        def put_back(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+            return x.reshape([1 if d in dims else size for d, size in enumerate(extent.shape)])
+
+        return self._per_leaf(put_back, tree, dim)
+
+    def select(self, mask: PyTree[bool]) -> Self:
+        narrowed = copy.copy(self)
+        narrowed.extents = select(self.extents, mask)
+        return narrowed
+
+    def keep(self, state: Any, *passing: Tree) -> Any:
+        return state
+
+    def run_pointwise(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        return part.update(updates, state, params)
+
+    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
+        leaves, treedef = optree.tree_flatten(params)
+        return treedef.unflatten([Owned(part.init(leaf), i) for i, leaf in enumerate(leaves)])
+
+    def run_whole(
+        self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        leaves, treedef = optree.tree_flatten(updates)
+        states = treedef.flatten_up_to(state)
+        results = [
+            one_leaf(part, *leaf)
+            for leaf in zip(leaves, states, optree.tree_leaves(params), strict=True)
+        ]
+        for i, (update, old, (new, owned)) in enumerate(zip(leaves, states, results, strict=True)):
+            check_whole(updates, i, (update, old.state), (new, owned.state))
+        return treedef.unflatten([u for u, _ in results]), treedef.unflatten(
+            [s for _, s in results]
+        )
+
+    def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
+        check_limit(optree.tree_leaves(self.extents), optree.tree_leaves(trees[0]), limit)
+        return trees
+
+    def cut(self, tree: Tree) -> Tree:
+        return tree
+
+
+def _sum_dims(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    dtype = sum_dtype(x.dtype)
+    return x.sum(dims, dtype=dtype) if dims else x.to(dtype, copy=True)
+
+
+def _max_dims(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    if not dims:
+        return x.clone()
+    return x.amax(dims) if x.numel() else x.new_full(without(tuple(x.shape), dims), -math.inf)
+
+
+def one_leaf(part: WholeLeaf, update: Tensor, owned: Owned, param: Tensor) -> tuple[Tensor, Owned]:
+    """Run a whole-leaf update on one whole leaf; a batched one sees a batch of one."""
+    if not part.batched:
+        new, state = part.update(update, owned.state, param if part.wants_param else None)
+        return new, Owned(state, owned.leaf)
+    batch = tree_map(lambda x: x.unsqueeze(0), owned.state)
+    new, state = part.update(
+        update.unsqueeze(0), batch, param.unsqueeze(0) if part.wants_param else None
+    )
+    return new.squeeze(0), Owned(tree_map(lambda x: x.squeeze(0), state), owned.leaf)
