@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -56,7 +57,7 @@ class TorchWork:
 
     def _failure_text(self, cause: RuntimeError) -> str:
         where = f"{self._kind} on rank {self._group.rank}"
-        if "timed out" in str(cause).lower():
+        if re.search("timed out|timeout", str(cause), re.IGNORECASE):
             return (
                 f"{where} took longer than the group's time limit: another rank is stuck, slow "
                 f"or lost: {cause}"

@@ -467,6 +467,23 @@ def test_the_time_limit_of_a_collective() -> None:
     assert soon
 
 
+def test_a_collective_beside_the_one_whose_time_is_over() -> None:
+    """gloo then ends all that is under way, in words of its own."""
+
+    class Left:
+        rank = 0
+
+        def lost(self, text: str) -> GroupError:
+            return GroupError(text)
+
+    class Handle:
+        def wait(self) -> None:
+            raise RuntimeError("Application timeout caused pair closure")
+
+    with pytest.raises(GroupError, match="all_reduce on rank 0 took longer than the group's time"):
+        TorchWork(Left(), "all_reduce", Handle(), ()).wait()
+
+
 def test_a_closed_group_says_so() -> None:
     def fn() -> tuple[str, str, bool]:
         group = ProcessGroup()
