@@ -7,6 +7,7 @@ from .launch import launch
 from .mesh import HybridGroup, as_group
 from .process import ProcessGroup
 from .protocol import Done, Group, ReduceOp, Work
+from .ring import dump_on_signal
 from .single import SingleRank
 from .threads import ThreadGroup, run_ranks
 
@@ -26,6 +27,7 @@ __all__ = [
     "Work",
     "as_group",
     "counted",
+    "dump_on_signal",
     "labelled",
     "launch",
     "rejoin",

@@ -3,21 +3,24 @@ it runs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import GroupError, LostPeerError, PeerError
 from .checks import ranks_text
-from .forwarding import Forwarding
+from .forwarding import Forwarding, ranks_of, ring_of
 from .protocol import Group, ReduceOp, Work
+from .ring import Entry
 from .thread_scheduler import Signature
 
 
 class LabelledGroup(Forwarding):
-    """Forwards to `inner`; the errors of its collectives begin with `label`, "blocks.1/gather";
-    `labelled` makes it."""
+    """Forwards to `inner`; the errors of its collectives begin with `label`, "blocks.1/gather", and
+    its rank's ring remembers them; `labelled` makes it."""
 
     def __init__(self, inner: Group, label: str = "") -> None:
         self.inner, self.label = inner, label
@@ -27,35 +30,54 @@ class LabelledGroup(Forwarding):
         return type(self)(self.inner, label)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return _LabelledWork(self._call("all_gather", out, piece), self.label)
+        return self._start("all_gather", piece, out, piece)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return _LabelledWork(self._call("reduce_scatter", out, whole), self.label)
+        return self._start("reduce_scatter", whole, out, whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return _LabelledWork(self._call("all_reduce", tensor, op), self.label)
+        return self._start("all_reduce", tensor, tensor, op)
 
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        return _LabelledWork(self._call("all_to_all", out, out_sizes, source, in_sizes), self.label)
+        return self._start("all_to_all", source, out, out_sizes, source, in_sizes)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return _LabelledWork(self._call("broadcast", tensor, source), self.label)
+        return self._start("broadcast", tensor, tensor, source)
 
     def exchange(self, payload: bytes) -> list[bytes]:
+        entry = self._remember("exchange", torch.uint8, len(payload))
+        entry.state = "waiting"
         payloads: list[bytes] = self._call("exchange", payload)
+        entry.state = "ended"
         return payloads
 
     def barrier(self) -> None:
+        entry = self._remember("barrier")
+        entry.state = "waiting"
         self._call("barrier")
+        entry.state = "ended"
+
+    def _start(self, kind: str, brought: Tensor, *arguments: Any) -> Work:
+        entry = self._remember(kind, brought.dtype, brought.numel())
+        return _LabelledWork(self._call(kind, *arguments), entry, self)
+
+    def _remember(
+        self, kind: str, dtype: torch.dtype | None = None, num_elements: int | None = None
+    ) -> Entry:
+        """Put the collective into this rank's ring, unless a labelled group around this one has."""
+        if not self.label:
+            return Entry(0, "", kind, dtype, num_elements, ())
+        ring, ranks = ring_of(self.inner), ranks_of(self.inner)
+        return ring.start(self.label, kind, dtype, num_elements, ranks)
 
     def _call(self, kind: str, *arguments: Any) -> Any:
         """What `inner` makes of this collective."""
         try:
             return getattr(self.inner, kind)(*arguments)
         except GroupError as error:
-            _tell_where(error, self.label)
+            _tell_where(error, self)
             raise
 
 
@@ -132,19 +154,30 @@ def labelled(group: Group, label: str) -> Group:
 class _LabelledWork:
     """A collective under way that knows where it belongs."""
 
-    def __init__(self, work: Work, label: str) -> None:
-        self._work, self._label = work, label
+    def __init__(self, work: Work, entry: Entry, group: LabelledGroup) -> None:
+        self._work, self._entry, self._group = work, entry, group
 
     def wait(self) -> None:
+        if self._entry.state == "started":
+            self._entry.state = "waiting"
         try:
             self._work.wait()
         except GroupError as error:
-            _tell_where(error, self._label)
+            _tell_where(error, self._group, self._entry)
             raise
+        self._entry.state = "ended"
 
 
-def _tell_where(error: GroupError, label: str) -> None:
-    """Put the label before an error's text; another rank's own words stay as they are."""
-    if label and not isinstance(error, PeerError):
-        where = f"lost peer in {label}" if isinstance(error, LostPeerError) else label
-        error.args = (f"{where}: {error}",)
+def _tell_where(error: GroupError, group: LabelledGroup, entry: Entry | None = None) -> None:
+    """Put the label before an error's text, and the last collectives after that of a lost rank.
+
+    Another rank's own words stay as they are.
+    """
+    label = group.label
+    if not label or isinstance(error, PeerError):
+        return
+    if isinstance(error, LostPeerError):
+        last = ring_of(group).near(math.inf if entry is None else entry.number)
+        error.args = (f"lost peer in {label}: {error}\n{last}",)
+    else:
+        error.args = (f"{label}: {error}",)

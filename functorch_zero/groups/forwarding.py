@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .protocol import Group, ReduceOp, Work
+from .ring import RING_OF_PROCESS, Ring
 
 
 class Forwarding:
@@ -24,6 +25,16 @@ class Forwarding:
     def size(self) -> int:
         """The number of ranks."""
         return self.inner.size
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Its ranks, numbered among all."""
+        return ranks_of(self.inner)
+
+    @property
+    def ring(self) -> Ring:
+        """The last collectives of this rank, in this group and others."""
+        return ring_of(self.inner)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         return self.inner.all_gather(out, piece)
@@ -74,3 +85,15 @@ def sibling(group: Group) -> Group | None:
     own = getattr(group, "sibling", None)
     made: Group | None = None if own is None else own()
     return made
+
+
+def ranks_of(group: Group) -> Sequence[int]:
+    """A group's ranks, numbered among all ranks if the group knows that."""
+    own: Sequence[int] | None = getattr(group, "ranks", None)
+    return range(group.size) if own is None else own
+
+
+def ring_of(group: Group) -> Ring:
+    """The ring of a group's rank: its own where ranks are threads, else the process's."""
+    own: Ring = getattr(group, "ring", RING_OF_PROCESS)
+    return own

@@ -56,6 +56,7 @@ class ProcessGroup:
     Attributes:
         rank: this rank's number, from 0 to size - 1.
         size: the number of ranks.
+        ranks: their numbers in the default process group.
 
     What is done where (N ranks, S bytes in the whole tensor, sent by each rank):
 
@@ -94,6 +95,7 @@ class ProcessGroup:
         self._parent = parent = torch_distributed.parent_group(group)
         self._backends = torch_distributed.backends_of(parent)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
+        self.ranks = dist.get_process_group_ranks(parent)
         self._torch_group: dist.ProcessGroup | None = None
         self._token, self._times_rejoined = "", 0
         self._known_as = self.rank  # in what others are told
@@ -252,8 +254,7 @@ class ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them
         calls it."""
         check_subgroup(self.rank, self.size, ranks)
-        everyone = dist.get_process_group_ranks(self._parent)
-        part = torch_distributed.part_of(self._parent, [everyone[rank] for rank in ranks])
+        part = torch_distributed.part_of(self._parent, [self.ranks[rank] for rank in ranks])
         made = ProcessGroup(part, timeout=self._timeout)
         made._known_as = self._known_as
         return made

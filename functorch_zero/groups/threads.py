@@ -31,6 +31,7 @@ from .checks import (
     ranks_text,
 )
 from .protocol import ReduceOp, Work, check_reducible
+from .ring import Ring
 from .thread_scheduler import Circle, Combine, Meeting, Signature, World
 
 T = TypeVar("T")
@@ -83,7 +84,10 @@ class ThreadGroup:
     `Work` may be waited for late, in any order, or never.
     """
 
-    def __init__(self, world: World, rank: int, circle: Circle | None = None) -> None:
+    def __init__(
+        self, world: World, rank: int, circle: Circle | None = None, ring: Ring | None = None
+    ) -> None:
+        self.ring = Ring(rank) if ring is None else ring
         self._world = world
         self._rank = rank  # among all ranks of the world
         self._circle = world.everyone if circle is None else circle
@@ -99,12 +103,18 @@ class ThreadGroup:
         """The number of ranks."""
         return len(self._circle.ranks)
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Its ranks, numbered among all."""
+        return self._circle.ranks
+
     def subgroup(self, ranks: Sequence[int]) -> ThreadGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them
         calls it."""
         check_subgroup(self.rank, self.size, ranks)
         members = tuple(self._circle.ranks[rank] for rank in ranks)
-        return ThreadGroup(self._world, self._rank, self._world.circle(self._rank, members))
+        circle = self._world.circle(self._rank, members)
+        return ThreadGroup(self._world, self._rank, circle, self.ring)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order."""

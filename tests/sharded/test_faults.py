@@ -344,6 +344,14 @@ def test_a_rank_is_lost_in_a_phase(fault: str, phase: str) -> None:
         error, text, seconds = ended[rank].result[1:]
         assert error == expected and re.search(label, text), ended[rank]
         assert seconds < timeout + 5
+        if (
+            error == "LostPeerError"
+        ):  # and its own last collectives, of which that one has not ended
+            where = PHASES[phase][1].removeprefix("lost peer in ")
+            assert f"\nThe last collectives of rank {rank}, oldest first" in text
+            assert re.search(rf"\n> \d+ {where}: \w+ of \d+ float64 on ranks 0, 1, 2 \(", text), (
+                text
+            )
 
 
 @pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
