@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
-import torch.utils._pytree as torch_pytree
 
+from ._torch_private import register_in_torch
 from .precision import Precision
 
 register: Any = optree.register_pytree_node
@@ -63,8 +63,7 @@ def _unflatten_params(
 
 register(Params, _flatten_params, _unflatten_params, namespace=optree.registry.__GLOBAL_NAMESPACE)
 
-
-torch_pytree.register_pytree_node(
+register_in_torch(
     Params,
     lambda p: _flatten_params(p)[:2],
     lambda leaves, context: _unflatten_params(context, leaves),

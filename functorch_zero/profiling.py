@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from ._torch_private import profiler_enabled
+
 NOTHING: AbstractContextManager[Any] = nullcontext()  # one for all
 
 
 def ranged(what: str, name: str = "") -> AbstractContextManager[Any]:
     """Around some work: the range "fz.<what> <name>" in a profile."""
-    if not torch._C._autograd._profiler_enabled():
+    if not profiler_enabled():
         return NOTHING
     return torch.profiler.record_function(f"fz.{what} {name}".rstrip())

@@ -10,8 +10,8 @@ import optree
 import torch
 from optree import tree_map
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ._torch_private import is_fake, storage_id
 from .errors import StructureError, explain
 from .params import Params
 
@@ -51,12 +51,6 @@ def named_leaves(tree: PyTree[Any]) -> dict[str, Any]:
     return dict(zip(paths(tree), optree.tree_leaves(tree), strict=True))
 
 
-def storage_id(x: Tensor) -> int:
-    """Which storage a tensor lies in, while that lives: an address would be 0 for tensors without
-    values."""
-    return int(x.untyped_storage()._cdata)
-
-
 def storages(tree: PyTree[Any]) -> set[int]:
     """The storages that a tree's tensors lie in."""
     return {storage_id(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
@@ -64,7 +58,7 @@ def storages(tree: PyTree[Any]) -> set[int]:
 
 def has_values(x: Tensor) -> bool:
     """Whether there is more to a tensor than shape and dtype."""
-    return not (x.is_meta or isinstance(x, FakeTensor))
+    return not (x.is_meta or is_fake(x))
 
 
 def select(tree: PyTree[Any], mask: PyTree[bool]) -> PyTree[Any]:

@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .._torch_private import base_of
 from ..errors import MismatchError, StructureError
 from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
@@ -273,7 +274,7 @@ def blank_state(like: TrainState, *, reuse: bool) -> TrainState:
 
 
 def _blank(leaf: Tensor, flats: dict[int, Tensor]) -> Tensor:
-    base = leaf._base
+    base = base_of(leaf)
     if (
         base is None
         or not (leaf.is_contiguous() and base.is_contiguous())

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from .._torch_private import transforms_active
+
 _OPERATORS = (
     "allreduce_",
     "allreduce_coalesced_",
@@ -45,7 +47,7 @@ def refuse_collectives_in_transforms() -> Any:
 
 def refuse_in_transform(name: str) -> None:
     """The same, for a collective that asks where its tensors lie: wrapped values lie nowhere."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if transforms_active():
         _refuser(name)()
 
 

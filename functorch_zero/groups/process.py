@@ -131,7 +131,7 @@ class ProcessGroup:
         if self._must_stage(whole):
             return through_host(self.reduce_scatter, out, whole)
         if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
-            return self._launch("reduce_scatter", "_reduce_scatter_base", out, whole)
+            return self._launch("reduce_scatter", torch_distributed.REDUCE_SCATTER, out, whole)
         if self.size == 2:
             return self._swap_halves(out, whole)
         # (N, k): what each rank has for this one
@@ -334,7 +334,7 @@ class ProcessGroup:
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
         if self.size > 2 or self._backend(out) != "gloo":
-            return self._launch(kind, "_allgather_base", as_bytes(out), as_bytes(piece))
+            return self._launch(kind, torch_distributed.ALL_GATHER, as_bytes(out), as_bytes(piece))
         refuse_in_transform(kind)
         halves = out.chunk(2)
         if halves[self.rank].data_ptr() != piece.data_ptr():

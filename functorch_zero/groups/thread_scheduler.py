@@ -15,8 +15,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
+from .._torch_private import in_forward_ad
 from ..errors import GroupError, PeerError
 from .checks import ranks_text
 
@@ -250,7 +250,7 @@ class World:
         if successor is None:
             self._break_deadlock()
             return
-        if forward_ad._current_level >= 0:
+        if in_forward_ad():
             raise NotImplementedError(
                 "a rank waits inside forward-mode differentiation (torch.func.jvp), which all "
                 "threads share, so thread ranks can't take turns here. Remedy: make params whole "

@@ -18,6 +18,10 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# The methods of torch groups for 1-D tensors. Newer releases give them public names besides,
+# `all_gather_single` and `reduce_scatter_single`.
+ALL_GATHER, REDUCE_SCATTER = "_allgather_base", "_reduce_scatter_base"
+
 WORLD_FAILURE_KEY = "functorch_zero/failed"  # set by `launch` for a rank whose function raised
 
 _SECONDS_TO_DESTROY = 1.0

@@ -18,11 +18,12 @@ import optree
 import torch
 from torch import Tensor
 
-from ..tree import PyTree, storage_id
+from .._torch_private import base_of, storage_id
+from ..tree import PyTree
 from .layout import Bucket, Layout
 from .levels import level_of
 
-_BASE, _DTYPE, _SHAPE = map(attrgetter, ("_base", "dtype", "shape"))
+_DTYPE, _SHAPE = map(attrgetter, ("dtype", "shape"))
 # Leaves by path -> the same with their values
 Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]
 
@@ -83,7 +84,7 @@ def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
     """The flat piece (piece,) these 1-D pieces lie in; packed into a new one when they don't lie in
     one."""
-    base = pieces[0]._base
+    base = base_of(pieces[0])
     if (
         base is not None
         and base.dim() == 1
@@ -105,7 +106,7 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
 def flat_of_leaves(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """The whole flat these whole leaves lie in; packed into a new one when they don't lie in
     one."""
-    base = leaves[0]._base
+    base = base_of(leaves[0])
     alike = (*map(_SHAPE, leaves),) == bucket.shapes
     if (
         base is not None
@@ -124,7 +125,7 @@ def _lie_in(given: Sequence[Tensor], base: Tensor, flat: Tensor, bucket: Bucket,
     parts = bucket.parts(start, start + flat.numel())
     starts = [*accumulate(parts, initial=flat.storage_offset())][1:-1:2]
     return (  # without a line of Python for each leaf: steps ask this of all they hold
-        all(map(is_, map(_BASE, given), repeat(base)))
+        all(map(is_, map(base_of, given), repeat(base)))
         and {*map(storage_id, given)} == {storage_id(base)}  # `leaf.data = other` changes no base
         and {*map(_DTYPE, given)} == {base.dtype}
         and (*map(Tensor.numel, given),) == parts[1::2]
@@ -234,9 +235,10 @@ class Recall:
     def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         same = len(leaves) == len(self._leaves) and all(map(is_, map(call, self._leaves), leaves))
         if same and _places(leaves) == self._as_they_were:
-            return [*map(_BASE, map(leaves.__getitem__, self._firsts))]
+            bases: list[Any] = [*map(base_of, map(leaves.__getitem__, self._firsts))]
+            return bases
         flats = self._find(leaves)
-        known = {id(base): i for i, base in enumerate(map(_BASE, leaves))}
+        known = {id(base): i for i, base in enumerate(map(base_of, leaves))}
         self._leaves = []
         if {*map(type, leaves)} == {Tensor} and all(id(flat) in known for flat in flats):
             self._leaves, self._as_they_were = [*map(ref, leaves)], _places(leaves)
@@ -313,6 +315,3 @@ def own_piece(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
     count = bucket.cut.num_pieces // bucket.cut.num_held
     first = rank % count * bucket.piece
     return flat if bucket.piece == flat.numel() else flat[first : first + bucket.piece]
-
-
-_BASE, _SHAPE, _DTYPE = map(attrgetter, ("_base", "shape", "dtype"))

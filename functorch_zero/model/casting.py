@@ -17,10 +17,9 @@ from typing import Any
 
 import optree
 import torch
-import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from .._torch_private import map_tensors, outside_transforms
 from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision
@@ -72,7 +71,7 @@ class Policies:
         holders = {
             _holder(root, path)
             for path, m in root.named_modules()
-            if any(p is not None for p in m._parameters.values())
+            if any(True for _ in m.parameters(recurse=False))
         }
         for path, module in root.named_modules():
             inputs = self.of(path).compute if path in holders else None
@@ -134,9 +133,7 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     floating-point tensors cast."""
     if dtype is None:
         return tree
-    return torch_pytree.tree_map_only(
-        Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree
-    )
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
 def cast_leaf(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
@@ -190,7 +187,7 @@ class CastUnit:
         tracked = torch.is_grad_enabled()
         if self._leaves is None or (tracked and not self._tracked):
             self.close()
-            with temporarily_clear_interpreter_stack():
+            with outside_transforms():
                 pairs = zip(self._stored, self._dtypes, strict=True)
                 self._leaves = [self._lowered(leaf, dtypes) for leaf, dtypes in pairs]
             self._versions = versions_of(self._leaves)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .._torch_private import options_of_mode, transforms_active
+
 OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph")
 
 
@@ -33,7 +35,7 @@ class CompiledForward:
         self._compiled: Callable[..., Any] = torch.compile(forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():  # which torch doesn't compile under
+        if transforms_active():  # which torch doesn't compile under
             return self.__wrapped__(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 
@@ -53,8 +55,6 @@ def check_options(options: Mapping[str, Any] | None, compiles: bool) -> dict[str
     if compiles and made.get("backend", "inductor") == "inductor":  # see Note [random numbers]
         given = made.get("options") or {}
         if not given and made.get("mode"):  # torch takes a mode or options
-            from torch._inductor import list_mode_options  # which takes a while to import
-
-            given = list_mode_options(made.pop("mode"), made.get("dynamic"))
+            given = options_of_mode(made.pop("mode"), made.get("dynamic"))
         made["options"] = {"fallback_random": True, **given}
     return made

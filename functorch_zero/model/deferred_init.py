@@ -17,8 +17,8 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch_private import TorchDispatchMode, buffers_dict, params_dict, version_of
 from ..errors import StructureError, explain
 from ..tree import PyTree, ancestors, paths
 from .copying import without_values
@@ -41,7 +41,7 @@ class DeferredInit:
             for name, x in (*self._model.named_parameters(), *self._model.named_buffers())
         }
         for path, module in self._modules.items():
-            for held in (module._parameters, module._buffers):
+            for held in (params_dict(module), buffers_dict(module)):
                 for attribute, x in held.items():
                     if x is not None:
                         self._places.setdefault(names[id(x)], []).append(
@@ -145,7 +145,7 @@ class DeferredInit:
         if x.is_floating_point() or x.is_complex():
             missing = bool(torch.isnan(x).any())
         else:
-            missing = place.get() is blank and blank._version == 0
+            missing = place.get() is blank and version_of(blank) == 0
         if missing:
             holder = type(self._modules[place.module]).__name__
             raise StructureError(

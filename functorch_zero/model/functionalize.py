@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch_private import buffers_dict, params_dict
 from ..errors import StructureError, explain
 from ..params import Params
 from .casting import PrecisionRules, cast_floats, find_policies
@@ -169,10 +170,12 @@ def functionalize(
     slots, buffer_slots = [], []
     for path, module in model.named_modules():
         slots += [
-            Slot(path, a, names[id(p)]) for a, p in module._parameters.items() if p is not None
+            Slot(path, a, names[id(p)]) for a, p in params_dict(module).items() if p is not None
         ]
         buffer_slots += [
-            Slot(path, a, buffer_names[id(b)]) for a, b in module._buffers.items() if b is not None
+            Slot(path, a, buffer_names[id(b)])
+            for a, b in buffers_dict(module).items()
+            if b is not None
         ]
     found, policies = find_units(model, units, slots), find_policies(model, precision)
     of_leaves = policies.of_leaves(slots)

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import filterfalse, repeat
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from optree import tree_map
 from torch import Tensor
 
+from .._torch_private import make_wrapper, version_of, without_torch_function
 from ..errors import StructureError
 from ..tree import PyTree
 
@@ -51,7 +51,6 @@ _METADATA = {
     torch.Tensor.__len__,
     torch.Tensor.__hash__,
 }
-_VERSION = attrgetter("_version")
 
 
 class LazyParam(torch.Tensor):
@@ -71,7 +70,7 @@ class LazyParam(torch.Tensor):
         return self.entrance.touch()[self.number]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return (
                 f"LazyParam(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
             )
@@ -80,7 +79,7 @@ class LazyParam(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise StructureError(
@@ -112,7 +111,7 @@ def make_lazy_params(
     """A lazy parameter for each leaf. Steps make them anew, so with no line of Python for each."""
     default, strided, pinned = repeat(None), repeat(torch.strided), repeat(False)
     like = (shapes, default, default, default, dtypes, strided, devices, pinned, trainable)
-    lazy = [*map(torch.Tensor._make_wrapper_subclass, repeat(LazyParam), *like)]
+    lazy = [*map(make_wrapper, repeat(LazyParam), *like)]
     deque(map(setattr, lazy, repeat("entrance"), entrances), maxlen=0)
     deque(map(setattr, lazy, repeat("number"), numbers), maxlen=0)
     return lazy
@@ -140,7 +139,7 @@ def unshard(tree: PyTree[Any]) -> PyTree[Any]:
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """How often each has been written to; tensors of inference mode don't count."""
-    return [*map(_VERSION, filterfalse(Tensor.is_inference, tensors))]
+    return [*map(version_of, filterfalse(Tensor.is_inference, tensors))]
 
 
 def check_unchanged(params: Sequence[Tensor], versions: list[int]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .._torch_private import transforms_active
 from .slots import Place, found, put
 
 
@@ -27,7 +28,7 @@ def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callabl
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if not torch.is_grad_enabled() or transforms_active():
             return forward(*args, **kwargs)
         return checkpoint(_Region(forward, buffers), *args, use_reentrant=False, **kwargs)
 

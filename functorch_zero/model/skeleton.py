@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._torch_private import buffers_dict, params_dict, transforms_active, version_of
 from ..params import UnitSpec
 from ..profiling import ranged
 from .casting import Policies, cast_leaf
@@ -61,10 +62,10 @@ class Skeleton:
         }
         anatomy.policies.cast_calls(root)
         self._slots: list[Place] = [
-            (at(s.module)._parameters, s.attribute, s.leaf) for s in anatomy.slots
+            (params_dict(at(s.module)), s.attribute, s.leaf) for s in anatomy.slots
         ]
         self._buffer_slots: list[Place] = [
-            (at(s.module)._buffers, s.attribute, s.leaf) for s in anatomy.buffer_slots
+            (buffers_dict(at(s.module)), s.attribute, s.leaf) for s in anatomy.buffer_slots
         ]
         self._places = self._slots + self._buffer_slots
         self._empty = found(self._places)
@@ -81,7 +82,7 @@ class Skeleton:
                     module.forward = CompiledForward(module.forward, anatomy.compile_options)
                 module.forward = self._entering(path, inside, module.forward)
                 if path in anatomy.remat:
-                    within = {id(m._buffers) for m in module.modules()}
+                    within = {id(buffers_dict(m)) for m in module.modules()}
                     places = [place for place in self._buffer_slots if id(place[0]) in within]
                     module.forward = recomputed(module.forward, places)
         self._held = [*root.modules(), *functions_of(root)]
@@ -174,16 +175,12 @@ class Skeleton:
 
 def _version(tensor: Tensor) -> int | None:
     """How often it has been written to; tensors of inference mode don't count."""
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else version_of(tensor)
 
 
 def _may_differ(copied: Tensor, old: Tensor) -> bool:
     """Whether a copy whose version is as it was may have changed; see Note [changed buffers]."""
     if not copied.is_floating_point() and not copied.is_inference():
         return False
-    comparable = type(copied) is Tensor and copied.device.type == "cpu" and not _transforms_active()
+    comparable = type(copied) is Tensor and copied.device.type == "cpu" and not transforms_active()
     return not comparable or not torch.equal(copied, old)
-
-
-def _transforms_active() -> bool:
-    return torch._C._are_functorch_transforms_active()

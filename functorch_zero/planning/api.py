@@ -12,12 +12,8 @@ import optree
 import torch
 from optree import PyTree, tree_map
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 
+from .._torch_private import VALUE_NEEDED, FakeTensorMode, storage_id
 from ..errors import StructureError, TransformError
 from ..layout.build import make_layout
 from ..layout.layout import Layout, Unit
@@ -30,7 +26,6 @@ from ..sharded.buffers import check_sync_buffers
 from ..sharded.options import Options, ReduceGradients, StateAxes, check_reduce_gradients
 from ..step.loss import Aux, LossFn
 from ..step.train import TrainStep, mark_trainable
-from ..tree import storage_id
 from .live_bytes import ValueNeeded
 from .report import Plan, balance_of
 from .trace import (
@@ -262,7 +257,7 @@ def _no_collections() -> Iterator[None]:
 def _values_refused(journal: Journal) -> Iterator[None]:
     try:
         yield
-    except (ValueNeeded, DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (ValueNeeded, *VALUE_NEEDED) as error:
         if journal.phase == "optimizer":
             raise TransformError(
                 "the optimizer reads values of tensors on the host, which a plan does not have. "

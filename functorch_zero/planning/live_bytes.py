@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch_private import (
+    FakeTensorMode,
+    QuickDispatchMode,
+    arguments_of,
+    reads_number,
+    storage_id,
+)
 from ..sharded_optim.state_plan import is_placeholder
-from ..tree import has_values, storage_id
+from ..tree import has_values
 from .report import KINDS
 
 _aten = torch.ops.aten
@@ -42,7 +47,7 @@ class ValueNeeded(Exception):
     """The host asked for the value of a tensor that has none."""
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(QuickDispatchMode):
     """Makes new tensors without values, and follows every storage until it goes.
 
     Args:
@@ -69,10 +74,6 @@ class LiveBytes(TorchDispatchMode):
         self._copies: dict[int, int] = {}  # storages that are copies, and of what
         self._written: set[int] = set()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled, and torch._dynamo takes seconds to import
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
@@ -82,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
         num_known = sum(map(has_values, given))
         if num_known == len(given):
             return self._known(func, args, kwargs, anew=kind.makes if given else kind.has_device)
-        if func is _aten._local_scalar_dense.default:
+        if reads_number(func):
             return self._answer(given[0])
         if self._fake is None:
             args = _on_meta(args) if num_known else args
@@ -202,7 +203,7 @@ class _Kind(NamedTuple):
 
 @cache
 def _kind(func: Any) -> _Kind:
-    arguments = func._schema.arguments
+    arguments = arguments_of(func)
     writes = tuple(
         (i, a.name)
         for i, a in enumerate(arguments)

@@ -8,7 +8,6 @@ each unit is entered once, in the layout's order, and all take part in backward.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,8 +17,8 @@ import optree
 import torch
 from optree import PyTree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .._torch_private import FakeTensorMode, dynamo_imported
 from ..groups.counting import CountedGroup
 from ..groups.debug import LabelledGroup
 from ..groups.mesh import Axes, axes_of
@@ -211,11 +210,7 @@ class ImaginedStep:
 
 def _uncompiled() -> AbstractContextManager[Any]:
     """Compiled regions run operator by operator: there is nothing to compile for without values."""
-    return (
-        torch.compiler.set_stance("force_eager")
-        if "torch._dynamo" in sys.modules
-        else nullcontext()
-    )
+    return torch.compiler.set_stance("force_eager") if dynamo_imported() else nullcontext()
 
 
 class _Announced:

@@ -18,8 +18,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
-from torch._C._autograd import _get_sequence_nr as _next_node
 
+from .._torch_private import next_node_number
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
@@ -196,7 +196,7 @@ class Streaming:
         self._last = True
 
     def enter(self, run: Giver) -> Entry:
-        number = _next_node(), len(self._open)
+        number = next_node_number(), len(self._open)
         self._open.append((number, run))
         self._pending[run] += 1
         return number

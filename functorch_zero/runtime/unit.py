@@ -22,14 +22,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._torch_private import (
+    in_backward,
+    innermost_saved_tensors_hooks,
+    outside_transforms,
+    running_node_number,
+    storage_id,
+    transforms_active,
+    version_of,
+)
 from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
 from ..model.lazy_param import check_unchanged, make_lazy_params, versions_of
 from ..profiling import NOTHING
-from ..tree import storage_id
 from .reduce import Entry, Grads, Sink
 from .unshard import Source
 
@@ -110,7 +117,7 @@ class UnitRun:
         """The leaves, whole, bucket by bucket, for the loss alone. Of what is `tracked` the sink is
         told."""
         # a recomputation, which brings no gradients of its own; its flats stay until they have come
-        if _in_backward():
+        if in_backward():
             self.entry, self._at_work = None, self._around.reach() is self
         elif tracked:
             self.entry = self._join()
@@ -261,7 +268,7 @@ class Pass:
             for k, (flat, passes) in enumerate(zip(flats, run.source.passing, strict=True)):
                 if passes and flat.numel():
                     self._storages[storage_id(flat)] = (run, k)
-        if not _in_backward():
+        if not in_backward():
             self.prefetch()
         return flats
 
@@ -285,8 +292,8 @@ class Pass:
     def reach(self) -> Any:
         """A unit runs again for backward, which has passed by what came after its node. Whose entry
         is next."""
-        node = torch._C._current_autograd_node() if self._ended else None
-        return None if node is None else self.sink.reach(node._sequence_nr())
+        node = running_node_number() if self._ended else None
+        return None if node is None else self.sink.reach(node)
 
     def stays(self, run: UnitRun) -> bool:
         """Whether a unit's flats stay when it is left: asked for, or because it is the next to be
@@ -307,14 +314,14 @@ class Pass:
     def watch(self) -> AbstractContextManager[None]:
         """Saved tensors that lie in gathered storage are kept as (unit, bucket, offset, size,
         stride)."""
-        if self.anchor is None or self.keeps or _hooked_by_others() or _transforms_active():
+        if self.anchor is None or self.keeps or _hooked_by_others() or transforms_active():
             return NOTHING
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        owner = self._storages.get(tensor.untyped_storage()._cdata)
+        owner = self._storages.get(storage_id(tensor))
         if owner is None:
-            return tensor, tensor._version
+            return tensor, version_of(tensor)
         run, k = owner
         run.saved[run.entry] += tensor.numel()
         place = (
@@ -331,7 +338,7 @@ class Pass:
         saved, version = packed
         if version is None:
             return self._again(*saved)
-        if saved._version != version:  # checked as autograd checks what no hook has seen
+        if version_of(saved) != version:  # checked as autograd checks what no hook has seen
             raise _changed(saved, version)
         return saved
 
@@ -375,28 +382,20 @@ class Pass:
 
 
 def _no_transforms() -> AbstractContextManager[Any]:
-    return temporarily_clear_interpreter_stack() if _transforms_active() else NOTHING
+    return outside_transforms() if transforms_active() else NOTHING
 
 
 def _changed(saved: Tensor, version: int) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: a tensor of shape {tuple(saved.shape)} is at version {saved._version}; "
+        f"operation: a tensor of shape {tuple(saved.shape)} is at version {version_of(saved)}; "
         f"expected version {version} instead. Remedy: don't change in place what the loss still "
         "needs; torch.autograd.set_detect_anomaly(True) finds it in the unsharded step"
     )
 
 
-def _transforms_active() -> bool:
-    return torch._C._are_functorch_transforms_active()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _hooked_by_others() -> bool:
     """Whether the innermost saved-tensor hooks are someone else's: torch.utils.checkpoint's, say,
     which recompute."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = innermost_saved_tensors_hooks()
     return top is not None and not isinstance(getattr(top[0], "__self__", None), Pass)

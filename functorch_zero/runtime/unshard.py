@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .._torch_private import base_of
 from ..groups.protocol import Done, Group, Work
 from ..layout.flat_buffers import unpack
 from ..layout.layout import Bucket
@@ -17,7 +18,7 @@ from ..model.lazy_param import check_unchanged, versions_of
 from ..profiling import ranged
 
 Buckets = Sequence[Bucket]
-_BASE, _DTYPES = map(attrgetter, ("_base", "dtypes"))
+_DTYPES = attrgetter("dtypes")
 
 
 class Source(Protocol):
@@ -57,7 +58,7 @@ class Resident:
     def __init__(self, flats: list[Tensor], buckets: Buckets, leaves: Sequence[Tensor] = ()):
         """`leaves` are the whole leaves, if they are at hand already, as views of the flats."""
         self.here, self._buckets = flats, buckets
-        self._leaves = leaves if {*map(id, map(_BASE, leaves))} == {*map(id, flats)} else None
+        self._leaves = leaves if {*map(id, map(base_of, leaves))} == {*map(id, flats)} else None
 
     def start(self) -> None:
         pass

@@ -10,8 +10,9 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from .._torch_private import storage_id
 from ..groups.protocol import Group
-from ..tree import PyTree, storage_id
+from ..tree import PyTree
 
 SyncBuffers = Literal["mean", "rank0", "local"]
 

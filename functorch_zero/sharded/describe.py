@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .._torch_private import storage_id
 from ..errors import StructureError
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
@@ -16,7 +17,6 @@ from ..precision import short
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.state import TrainState, check_state
 from ..step.train import TrainStep
-from ..tree import storage_id
 from .checks import sharding_of
 from .train import ShardedTrainStep
 

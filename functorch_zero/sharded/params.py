@@ -8,6 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .._torch_private import base_of, storage_id
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
@@ -24,7 +25,7 @@ from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..runtime.reduce import Accumulating, Reducer, Sink, Streaming
 from ..runtime.unshard import Gathered, Resident, Source
-from ..tree import PyTree, storage_id
+from ..tree import PyTree
 from .options import ReduceGradients
 
 
@@ -117,7 +118,7 @@ def publish(
         if over := _held_over(bucket, axes):
             started.append(_Spreading(new, bucket, over))
         first = leaves[bucket.leaves[0]]
-        if new is not flat or (first._base is not flat and not _lies_in(first, flat)):
+        if new is not flat or (base_of(first) is not flat and not _lies_in(first, flat)):
             cuts = level_of(bucket).cuts_params
             views = cut(new, bucket.held, bucket.held_by(rank)) if cuts else unpack(new, bucket)
             for n, view in zip(bucket.leaves, views, strict=True):

@@ -10,6 +10,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from .._torch_private import storage_id
 from ..errors import TransformError
 from ..groups.protocol import Group, ReduceOp
 from ..layout.extent import Extent
@@ -33,7 +34,7 @@ from ..optim.across import (
     total_of,
 )
 from ..optim.base import Transform
-from ..tree import PyTree, select, storage_id, storages
+from ..tree import PyTree, select, storages
 from .dim_reductions import reduce_piece, spread_over_piece
 from .pointwise import PointwiseOnFlats
 from .state_plan import EVERYONE, owners_of

@@ -14,11 +14,12 @@ import optree
 import torch
 from torch import Tensor
 
+from .._torch_private import base_of, storage_id
 from ..layout.flat_buffers import Recall, cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
 from ..optim.across import Pointwise, Tree
 from ..optim.base import Transform
-from ..tree import PyTree, has_values, select, storage_id, storages
+from ..tree import PyTree, has_values, select, storages
 from .state_plan import placeholder, plan_of, plan_state
 
 # Elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
@@ -129,7 +130,7 @@ class PointwiseOnFlats:
         made = transform.fused.update(params, updates, states)
         new = list(old)
         for (bunch, where), flat in zip(how.runs, flats, strict=True):
-            if old[where[0]]._base is not flat and not _share(old[where[0]], flat):
+            if base_of(old[where[0]]) is not flat and not _share(old[where[0]], flat):
                 _put(new, where, bunch, old[where[0]], flat)
         for (follows, where), result in zip(
             how.places[0], optree.tree_leaves(made[0]), strict=True

@@ -13,6 +13,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from .._torch_private import version_of
 from ..errors import StructureError, TransformError
 from ..groups import run_ranks
 from ..groups.protocol import Group
@@ -310,11 +311,11 @@ def unchanged(inputs: Any, name: str) -> Iterator[None]:
     afterwards."""
     leaves: list[Any] = optree.tree_leaves(inputs)
     rows = zip(paths(inputs), leaves, strict=True)
-    before = [(path, x, x.clone(), x._version) for path, x in rows if isinstance(x, Tensor)]
+    before = [(path, x, x.clone(), version_of(x)) for path, x in rows if isinstance(x, Tensor)]
     yield
     for path, x, copy, version in before:
         if (
-            x._version != version
+            version_of(x) != version
             or x.shape != copy.shape
             or not torch.equal(x.nan_to_num(), copy.nan_to_num())
         ):

@@ -5,6 +5,7 @@ import torch
 from torch._guards import CompileContext
 
 from functorch_zero import optim
+from functorch_zero._torch_private import can_compile
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import launch
 from functorch_zero.groups.single import SingleRank
@@ -66,7 +67,7 @@ def check_levels(cases):
     return len(made)
 
 
-@pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
+@pytest.mark.skipif(not can_compile("cpu"), reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     "cases", tiers([[(0.5, (3,))]], [[(0.5, (0, 1, 3)), (0.75, (2,))]]), ids=len
 )
@@ -127,7 +128,7 @@ def run_handing_on():
 
 
 @THOROUGH
-@pytest.mark.skipif(not compiled._can_compile("cpu"), reason="needs a C++ compiler")
+@pytest.mark.skipif(not can_compile("cpu"), reason="needs a C++ compiler")
 def test_a_state_may_be_what_the_update_was_given():
     (apart,) = launch(run_handing_on, 1, start_method="fork", timeout=100)
     assert apart.keys() == HANDED_ON.keys() and max(apart.values()) < 1e-12, apart
@@ -142,7 +143,7 @@ def test_it_runs_only_on_donated_storage_and_with_a_compiler(monkeypatch):
     batch, params = {"x": torch.ones(2)}, params_of(torch.float32)
     keeping = shard(step, level=0, group=SingleRank(), donate=False)
     expected, _ = keeping(keeping.init(params), batch)
-    monkeypatch.setattr(compiled, "_can_compile", lambda device: False)
+    monkeypatch.setattr(compiled, "can_compile", lambda device: False)
     without = shard(step, level=0, group=SingleRank(), donate=True)
     got, _ = without(without.init(params), batch)
     assert all(

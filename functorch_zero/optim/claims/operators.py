@@ -20,8 +20,8 @@ import optree
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..._torch_private import TorchDispatchMode, arguments_of, storage_id, version_of
 from ...errors import TransformError
 from ...tree import PyTree
 
@@ -63,7 +63,7 @@ class Positions:
 
     def of(self, x: Tensor) -> Tensor | None:
         """Shaped like `x`, int64; None where no element has a position."""
-        known = self._shadows.get(_key(x))
+        known = self._shadows.get(storage_id(x))
         if known is None:
             return None
         size = x.element_size()
@@ -74,7 +74,7 @@ class Positions:
 
     def put(self, x: Tensor, positions: Tensor | int) -> None:
         """Say what `x` was computed from; `positions` broadcasts to its shape."""
-        key, size = _key(x), x.element_size()
+        key, size = storage_id(x), x.element_size()
         storage = x.untyped_storage()
         if key not in self._shadows or self._shadows[key][1].numel() < storage.nbytes():
             self._shadows[key] = (storage, torch.full((storage.nbytes(),), -1))
@@ -117,7 +117,7 @@ class Watch:
                 if leaf is None
                 else f"{what} of leaf {self._path(leaf)}"
             )
-            self._inputs[_key(x)] = (x, x._version, label)
+            self._inputs[storage_id(x)] = (x, version_of(x), label)
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
@@ -142,7 +142,7 @@ class Watch:
         finally:
             self._runs = False
         for key, (x, version, label) in self._inputs.items():
-            if _key(x) != key or x._version != version:
+            if storage_id(x) != key or version_of(x) != version:
                 self.refuse(f"changes its input in place: {label}", "return new tensors")
 
     @contextmanager
@@ -183,15 +183,15 @@ class Watch:
         """Run one operator, or refuse it."""
         if self._paused:
             return func(*args, **kwargs)
-        name = func._schema.name.split("::")[1]
+        name = func.overloadpacket.__name__
         operands = _operands(func, name, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             remedy = "draw random numbers in a whole-leaf transform, from a seed in its state"
             self.refuse(f"runs {func}, which draws random numbers", remedy)
         for x in _tensors(o for o in operands if o.written):
-            if _key(x) in self._inputs:
+            if storage_id(x) in self._inputs:
                 self.refuse(
-                    f"changes its input in place by {func}: {self._inputs[_key(x)][2]}",
+                    f"changes its input in place by {func}: {self._inputs[storage_id(x)][2]}",
                     "return new tensors",
                 )
         marked = [
@@ -216,9 +216,9 @@ class Watch:
             return
         if func in _HOST_READS and self._positions.of(x) is not None:
             self._refuse_reading(f"Tensor.{func.__name__}", x)
-        if func == _SET_DATA and _key(x) in self._inputs:
+        if func == _SET_DATA and storage_id(x) in self._inputs:
             self.refuse(
-                f"changes its input in place by setting .data: {self._inputs[_key(x)][2]}",
+                f"changes its input in place by setting .data: {self._inputs[storage_id(x)][2]}",
                 "return new tensors",
             )
 
@@ -345,7 +345,7 @@ class _Operand(NamedTuple):
 
 
 def _operands(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[_Operand]:
-    schema = func._schema.arguments
+    schema = arguments_of(func)
     given = [
         *zip(schema, args, strict=False),
         *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
@@ -372,10 +372,6 @@ def _is_factory(name: str) -> bool:
 
 def _is_view(func: Any, name: str) -> bool:
     return func.is_view or name in _VIEWS
-
-
-def _key(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def _line() -> str:

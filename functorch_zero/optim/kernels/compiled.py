@@ -21,6 +21,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ..._torch_private import can_compile, compile_by_inductor, mark_dynamic
 from ...errors import TransformError
 from ..across import Fused, Pointwise
 from ..base import Transform
@@ -82,7 +83,7 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
         leaves, structure = optree.tree_flatten(state)
         for flat in (params, updates, *leaves):
             if flat.dim():
-                torch._dynamo.mark_dynamic(flat, 0)  # one kernel for all sizes
+                mark_dynamic(flat, 0)  # one kernel for all sizes
         with _one_at_a_time:
             new = kernel()(params, updates, state)
         return structure.unflatten(new)
@@ -93,13 +94,12 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """Inductor, which would compute what concerns numbers alone (a bias correction's power) anew
     for each element."""
-    from torch._dynamo import lookup_backend
     from torch.fx.passes.split_module import split_module
 
     split: Any = split_module(graph, graph, lambda node: int(not _is_number(node)))
     elements = split.submod_1
     given = [node.meta["example_value"] for node in elements.graph.find_nodes(op="placeholder")]
-    elements.forward = lookup_backend("inductor")(elements, given)
+    elements.forward = compile_by_inductor(elements, given)
     return split
 
 
@@ -113,17 +113,4 @@ def _is_number(node: torch.fx.Node) -> bool:
 
 
 def _takes(param: Tensor) -> bool:
-    return param.dtype.is_floating_point and _can_compile(param.device.type)
-
-
-@functools.cache
-def _can_compile(device: str) -> bool:
-    """Whether torch.compile finds a compiler for this kind of device."""
-    if device != "cpu":
-        return bool(torch.utils._triton.has_triton())
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        return bool(cpp_builder.get_cpp_compiler())
-    except exc.InvalidCxxCompiler:
-        return False
+    return param.dtype.is_floating_point and can_compile(param.device.type)

@@ -1,0 +1,280 @@
+"""Private names of torch: all that the package uses, one function each.
+
+All of them are in torch 2.11, 2.12 and 2.13. Any release of torch may change one, without notice;
+`tests/test_torch_private.py` checks what each function promises.
+
+Two kinds of names are not here. Those of torch.distributed are in `groups/torch_distributed.py`.
+`torch._foreach_*`, which torch's documentation lists, and `torch._fused_*` count as public.
+
+Importing torch._dynamo or torch._inductor takes seconds, so only functions do it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# ---- Tensors ----
+
+# The tensor that this one is a view of, or None. In public, a tensor doesn't say.
+# An attrgetter, so that `map` reads many without a line of Python for each.
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+
+# How often a tensor, or another one of the same storage, has been written to. Torch's public
+# `increment_version` only raises it. Tensors of inference mode have none and raise RuntimeError.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def storage_id(x: Tensor) -> int:
+    """A number of the storage that a tensor lies in, its own while the storage lives.
+
+    The public `data_ptr()` is 0 for every tensor without values.
+    """
+    return int(x.untyped_storage()._cdata)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor stands for one of its device, without values.
+
+    The class has no public name.
+    """
+    return isinstance(x, FakeTensor)
+
+
+# (class, shape, None, None, None, dtype, layout, device, pin_memory, requires_grad) -> a tensor of
+# that class without storage. Torch's guide to subclasses says to use it, and has no public name.
+# Torch's own function, so that `map` makes many without a line of Python for each.
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Inside, `__torch_function__` of tensor subclasses is not called.
+
+    The public `Tensor.__torch_function__` does this too, but wraps its result in the subclass.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# ---- Modules ----
+
+
+def params_dict(module: nn.Module) -> dict[str, Any]:
+    """A module's own params by attribute, as the module keeps them: what is put there is used.
+
+    The public ways to set a param refuse plain tensors and tensors with a history.
+    """
+    return module._parameters
+
+
+def buffers_dict(module: nn.Module) -> dict[str, Any]:
+    """A module's own buffers by attribute, as the module keeps them: what is put there is used.
+
+    The public `buffers()` and `named_buffers()` are read-only.
+    """
+    return module._buffers
+
+
+# ---- Trees ----
+
+
+def register_in_torch(
+    kind: type[Any],
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+) -> None:
+    """Make a class a node of torch's own trees, which torch.func and torch.compile look into.
+
+    Args:
+        kind: the class.
+        flatten: node -> (children, context).
+        unflatten: (children, context) -> node.
+
+    The public registration, `torch.export.register_dataclass`, takes dataclasses only.
+    """
+    torch_pytree.register_pytree_node(kind, flatten, unflatten)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same tree with `function` of each tensor, other leaves as they are.
+
+    Trees are what torch's own registry says, which is private; Hugging Face's outputs are in it.
+    """
+    return torch_pytree.tree_map_only(Tensor, function, tree)
+
+
+# ---- Autograd ----
+
+
+def next_node_number() -> int:
+    """The number that autograd gives to the next node that this thread makes; they count up.
+
+    Autograd runs ready nodes from the highest number down. Public nodes don't tell their numbers.
+    """
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def running_node_number() -> int | None:
+    """The number of the node whose backward runs now in this thread; None if none does.
+
+    In public, only hooks that were put on a node before know that it runs.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass. Torch has no public question for it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def innermost_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The (pack, unpack) that autograd would save a tensor by now; None without any.
+
+    The public `saved_tensors_hooks` only sets them.
+    """
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def in_forward_ad() -> bool:
+    """Whether forward-mode differentiation is on, in any thread: torch has one level for all.
+
+    The public `forward_ad` only enters and leaves it.
+    """
+    return forward_ad._current_level >= 0
+
+
+def profiler_enabled() -> bool:
+    """Whether a profiler of torch records this thread.
+
+    The public `record_function` doesn't ask: it costs some microseconds while nobody profiles.
+    """
+    return torch._C._autograd._profiler_enabled()
+
+
+# ---- torch.func ----
+
+
+def transforms_active() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is active. In public, none tells."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Inside, operators run as if no transform of torch.func were active.
+
+    Torch has no public way to leave a transform for a while. Tensors that a transform wraps must
+    not be used inside.
+    """
+    return temporarily_clear_interpreter_stack()
+
+
+# ---- Operators ----
+
+
+class QuickDispatchMode(TorchDispatchMode):
+    """A `TorchDispatchMode` that doesn't import torch._dynamo at its first operator.
+
+    The import keeps torch.compile out of `__torch_dispatch__`: use it where nothing is compiled.
+    `TorchDispatchMode` itself has no public module either; the guide to extending torch names it.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def arguments_of(operator: Any) -> Sequence[Any]:
+    """An operator's arguments in order, each with a name, its kind of aliasing and whether it is
+    an `out`.
+
+    Operators have no public schema.
+    """
+    arguments: Sequence[Any] = operator._schema.arguments
+    return arguments
+
+
+def reads_number(operator: Any) -> bool:
+    """Whether this is the operator that `item()`, `bool(x)` and their like run."""
+    return operator is torch.ops.aten._local_scalar_dense.default
+
+
+# An operator needs values of a fake tensor, or the shape of its result depends on values. They have
+# no public names.
+VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+# ---- torch.compile ----
+
+
+def dynamo_imported() -> bool:
+    """Whether torch._dynamo is imported: if not, nothing has been compiled.
+
+    The public functions of torch.compiler import it.
+    """
+    return "torch._dynamo" in sys.modules
+
+
+def mark_dynamic(x: Tensor, dim: int) -> None:
+    """Compile no code for this one size of the tensor's dim, but for all sizes.
+
+    torch.compile's `dynamic=True` is public, and makes all dims of all tensors so. Torch's guide to
+    dynamic shapes names this function.
+    """
+    torch._dynamo.mark_dynamic(x, dim)
+
+
+def compile_by_inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+    """A graph that dynamo captured as a function by inductor, for a backend that changes graphs.
+
+    In public, a backend is called by name only, and by torch.compile.
+    """
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend("inductor")(graph, list(inputs))
+
+
+def options_of_mode(mode: str, dynamic: bool | None) -> dict[str, Any]:
+    """The inductor options that one of torch.compile's modes stands for.
+
+    torch.compile takes a mode or options, so that who adds one must write out the other; its
+    documentation names this function.
+    """
+    from torch._inductor import list_mode_options
+
+    return list_mode_options(mode, dynamic)
+
+
+@cache
+def can_compile(device: str) -> bool:
+    """Whether inductor finds a compiler for this kind of device: a C++ compiler, or Triton.
+
+    In public, compiling something and failing tells.
+    """
+    if device != "cpu":
+        from torch.utils._triton import has_triton
+
+        return bool(has_triton())
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return bool(cpp_builder.get_cpp_compiler())
+    except exc.InvalidCxxCompiler:
+        return False

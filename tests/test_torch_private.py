@@ -1,0 +1,389 @@
+"""Each private name of torch does what its function says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+
+from functorch_zero import _torch_private as private
+from tests.tiers import THOROUGH
+
+ROOT = Path(__file__).parents[1]
+
+
+def in_new_process(code: str) -> list[str]:
+    """The lines that it prints."""
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    return run.stdout.splitlines()
+
+
+# ---- Tensors ----
+
+
+def test_base_of() -> None:
+    whole = torch.zeros(6)
+    assert private.base_of(whole) is None
+    assert private.base_of(whole[1:]) is whole
+    assert private.base_of(whole[1:].view(5, 1)[2:]) is whole  # the root, not the view between
+
+
+def test_version_of() -> None:
+    x = torch.zeros(3)
+    before = private.version_of(x)
+    x[:1].add_(1)
+    assert private.version_of(x) == private.version_of(x[1:]) == before + 1
+    with torch.inference_mode():
+        untracked = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="Inference tensors"):
+        private.version_of(untracked)
+
+
+def test_storage_id() -> None:
+    x, y = torch.zeros(4), torch.zeros(4)
+    assert private.storage_id(x) == private.storage_id(x[2:]) == private.storage_id(x.detach())
+    assert private.storage_id(x) != private.storage_id(y)
+    blank, other = torch.zeros(4, device="meta"), torch.zeros(4, device="meta")
+    assert blank.data_ptr() == other.data_ptr()
+    assert private.storage_id(blank) != private.storage_id(other)
+
+
+def test_is_fake_and_its_mode() -> None:
+    with private.FakeTensorMode():
+        fake = torch.zeros(2, 3)
+    assert private.is_fake(fake) and fake.shape == (2, 3) and fake.device.type == "cpu"
+    assert not private.is_fake(torch.zeros(2))
+    assert not private.is_fake(torch.zeros(2, device="meta"))
+
+
+class Wrapped(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError(func)
+
+
+def test_make_wrapper() -> None:
+    size = (2**50, 3)  # more than there is room for
+    dtype, device = torch.bfloat16, torch.device("cpu")
+    made = private.make_wrapper(
+        Wrapped, size, None, None, None, dtype, torch.strided, device, False, True
+    )
+    assert type(made) is Wrapped
+    assert (made.shape, made.dtype, made.device) == (size, dtype, device)
+    assert made.requires_grad and made.is_leaf
+
+
+class Marked(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return "asked"
+
+
+def test_without_torch_function() -> None:
+    marked = torch.ones(2).as_subclass(Marked)
+    assert marked + 1 == "asked"
+    with private.without_torch_function():
+        made = marked + 1
+    assert type(made) is Tensor and made.tolist() == [2, 2]
+    assert marked + 1 == "asked"
+
+
+# ---- Modules ----
+
+
+def test_params_dict() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    weight = torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(TypeError, match="Parameter"):
+        model.weight = weight * 2
+    private.params_dict(model)["weight"] = weight * 2
+    model(torch.ones(2)).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [[2, 2]]
+    assert private.params_dict(nn.Linear(2, 1, bias=False))["bias"] is None
+
+
+def test_buffers_dict() -> None:
+    model = nn.BatchNorm1d(2).eval()
+    private.buffers_dict(model)["running_mean"] = torch.tensor([3.0, 5.0])
+    assert dict(model.named_buffers())["running_mean"].tolist() == [3, 5]
+    torch.testing.assert_close(model(torch.tensor([[3.0, 5.0]])), torch.zeros(1, 2))
+    assert not private.buffers_dict(nn.Sequential(model))  # its own only
+
+
+# ---- Trees ----
+
+
+class Pair:
+    def __init__(self, first: Any, second: Any):
+        self.first, self.second = first, second
+
+
+def test_register_in_torch() -> None:
+    private.register_in_torch(
+        Pair, lambda pair: ([pair.first, pair.second], None), lambda leaves, _: Pair(*leaves)
+    )
+    pair = Pair(torch.tensor(3.0), torch.tensor(5.0))
+    grads = torch.func.grad(lambda p: p.first * p.second)(pair)
+    assert isinstance(grads, Pair) and (grads.first, grads.second) == (5, 3)
+
+
+def test_map_tensors() -> None:
+    tree = {"a": [torch.tensor(2), "text", None], "b": (torch.return_types.max, 7)}
+    made = private.map_tensors(lambda x: x + 1, tree)
+    assert made == {"a": [torch.tensor(3), "text", None], "b": (torch.return_types.max, 7)}
+    pair = private.map_tensors(lambda x: -x, torch.max(torch.tensor([[1, 4]]), 1))
+    assert isinstance(pair, torch.return_types.max) and pair.values.tolist() == [-4]
+
+
+# ---- Autograd ----
+
+
+class Noting(torch.autograd.Function):
+    """Notes in `seen` whether backward runs, and the number of the running node."""
+
+    seen: list[Any]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Noting.seen.append((private.in_backward(), private.running_node_number()))
+        return grad
+
+
+def noted(x: Tensor) -> Tensor:
+    return Noting.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_next_node_number() -> None:
+    x = torch.ones((), requires_grad=True)
+    first = private.next_node_number()
+    with torch.no_grad():
+        x * 2
+    assert private.next_node_number() == first
+    x * 2
+    assert private.next_node_number() == first + 1
+
+
+def test_running_node_number_is_the_one_that_was_next() -> None:
+    x = torch.ones((), requires_grad=True)
+    Noting.seen, numbers, y = [], [], x
+    for _ in range(3):
+        numbers.append(private.next_node_number())
+        y = noted(y) * 2
+    assert private.running_node_number() is None
+    y.backward()
+    assert [number for _, number in Noting.seen] == numbers[::-1]
+    assert private.running_node_number() is None
+
+
+def test_in_backward() -> None:
+    Noting.seen = []
+    x = torch.ones((), requires_grad=True)
+    y = noted(x)
+    assert not private.in_backward()
+    y.backward()
+    assert [inside for inside, _ in Noting.seen] == [True]
+    assert not private.in_backward()
+
+
+def test_innermost_saved_tensors_hooks() -> None:
+    outer, inner = (lambda x: x, lambda x: x), (lambda x: x, lambda x: x)
+    assert private.innermost_saved_tensors_hooks() is None
+    with saved_tensors_hooks(*outer):
+        with saved_tensors_hooks(*inner):
+            assert private.innermost_saved_tensors_hooks() == inner
+        assert private.innermost_saved_tensors_hooks() == outer
+    assert private.innermost_saved_tensors_hooks() is None
+
+
+def test_in_forward_ad() -> None:
+    def elsewhere() -> bool:
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda: found.append(private.in_forward_ad()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    assert not private.in_forward_ad()
+    with forward_ad.dual_level():
+        assert private.in_forward_ad() and elsewhere()
+    assert not private.in_forward_ad()
+
+
+def test_profiler_enabled() -> None:
+    assert not private.profiler_enabled()
+    with torch.profiler.profile():
+        assert private.profiler_enabled()
+    assert not private.profiler_enabled()
+
+
+# ---- torch.func ----
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_active(transform: Any) -> None:
+    found: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(private.transforms_active())
+        return x.sum()
+
+    transform(function)(torch.ones(2))
+    assert found == [True] and not private.transforms_active()
+
+
+def test_outside_transforms() -> None:
+    weight, made = torch.ones(2, requires_grad=True), []
+
+    def function(x: Tensor) -> Tensor:
+        with private.outside_transforms():
+            assert not private.transforms_active()
+            made.append(weight * 2)
+        assert private.transforms_active()
+        return (x * made[0].detach()).sum()
+
+    assert torch.func.grad(function)(torch.ones(2)).tolist() == [2, 2]
+    made[0].sum().backward()  # autograd has recorded it, and the transform has not wrapped it
+    assert weight.grad is not None and weight.grad.tolist() == [2, 2]
+
+
+# ---- Operators ----
+
+MODES = """
+import sys, torch
+from functorch_zero._torch_private import QuickDispatchMode, TorchDispatchMode
+
+seen = []
+def run(mode):
+    class Seeing(mode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+    with Seeing():
+        torch.ones(2) + 1
+    print(seen[-1] is torch.ops.aten.add.Tensor, "torch._dynamo" in sys.modules)
+
+run(QuickDispatchMode)
+run(TorchDispatchMode)
+"""
+
+
+def test_a_quick_dispatch_mode_does_without_dynamo() -> None:
+    """The second line is why there is one: without it, `TorchDispatchMode` would do."""
+    assert in_new_process(MODES) == ["True False", "True True"]
+
+
+class Seeing(private.QuickDispatchMode):
+    """Notes every operator in `seen`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_arguments_of() -> None:
+    target, source, _ = private.arguments_of(torch.ops.aten.copy_.default)
+    assert (target.name, source.name) == ("self", "src")
+    assert target.alias_info.is_write and source.alias_info is None
+    *_, out = private.arguments_of(torch.ops.aten.mul.out)
+    assert out.is_out and out.alias_info.is_write and not target.is_out
+
+
+def test_reads_number() -> None:
+    x = torch.ones(())
+    with Seeing() as mode:
+        for ask in (Tensor.item, bool, float):
+            ask(x)
+    assert len(mode.seen) == 3 and all(map(private.reads_number, mode.seen))
+    assert not private.reads_number(torch.ops.aten.add.Tensor)
+
+
+@pytest.mark.parametrize("ask", [Tensor.item, Tensor.nonzero])
+def test_value_needed(ask: Any) -> None:
+    with private.FakeTensorMode():
+        fake = torch.ones(())
+        with pytest.raises(private.VALUE_NEEDED):
+            ask(fake)
+
+
+# ---- torch.compile ----
+
+
+def test_dynamo_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    assert not private.dynamo_imported()
+    monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
+    assert private.dynamo_imported()
+
+
+@pytest.mark.parametrize(("marked", "num_graphs"), [(True, 1), (False, 2)])
+def test_mark_dynamic(marked: bool, num_graphs: int) -> None:
+    torch.compiler.reset()  # what dynamo has learned of the lambda's sizes
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x * 2, backend=backend)
+    for size in (3, 4, 5):
+        x = torch.ones(size)
+        if marked:
+            private.mark_dynamic(x, 0)
+        assert compiled(x).tolist() == [2.0] * size
+    assert len(graphs) == num_graphs
+
+
+INDUCTOR = """
+import torch
+from functorch_zero._torch_private import compile_by_inductor
+
+kernels = []
+def backend(graph, inputs):
+    kernels.append(compile_by_inductor(graph, inputs))
+    return kernels[-1]
+
+made = torch.compile(lambda x: torch.sin(x) * 2, backend=backend)(torch.arange(5.0))
+torch.testing.assert_close(made, torch.sin(torch.arange(5.0)) * 2)
+print(len(kernels), isinstance(kernels[0], torch.fx.GraphModule))
+"""
+
+
+@THOROUGH
+def test_compile_by_inductor() -> None:
+    """In a process of its own, since inductor leaves threads behind."""
+    if not private.can_compile("cpu"):
+        pytest.skip("needs a C++ compiler")
+    assert in_new_process(INDUCTOR)[-1] == "1 False"
+
+
+def test_options_of_mode() -> None:
+    assert private.options_of_mode("default", None) == {}
+    options = private.options_of_mode("max-autotune", None)
+    assert options["max_autotune"] is True and "triton.cudagraphs" in options
+
+
+def test_can_compile() -> None:
+    can_compile_anew = private.can_compile.__wrapped__
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert not can_compile_anew("cpu")
+    with torch._inductor.config.patch({"cpp.cxx": (sys.executable,)}):  # anything that runs
+        assert can_compile_anew("cpu")
+    if not torch.cuda.is_available():
+        assert not can_compile_anew("cuda")
