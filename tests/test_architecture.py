@@ -1,9 +1,10 @@
-"""The folders' import sets, where torch.distributed is used, and the cost of importing the
-package."""
+"""The folders' import sets, the oracle's reach, where torch.distributed and private names of torch
+are used, and the cost of importing the package."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,35 @@ EXCEPTIONS: set[tuple[str, str]] = set()
 
 # Where torch.distributed may be used: the groups, and the reader of its checkpoints.
 TORCH_DISTRIBUTED = ("groups", "checkpoint/dcp.py")
+
+# Where private names of torch may be used, and how those names begin.
+TORCH_PRIVATE = {"_torch_private.py": "torch.", "groups/torch_distributed.py": "torch.distributed."}
+
+# Private attributes of torch's objects, by which they are known where no import shows the class.
+PRIVATE_ATTRIBUTES = {
+    "_base": "torch.Tensor",
+    "_version": "torch.Tensor",
+    "_is_view": "torch.Tensor",
+    "_make_wrapper_subclass": "torch.Tensor",
+    "_cdata": "torch.UntypedStorage",
+    "_parameters": "torch.nn.Module",
+    "_buffers": "torch.nn.Module",
+    "_modules": "torch.nn.Module",
+    "_sequence_nr": "torch.autograd.graph.Node",
+    "_schema": "torch.ops",
+    "_local_scalar_dense": "torch.ops.aten",
+    "_should_skip_dynamo": "torch.utils._python_dispatch.TorchDispatchMode",
+    "_allgather_base": "torch.distributed.ProcessGroup",
+    "_reduce_scatter_base": "torch.distributed.ProcessGroup",
+    "_abort_process_group": "torch.distributed.distributed_c10d",
+}
+
+# A dotted name of torch with a private part; _foreach_* and _fused_* count as public.
+PRIVATE_NAME = re.compile(r"torch(\.\w+)*\._(?!_|foreach_|fused_)\w+(\.\w+)*")
+
+# The oracle may reach all of these, of the layout one module with its imports, and nothing else.
+ORACLE = ("base", "model", "optim", "step")
+ORACLES_LAYOUT = "layout.sharding"
 
 # The doors: they may import everything below them.
 DOORS = {"__init__", "__main__"}
@@ -198,6 +228,153 @@ def test_only_groups_use_torch_distributed() -> None:
 def test_the_check_for_torch_distributed_can_fail(source: str) -> None:
     assert uses_torch_distributed(source)
     assert not uses_torch_distributed("import torch\nfrom torch import nn")
+
+
+def private_torch_names(source: str) -> set[str]:
+    """The private names of torch that a file imports, uses, or has in a string, in full."""
+    tree = ast.parse(source)
+    known = meanings(tree)
+    found = {*known.values()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(in_full(node, known))
+            if ast.unparse(node.value) != "self":
+                found.add(owned(node.attr))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value, owned(node.value)}  # for getattr, attrgetter, sys.modules
+        elif isinstance(node, ast.ClassDef):
+            found |= {owned(part.name) for part in node.body if isinstance(part, ast.FunctionDef)}
+    return {name for name in found if PRIVATE_NAME.fullmatch(name)}
+
+
+def meanings(tree: ast.Module) -> dict[str, str]:
+    """The dotted names that a file's own names stand for: "c10d" for
+    "torch.distributed.distributed_c10d"."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            meaning = in_full(node.value, known)
+            known |= {t.id: meaning for t in targets if isinstance(t, ast.Name)}
+    return known
+
+
+def in_full(node: ast.expr, known: dict[str, str]) -> str:
+    first, dot, rest = ast.unparse(node).partition(".")
+    return known.get(first, first) + dot + rest
+
+
+def owned(attribute: str) -> str:
+    owner = PRIVATE_ATTRIBUTES.get(attribute)
+    return f"{owner}.{attribute}" if owner else ""
+
+
+def test_private_names_of_torch_have_their_places() -> None:
+    for path in modules():
+        place = str(path.relative_to(ROOT))
+        names = private_torch_names(path.read_text())
+        may = TORCH_PRIVATE.get(place)
+        stray = {name for name in names if may is None or not name.startswith(may)}
+        assert not stray, f"{place} uses {sorted(stray)}: add a function to _torch_private.py"
+        assert names or may is None, f"{place} has no private name any more: remove it"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import torch._dynamo", "torch._dynamo"),
+        ("from torch._functorch import pyfunctorch", "torch._functorch.pyfunctorch"),
+        ("from torch import _guards", "torch._guards"),
+        ("import torch\ntorch._C._is_tracing()", "torch._C._is_tracing"),
+        ("from torch import Tensor\nf = Tensor._is_view", "torch.Tensor._is_view"),
+        ("import torch.autograd.graph as g\nx = g\nx._get_tid()", "torch.autograd.graph._get_tid"),
+        ("def f(leaf): return leaf.detach()._base", "torch.Tensor._base"),
+        ("f = attrgetter('_version')", "torch.Tensor._version"),
+        ("found = 'torch._inductor' in sys.modules", "torch._inductor"),
+        (
+            "class Mode(M):\n    def _should_skip_dynamo(cls): pass",
+            "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
+        ),
+    ],
+)
+def test_the_check_of_private_names_can_fail(source: str, name: str) -> None:
+    assert name in private_torch_names(source)
+
+
+def test_the_check_of_private_names_lets_others_pass() -> None:
+    source = """
+import torch
+from ._torch_private import base_of
+torch._foreach_add_(xs, 1)
+torch._fused_adamw_(*xs)
+torch.Tensor.__len__(self._buffers)
+state._replace(step=1)  # torch._dynamo
+"""
+    assert not private_torch_names(source)
+
+
+def beyond_the_oracle(reached: set[str]) -> set[str]:
+    may = {"layout", *with_imports(ORACLES_LAYOUT)}
+    return {m for m in reached if folder_of(m) not in ORACLE and m not in may}
+
+
+def with_imports(module: str) -> set[str]:
+    """A module, and all of the package that it imports, directly or not."""
+    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    others = runtime_imports(path) if path.is_file() else set()
+    return {module}.union(*map(with_imports, others))
+
+
+def modules_after(code: str) -> set[str]:
+    """The package's modules that are loaded in a fresh process when `code` has run.
+
+    The package itself is bare, since its own __init__ imports all of it.
+    """
+    bare = f"""
+import sys, types
+package = sys.modules["{PACKAGE}"] = types.ModuleType("{PACKAGE}")
+package.__path__ = [{str(ROOT)!r}]
+{code}
+print(*(name for name in sys.modules if name.startswith("{PACKAGE}.")))
+"""
+    command = [sys.executable, "-c", bare]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    return {name.removeprefix(f"{PACKAGE}.") for name in out.stdout.split()}
+
+
+UNSHARDED_STEP = """
+import torch
+from functorch_zero import optim
+from functorch_zero.model.functionalize import functionalize
+from functorch_zero.step.evaluate import eval_step
+from functorch_zero.step.train import train_step
+
+apply, params, buffers = functionalize(torch.nn.Linear(3, 1))
+def loss_fn(params, buffers, batch):
+    return apply(params, buffers, batch)[0].square().mean()
+step = train_step(loss_fn, optim.adamw(1e-3))
+state, metrics = step(step.init(params, buffers), torch.ones(2, 3))
+assert int(state.step) == 1 and metrics["loss"].isfinite()
+eval_step(lambda *given: {"loss": loss_fn(*given)})(state, torch.ones(2, 3))
+"""
+
+
+def test_the_oracle_reaches_nothing_sharded() -> None:
+    """The oracle must not contain the code that it proves, whether imported at once or on use."""
+    reached = modules_after(UNSHARDED_STEP)
+    assert {"step.train", "step.evaluate", "optim", "model.functionalize"} <= reached
+    stray = beyond_the_oracle(reached)
+    assert not stray, f"the unsharded step reaches {sorted(stray)}"
+
+
+def test_the_check_of_the_oracles_reach_can_fail() -> None:
+    stray = {"runtime.unshard", "groups", "layout.build", "sharded_optim.across"}
+    known = {"layout.sharding", "layout.extent", "step.train", "optim", "tree"}
+    assert beyond_the_oracle(stray | known) == stray
 
 
 def test_the_check_of_imports_can_fail() -> None:
