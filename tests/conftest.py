@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from functorch_zero._torch_private import can_compile
 from functorch_zero.optim.base import describe
 from functorch_zero.optim.claims.check import check_claims
 
@@ -136,6 +137,14 @@ def nothing_left_running() -> Iterator[None]:
     while (left := leftovers(threads, processes)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not left, f"still running {GRACE:.0f} s after the test: {left}"
+
+
+@pytest.fixture
+def cpp_compiler() -> None:
+    """Skip a test where inductor finds no compiler. Asking imports inductor, which takes seconds:
+    so not in a mark, which every worker evaluates at collection."""
+    if not can_compile("cpu"):
+        pytest.skip("needs a C++ compiler")
 
 
 @pytest.fixture(scope="session")

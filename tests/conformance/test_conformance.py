@@ -19,7 +19,6 @@ import torch
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero._torch_private import can_compile
 from functorch_zero.groups import launch
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.optim.base import split_fused
@@ -207,7 +206,7 @@ def test_sharded_is_unsharded(name: str, cases: list[Case]) -> None:
 
 
 @THOROUGH
-@pytest.mark.skipif(not can_compile("cpu"), reason="needs a C++ compiler")
+@pytest.mark.usefixtures("cpp_compiler")
 def test_a_compiled_chain_is_a_row_too() -> None:
     """In a process of its own, since torch's compiler leaves threads behind."""
     ours = [

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from functorch_zero import optim
-from functorch_zero._torch_private import can_compile
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.model.compile import check_options
 from functorch_zero.model.functionalize import functionalize
@@ -204,7 +203,7 @@ def with_inductor() -> float:
 
 
 @THOROUGH
-@pytest.mark.skipif(not can_compile("cpu"), reason="needs a C++ compiler")
+@pytest.mark.usefixtures("cpp_compiler")
 def test_inductor() -> None:
     # The compiler leaves threads behind
     (difference,) = launch(with_inductor, 1, start_method="fork", timeout=150)

@@ -5,7 +5,6 @@ import torch
 from torch._guards import CompileContext
 
 from functorch_zero import optim
-from functorch_zero._torch_private import can_compile
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import launch
 from functorch_zero.groups.single import SingleRank
@@ -67,7 +66,7 @@ def check_levels(cases):
     return len(made)
 
 
-@pytest.mark.skipif(not can_compile("cpu"), reason="needs a C++ compiler")
+@pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize(
     "cases", tiers([[(0.5, (3,))]], [[(0.5, (0, 1, 3)), (0.75, (2,))]]), ids=len
 )
@@ -128,7 +127,7 @@ def run_handing_on():
 
 
 @THOROUGH
-@pytest.mark.skipif(not can_compile("cpu"), reason="needs a C++ compiler")
+@pytest.mark.usefixtures("cpp_compiler")
 def test_a_state_may_be_what_the_update_was_given():
     (apart,) = launch(run_handing_on, 1, start_method="fork", timeout=100)
     assert apart.keys() == HANDED_ON.keys() and max(apart.values()) < 1e-12, apart
