@@ -55,8 +55,8 @@ def synchronize(
     "mean" averages floating-point buffers, each rank counting the same (but those whose batch
     weighs nothing, which have changed nothing; `num_weighty` are the others, this one among them if
     it is `weighty`); integers (BatchNorm's count of batches) are those of the first rank that
-    counts. What no rank has changed keeps its value to the bit: averaged are the changes. An
-    exchange more where some ranks' batches weigh nothing.
+    counts. What no rank has changed keeps its value to the bit. An exchange more where some ranks'
+    batches weigh nothing.
     """
     if rule == "local" or group.size == 1 or not any(changed):
         return new
@@ -70,7 +70,8 @@ def synchronize(
         some = [i for i in chosen if after[i].dtype == dtype]
         packed = torch.cat([after[i].reshape(-1) for i in some])
         if rule == "mean" and dtype.is_floating_point:
-            packed = _mean(torch.cat([before[i].reshape(-1) for i in some]), packed, group, num)
+            old = torch.cat([before[i].reshape(-1) for i in some])
+            packed = _mean(old, packed, group, num, counts=weighty)
         else:
             group.broadcast(packed.view(torch.uint8), source).wait()
         for i, part in zip(some, packed.split([after[i].numel() for i in some]), strict=True):
@@ -78,7 +79,16 @@ def synchronize(
     return treedef.unflatten(after)
 
 
-def _mean(old: Tensor, new: Tensor, group: Group, num: int) -> Tensor:
-    change = torch.where(new == old, 0, new - old)  # infinities stay as they are
-    group.all_reduce(change).wait()
-    return torch.where(change == 0, old, old + change / max(num, 1))
+def _mean(old: Tensor, new: Tensor, group: Group, num: int, *, counts: bool) -> Tensor:
+    """The mean of `new` (k,) over the `num` ranks that count; `old` to the bit where no rank has
+    changed it.
+
+    Not `old` and the mean of the changes: beside a large or infinite `old` those are rounded away.
+    """
+    dtype = torch.promote_types(old.dtype, torch.float32)
+    changed = new != old
+    share = new.to(dtype) / num if counts else torch.zeros_like(new, dtype=dtype)
+    packed = torch.cat([share, changed.to(dtype)])
+    group.all_reduce(packed).wait()
+    mean, num_changes = packed.chunk(2)
+    return torch.where(num_changes == 0, old, mean.to(old.dtype))

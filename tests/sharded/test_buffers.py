@@ -62,6 +62,19 @@ def test_mean() -> None:
         assert all(got[name].shape == OLD[name].shape for name in OLD)
 
 
+@pytest.mark.parametrize("old", [INF, 1e30, float(torch.finfo(torch.float32).max)])
+def test_a_mean_far_below_the_value_before(old: float) -> None:
+    """A smallest loss so far, say, that began as infinity."""
+    before = {"best": torch.full((2,), old)}
+
+    def run(group: Any) -> Tensor:
+        new = {"best": torch.tensor([4.0 + group.rank, old])}
+        return synchronize(before, new, [True], "mean", group)["best"]
+
+    for best in run_ranks(run, 3):
+        assert best.tolist() == [5.0, before["best"][1].item()]
+
+
 def test_rank0() -> None:
     for got in sync("rank0"):
         expected = new_on(0)
