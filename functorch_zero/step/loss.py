@@ -163,14 +163,30 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """What several micro-batches gave, as one."""
     if len(outcomes) == 1:
         return outcomes[0]
+    _check_all_weighted(outcomes)
     last = outcomes[-1]
     metrics = {
         name: weighted_mean([o.metrics[name] for o in outcomes], outcomes) for name in last.metrics
     }
-    weight = None if last.weight is None else sum(as_tensor(o.weight) for o in outcomes)
+    weights = [as_metric(o.weight) for o in outcomes if o.weight is not None]
+    weight = sum(weights[1:], weights[0]) if weights else None
     return Outcome(
         weighted_mean([o.loss for o in outcomes], outcomes), last.buffers, metrics, weight
     )
+
+
+def _check_all_weighted(outcomes: Sequence[Outcome]) -> None:
+    """Refuse micro-batches of which some have a weight and others have none."""
+    without = [i for i, outcome in enumerate(outcomes) if outcome.weight is None]
+    if without and len(without) < len(outcomes):
+        raise StructureError(
+            explain(
+                "some micro-batches have a weight, and others have none",
+                expected="Aux.weight from every call of the loss, or from none",
+                got=f"none from micro-batches {without} of {len(outcomes)}",
+                remedy="give each a weight; 1 counts as much as none",
+            )
+        )
 
 
 def as_tensor(value: Any) -> Tensor:

@@ -35,6 +35,45 @@ def make(weighted, accumulate, dropout=0.0):
     return step, params, buffers
 
 
+def weighing(dtype):
+    """A step whose micro-batches weigh 100 times their number, as tensors of this dtype."""
+
+    def loss_fn(params, buffers, batch):
+        weight = torch.tensor(100 * len(batch), dtype=dtype)
+        return F.mse_loss(fz.unshard(params)["w"] * batch, batch + 1), fz.Aux(weight=weight)
+
+    return fz.train_step(loss_fn, optim.sgd(0.1), accumulate=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.float16])
+def test_weights_add_up_in_any_dtype(dtype):
+    """The sum of two weights of 200 is none that fits into uint8."""
+    params = {"w": torch.ones((), dtype=torch.float64, requires_grad=True)}
+    batches = [torch.arange(4.0, dtype=torch.float64), torch.arange(1.0, 5.0, dtype=torch.float64)]
+    assert_sharded_equals_unsharded(
+        weighing(dtype), params, {}, batches, ranks=(1, 2), levels=(0, 3)
+    )
+
+
+@pytest.mark.parametrize("first", [None, 3.0])
+def test_weights_of_some_micro_batches_only_are_refused(first):
+    def loss_fn(params, buffers, batch):
+        weight = first if batch[0] == 0 else (None if first else 3.0)
+        return fz.unshard(params)["w"].square() * batch.sum(), fz.Aux(weight=weight)
+
+    step = fz.train_step(loss_fn, optim.sgd(0.1), accumulate=2)
+    params = {"w": torch.ones((), requires_grad=True)}
+    with pytest.raises(StructureError, match=r"some micro-batches have a weight.*Remedy"):
+        step(step.init(params), torch.arange(4.0))
+
+    def run(group):
+        sharded = fz.shard(step, level=3, group=group)
+        with pytest.raises(StructureError, match=r"some micro-batches have a weight.*Remedy"):
+            sharded(sharded.init(params), torch.arange(4.0))
+
+    run_ranks(run, 1)
+
+
 def make_batches(size, count=3):
     torch.manual_seed(1)
     draw = [{"x": torch.randn(size, 3), "y": torch.randn(size, 2)} for _ in range(count)]
