@@ -10,8 +10,9 @@ class PrefetchOrder:
     """The units that the last pass fetched, in order. While one unit is used, the next is on its
     way.
 
-    It belongs to a step. Ranks must start the same gathers, so all of them follow the same order:
-    when one rank fails, some may be a pass ahead of others, and every rank forgets it.
+    It belongs to a step. Ranks must start the same gathers, so all of them follow the same order.
+    When one rank fails, wherever, the others fail in their next collective, and may be a pass
+    ahead; so whoever fails forgets it.
     """
 
     def __init__(self) -> None:

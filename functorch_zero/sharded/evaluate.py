@@ -27,7 +27,7 @@ class ShardedEvalStep:
 
     def __init__(self, step: EvalStep, options: Options):
         self.unsharded, self.options = step, options
-        self._order = PrefetchOrder()
+        self.order = PrefetchOrder()
 
     @property
     def group(self) -> Group:
@@ -38,7 +38,7 @@ class ShardedEvalStep:
     def __call__(self, state: TrainState, batch: Any) -> Metrics:
         """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a
         unit, on use."""
-        with sharing_failures(*self.options.axes.groups):
+        with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
             layout, axes = sharding.layout, self.options.axes
@@ -51,15 +51,13 @@ class ShardedEvalStep:
                 )
                 flats = evaluated(chosen, flats, layout, axes)
             sources = make_sources(flats, layout, axes, log)
-            order = self._order
-            run = Pass(layout, sources, None, device=flats[0].device, ahead=order.units)
+            run = Pass(layout, sources, None, device=flats[0].device, ahead=self.order.units)
             rank, device = self.group.rank, flats[0].device
-            with order.forgotten_on_failure():
-                with replayed(state.seed, state.step, rank, device):
-                    params = run.lazy_params()
-                    metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
-                run.finish()
-                group = labelled(self.group, "evaluation/metrics")
-                report = agreement.average(metrics, weight, group, log)
-            order.record(run.trace)
+            with replayed(state.seed, state.step, rank, device):
+                params = run.lazy_params()
+                metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
+            run.finish()
+            group = labelled(self.group, "evaluation/metrics")
+            report = agreement.average(metrics, weight, group, log)
+            self.order.record(run.trace)
             return report.metrics

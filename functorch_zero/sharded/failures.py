@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import GroupError, NonFiniteError
@@ -30,7 +30,8 @@ def sharing_failures(*groups: Group) -> Iterator[None]:
         raise
 
 
-def propagate_failures(step: Any) -> AbstractContextManager[None]:
+@contextmanager
+def propagate_failures(step: Any) -> Iterator[None]:
     """Around a training loop: when it raises on this rank, outside of a step too, the other ranks
     raise `PeerError`.
 
@@ -45,4 +46,5 @@ def propagate_failures(step: Any) -> AbstractContextManager[None]:
     Args:
         step: a sharded train or eval step.
     """
-    return sharing_failures(*step.options.axes.groups)
+    with sharing_failures(*step.options.axes.groups), step.order.forgotten_on_failure():
+        yield

@@ -50,7 +50,7 @@ class ShardedTrainStep:
         self.unsharded, self.options = step, options
         self.background = BackgroundTasks()
         self._prepared: PreparedUpdate | None = None
-        self._order = PrefetchOrder()
+        self.order = PrefetchOrder()
 
     @property
     def group(self) -> Group:
@@ -120,11 +120,10 @@ class ShardedTrainStep:
             CheckpointError: an `async_save` with this step has failed; on every rank, and the state
                 is still good.
         """
-        with sharing_failures(*self.options.axes.groups):
+        with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
             run = self._open(state, batch)
-            with self._order.forgotten_on_failure():
-                local = differentiate(run, self._order)
-                agreed = agree_on(run, local, self.background)
+            local = differentiate(run, self.order)
+            agreed = agree_on(run, local, self.background)
             return advance(run, local, agreed)
 
     def _open(self, state: TrainState, batch: Any) -> Run:

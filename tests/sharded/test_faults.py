@@ -20,7 +20,8 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor
+from optree import tree_map
+from torch import Tensor, nn
 
 from functorch_zero import optim
 from functorch_zero.errors import GroupError, PeerError, StructureError
@@ -35,6 +36,7 @@ from functorch_zero.groups import (
 )
 from functorch_zero.groups.mesh import HybridGroup
 from functorch_zero.groups.single import SingleRank
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.failures import propagate_failures
 from functorch_zero.step.train import train_step
@@ -179,6 +181,69 @@ def test_a_failed_step_is_tried_again_on_threads(case: Any) -> None:
         return fail_and_retry(group, *case, undisturbed(group, case[0]))
 
     check_retried(run_ranks(run, 3), case[2])
+
+
+def test_prefetches_after_a_failure_outside_of_the_pass() -> None:
+    """S2. A batch that is refused, an optimizer that raises, data that can't be read: ranks that
+    had come to other places start the same gathers when they try again."""
+
+    class Lost(Exception):
+        pass
+
+    def wait_for_failure(step: Any, state: Any, batch: Any) -> None:
+        with pytest.raises((Lost, StructureError, PeerError)):
+            while True:  # until the failure is heard of
+                state, _ = step(state, batch)
+
+    def run(group: Any) -> list[Any]:
+        guilty = group.rank == 1
+        raises = [False]
+
+        def update(updates: Any, state: Any, params: Any) -> Any:
+            if raises[0]:
+                raise Lost
+            return tree_map(lambda u: -0.1 * u, updates), state
+
+        loss_fn, params = deep_loss()
+        optimizer = optim.pointwise(lambda params: (), update)
+        step = shard(train_step(loss_fn, optimizer), level=3, group=group, donate=False)
+        state, batch = step.init(params), torch.ones(2, 4, dtype=torch.float64)
+        state, _ = step(state, batch)
+        expected, _ = step(state, batch)
+
+        wait_for_failure(step, state, batch.to("meta") if guilty else batch)
+        after_batch, _ = step(state, batch)
+
+        raises[0] = guilty
+        wait_for_failure(step, state, batch)
+        raises[0] = False
+        after_optimizer, _ = step(state, batch)
+
+        with pytest.raises((Lost, PeerError)), propagate_failures(step):
+            if guilty:
+                raise Lost
+            step(state, batch)
+        after_data, _ = step(state, batch)
+
+        states = [expected, after_batch, after_optimizer, after_data]
+        return [step.unshard(state).params for state in states]
+
+    for expected, *others in run_ranks(run, 2):
+        for other in others:
+            assert all(torch.equal(expected[path], other[path]) for path in expected)
+
+
+def deep_loss() -> tuple[Any, Any]:
+    """Three units, so that prefetches have an order."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+    apply, params, _ = functionalize(nn.Sequential(*layers).double(), units=nn.Linear)
+
+    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+        output, _ = apply(params, {}, batch)
+        return output.square().mean()
+
+    return loss_fn, params
 
 
 @pytest.mark.parametrize("threads", [True, False])
