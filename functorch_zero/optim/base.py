@@ -16,7 +16,6 @@ from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from optree import tree_map
 from torch import Tensor
@@ -414,8 +413,3 @@ def _returns_pair(
 def tree_zeros_like(tree: PyTree[Tensor]) -> PyTree[Tensor]:
     """Zeros shaped like each leaf."""
     return tree_map(torch.zeros_like, tree)
-
-
-def num_leaves(tree: PyTree[Any]) -> int:
-    """How many leaves a tree has."""
-    return len(optree.tree_leaves(tree))

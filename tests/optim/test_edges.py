@@ -118,3 +118,10 @@ def test_a_tree_too_large_is_an_error_on_all_ranks(level: int) -> None:
 
 def test_all_rows_are_known() -> None:
     assert set(ROW_NAMES) <= set(TABLE) and "adamw" in POINTWISE
+
+
+def test_what_is_no_transform_is_refused() -> None:
+    with pytest.raises(TypeError, match="chain takes transforms, got str"):
+        optim.chain(optim.sgd(0.1), "adam")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"must say what it needs.*Remedy"):
+        optim.Transform(lambda params, across: (), lambda u, s, p, across: (u, s), 0)  # type: ignore[arg-type]
