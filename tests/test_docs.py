@@ -57,9 +57,17 @@ def script_of(page: Path, folder: Path) -> Path:
     return script
 
 
-@pytest.mark.parametrize("run", tiers([run_in_fork], [run_script]), ids=lambda run: run.__name__)
+WITH_CODE = [page for page in PAGES if blocks(page.read_text())[0].strip()]
+
+
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if blocks(p.read_text())[0].strip()], ids=lambda p: p.stem
+    ("page", "run"),
+    tiers(
+        [(page, run_in_fork) for page in WITH_CODE[::3]],  # the README is the first
+        [(page, run_script) for page in WITH_CODE],
+        rows=True,
+    ),
+    ids=[*(f"{page.stem}-fork" for page in WITH_CODE[::3]), *(page.stem for page in WITH_CODE)],
 )
 def test_blocks_run(page: Path, run: Callable[..., Ended], tmp_path: Path) -> None:
     out = run(script_of(page, tmp_path), folder=tmp_path).check()

@@ -79,6 +79,7 @@ def test_train_lm_under_torchrun() -> None:
     assert after < before - 0.1
 
 
+@THOROUGH
 def test_digits(run_example: RunExample) -> None:
     rows = [
         line.split()

@@ -20,6 +20,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, ConvNet
 from tests.runtime.test_memory import LiveBytes
+from tests.tiers import tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -312,7 +313,7 @@ def hugging_face(name: str) -> nn.Module:
     }[name]()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama, tied", "bert"])
+@pytest.mark.parametrize("name", tiers(["llama, tied"], ["gpt2", "llama", "bert"]))
 def test_hugging_faces_models(name: str) -> None:
     """All leaves and buffers, with the spread that the model's own initialisation gives, the same
     one by one."""
