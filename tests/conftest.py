@@ -19,8 +19,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from functorch_zero._torch_private import can_compile
-from functorch_zero.optim.base import describe
 from functorch_zero.optim.claims.check import check_claims
+from functorch_zero.optim.naming import described
 
 torch.set_num_threads(1)
 
@@ -164,7 +164,7 @@ def claims_checked_once(monkeypatch: pytest.MonkeyPatch, checked_claims: set[Any
 
     def check(transform: Any, params: Any) -> None:
         leaves, structure = optree.tree_flatten(params)
-        description = describe(transform)
+        description = described(transform)
         claim = str(description), structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
         checked = checked_claims if names_only_ours(description) else checked_in_this_test
         if claim not in checked:
@@ -176,8 +176,8 @@ def claims_checked_once(monkeypatch: pytest.MonkeyPatch, checked_claims: set[Any
 
 
 def names_only_ours(description: Any) -> bool:
-    """Whether all functions that a description names are the package's, whose bodies don't
-    change."""
+    """Whether all factories and functions that a description names are the package's, whose bodies
+    don't change: those of others have dotted names."""
     if isinstance(description, list):
         return all(names_only_ours(part) for part in description)
     if isinstance(description, dict):

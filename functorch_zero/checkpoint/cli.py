@@ -52,7 +52,7 @@ def _line(root: Path, count: int) -> str:
     ranks = f"{manifest.ranks} rank{'s' if manifest.ranks > 1 else ''}"
     return (
         f"step {count}  {bytes_in(manifest) / 1e6:.1f} MB  {len(manifest.leaves)} leaves  "
-        f"{ranks}  {level}"
+        f"{ranks}  {level}  {manifest.optimizer or ''}".rstrip()
     )
 
 

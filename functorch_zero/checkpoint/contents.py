@@ -80,6 +80,11 @@ def group_of(step: Step) -> Group:
     return step.group if isinstance(step, ShardedTrainStep) else SingleRank()
 
 
+def unsharded_of(step: Step) -> TrainStep:
+    """The step for one process."""
+    return step.unsharded if isinstance(step, ShardedTrainStep) else step
+
+
 def contents_of(step: Step, state: TrainState) -> Contents:
     """What this rank has of a state.
 

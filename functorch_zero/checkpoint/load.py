@@ -21,7 +21,7 @@ from ..tree import paths
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import check_sizes, latest
-from .contents import Contents, Held, Step, contents_of, group_of
+from .contents import Contents, Held, Step, contents_of, group_of, unsharded_of
 from .errors import CheckpointError
 from .files import counts_in, step_folder
 from .manifest import Leaf, Manifest, Piece, encode_manifest
@@ -123,7 +123,8 @@ class _Load:
         """Check all that can be checked before a tensor is written to."""
         self._manifest = check_sizes(self._root, count)
         self._old = contents_of(self._step, self._like)
-        check_match(self._old, self._manifest, self._allowed)
+        optimizer = unsharded_of(self._step).optimizer
+        check_match(self._old, self._manifest, self._allowed, repr(optimizer))
         return hashlib.sha256(encode_manifest(self._manifest)).hexdigest()
 
     def _read(self) -> None:
@@ -156,9 +157,12 @@ class _Load:
         self._state = _finished(state, self._old._replace(held=new), manifest)
 
 
-def check_match(contents: Contents, manifest: Manifest, allowed: Allowed) -> None:
-    """Raise `StructureError`, naming leaves, unless a checkpoint fits a state as far as is
-    asked."""
+def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimizer: str) -> None:
+    """Raise `StructureError`, naming leaves, unless a checkpoint fits a state as far as is asked.
+
+    Args:
+        optimizer: the present one, as it prints.
+    """
     saved = {leaf.path: leaf for leaf in manifest.leaves}
     have = {*saved, *manifest.values}
     want = {*(h.path for h in contents.held), *contents.values}
@@ -184,10 +188,16 @@ def check_match(contents: Contents, manifest: Manifest, allowed: Allowed) -> Non
     ]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        optimizers = ""
+        if manifest.optimizer not in (None, optimizer):
+            optimizers = (
+                f". It was saved with {manifest.optimizer}; here the optimizer is {optimizer}"
+            )
         raise StructureError(
             "the checkpoint is of another model, optimizer or dtype: "
             + "; ".join(problems[:5])
             + more
+            + optimizers
         )
 
 

@@ -98,6 +98,13 @@ class Manifest:
     user: Any
     about: dict[str, Any]
 
+    @property
+    def optimizer(self) -> str | None:
+        """The optimizer as it prints; None in files of earlier versions."""
+        entry = self.about.get("optimizer")
+        printed = entry.get("printed") if isinstance(entry, dict) else None
+        return printed if isinstance(printed, str) and printed.isprintable() else None
+
 
 def file_name(rank: int, ranks: int) -> str:
     """The name of one rank's file."""

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from ..model.lazy_param import versions_of
-from ..optim.base import describe
+from ..optim.naming import described
 from ..sharded.train import ShardedTrainStep
 from ..step.state import TrainState
-from ..step.train import TrainStep
-from .contents import Contents, Part, Step, contents_of, group_of, parts_to_save
+from .contents import Contents, Part, Step, contents_of, group_of, parts_to_save, unsharded_of
 from .errors import CheckpointError
 
 
@@ -117,11 +116,14 @@ def _about(step: Step, state: TrainState) -> dict[str, Any]:
             ]
             for unit in layout.units
         }
-    inner: TrainStep = step.unsharded if isinstance(step, ShardedTrainStep) else step
-    optimizer = json.dumps(describe(inner.optimizer))
+    optimizer = unsharded_of(step).optimizer
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "optimizer": optimizer,
+        "optimizer": {
+            "printed": repr(optimizer),
+            "name": optimizer.name,
+            "hyperparams": described(dict(optimizer.hyperparams)),
+        },
         "units": units,
     }

@@ -16,6 +16,7 @@ from .base import (
 from .interop.frameworks import from_optax, from_torch, from_torchopt
 from .interop.torch_state_dicts import export_torch_state, import_torch_state
 from .kernels.compiled import compiled
+from .naming import named
 from .optimizers.non_pointwise import (
     adafactor,
     lamb,
@@ -161,6 +162,7 @@ __all__ = [
     "multi_steps",
     "muon",
     "nadam",
+    "named",
     "named_chain",
     "nan_to_num",
     "observe",

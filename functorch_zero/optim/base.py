@@ -12,8 +12,6 @@ import enum
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +21,7 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import PyTree, storages
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
+from .naming import Named
 from .zero_dim import has_scalars, init_widened, update_widened
 
 Init = Callable[..., Any]
@@ -43,9 +42,13 @@ class Needs(enum.IntEnum):
     """Everything at once."""
 
 
-@dataclass(frozen=True)
-class Transform:
-    """A pure part of an optimizer. Make one with the constructors below rather than directly."""
+@dataclass(frozen=True, repr=False)
+class Transform(Named):
+    """A pure part of an optimizer. Make one with the constructors below rather than directly.
+
+    It prints as the call that made it, of the innermost constructor or the outermost factory that
+    is `named`.
+    """
 
     init: Callable[[PyTree[Tensor], Across], Any]
     update: Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[PyTree[Tensor], Any]]
@@ -53,7 +56,6 @@ class Transform:
     parts: tuple[
         Transform, ...
     ] = ()  # of a chain or wrapper: the transforms inside, for whoever checks them
-    source: tuple[Any, ...] = ()  # the author's own functions, for comparing ranks
     fused: Fused | None = None  # the same, params included, as one kernel
     plain: Pointwise | None = (
         None  # of a pointwise transform that treats all leaves alike, whatever their grouping
@@ -129,8 +131,9 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
         lambda params, across: part.init(params),
         lambda updates, state, params, across: across.run_pointwise(part, updates, state, params),
         Needs.POINTWISE,
-        source=(init, update, in_place) if in_place else (init, update),
         plain=part,
+        name="pointwise",
+        hyperparams={"init": init, "update": update, "in_place": in_place},
     )
 
 
@@ -148,7 +151,11 @@ def with_statistics(init: Init, update: Update) -> Transform:
     together.
     """
     return Transform(
-        _lift_init(init), _lift_update(update), Needs.STATISTICS, source=(init, update)
+        _lift_init(init),
+        _lift_update(update),
+        Needs.STATISTICS,
+        name="with_statistics",
+        hyperparams={"init": init, "update": update},
     )
 
 
@@ -187,7 +194,10 @@ def with_whole_leaves(
     ) -> Any:
         return across.run_whole(spec, updates, state, params)
 
-    return Transform(init_tree, update_tree, Needs.WHOLE_LEAF, source=(init, update, cost))
+    made_with = {"init": init, "update": update, "cost": cost, "batched": batched}
+    return Transform(
+        init_tree, update_tree, Needs.WHOLE_LEAF, name="with_whole_leaves", hyperparams=made_with
+    )
 
 
 def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> Transform:
@@ -215,7 +225,10 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     ) -> Any:
         return across.run_whole_tree(run, updates, state, params if wants_params else None, limit)
 
-    return Transform(init_tree, update_tree, Needs.WHOLE_TREE, source=(init, update))
+    made_with = {"init": init, "update": update, "limit": limit}
+    return Transform(
+        init_tree, update_tree, Needs.WHOLE_TREE, name="with_whole_tree", hyperparams=made_with
+    )
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -248,7 +261,16 @@ def chain(*transforms: Transform) -> Transform:
 
     needs = max((t.needs for t in transforms), default=Needs.POINTWISE)
     plain = runs[0][1] if len(runs) == 1 else None
-    return Transform(init, update, needs, parts=tuple(transforms), plain=plain, chained=True)
+    return Transform(
+        init,
+        update,
+        needs,
+        parts=tuple(transforms),
+        plain=plain,
+        chained=True,
+        name="chain",
+        hyperparams={str(i): t for i, t in enumerate(transforms)},
+    )
 
 
 def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
@@ -317,56 +339,6 @@ def value_of(number: float | Tensor | Schedule, count: Tensor) -> Any:
 def step_count() -> Tensor:
     """A step counter: 0-d int64 on the CPU, where reading it waits for no device."""
     return torch.zeros((), dtype=torch.int64, device="cpu")
-
-
-def describe(thing: Any, depth: int = 12) -> Any:
-    """A transform as plain data: its functions' names and the numbers they closed over. Equal for
-    equal optimizers."""
-    if isinstance(thing, Transform):
-        return [
-            thing.needs.name,
-            *(describe(part, depth - 1) for part in (*thing.parts, *thing.source)),
-        ]
-    if isinstance(thing, bool | int | float | str | None | torch.dtype | enum.Enum):
-        return str(thing) if isinstance(thing, torch.dtype | enum.Enum) else thing
-    if isinstance(thing, Tensor):
-        return [
-            str(thing.dtype),
-            list(thing.shape),
-            thing.tolist() if thing.numel() <= 16 else None,
-        ]
-    if isinstance(thing, type):
-        return f"{thing.__module__}.{thing.__qualname__}"
-    if depth == 0:
-        return type(thing).__name__
-    if isinstance(thing, dict):
-        return {str(k): describe(v, depth - 1) for k, v in thing.items()}
-    if isinstance(thing, tuple | list):
-        return [describe(v, depth - 1) for v in thing]
-    if inspect.isfunction(thing):
-        return _describe_function(thing, depth)
-    if inspect.ismethod(thing):
-        return [describe(thing.__func__, depth - 1), describe(thing.__self__, depth - 1)]
-    if isinstance(thing, partial):
-        return [describe(x, depth - 1) for x in (thing.func, thing.args, thing.keywords)]
-    if isinstance(thing, Real):  # numpy's, say
-        return float(thing)
-    return {
-        type(thing).__qualname__: describe(dict(getattr(thing, "__dict__", {})), min(depth - 1, 3))
-    }
-
-
-def _describe_function(fn: Any, depth: int) -> Any:
-    name = f"{fn.__module__}.{fn.__qualname__}"
-    closed = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    values = {}
-    for variable, cell in closed.items():
-        try:
-            values[variable] = describe(cell.cell_contents, depth - 1)
-        except ValueError:  # a cell that is not filled yet
-            continue
-    defaults = describe([*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()], depth - 1)
-    return {name: values | ({"defaults": defaults} if defaults else {})}
 
 
 def _num_positional(fn: Callable[..., Any]) -> int:

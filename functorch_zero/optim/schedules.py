@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from .arithmetic import Number, number
+from .naming import named
 
 Count = Tensor | int
 Schedule = Callable[[Count], Any]
 
 
+@named
 def constant_schedule(value: Number) -> Schedule:
     """The same value at every step."""
 
@@ -34,6 +36,7 @@ def constant_schedule(value: Number) -> Schedule:
     return schedule
 
 
+@named
 def polynomial_schedule(
     init_value: Number,
     end_value: Number,
@@ -60,6 +63,7 @@ def polynomial_schedule(
     return schedule
 
 
+@named
 def linear_schedule(
     init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
@@ -67,6 +71,7 @@ def linear_schedule(
     return polynomial_schedule(init_value, end_value, 1.0, transition_steps, transition_begin)
 
 
+@named
 def exponential_decay(
     init_value: float,
     transition_steps: int,
@@ -101,6 +106,7 @@ def exponential_decay(
     return schedule
 
 
+@named
 def cosine_decay_schedule(
     init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0
 ) -> Schedule:
@@ -123,6 +129,7 @@ def cosine_decay_schedule(
     return schedule
 
 
+@named
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after the other; each counts from its own beginning.
 
@@ -147,6 +154,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     return schedule
 
 
+@named
 def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
     """A linear warm-up from `init_value`, then `peak_value`; without steps, `peak_value`."""
     return (
@@ -156,6 +164,7 @@ def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_step
     )
 
 
+@named
 def warmup_cosine_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -181,6 +190,7 @@ def warmup_cosine_decay_schedule(
     )
 
 
+@named
 def warmup_exponential_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -200,6 +210,7 @@ def warmup_exponential_decay_schedule(
     )
 
 
+@named
 def warmup_stable_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -245,6 +256,7 @@ def warmup_stable_decay_schedule(
     return join_schedules(parts, [warmup_steps, warmup_steps + stable_steps])
 
 
+@named
 def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     """Cosines with warm-ups, one after the other: warm restarts (Loshchilov and Hutter, 2017).
 
@@ -257,6 +269,7 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     return join_schedules([warmup_cosine_decay_schedule(**c) for c in cycles], ends[:-1])
 
 
+@named
 def piecewise_constant_schedule(
     init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
 ) -> Schedule:
@@ -264,6 +277,7 @@ def piecewise_constant_schedule(
     return piecewise_interpolate_schedule("constant", init_value, boundaries_and_scales)
 
 
+@named
 def piecewise_interpolate_schedule(
     interpolate_type: str,
     init_value: float,
@@ -299,6 +313,7 @@ def piecewise_interpolate_schedule(
     return schedule
 
 
+@named
 def linear_onecycle_schedule(
     transition_steps: int,
     peak_value: float,
@@ -322,6 +337,7 @@ def linear_onecycle_schedule(
     return piecewise_interpolate_schedule("linear", peak_value / div_factor, scales)
 
 
+@named
 def cosine_onecycle_schedule(
     transition_steps: int,
     peak_value: float,

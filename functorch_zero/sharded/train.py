@@ -19,8 +19,8 @@ from ..layout.build import make_layout
 from ..layout.flat_buffers import flats_of, hold, pieces_of
 from ..layout.layout import Layout
 from ..model.deferred_init import DeferredInit
-from ..optim.base import describe
 from ..optim.claims.check import check_claims
+from ..optim.naming import described
 from ..runtime.prefetch import PrefetchOrder
 from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics
@@ -200,7 +200,7 @@ class ShardedTrainStep:
             "level": o.levels.describe(),
             "accumulate": self.unsharded.accumulate,
             "metrics": list(self.unsharded.metrics),
-            "finite": describe(self.unsharded.finite),
+            "finite": described(self.unsharded.finite),
             "options": {
                 "donate": o.donate,
                 "sync_buffers": o.sync_buffers,
@@ -209,7 +209,7 @@ class ShardedTrainStep:
                 "ranks of the shard axis": o.axes.shard.size,
                 "state_axes": "both" if o.axes.both else "shard",
             },
-            "optimizer": describe(self.unsharded.optimizer),
+            "optimizer": described(self.unsharded.optimizer),
             "layout": layout.describe(),
             "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
             "buffers": {

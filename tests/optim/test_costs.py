@@ -21,6 +21,8 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup
 from functorch_zero.groups.counting import Call
 from functorch_zero.optim import Needs, Transform
+from functorch_zero.optim.across import WholeLeaf
+from functorch_zero.optim.local import Local
 from functorch_zero.sharded_optim.state_plan import StatePlan, plan_state
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
@@ -198,12 +200,28 @@ def parts_of(transform: Transform) -> list[Transform]:
     return [transform, *(inner for part in transform.parts for inner in parts_of(part))]
 
 
+class Asked(Local):
+    """An `across` that notes whether an update is sent the params as well, and runs nothing."""
+
+    takes_params = False
+
+    def run_whole(self, part: WholeLeaf, updates: Any, state: Any, params: Any) -> Any:
+        self.takes_params = part.wants_param
+        return updates, state
+
+    def run_whole_tree(self, update: Any, updates: Any, state: Any, params: Any, limit: int) -> Any:
+        self.takes_params = params is not None
+        return updates, state
+
+
 def takes_params(transform: Transform) -> bool:
     """Whether a whole-leaf or whole-tree update asks for the params as well."""
-    source = transform.source
-    if transform.needs < Needs.WHOLE_LEAF or transform.parts or len(source) < 2:
+    if transform.needs < Needs.WHOLE_LEAF or transform.parts:
         return False
-    return source[1].__code__.co_argcount > 2
+    params = {"w": torch.zeros(2, 2)}
+    asked = Asked(params)
+    transform.update(params, (), params, asked)
+    return asked.takes_params
 
 
 def test_more_leaves_are_not_more_collectives() -> None:

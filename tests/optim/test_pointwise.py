@@ -14,9 +14,9 @@ from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.errors import TransformError
-from functorch_zero.optim.base import describe
 from functorch_zero.optim.claims.check import check_claims
 from functorch_zero.optim.local import Local
+from functorch_zero.optim.naming import described
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.testing import check_transform
 from functorch_zero.testing.transforms import hostile_params
@@ -230,17 +230,18 @@ def test_claims(name: str) -> None:
 
 @pytest.mark.parametrize("name", POINTWISE)
 def test_description_tells_hyperparameters_apart(name: str) -> None:
-    assert describe(POINTWISE[name]()) == describe(POINTWISE[name]())
-    assert describe(optim.chain(POINTWISE[name](), optim.scale(2.0))) != describe(POINTWISE[name]())
+    assert described(POINTWISE[name]()) == described(POINTWISE[name]())
+    optimizer = POINTWISE[name]()
+    assert described(optim.chain(optimizer, optim.scale(2.0))) != described(optimizer)
 
 
 def test_descriptions_differ() -> None:
-    assert describe(optim.adamw(1e-3)) != describe(optim.adamw(2e-3))
-    assert describe(optim.adamw(1e-3, mask=decayed_matrices)) != describe(optim.adamw(1e-3))
-    assert describe(optim.from_torch(torch.optim.Adamax)) != describe(
+    assert described(optim.adamw(1e-3)) != described(optim.adamw(2e-3))
+    assert described(optim.adamw(1e-3, mask=decayed_matrices)) != described(optim.adamw(1e-3))
+    assert described(optim.from_torch(torch.optim.Adamax)) != described(
         optim.from_torch(torch.optim.RAdam)
     )
-    assert describe(optim.lookahead(optim.sgd(0.1), 2, 0.5)) != describe(
+    assert described(optim.lookahead(optim.sgd(0.1), 2, 0.5)) != described(
         optim.lookahead(optim.sgd(0.1), 3, 0.5)
     )
 

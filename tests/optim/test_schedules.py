@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from functorch_zero import optim
-from functorch_zero.optim.base import describe
 from functorch_zero.optim.local import Local
+from functorch_zero.optim.naming import described
 from tests.parity.cases import assert_close, gradients, hostile_tree, run, stacked
 
 
@@ -91,8 +91,8 @@ def test_joined_schedules_count_from_their_beginning() -> None:
 
 def test_descriptions_tell_schedules_apart() -> None:
     a, b = (optim.sgd(optim.warmup_cosine_decay_schedule(0.0, peak, 3, 9)) for peak in (1.0, 2.0))
-    assert describe(a) != describe(b)
-    assert describe(a) == describe(optim.sgd(optim.warmup_cosine_decay_schedule(0.0, 1.0, 3, 9)))
+    assert described(a) != described(b)
+    assert described(a) == described(optim.sgd(optim.warmup_cosine_decay_schedule(0.0, 1.0, 3, 9)))
 
 
 @pytest.mark.parametrize(

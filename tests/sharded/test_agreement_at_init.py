@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from optree import tree_map
 from torch import Tensor, nn
 
 from functorch_zero import optim
@@ -65,11 +66,17 @@ DIFFERENCES = {
     "values": (changed("seed", 1), r"values\.0\.0\.\w+ is.*fz\.broadcast"),
     "frozen": (changed("frozen", True), r"layout.*trainable.*frozen|layout.*frozen"),
     "units": (changed("units", "0"), r"layout\.units\.\S+ is .* on rank 0 and .* on rank 2"),
-    "learning rate": (changed("optimizer", lambda: optim.adamw(1e-2)), r"optimizer.*0\.001.*0\.01"),
-    "optimizer": (changed("optimizer", lambda: optim.sgd(1e-3)), r"optimizer"),
+    "learning rate": (
+        changed("optimizer", lambda: optim.adamw(1e-2)),
+        r"optimizer\.adamw\.learning_rate is 0\.001 on rank 0 and 0\.01 on rank 2",
+    ),
+    "optimizer": (
+        changed("optimizer", lambda: optim.sgd(1e-3)),
+        r'optimizer is \{"adamw": .* on rank 0 and \{"sgd": .* on rank 2',
+    ),
     "clipping": (
         changed("optimizer", lambda: optim.chain(optim.clip(1.0), optim.adamw(1e-3))),
-        r"optimizer",
+        r'optimizer is \{"adamw": .* on rank 0 and \{"chain": \{"0": \{"clip": .* on rank 2',
     ),
     "accumulate": (changed("accumulate", 2), r"accumulate is 1 on rank 0 and 2 on rank 2"),
     "level": (changed("options", {"level": 2}), r'level is "oss" on rank 0 and "sdp" on rank 2'),
@@ -113,6 +120,51 @@ def test_a_difference_is_named_on_every_rank(what: str) -> None:
     start = time.monotonic()
     messages = run_ranks(run, 3)
     assert len(set(messages)) == 1 and time.monotonic() - start < 10
+
+
+def own_scale(factor: float) -> optim.Transform:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u * factor, updates), state
+
+    return optim.pointwise(lambda params: (), update)
+
+
+HYPERPARAMETERS: dict[str, tuple[Callable[[float], optim.Transform], str]] = {
+    "in a chain": (
+        lambda x: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, weight_decay=x)),
+        r"optimizer\.chain\.1\.adamw\.weight_decay is",
+    ),
+    "in a schedule": (
+        lambda x: optim.sgd(optim.linear_schedule(0.1, x, 10)),
+        r"optimizer\.sgd\.learning_rate\.linear_schedule\.end_value is",
+    ),
+    "in a wrapper": (
+        lambda x: optim.params_ema(optim.sgd(x), 0.9),
+        r"optimizer\.params_ema\.inner\.sgd\.learning_rate is",
+    ),
+    "injected": (
+        lambda x: optim.inject_hyperparams(optim.sgd)(x),
+        r"optimizer\.inject_hyperparams\.learning_rate is",
+    ),
+    "in a function of one's own": (own_scale, r"own_scale\.<locals>\.update\.factor is"),
+    "in a lambda": (
+        lambda x: optim.sgd(lambda count: x if count < 1000 else 0.0),
+        r"optimizer\.sgd\.learning_rate\..*<lambda>\.x is",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", HYPERPARAMETERS)
+def test_a_hyperparameter_is_named_with_both_values(where: str) -> None:
+    make, message = HYPERPARAMETERS[where]
+
+    def run(group: Any) -> None:
+        given = Given()
+        given.optimizer = lambda: make(0.25 if group.rank == 0 else 0.5)
+        with pytest.raises(MismatchError, match=message + r" 0\.25 on rank 0 and 0\.5 on rank 1"):
+            given.init(group)
+
+    run_ranks(run, 2)
 
 
 def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ few elements of each leaf, and watches.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,12 +47,14 @@ _LONG = 2**40
 
 
 def name_of(transform: Transform) -> str:
-    """The qualified names of the author's functions; of a chain or wrapper, those of its parts."""
-    own = [
-        f"{s.__module__}.{s.__qualname__}" for s in transform.source if hasattr(s, "__qualname__")
-    ]
-    parts = [name_of(part) for part in transform.parts]
-    return " + ".join(parts) or (own[1] if len(own) > 1 else own[0] if own else "a transform")
+    """The transform's name; of a chain or wrapper, those of its parts. One that is not `named` has
+    the qualified name of its author's update."""
+    if transform.parts:
+        return " + ".join(name_of(part) for part in transform.parts)
+    update = transform.hyperparams.get("update")
+    if inspect.isfunction(update):
+        return f"{update.__module__}.{update.__qualname__}"
+    return transform.name or "a transform"
 
 
 def simple_parts(transform: Transform) -> Iterator[Transform]:

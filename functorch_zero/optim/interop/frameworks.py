@@ -15,10 +15,12 @@ from torch import Tensor
 from ...errors import explain
 from ..arithmetic import Tree
 from ..base import Needs, Transform, pointwise, step_count, with_whole_leaves, with_whole_tree
+from ..naming import named
 
 Pair = Any  # a NamedTuple or tuple (init, update), or an object with these attributes
 
 
+@named
 def from_optax(transformation: Pair, *, needs: Needs) -> Transform:
     """A transform from a pair in optax's form, written in torch: `init(params)`,
     `update(updates, state, params)`.
@@ -33,6 +35,7 @@ def from_optax(transformation: Pair, *, needs: Needs) -> Transform:
     return _lifted(init, update, needs)
 
 
+@named
 def from_torchopt(transformation: Pair, *, needs: Needs) -> Transform:
     """A transform from a pair in torchopt's form: `init(params)`,
     `update(updates, state, *, params, inplace)`.
@@ -89,6 +92,7 @@ class FromTorchState(NamedTuple):
     numbers: dict[str, Tensor]  # each 0-d, on the CPU; the same for all params
 
 
+@named
 def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> Transform:
     """A pointwise transform from a torch.optim class: `from_torch(torch.optim.Adamax, lr=1e-3)`.
 

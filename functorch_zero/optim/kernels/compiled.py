@@ -56,7 +56,7 @@ def compiled(transform: Transform) -> Transform:
             "end of a chain, as in chain(clip_by_global_norm(1.0), compiled(chain(...)))"
         )
     fused = Fused(_kernel(transform.plain), _takes)
-    return replace(transform, fused=fused, source=(*transform.source, "compiled"))
+    return replace(transform, fused=fused, name="compiled", hyperparams={"transform": transform})
 
 
 def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]], list[Any]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..arithmetic import Number, is_zero
 from ..base import Schedule, Transform, chain, value_of
+from ..naming import named
 from ..transforms.adam import scale_by_adam
 from ..transforms.basic import add_decayed_weights, ema, scale, scale_by_learning_rate, trace
 from ..transforms.factored import scale_by_adafactor, scale_by_sm3
@@ -30,6 +31,7 @@ from ..transforms.soap import scale_by_soap
 from ..wrappers.masking import Labels, Mask, masked, partition
 
 
+@named
 def lamb(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -58,6 +60,7 @@ def lamb(
     )
 
 
+@named
 def lars(
     learning_rate: Number | Schedule,
     weight_decay: Number | Schedule = 0.0,
@@ -89,6 +92,7 @@ def lars(
     )
 
 
+@named
 def fromage(learning_rate: Number | Schedule, min_norm: float = 1e-6) -> Transform:
     """Fromage: each leaf turns by an angle that the learning rate says, keeping its norm.
 
@@ -114,6 +118,7 @@ def fromage(learning_rate: Number | Schedule, min_norm: float = 1e-6) -> Transfo
     )
 
 
+@named
 def novograd(
     learning_rate: Number | Schedule,
     b1: float = 0.9,
@@ -143,6 +148,7 @@ def product(a: Number | Schedule, b: Number | Schedule) -> Callable[[Tensor], An
     return both
 
 
+@named
 def adafactor(
     learning_rate: Number | Schedule = 1e-2,
     min_dim_size_to_factor: int = 0,
@@ -213,6 +219,7 @@ def by_num_dims(path: str, leaf: Tensor) -> str:
     return "muon" if leaf.ndim >= 2 else "adam"
 
 
+@named
 def muon(
     learning_rate: Number | Schedule,
     ns_coeffs: tuple[float, float, float] = MUON_COEFFICIENTS,
@@ -280,6 +287,7 @@ def muon(
     )
 
 
+@named
 def sm3(learning_rate: Number | Schedule, momentum: float = 0.9) -> Transform:
     """SM3: Adagrad with its sums of squares kept as one vector per dim (Anil et al., 2019,
     1901.11150). As optax.sm3.
@@ -290,6 +298,7 @@ def sm3(learning_rate: Number | Schedule, momentum: float = 0.9) -> Transform:
     return chain(scale_by_sm3(momentum), scale_by_learning_rate(learning_rate))
 
 
+@named
 def lbfgs(
     learning_rate: Number | Schedule = 1.0, memory_size: int = 10, scale_init_precond: bool = True
 ) -> Transform:
@@ -304,6 +313,7 @@ def lbfgs(
     )
 
 
+@named
 def shampoo(
     learning_rate: Number | Schedule,
     momentum: Number = 0.9,
@@ -342,6 +352,7 @@ def shampoo(
     )
 
 
+@named
 def soap(
     learning_rate: Number | Schedule = 3e-3,
     b1: float = 0.95,
@@ -380,6 +391,7 @@ def soap(
     )
 
 
+@named
 def full_matrix_adagrad(
     learning_rate: Number | Schedule,
     eps: float = 1e-8,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from ..arithmetic import Number, is_zero, number
 from ..base import Schedule, Transform, chain
 from ..kernels.fused_adamw import fused_adamw
+from ..naming import named
 from ..transforms.adam import (
     scale_by_adam,
     scale_by_adamax,
@@ -67,6 +68,7 @@ def _decoupled(
     )
 
 
+@named
 def sgd(
     learning_rate: Number | Schedule,
     momentum: Number | None = None,
@@ -81,6 +83,7 @@ def sgd(
     return _coupled(directions, weight_decay, learning_rate)
 
 
+@named
 def adam(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -94,6 +97,7 @@ def adam(
     return _coupled(scale_by_adam(b1, b2, eps, eps_root), weight_decay, learning_rate)
 
 
+@named
 def adamw(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -117,6 +121,7 @@ def adamw(
     return replace(pure, fused=kernel)
 
 
+@named
 def amsgrad(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -131,6 +136,7 @@ def amsgrad(
     return _coupled(scale_by_amsgrad(b1, b2, eps, eps_root), weight_decay, learning_rate)
 
 
+@named
 def adamax(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -144,6 +150,7 @@ def adamax(
     return _coupled(scale_by_adamax(b1, b2, eps), weight_decay, learning_rate)
 
 
+@named
 def adamaxw(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -157,6 +164,7 @@ def adamaxw(
     return _decoupled(scale_by_adamax(b1, b2, eps), weight_decay, mask, learning_rate)
 
 
+@named
 def nadam(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -174,6 +182,7 @@ def nadam(
     return _coupled(scale_by_nadam(b1, b2, eps, momentum_decay), weight_decay, learning_rate)
 
 
+@named
 def nadamw(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -194,6 +203,7 @@ def nadamw(
     )
 
 
+@named
 def radam(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -209,6 +219,7 @@ def radam(
     return _coupled(scale_by_radam(b1, b2, eps, eps_root, threshold), weight_decay, learning_rate)
 
 
+@named
 def adagrad(
     learning_rate: Number | Schedule,
     initial_accumulator_value: Number = 0.0,
@@ -231,6 +242,7 @@ def adagrad(
     return _coupled(directions, weight_decay, learning_rate)
 
 
+@named
 def adadelta(
     learning_rate: Number | Schedule = 1.0,
     rho: Number = 0.9,
@@ -242,6 +254,7 @@ def adadelta(
     return _coupled(scale_by_adadelta(rho, eps), weight_decay, learning_rate, weight_decay_mask)
 
 
+@named
 def rmsprop(
     learning_rate: Number | Schedule,
     decay: Number = 0.99,
@@ -268,6 +281,7 @@ def rmsprop(
     return _coupled(directions, weight_decay, learning_rate)
 
 
+@named
 def rprop(
     learning_rate: Number,
     eta_minus: Number = 0.5,
@@ -286,12 +300,14 @@ def rprop(
     )
 
 
+@named
 def sign_sgd(learning_rate: Number | Schedule) -> Transform:
     """Gradient descent by the gradient's sign (Bernstein et al., 2018). As optax.sign_sgd. No state
     like params."""
     return chain(scale_by_sign(), scale_by_learning_rate(learning_rate))
 
 
+@named
 def lion(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -304,6 +320,7 @@ def lion(
     return _decoupled(scale_by_lion(b1, b2), weight_decay, mask, learning_rate)
 
 
+@named
 def adabelief(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,
@@ -315,6 +332,7 @@ def adabelief(
     return chain(scale_by_belief(b1, b2, eps, eps_root), scale_by_learning_rate(learning_rate))
 
 
+@named
 def yogi(
     learning_rate: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-3
 ) -> Transform:
@@ -322,6 +340,7 @@ def yogi(
     return chain(scale_by_yogi(b1, b2, eps), scale_by_learning_rate(learning_rate))
 
 
+@named
 def ademamix(
     learning_rate: Number | Schedule,
     b1: Number = 0.9,

@@ -24,6 +24,7 @@ from ..arithmetic import (
     number,
 )
 from ..base import Schedule, Transform, pointwise, step_count, tree_zeros_like, value_of
+from ..naming import named
 
 
 class ScaleByAdamState(NamedTuple):
@@ -64,6 +65,7 @@ def _adam_directions(
     return elementwise(lambda m, v: (m / c1) / (_root(v, shift) / root + eps), state.mu, state.nu)
 
 
+@named
 def scale_by_adam(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0
 ) -> Transform:
@@ -115,6 +117,7 @@ class ScaleByAmsgradState(NamedTuple):
     nu_max: Any  # like params: the largest nu so far
 
 
+@named
 def scale_by_amsgrad(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0
 ) -> Transform:
@@ -147,6 +150,7 @@ class ScaleByAdamaxState(NamedTuple):
     nu: Any  # like params: decaying maximum of their sizes
 
 
+@named
 def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> Transform:
     """Rescale updates as AdaMax (Kingma and Ba, 2015, Algorithm 2) does. torch.optim.Adamax's
     numerics.
@@ -178,6 +182,7 @@ class ScaleByNadamState(NamedTuple):
     nu: Any  # like params: mean of their squares
 
 
+@named
 def scale_by_nadam(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, momentum_decay: Number = 4e-3
 ) -> Transform:
@@ -212,6 +217,7 @@ def scale_by_nadam(
     return pointwise(init, update)
 
 
+@named
 def scale_by_radam(
     b1: Number = 0.9,
     b2: Number = 0.999,
@@ -247,6 +253,7 @@ def scale_by_radam(
     return pointwise(_init_moments, update)
 
 
+@named
 def scale_by_belief(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-16, eps_root: Number = 1e-16
 ) -> Transform:
@@ -274,6 +281,7 @@ def scale_by_belief(
     return pointwise(_init_moments, update)
 
 
+@named
 def scale_by_yogi(
     b1: Number = 0.9,
     b2: Number = 0.999,
@@ -316,6 +324,7 @@ class ScaleByAdemamixState(NamedTuple):
     nu: Any  # like params: mean of the squares
 
 
+@named
 def scale_by_ademamix(
     b1: Number = 0.9,
     b2: Number = 0.999,
@@ -364,6 +373,7 @@ class ScaleByLionState(NamedTuple):
     mu: Any  # like params
 
 
+@named
 def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
     """Replace updates by a sign, as Lion (Chen et al., 2023, Algorithm 2) does. As optax.
 

@@ -36,12 +36,14 @@ from ..base import (
     tree_zeros_like,
     value_of,
 )
+from ..naming import named
 from ..states import CountState as CountState
 from ..states import ScaleByLearningRateState
 from ..states import init_count as init_count
 from ..wrappers.masking import Mask, masked
 
 
+@named
 def identity() -> Transform:
     """Leave updates as they are. As optax.identity."""
 
@@ -51,6 +53,7 @@ def identity() -> Transform:
     return pointwise(init_empty, update)
 
 
+@named
 def set_to_zero() -> Transform:
     """Make every update zero, so that the params stay as they are. As optax.set_to_zero."""
 
@@ -60,6 +63,7 @@ def set_to_zero() -> Transform:
     return pointwise(init_empty, update)
 
 
+@named
 def scale(step_size: Number) -> Transform:
     """Multiply every update by `step_size`. As optax.scale."""
 
@@ -69,6 +73,7 @@ def scale(step_size: Number) -> Transform:
     return pointwise(init_empty, update)
 
 
+@named
 def scale_by_schedule(step_size_fn: Schedule) -> Transform:
     """Multiply every update by a schedule. As optax.scale_by_schedule; the state is a step
     count."""
@@ -80,6 +85,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> Transform:
     return pointwise(init_count, update)
 
 
+@named
 def scale_by_learning_rate(
     learning_rate: Number | Schedule, *, flip_sign: bool = True
 ) -> Transform:
@@ -112,6 +118,7 @@ def scale_by_learning_rate(
     return pointwise(init, by(torch.mul), in_place=by(Tensor.mul_))
 
 
+@named
 def scale_by_sign() -> Transform:
     """Replace every update by its sign. As optax.scale_by_sign."""
 
@@ -121,6 +128,7 @@ def scale_by_sign() -> Transform:
     return pointwise(init_empty, update)
 
 
+@named
 def clip(max_delta: Number) -> Transform:
     """Clip every element of the updates to [-max_delta, max_delta]. As optax.clip and torch's
     clip_grad_value_."""
@@ -131,6 +139,7 @@ def clip(max_delta: Number) -> Transform:
     return pointwise(init_empty, update)
 
 
+@named
 def nan_to_num(
     nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Transform:
@@ -150,12 +159,14 @@ def nan_to_num(
     return pointwise(init_empty, update)
 
 
+@named
 def zero_nans() -> Transform:
     """Replace NaNs in the updates by 0, and leave infinities. As optax.zero_nans, without its
     report per leaf."""
     return nan_to_num(0.0, float("inf"), float("-inf"))
 
 
+@named
 def add_decayed_weights(
     weight_decay: Number | Schedule = 0.0, mask: Mask | None = None
 ) -> Transform:
@@ -187,6 +198,7 @@ class TraceState(NamedTuple):
     trace: Any  # like params: the decaying sum of the updates
 
 
+@named
 def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Transform:
     """Momentum: a decaying sum of the updates. torch.optim.SGD's numerics; as optax.trace where
     dampening is 0.
@@ -226,6 +238,7 @@ class EmaState(NamedTuple):
     ema: Any  # like params: the mean, not corrected for having begun at 0
 
 
+@named
 def ema(decay: Number, debias: bool = True) -> Transform:
     """Replace the updates by their running mean. As optax.ema. State: one tensor like params, and a
     step count.

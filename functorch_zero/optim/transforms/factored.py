@@ -18,6 +18,7 @@ from ...tree import PyTree
 from ..across import Across, sum_dtype
 from ..arithmetic import Number, elementwise
 from ..base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
+from ..naming import named
 from .norms import block_rms, safe_square, times
 
 Tree = PyTree[Tensor]
@@ -143,6 +144,7 @@ class ScaleByFactoredRmsState(NamedTuple):
     factors: Factors
 
 
+@named
 def scale_by_factored_rms(
     factored: bool = True,
     decay_rate: float = 0.8,
@@ -192,6 +194,7 @@ def scale_by_factored_rms(
     return with_statistics(init, update)
 
 
+@named
 def scale_by_adafactor(
     learning_rate: Number | Schedule = 1e-2,
     decay_rate: float = 0.8,
@@ -293,6 +296,7 @@ class ScaleBySm3State(NamedTuple):
     nu: Any  # like params: mean of the directions
 
 
+@named
 def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transform:
     """Divide by a bound on the root of the sum of squares, kept as one vector per dim, and take the
     mean.

@@ -14,6 +14,7 @@ from ...errors import TransformError, explain
 from ...tree import PyTree, paths
 from ..across import Across, sum_dtype
 from ..base import Transform, with_whole_leaves, with_whole_tree
+from ..naming import named
 from .matrix_roots import if_finite, solve_root
 
 Tree = PyTree[Tensor]
@@ -37,6 +38,7 @@ def _step(g: Tensor, state: FullMatrixState, eps: float) -> tuple[Tensor, FullMa
     return solve_root(outer, g, eps), FullMatrixState(outer)
 
 
+@named
 def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20) -> Transform:
     """Multiply each leaf's gradient by the inverse root of the sum of its outer products.
 
@@ -78,6 +80,7 @@ def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20)
     return _checked(with_whole_leaves(init, update, cost=cost), check)
 
 
+@named
 def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2**20) -> Transform:
     """Multiply the gradient, as one vector over all leaves, by the inverse root of the sum of its
     outer products.

@@ -17,6 +17,7 @@ from ...tree import PyTree
 from ..across import Across
 from ..arithmetic import elementwise, pick
 from ..base import Transform, step_count, tree_zeros_like, with_statistics
+from ..naming import named
 
 Tree = PyTree[Tensor]
 
@@ -91,6 +92,7 @@ def two_loops(products: Products, scale: Tensor) -> Coefficients:
     return Coefficients(scale, of_s, -scale * alpha)
 
 
+@named
 def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Transform:
     """Multiply the gradient by L-BFGS's estimate of the inverse Hessian, over the whole tree.
 

@@ -14,6 +14,7 @@ from ...tree import PyTree
 from ..across import sum_dtype
 from ..arithmetic import Number, elementwise, ema
 from ..base import EmptyState, Transform, pointwise, tree_zeros_like, with_whole_leaves
+from ..naming import named
 
 Tree = PyTree[Tensor]
 Matrices = Callable[[tuple[int, ...]], tuple[int, int, int]]
@@ -47,6 +48,7 @@ class MomentumState(NamedTuple):
     mu: Any  # like params
 
 
+@named
 def scale_by_momentum(decay: Number = 0.95, nesterov: bool = True) -> Transform:
     """torch.optim.Muon's momentum: a running mean of the gradients, with Nesterov's look ahead.
     Elementwise.
@@ -105,6 +107,7 @@ def shape_scale(rows: int, cols: int, scaling: Scaling | None) -> float:
     )
 
 
+@named
 def orthogonalize(
     ns_coeffs: tuple[float, float, float] = MUON_COEFFICIENTS,
     ns_steps: int = 5,

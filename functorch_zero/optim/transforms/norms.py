@@ -27,6 +27,7 @@ from ..base import (
     value_of,
     with_statistics,
 )
+from ..naming import named
 from ..states import CountState, init_count
 
 Tree = PyTree[Tensor]
@@ -70,6 +71,7 @@ class ClipByGlobalNormState(NamedTuple):
         return {"clip_norm": self.norm, "clip_factor": self.factor}
 
 
+@named
 def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
     """Scale all updates down together so that the norm of the whole tree is at most `max_norm`.
 
@@ -96,6 +98,7 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
     return with_statistics(init, update)
 
 
+@named
 def clip_by_block_rms(threshold: float | Schedule) -> Transform:
     """Scale each leaf's update down so that its root mean square is at most `threshold`.
 
@@ -123,6 +126,7 @@ def unit_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(range(1, len(shape)))
 
 
+@named
 def adaptive_grad_clip(
     clipping: float | Schedule, eps: float = 1e-3, axis: Dims | None = None
 ) -> Transform:
@@ -162,6 +166,7 @@ def adaptive_grad_clip(
     return with_statistics(init_count, update)
 
 
+@named
 def scale_by_trust_ratio(
     min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
 ) -> Transform:
@@ -192,6 +197,7 @@ def scale_by_trust_ratio(
     return with_statistics(init_empty, update)
 
 
+@named
 def scale_by_param_block_norm(min_scale: float = 1e-3) -> Transform:
     """Scale each leaf's update by the norm of its params, at least `min_scale`. As
     optax.scale_by_param_block_norm.
@@ -208,6 +214,7 @@ def scale_by_param_block_norm(min_scale: float = 1e-3) -> Transform:
     return with_statistics(init_empty, update)
 
 
+@named
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> Transform:
     """Scale each leaf's update by the root mean square of its params, at least `min_scale`.
 
@@ -233,6 +240,7 @@ class ScaleByNovogradState(NamedTuple):
     nu: Any  # per leaf 0-d, at least fp32, every rank: mean of the squared gradient norms
 
 
+@named
 def scale_by_novograd(
     b1: float = 0.9,
     b2: float = 0.25,

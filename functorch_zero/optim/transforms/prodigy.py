@@ -12,6 +12,7 @@ from ...tree import PyTree
 from ..across import Across, sum_dtype
 from ..arithmetic import Number, elementwise
 from ..base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
+from ..naming import named
 
 Tree = PyTree[Tensor]
 
@@ -37,6 +38,7 @@ def scalar_for(params: Tree, value: float) -> Tensor:
     return torch.as_tensor(value, dtype=dtype, device=leaves[0].device if leaves else "cpu").clone()
 
 
+@named
 def prodigy(
     learning_rate: Number | Schedule = 1.0,
     betas: tuple[float, float] = (0.9, 0.999),

@@ -21,6 +21,7 @@ from ..arithmetic import (
     full_like,
 )
 from ..base import Transform, pointwise, step_count, tree_zeros_like
+from ..naming import named
 
 
 class ScaleByRssState(NamedTuple):
@@ -29,6 +30,7 @@ class ScaleByRssState(NamedTuple):
     sum_of_squares: Any  # like params
 
 
+@named
 def scale_by_rss(initial_accumulator_value: Number = 0.0, eps: Number = 1e-10) -> Transform:
     """Rescale updates by the root of the sum of their squares so far (Duchi et al., 2011).
     torch.optim.Adagrad's.
@@ -53,6 +55,7 @@ class ScaleByRmsState(NamedTuple):
     nu: Any  # like params: mean of the squares
 
 
+@named
 def scale_by_rms(
     decay: Number = 0.99,
     eps: Number = 1e-8,
@@ -96,6 +99,7 @@ class ScaleByStddevState(NamedTuple):
     nu: Any  # like params: mean of their squares
 
 
+@named
 def scale_by_stddev(
     decay: Number = 0.99,
     eps: Number = 1e-8,
@@ -145,6 +149,7 @@ class ScaleByAdaDeltaState(NamedTuple):
     e_x: Any  # like params: of the steps
 
 
+@named
 def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
     """Rescale updates as Adadelta (Zeiler, 2012, Algorithm 1) does. torch.optim.Adadelta's
     numerics; as optax.
@@ -175,6 +180,7 @@ class ScaleByRpropState(NamedTuple):
     prev_updates: Any  # like params: the gradients before, 0 where their sign had changed
 
 
+@named
 def scale_by_rprop(
     learning_rate: Number,
     eta_minus: Number = 0.5,

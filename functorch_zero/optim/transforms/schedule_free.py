@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..arithmetic import Number, Tree, elementwise, is_zero, number
 from ..base import Schedule, Transform, chain, step_count, value_of
+from ..naming import named
 from ..schedules import warmup_constant_schedule
 from ..states import find_states
 from ..wrappers.wrappers import InnerInit, InnerUpdate, wrapper
@@ -33,6 +34,7 @@ class ScheduleFreeState(NamedTuple):
     z: Any  # like params
 
 
+@named
 def schedule_free(
     base_optimizer: Transform,
     learning_rate: Number | Schedule,
@@ -75,9 +77,7 @@ def schedule_free(
         numbers = (state.b1, weight_sum, state.step_count + 1, max_lr)
         return moves, ScheduleFreeState(*numbers, inner_state, z)
 
-    return wrapper(
-        base_optimizer, init, update, ("schedule_free", learning_rate, b1, weight_lr_power)
-    )
+    return wrapper(base_optimizer, init, update)
 
 
 def _average(y: Tensor, z: Tensor, b1: Number) -> Tensor:
@@ -101,6 +101,7 @@ def schedule_free_eval_params(state: Any, params: Tree) -> Tree:
     return elementwise(lambda y, z: _average(y, z, found[0].b1), params, found[0].z)
 
 
+@named
 def schedule_free_sgd(
     learning_rate: Number = 1.0,
     warmup_steps: int | None = None,
@@ -127,6 +128,7 @@ def schedule_free_sgd(
     return schedule_free(chain(*decay, scale_by_learning_rate(rate)), rate, b1, weight_lr_power)
 
 
+@named
 def schedule_free_adamw(
     learning_rate: Number = 0.0025,
     warmup_steps: int | None = None,

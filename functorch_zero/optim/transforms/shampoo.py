@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..across import sum_dtype
 from ..base import Transform, step_count, with_whole_leaves
+from ..naming import named
 from .matrix_roots import if_finite, inverse_root
 from .muon import Matrices, matrices
 
@@ -44,6 +45,7 @@ def is_due(count: Tensor, every: int) -> bool:
     return every == 1 or int(count) % every == 0
 
 
+@named
 def scale_by_shampoo(
     b2: float = 1.0,
     eps: float = 1e-6,

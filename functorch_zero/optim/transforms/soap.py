@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..across import sum_dtype
 from ..base import Transform, step_count, with_whole_leaves
+from ..naming import named
 from .matrix_roots import if_finite
 from .muon import Matrices, matrices
 from .shampoo import is_due
@@ -38,6 +39,7 @@ class SoapState(NamedTuple):
     right: Any  # Basis of the columns, likewise
 
 
+@named
 def scale_by_soap(
     b1: float = 0.95,
     b2: float = 0.95,

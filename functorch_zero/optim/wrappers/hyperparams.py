@@ -6,6 +6,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from ..across import Across, Pointwise
 from ..arithmetic import Tree, elementwise, number
 from ..base import Transform, pointwise, step_count, value_of
+from ..naming import arguments_of, named
 from ..states import find_states, replace_states
 
 
@@ -58,7 +61,12 @@ def inject_hyperparams(
             again = inspect.BoundArguments(signature, dict(bound.arguments) | values)
             return inner_factory(*again.args, **again.kwargs)
 
-        return _injected(build, numbers, schedules, (inner_factory, dict(bound.arguments)))
+        made_with = {"inner_factory": inner_factory} | arguments_of(signature, *args, **kwargs)
+        return replace(
+            _injected(build, numbers, schedules),
+            name="inject_hyperparams",
+            hyperparams=MappingProxyType(made_with),
+        )
 
     return make
 
@@ -85,7 +93,6 @@ def _injected(
     build: Callable[[dict[str, Tensor]], Transform],
     numbers: dict[str, Tensor],
     schedules: dict[str, Callable[[Tensor], Any]],
-    source: tuple[Any, ...],
 ) -> Transform:
     def scheduled(count: Tensor) -> dict[str, Tensor]:
         return {name: number(value_of(schedule, count)) for name, schedule in schedules.items()}
@@ -127,7 +134,6 @@ def _injected(
         update,
         inner.needs,
         parts=(inner,),
-        source=("inject_hyperparams", *source),
         plain=plain,
     )
 
@@ -195,6 +201,7 @@ class PlateauRules(NamedTuple):
     min_scale: Tensor
 
 
+@named
 def reduce_on_plateau(
     factor: float = 0.1,
     patience: int = 10,

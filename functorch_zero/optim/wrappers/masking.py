@@ -22,6 +22,7 @@ from ...tree import PyTree, merge, paths, select
 from ..across import Across
 from ..arithmetic import Tree, on_leaf
 from ..base import EmptyState, Needs, Schedule, Transform, step_count, value_of
+from ..naming import named
 from ..states import CountState
 
 Labels = PyTree[Any] | Callable[[str, Tensor], Any]
@@ -73,6 +74,7 @@ def _spread(labels: PyTree[Any], params: Tree) -> PyTree[Any]:
     )
 
 
+@named
 def masked(inner: Transform, mask: Mask) -> Transform:
     """Run `inner` on the leaves where `mask` is true; the others' updates pass unchanged. As
     optax.masked.
@@ -94,9 +96,10 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         chosen = _chosen(True, label(params, across), params)
         return _run(inner, chosen, updates, state, params, across)
 
-    return Transform(init, update, inner.needs, parts=(inner,), source=("masked", mask))
+    return Transform(init, update, inner.needs, parts=(inner,))
 
 
+@named
 def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Transform:
     """Run each leaf's updates through the transform that its label names. As optax.partition.
 
@@ -132,8 +135,7 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
         return updates, states
 
     needs = max((t.needs for t in transforms.values()), default=Needs.POINTWISE)
-    source = ("partition", list(transforms), param_labels)
-    return Transform(init, update, needs, parts=tuple(transforms.values()), source=source)
+    return Transform(init, update, needs, parts=tuple(transforms.values()))
 
 
 def _chosen(name: Any, labels: PyTree[Any], params: Tree) -> PyTree[bool]:
@@ -162,6 +164,7 @@ def _check_labels(labels: PyTree[Any], params: Tree, known: Mapping[Any, Any]) -
             )
 
 
+@named
 def freeze(mask: Mask) -> Transform:
     """Set the updates of the leaves where `mask` is true to zero, so that they stay as they are. As
     optax.freeze."""
@@ -175,11 +178,10 @@ def freeze(mask: Mask) -> Transform:
         ), state
 
     label = labeller(mask)
-    return Transform(
-        lambda params, across: EmptyState(), update, Needs.POINTWISE, source=("freeze", mask)
-    )
+    return Transform(lambda params, across: EmptyState(), update, Needs.POINTWISE)
 
 
+@named
 def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels) -> Transform:
     """Multiply each leaf's updates by the factor, a number or a schedule, that its label names.
 
@@ -205,6 +207,4 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
         scaled = tree_map(lambda u, name: on_leaf(lambda x: x * now[name], u), updates, labels)
         return scaled, CountState(state.count + 1)
 
-    return Transform(
-        init, update, Needs.POINTWISE, source=("scale_by_label", factors, param_labels)
-    )
+    return Transform(init, update, Needs.POINTWISE)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..across import Across, Pointwise
 from ..arithmetic import Number, Tree, add_scaled, elementwise, ema, pick
 from ..base import Needs, Schedule, Transform, chain, step_count, tree_zeros_like, value_of
+from ..naming import named
 from ..states import find_states
 
 InnerInit = Callable[[Tree], Any]
@@ -29,7 +30,6 @@ def wrapper(
     inner: Transform,
     init: Callable[[Tree, InnerInit], Any],
     update: Callable[[Tree, Any, Tree, InnerUpdate], tuple[Tree, Any]],
-    source: tuple[Any, ...],
 ) -> Transform:
     """A transform around another one, whose own work is elementwise: pointwise, and by the bucket,
     if `inner` is.
@@ -38,7 +38,6 @@ def wrapper(
         inner: the transform inside.
         init: `(params, inner_init) -> state`.
         update: `(updates, state, params, inner_update) -> (updates, state)`.
-        source: the wrapper's name and hyperparameters, for comparing ranks.
     """
 
     def init_across(params: Tree, across: Across) -> Any:
@@ -48,7 +47,7 @@ def wrapper(
         return update(updates, state, params, lambda u, s, p: inner.update(u, s, p, across))
 
     if inner.plain is None:
-        return Transform(init_across, update_across, inner.needs, parts=(inner,), source=source)
+        return Transform(init_across, update_across, inner.needs, parts=(inner,))
     bare = inner.plain
     plain = Pointwise(lambda p: init(p, bare.init), lambda u, s, p: update(u, s, p, bare.update))
     return Transform(
@@ -56,11 +55,11 @@ def wrapper(
         lambda updates, state, params, across: across.run_pointwise(plain, updates, state, params),
         inner.needs,
         parts=(inner,),
-        source=source,
         plain=plain,
     )
 
 
+@named
 def named_chain(*transforms: tuple[str, Transform]) -> Transform:
     """As `chain`, of pairs (name, transform); the state is a dict from name to state. As
     optax.named_chain."""
@@ -77,7 +76,7 @@ def named_chain(*transforms: tuple[str, Transform]) -> Transform:
         updates, states = inner(updates, tuple(state[name] for name in names), params)
         return updates, dict(zip(names, states, strict=True))
 
-    return wrapper(chain(*(t for _, t in transforms)), init, update, ("named_chain", names))
+    return wrapper(chain(*(t for _, t in transforms)), init, update)
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -92,6 +91,7 @@ class ApplyIfFiniteState(NamedTuple):
         return {"skipped": self.total_notfinite.to(torch.get_default_dtype())}
 
 
+@named
 def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
     """Skip steps whose updates have a NaN or an infinity anywhere. As optax.apply_if_finite.
 
@@ -127,9 +127,7 @@ def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
         return updates, ApplyIfFiniteState(in_a_row, finite, total, inner_state)
 
     needs = max(Needs.STATISTICS, inner.needs)
-    return Transform(
-        init, update, needs, parts=(inner,), source=("apply_if_finite", max_consecutive_errors)
-    )
+    return Transform(init, update, needs, parts=(inner,))
 
 
 class MultiStepsState(NamedTuple):
@@ -141,6 +139,7 @@ class MultiStepsState(NamedTuple):
     inner_state: Any
 
 
+@named
 def multi_steps(
     inner: Transform, every_k: int | Callable[[Tensor], Any], use_grad_mean: bool = True
 ) -> Transform:
@@ -180,9 +179,7 @@ def multi_steps(
             step_count(), state.gradient_step + 1, tree_zeros_like(acc), inner_state
         )
 
-    return Transform(
-        init, update, inner.needs, parts=(inner,), source=("multi_steps", every_k, use_grad_mean)
-    )
+    return Transform(init, update, inner.needs, parts=(inner,))
 
 
 class MaybeUpdateState(NamedTuple):
@@ -192,6 +189,7 @@ class MaybeUpdateState(NamedTuple):
     inner_state: Any
 
 
+@named
 def maybe_update(inner: Transform, should_update_fn: Callable[[Tensor], Any]) -> Transform:
     """Run `inner` only at the steps where `should_update_fn(step)` holds. As optax.maybe_update.
 
@@ -214,9 +212,7 @@ def maybe_update(inner: Transform, should_update_fn: Callable[[Tensor], Any]) ->
             updates, inner_state = inner.update(updates, inner_state, params, across)
         return updates, MaybeUpdateState(state.step + 1, inner_state)
 
-    return Transform(
-        init, update, inner.needs, parts=(inner,), source=("maybe_update", should_update_fn)
-    )
+    return Transform(init, update, inner.needs, parts=(inner,))
 
 
 class LookaheadState(NamedTuple):
@@ -227,6 +223,7 @@ class LookaheadState(NamedTuple):
     fast_state: Any
 
 
+@named
 def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Number) -> Transform:
     """Let slow params follow fast ones: every `sync_period` steps both meet (Zhang et al., 2019,
     Algorithm 1).
@@ -257,7 +254,7 @@ def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Numbe
         updates = tree_map(lambda m, p, u: pick(meets, m - p, u), met, params, updates)
         return updates, LookaheadState(torch.where(meets, 0, count), slow, fast_state)
 
-    return wrapper(fast_optimizer, init, update, ("lookahead", sync_period, slow_step_size))
+    return wrapper(fast_optimizer, init, update)
 
 
 class ParamsEmaState(NamedTuple):
@@ -268,6 +265,7 @@ class ParamsEmaState(NamedTuple):
     inner_state: Any
 
 
+@named
 def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
     """Keep a running mean of the params that `inner`'s updates lead to (Polyak averaging). Updates
     are `inner`'s.
@@ -291,7 +289,7 @@ def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
         mean = elementwise(lambda m, p, u: ema(m, p + u, now), state.ema, params, updates)
         return updates, ParamsEmaState(state.count + 1, mean, inner_state)
 
-    return wrapper(inner, init, update, ("params_ema", decay))
+    return wrapper(inner, init, update)
 
 
 def ema_params(state: Any, params: Any = None) -> Any:
@@ -317,6 +315,7 @@ class SamState(NamedTuple):
     inner_state: Any
 
 
+@named
 def sam(inner: Transform, rho: Number = 0.05) -> Transform:
     """Sharpness-aware minimisation (Foret et al., 2021): descend by the gradient at the worst point
     near by.
@@ -356,6 +355,4 @@ def sam(inner: Transform, rho: Number = 0.05) -> Transform:
         ascending = int(state.step) % 2 == 0  # a count, on the CPU: the same on every rank
         return (ascend if ascending else descend)(updates, state, params, across)
 
-    return Transform(
-        init, update, max(Needs.STATISTICS, inner.needs), parts=(inner,), source=("sam", rho)
-    )
+    return Transform(init, update, max(Needs.STATISTICS, inner.needs), parts=(inner,))

@@ -1,0 +1,175 @@
+"""Names and hyperparameters: how a transform prints, and which transforms compare equal."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optree import tree_map
+
+from functorch_zero import optim
+from functorch_zero.optim import Transform
+from functorch_zero.optim.naming import NamedFunction, described
+from tests.conformance.table import TABLE
+from tests.parity.cases import POINTWISE
+
+FACTOR = 2.0  # which a transform below looks up
+
+
+def scaled(update: Any) -> Transform:
+    return optim.pointwise(lambda params: (), update)
+
+
+@optim.named
+def scale_twice(by: float, *more: float, start: int = 0, **options: float) -> Transform:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u * by, updates), state
+
+    return scaled(update)
+
+
+@optim.named
+def falling(first: float, count_to: int = 10) -> optim.Schedule:
+    return lambda count: first * (1 - count / count_to)
+
+
+def test_a_transform_prints_as_the_call_that_made_it() -> None:
+    clipped = optim.chain(optim.clip_by_global_norm(1.0), optim.adam(1e-3))
+    assert repr(clipped) == (
+        "chain(clip_by_global_norm(max_norm=1.0), adam(learning_rate=0.001, b1=0.9, b2=0.999, "
+        "eps=1e-08, eps_root=0.0, weight_decay=0.0))"
+    )
+    assert repr(scale_twice(2.0, 3.0, 4.0, other=5.0)) == (
+        "scale_twice(2.0, 3.0, 4.0, start=0, other=5.0)"
+    )
+    assert repr(optim.scale_by_schedule(falling(0.5))) == (
+        "scale_by_schedule(step_size_fn=falling(first=0.5, count_to=10))"
+    )
+    assert repr(optim.masked(optim.scale(torch.tensor(2.0)), {"w": True})) == (
+        "masked(inner=scale(step_size=2.0), mask={'w': True})"
+    )
+    own = scaled(lambda updates, state, params: (updates, state))
+    assert repr(own).startswith("pointwise(init=scaled.<locals>.<lambda>, update=test_a_transform")
+    assert repr(Transform(own.init, own.update, own.needs)) == "transform()"
+
+
+def test_a_factory_stays_a_function() -> None:
+    assert inspect.isfunction(optim.adamw) and optim.adamw.__name__ == "adamw"
+    assert list(inspect.signature(optim.adamw).parameters)[:2] == ["learning_rate", "b1"]
+    assert optim.adamw.__doc__ is not None and "Loshchilov" in optim.adamw.__doc__
+    assert isinstance(falling(1.0), NamedFunction) and falling(1.0)(5) == 0.5
+    assert list(inspect.signature(falling(1.0)).parameters) == ["count"]
+    with pytest.raises(TypeError, match=r"returned a int, expected a transform.*Remedy"):
+        optim.named(lambda: 3)()
+
+
+def test_names_of_others_are_qualified() -> None:
+    assert optim.adamw(0.1).name == "adamw"
+    assert scale_twice(1.0).name == f"{__name__}.scale_twice"
+
+
+ALIKE: dict[str, Callable[[], Any]] = {name: row.make for name, row in TABLE.items()} | POINTWISE
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_descriptions_are_plain_data_and_equal_for_equal_transforms(name: str) -> None:
+    first, second = described(ALIKE[name]()), described(ALIKE[name]())
+    assert json.loads(json.dumps(first, allow_nan=False)) == first == second
+    assert " at 0x" not in repr(ALIKE[name]())
+
+
+def own(number: float) -> Transform:
+    return scaled(lambda updates, state, params: (tree_map(lambda u: u * number, updates), state))
+
+
+def with_default(number: float) -> Transform:
+    def update(updates: Any, state: Any, params: Any, *, factor: float = number) -> Any:
+        return tree_map(lambda u: u * factor, updates), state
+
+    return scaled(update)
+
+
+def bound_method(number: float) -> Transform:
+    class Author:
+        def __init__(self) -> None:
+            self.number = number
+
+        def update(self, updates: Any, state: Any, params: Any) -> Any:
+            return updates, state
+
+    return scaled(Author().update)
+
+
+def by_partial(number: float) -> Transform:
+    def update(updates: Any, state: Any, params: Any, factor: float) -> Any:
+        return updates, state
+
+    return scaled(functools.partial(update, factor=number))
+
+
+def global_number(number: float) -> Transform:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u * FACTOR, updates), state
+
+    namespace = {**globals(), "FACTOR": number}
+    return scaled(type(update)(update.__code__, namespace, "update"))
+
+
+def literal(number: float) -> Transform:
+    code = f"lambda updates, state, params: (tree_map(lambda u: u * {number}, updates), state)"
+    return scaled(eval(code, globals()))
+
+
+def directly(number: float) -> Transform:
+    inner = own(number)
+    return Transform(inner.init, inner.update, inner.needs, parts=(inner,))
+
+
+DIFFERENT: dict[str, Callable[[float], Any]] = {
+    "an argument": lambda x: optim.scale(x),
+    "a default": lambda x: optim.adamw(1.0) if x == 1.5 else optim.adamw(1.0, b1=0.8),
+    "a part": lambda x: optim.chain(optim.clip(1.0), optim.scale(x)),
+    "a schedule": lambda x: optim.sgd(optim.linear_schedule(1.0, x, 10)),
+    "a schedule of one's own": lambda x: optim.sgd(lambda count: x / (count + 1)),
+    "a named schedule": lambda x: optim.sgd(falling(x)),
+    "a mask": lambda x: optim.adamw(1.0, mask=lambda path, leaf: leaf.numel() > x),
+    "a mask of values": lambda x: optim.masked(optim.scale(1.0), {"a": x == 1.5}),
+    "large tensors": lambda x: optim.scale(torch.arange(20.0).add(x)),
+    "a factory": lambda x: optim.inject_hyperparams(lambda b: optim.scale(b * x))(0.1),
+    "an injected argument": lambda x: optim.inject_hyperparams(optim.sgd)(x),
+    "a keyword": lambda x: scale_twice(1.0, other=x),
+    "a further argument": lambda x: scale_twice(1.0, x),
+    "a closure": own,
+    "the default of an update": with_default,
+    "an attribute": bound_method,
+    "a partial": by_partial,
+    "a global": global_number,
+    "a literal": literal,
+    "a Transform made directly": directly,
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_different_numbers_are_told_apart(what: str) -> None:
+    make = DIFFERENT[what]
+    assert described(make(1.5)) == described(make(1.5))
+    assert described(make(1.5)) != described(make(2.5))
+
+
+def test_defaults_are_hyperparameters() -> None:
+    assert described(optim.adamw(1e-3)) == described(optim.adamw(learning_rate=1e-3, b1=0.9))
+
+
+def test_infinities_are_json() -> None:
+    shown = described(optim.nan_to_num(posinf=math.inf))
+    assert shown == {"nan_to_num": {"nan": 0.0, "posinf": "inf", "neginf": None}}
+
+
+def test_ranks_may_have_devices_of_their_own() -> None:
+    assert described(torch.device("cuda", 0)) == described(torch.device("cuda", 1))
