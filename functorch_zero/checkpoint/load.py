@@ -190,9 +190,7 @@ def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimi
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         optimizers = ""
         if manifest.optimizer not in (None, optimizer):
-            optimizers = (
-                f". It was saved with {manifest.optimizer}; here the optimizer is {optimizer}"
-            )
+            optimizers = f". Its optimizer was {manifest.optimizer}, the present one is {optimizer}"
         raise StructureError(
             "the checkpoint is of another model, optimizer or dtype: "
             + "; ".join(problems[:5])

@@ -123,7 +123,7 @@ def _about(step: Step, state: TrainState) -> dict[str, Any]:
         "optimizer": {
             "printed": repr(optimizer),
             "name": optimizer.name,
-            "hyperparams": described(dict(optimizer.hyperparams)),
+            "hyperparams": described(optimizer.hyperparams),
         },
         "units": units,
     }

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from numbers import Real
-from types import CodeType, FunctionType, MappingProxyType
+from types import CodeType, FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -90,7 +90,7 @@ transition_begin=0), decay=0.0)
         made = factory(*args, **kwargs)
         if torch.compiler.is_compiling():  # a kernel has no use for names
             return made
-        arguments = MappingProxyType(arguments_of(signature, *args, **kwargs))
+        arguments = arguments_of(signature, *args, **kwargs)
         if isinstance(made, Named):
             return replace(made, name=name, hyperparams=arguments)
         if callable(made):
@@ -125,7 +125,7 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
     Of a function without a name, the numbers that it refers to.
     """
     if isinstance(thing, Named) and thing.name:
-        return {thing.name: described(dict(thing.hyperparams))}
+        return {thing.name: described(thing.hyperparams)}
     if isinstance(thing, float) and not math.isfinite(thing):
         return str(thing)  # JSON has no infinity
     if isinstance(thing, bool | int | float | str | None):

@@ -143,13 +143,9 @@ def _remedy(field: str) -> str:
 def first_difference(a: Any, b: Any, field: str = "") -> tuple[str, Any, Any]:
     """The dotted name of the first field in which two pieces of plain data differ, and the two
     values."""
-    other_things = (
-        isinstance(a, dict)
-        and isinstance(b, dict)
-        and len(a) == len(b) == 1
-        and a.keys() != b.keys()
-    )
-    if isinstance(a, dict) and isinstance(b, dict) and not other_things:
+    if isinstance(a, dict) and isinstance(b, dict):
+        if len(a) == len(b) == 1 and a.keys() != b.keys():
+            return field, a, b  # two things by name, adamw and sgd say, rather than fields of one
         for key in [*a, *(k for k in b if k not in a)]:
             if a.get(key, _Absent) != b.get(key, _Absent):
                 return first_difference(

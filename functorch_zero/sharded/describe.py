@@ -43,6 +43,7 @@ class Description(NamedTuple):
     rows: tuple[Row, ...]
     rank: int
     num_ranks: int
+    optimizer: str  # as it prints
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +72,8 @@ class Description(NamedTuple):
             return "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in columns).rstrip()
 
         of = f"rank {self.rank} of {self.num_ranks}" if self.num_ranks > 1 else "this process"
-        return "\n".join([*map(line, table), f"{of} holds {self.nbytes:,} bytes"])
+        last = f"{of} holds {self.nbytes:,} bytes; {self.optimizer}"
+        return "\n".join([*map(line, table), last])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -122,11 +124,13 @@ def describe(step: TrainStep | ShardedTrainStep, state: TrainState) -> Descripti
             )
         layout = _whole_layout(state)
         plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
-        return _describe(state, layout, plan, rank=0, num_ranks=1)
+        return Description(_rows(state, layout, plan, num_ranks=1), 0, 1, repr(step.optimizer))
     sharding = sharding_of(state, step.options)
     sharding.donations.check(state.step)
     plan = step.state_plan(sharding.layout)
-    return _describe(state, sharding.layout, plan, rank=step.group.rank, num_ranks=step.group.size)
+    rows = _rows(state, sharding.layout, plan, num_ranks=step.group.size)
+    optimizer = repr(step.unsharded.optimizer)
+    return Description(rows, step.group.rank, step.group.size, optimizer)
 
 
 def _whole_layout(state: TrainState) -> Layout:
@@ -140,9 +144,7 @@ def _whole_layout(state: TrainState) -> Layout:
     )
 
 
-def _describe(
-    state: TrainState, layout: Layout, plan: StatePlan, *, rank: int, num_ranks: int
-) -> Description:
+def _rows(state: TrainState, layout: Layout, plan: StatePlan, *, num_ranks: int) -> tuple[Row, ...]:
     params, opt_state = state.params, state.opt_state
     rest = state._replace(params=None, opt_state=None)
     leaves, states = optree.tree_leaves(params), optree.tree_leaves(opt_state)
@@ -172,7 +174,7 @@ def _describe(
         tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
         if tensors:
             rows.append(_plain(name, tensors))
-    return Description(tuple(rows), rank, num_ranks)
+    return tuple(rows)
 
 
 def _row(

@@ -307,6 +307,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     listed = command("ls", root)
     assert listed.returncode == 0 and listed.stdout.splitlines()[0].startswith("step 1  ")
     assert "2 ranks  level 3" in listed.stdout and "1 rank  level 0" in listed.stdout
+    assert all(line.endswith(str(make_step()[0].optimizer)) for line in listed.stdout.splitlines())
     assert command("verify", root).stdout == "step 1  intact\nstep 2  intact\n"
     wrote = command("export", root, tmp_path / "out", "--count", 1)
     assert wrote.returncode == 0 and "model.safetensors" in wrote.stdout

@@ -26,7 +26,7 @@ from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CheckpointError, CorruptError
 from functorch_zero.checkpoint.checksums import CHECKSUMS
 from functorch_zero.checkpoint.convert import map_file
-from functorch_zero.checkpoint.manifest import NAME, encode_manifest, parse_manifest
+from functorch_zero.checkpoint.manifest import NAME, Manifest, encode_manifest, parse_manifest
 from functorch_zero.errors import StructureError
 from tests.checkpoints import make_step, save_on
 from tests.tiers import drawn
@@ -395,3 +395,18 @@ def test_nothing_is_unpickled(saved: Path, tmp_path: Path, monkeypatch: pytest.M
         for path in sources
         if re.search(r"\bpickle\b|torch\.load\(|torch\.save\(", path.read_text())
     ]
+
+
+@pytest.mark.parametrize(
+    ("about", "optimizer"),
+    [
+        ({"optimizer": {"printed": "sgd(learning_rate=0.1)"}}, "sgd(learning_rate=0.1)"),
+        ({"optimizer": '["POINTWISE", []]'}, None),  # as earlier versions wrote it
+        ({}, None),
+        ({"optimizer": {"printed": 3}}, None),
+        ({"optimizer": {"printed": "\x1b[2J"}}, None),  # it would reach a terminal
+    ],
+)
+def test_the_optimizer_of_a_manifest(about: dict[str, Any], optimizer: str | None) -> None:
+    manifest = Manifest(0, 1, None, 4096, "crc32", (), {}, (), None, about)
+    assert manifest.optimizer == optimizer

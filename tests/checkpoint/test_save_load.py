@@ -18,6 +18,7 @@ from functorch_zero.errors import DonatedError, MismatchError, StructureError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.model.functionalize import functionalize
+from functorch_zero.optim.naming import described
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.state import TrainState
@@ -303,6 +304,9 @@ def test_another_optimizer(tmp_path: Path) -> None:
         StructureError, match=r"lacks opt_state.* and the checkpoint|the checkpoint has opt_state"
     ):
         load_into(tmp_path, params, optim.sgd(0.1))
+    saved = r"Its optimizer was adamw\(learning_rate=0\.01, .*, the present one is sgd\("
+    with pytest.raises(StructureError, match=saved):
+        load_into(tmp_path, params, optim.sgd(0.1))
     state = load_into(tmp_path, params, optim.sgd(0.1), allow_extra=True, allow_missing=True)
     assert torch.equal(state.params["layers.0.weight"], params["layers.0.weight"])
 
@@ -434,5 +438,10 @@ def test_the_manifest_can_be_read_by_people(tmp_path: Path) -> None:
     text = (tmp_path / "step-000000000002" / "manifest.json").read_text().split("\n", 1)[1]
     rows = json.loads(text)
     assert rows["ranks"] == 2 and rows["level"] == 3 and rows["checksum"] == "crc32"
-    assert "adamw" in rows["about"]["optimizer"] or "scale_by_adam" in rows["about"]["optimizer"]
+    optimizer = make_step()[0].optimizer
+    assert rows["about"]["optimizer"] == {
+        "printed": repr(optimizer),
+        "name": optimizer.name,
+        "hyperparams": described(optimizer)[optimizer.name],
+    }
     assert rows["about"]["units"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -67,6 +68,11 @@ def test_a_factory_stays_a_function() -> None:
     assert list(inspect.signature(falling(1.0)).parameters) == ["count"]
     with pytest.raises(TypeError, match=r"returned a int, expected a transform.*Remedy"):
         optim.named(lambda: 3)()
+
+
+def test_named_schedules_can_be_copied() -> None:
+    copied = copy.deepcopy(falling(1.0))
+    assert copied(5) == 0.5 and repr(copied) == repr(falling(1.0))
 
 
 def test_names_of_others_are_qualified() -> None:

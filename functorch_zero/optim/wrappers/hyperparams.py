@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +64,7 @@ def inject_hyperparams(
         return replace(
             _injected(build, numbers, schedules),
             name="inject_hyperparams",
-            hyperparams=MappingProxyType(made_with),
+            hyperparams=made_with,
         )
 
     return make
