@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from types import CellType, FunctionType, MethodType
+from collections.abc import Iterator, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import nn
+
+from ..errors import StructureError, explain
 
 
 def without_values(model: nn.Module) -> nn.Module:
@@ -28,10 +31,15 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     about the copy.
 
     deepcopy leaves functions alone, so a closure over the model would go on using the model's own
-    parameters.
+    parameters. One that refers to the model plainly is made anew: over a module, a module's method,
+    or a function that does so.
+
+    Raises:
+        StructureError: a function refers to the model in another way, through a list say.
     """
     copied = copy.deepcopy(model, memo)
-    for module in copied.modules():
+    own = {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+    for path, module in copied.named_modules():
         for held in [
             vars(module),
             *(value for value in vars(module).values() if isinstance(value, dict)),
@@ -39,7 +47,65 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             held.update(
                 {name: _about_copy(value, memo) for name, value in held.items() if callable(value)}
             )
+        for name, value in vars(module).items():
+            _check_plain(value, own, f"{path}.{name}".lstrip("."))
     return copied
+
+
+def _check_plain(value: Any, own: set[int], path: str) -> None:
+    """Raise `StructureError` if a module of the copy still leads to the model that was copied."""
+    way = _way_to(value, own, set(), _DEPTH)
+    if way is not None:
+        raise StructureError(
+            explain(
+                "a function that a module holds refers to the model indirectly, so that it would "
+                "go on using the model's own parameters",
+                path=path,
+                expected="a closure over the module itself",
+                got=way,
+                remedy="close over the module, and look up there what you need when called; or "
+                "make it a method",
+            )
+        )
+
+
+_DEPTH = 6  # of containers, objects and functions in one another
+_LEAVES = (type, ModuleType, nn.Module, torch.Tensor, str, bytes, int, float, complex, NoneType)
+
+
+def _way_to(value: Any, own: set[int], seen: set[int], depth: int) -> str | None:
+    """How a value leads to one of `own`, by names: "hook: models -> 0"; None if it doesn't."""
+    if id(value) in own:
+        return ""
+    if isinstance(value, _LEAVES) or id(value) in seen or depth == 0:
+        return None
+    seen.add(id(value))
+    for name, inside in _inside(value):
+        way = _way_to(inside, own, seen, depth - 1)
+        if way is not None:
+            return f"{name} -> {way}" if way else name
+    return None
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a function, container or object refers to, by name."""
+    if isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            if _is_filled(cell):
+                yield f"{value.__qualname__}: {name}", cell.cell_contents
+        yield from ((value.__qualname__, default) for default in value.__defaults__ or ())
+        yield from (value.__kwdefaults__ or {}).items()
+    elif isinstance(value, MethodType):
+        yield value.__func__.__qualname__, value.__self__
+        yield from _inside(value.__func__)
+    elif isinstance(value, functools.partial):
+        yield from (("partial", x) for x in (value.func, value.args, value.keywords))
+    elif isinstance(value, Mapping):
+        yield from ((str(key), inside) for key, inside in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((str(i), inside) for i, inside in enumerate(value))
+    else:
+        yield from getattr(value, "__dict__", {}).items()
 
 
 def functions_of(model: nn.Module) -> list[Any]:

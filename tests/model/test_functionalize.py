@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -524,6 +525,62 @@ def test_functions_that_a_module_holds_are_about_the_skeleton() -> None:
         expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
         assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     assert seen, "the list that the hook fills is still the caller's"
+
+
+class Holder:
+    """An object that a hook may be closed over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+INDIRECT: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "a list": lambda model: shifted_by(in_closure([model], lambda kept: kept[0].norm.bias)),
+    "a dict": lambda model: shifted_by(
+        in_closure({"model": model}, lambda d: d["model"].norm.bias)
+    ),
+    "an object": lambda model: shifted_by(in_closure(Holder(model), lambda o: o.model.norm.bias)),
+    "a parameter": lambda model: shifted_by(in_closure(model.norm.bias, lambda bias: bias)),
+    "a partial": lambda model: shifted_by(functools.partial(lambda m: m.norm.bias, model)),
+    "a function in a list": lambda model: shifted_by(
+        in_closure([lambda: model.norm.bias], lambda functions: functions[0]())
+    ),
+}
+
+
+def in_closure(held: Any, look: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
+    return lambda: look(held)
+
+
+def shifted_by(bias: Callable[[], Tensor]) -> Callable[..., Any]:
+    return lambda module, args, output: output + bias()[:3]
+
+
+@pytest.mark.parametrize("through", INDIRECT)
+def test_functions_that_refer_to_the_model_indirectly_are_refused(through: str) -> None:
+    """They would go on using the model's own parameters."""
+    model = MLP()
+    model.layers[1].register_forward_hook(INDIRECT[through](model))
+    with pytest.raises(StructureError, match=r"indirectly.*layers\.1\._forward_hooks.*Remedy"):
+        functionalize(model)
+
+
+def test_functions_in_a_list_of_a_module_are_refused() -> None:
+    model = MLP()
+    model.callbacks = [lambda: model.norm.bias]
+    with pytest.raises(StructureError, match=r"indirectly.*callbacks.*<lambda>: model"):
+        functionalize(model)
+
+
+def test_objects_that_modules_hold_are_copied_with_them() -> None:
+    """As deepcopy does, methods and partials as well."""
+    model = MLP()
+    model.holder = Holder(model)
+    model.bias = functools.partial(lambda module: module.norm.bias, model)
+    model.layers[1].register_forward_hook(lambda module, args, output: output * 1.0)
+    apply, params, buffers = functionalize(model)
+    x = torch.randn(4, 7)
+    assert torch.equal(apply(params, buffers, x)[0], model(x))
 
 
 def test_lazy_modules_are_refused() -> None:
