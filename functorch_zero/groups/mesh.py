@@ -1,5 +1,10 @@
 """A mesh of ranks with two axes, replicate and shard, and the axes of a step: pieces lie along one
 axis, their copies along the other.
+
+Note [same data]: the ranks along an axis hold different parts of the batch, or all the same one.
+Means, random numbers and buffers are made over the ranks whose data differ. Ranks with the same
+data compute the same gradients, so along their axis nothing is summed: each takes its own slice.
+What ranks must agree on, and failures, concern all of them.
 """
 
 from __future__ import annotations
@@ -7,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -17,10 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from .debug import labelled
 from .forwarding import Forwarding
 from .process import ProcessGroup
-from .protocol import Group, Work
+from .protocol import Done, Group, Work
 from .single import SingleRank
 from .torch_distributed import parent_group, part_of, rows_of_mesh
 from .work import Then
+
+SameData = Literal["replicate", "shard"]
 
 
 @runtime_checkable
@@ -44,10 +51,15 @@ class HybridGroup(Forwarding):
     Args:
         group: that of all ranks; every one of them makes this.
         shard_size: the ranks along the shard axis, a divisor of the group's size.
+        same_data: the axis along which all ranks are given the same part of the batch; None: each
+            rank of the mesh has a part of its own. Steps raise MismatchError where such ranks find
+            different losses or metrics.
 
     Attributes:
         shard: the group of this rank's replica.
         replicate: the group of the ranks that have the same place in other replicas.
+        data: the ranks that hold the parts of the batch; this one takes part `data.rank` of
+            `data.size`. It is this mesh itself where every rank has a part of its own.
 
     >>> from functorch_zero.groups import run_ranks
     >>> def axes(group):
@@ -55,9 +67,17 @@ class HybridGroup(Forwarding):
     ...     return mesh.replicate.rank, mesh.shard.rank
     >>> run_ranks(axes, 4)
     [(0, 0), (0, 1), (1, 0), (1, 1)]
+    >>> def part(group):
+    ...     mesh = HybridGroup(group, shard_size=2, same_data="replicate")
+    ...     return mesh.data.rank, mesh.data.size
+    >>> run_ranks(part, 4)
+    [(0, 2), (1, 2), (0, 2), (1, 2)]
     """
 
-    def __init__(self, group: Group, *, shard_size: int):
+    same_data: SameData | None = None
+
+    def __init__(self, group: Group, *, shard_size: int, same_data: SameData | None = None):
+        self.same_data = check_same_data(same_data)
         if shard_size < 1 or group.size % shard_size:
             raise ValueError(
                 f"shard_size must divide the number of ranks, {group.size}, so that all replicas "
@@ -89,6 +109,11 @@ class HybridGroup(Forwarding):
             self.inner.subgroup(tuple(shard)),
             self.inner.subgroup(tuple(replicate)),
         )
+
+    @property
+    def data(self) -> Group:
+        """The ranks that hold the parts of the batch."""
+        return axes_of(self).data
 
     def by_piece(self) -> Group:
         """All ranks in the order of their pieces when each replica's pieces are cut over the
@@ -150,11 +175,58 @@ class Reordered(Forwarding):
 
 
 @dataclass(frozen=True)
+class Axis:
+    """One direction of a mesh: this rank's ranks along it, and whether their data differ; see Note
+    [same data]."""
+
+    name: str
+    group: Group
+    holds_different_data: bool = True
+
+    @property
+    def size(self) -> int:
+        """The number of ranks along it."""
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        """This rank's number along it."""
+        return self.group.rank
+
+    def at(self, label: str) -> Axis:
+        """The same, for collectives that belong to `label`."""
+        return Axis(self.name, labelled(self.group, label), self.holds_different_data)
+
+    def sum(self, flat: Tensor) -> Work:
+        """`flat` (k,) becomes the sum over the axis's data, in place."""
+        return self.group.all_reduce(flat) if self.holds_different_data else Done()
+
+    def sum_to_pieces(self, out: Tensor, whole: Tensor) -> Work:
+        """`out` (k,) becomes this rank's slice of the sum of `whole` (N * k,) over the axis's data.
+        `whole` may be overwritten."""
+        if self.holds_different_data:
+            return self.group.reduce_scatter(out, whole)
+        out.copy_(whole.view(self.size, -1)[self.rank])
+        return Done()
+
+
+class Copy(NamedTuple):
+    """This rank among those that hold the same data as it does."""
+
+    data: int = 0  # the number of the data
+    number: int = 0
+    num: int = 1
+
+
+ONLY_COPY = Copy()
+
+
+@dataclass(frozen=True)
 class Axes:
     """The groups that a rank is in.
 
     Attributes:
-        world: all ranks.
+        world: all ranks. They agree on steps and collectives, and hear of failures.
         shard: the ranks that hold the pieces of one copy of the params.
         replicate: the ranks that hold the same piece of different copies.
         optimizer: the ranks among which each element has one that updates it, in the order of their
@@ -162,22 +234,48 @@ class Axes:
     """
 
     world: Group
-    shard: Group
-    replicate: Group
+    shard: Axis
+    replicate: Axis
     optimizer: Group
+
+    @cached_property
+    def data(self) -> Group:
+        """The ranks whose data differ: for means, random numbers and buffers. It is the world where
+        all do."""
+        axes = self.shard, self.replicate
+        if all(axis.holds_different_data or axis.size == 1 for axis in axes):
+            return self.world
+        return next((axis.group for axis in axes if axis.holds_different_data), SingleRank())
+
+    @property
+    def of_same_data(self) -> list[str]:
+        """The names of the axes along which all ranks have the same data."""
+        axes = self.shard, self.replicate
+        return [axis.name for axis in axes if not axis.holds_different_data]
+
+    @cached_property
+    def copy(self) -> Copy:
+        """This rank among those of the same data."""
+        if self.data is self.world:
+            return Copy(self.world.rank)
+        axis = self.replicate if self.shard.holds_different_data else self.shard
+        return Copy(self.data.rank, axis.rank, axis.size)
 
     @cached_property
     def groups(self) -> list[Group]:
         """The groups that are not the same, or of one rank."""
-        distinct = {
-            id(group): group for group in (self.world, self.shard, self.replicate, self.optimizer)
-        }
+        groups = self.world, self.shard.group, self.replicate.group, self.optimizer
+        distinct = {id(group): group for group in groups}
         return [group for group in distinct.values() if group.size > 1]
 
     def at(self, label: str) -> Axes:
         """The same, for collectives that belong to `label`."""
-        groups = (self.world, self.shard, self.replicate, self.optimizer)
-        return Axes(*(labelled(group, label) for group in groups))
+        return Axes(
+            labelled(self.world, label),
+            self.shard.at(label),
+            self.replicate.at(label),
+            labelled(self.optimizer, label),
+        )
 
     @property
     def number(self) -> int:
@@ -198,7 +296,8 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
         ValueError: the group has one axis, and can't.
     """
     if isinstance(group, HybridGroup):
-        return Axes(group, group.shard, group.replicate, group.by_piece() if both else group.shard)
+        optimizer = group.by_piece() if both else group.shard
+        return mesh_axes(group, group.shard, group.replicate, optimizer, group.same_data)
     if both:
         raise ValueError(
             'state_axes="both" needs a group with a replicate and a shard axis, and this one '
@@ -206,7 +305,28 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
             "which state is cut at levels 1 to 3. Remedy: HybridGroup(group, shard_size=...), or a "
             "DeviceMesh of two dims"
         )
-    return Axes(group, group, SingleRank(), group)
+    return mesh_axes(group, group, SingleRank(), group, None)
+
+
+def mesh_axes(
+    world: Group, shard: Group, replicate: Group, optimizer: Group, same_data: SameData | None
+) -> Axes:
+    """The axes of a mesh; along `same_data` all ranks have the same part of the batch."""
+    return Axes(
+        world,
+        Axis("shard", shard, same_data != "shard"),
+        Axis("replicate", replicate, same_data != "replicate"),
+        optimizer,
+    )
+
+
+def check_same_data(value: SameData | None) -> SameData | None:
+    """The choice, if it is one."""
+    if value not in (None, *get_args(SameData)):
+        raise ValueError(
+            f"same_data must be None or one of the mesh's axes, {get_args(SameData)}, got {value!r}"
+        )
+    return value
 
 
 def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .._torch_private import VALUE_NEEDED, FakeTensorMode, storage_id
 from ..errors import StructureError, TransformError
+from ..groups.mesh import SameData
 from ..layout.build import make_layout
 from ..layout.layout import Layout, Unit
 from ..layout.levels import LevelRule, Levels
@@ -55,6 +56,7 @@ def plan(
     reduce_gradients: ReduceGradients | None = None,
     shard_size: int | None = None,
     state_axes: StateAxes = "shard",
+    same_data: SameData | None = None,
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
     ranks.
@@ -82,6 +84,8 @@ def plan(
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.
+        same_data: as for `HybridGroup`: the axis along which all ranks have the same part of the
+            batch.
 
     The step planned is the first one of the optimizer, with the order of units known, as from the
     second one on. Its peak counts tensors: params, state, gradients, gathered params, activations
@@ -111,7 +115,10 @@ def plan(
         (x.device for x in optree.tree_leaves(params) if not x.is_meta), torch.device("cpu")
     )
     journal, levels = Journal(), Levels(level)
-    axes = imagined_axes(rank, ranks, journal, shard_size, state_axes, swaps=device.type == "cpu")
+    swaps = device.type == "cpu"
+    axes = imagined_axes(
+        rank, ranks, journal, shard_size, state_axes, swaps=swaps, same_data=same_data
+    )
     options = Options(
         levels,
         axes,

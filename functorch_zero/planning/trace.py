@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .._torch_private import FakeTensorMode, dynamo_imported
 from ..groups.counting import CountedGroup
 from ..groups.debug import LabelledGroup
-from ..groups.mesh import Axes, axes_of
+from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
 from ..groups.protocol import Done, ReduceOp, Work
 from ..layout.flat_buffers import Pieces, flats_of
 from ..layout.layout import Layout, LeafSpec, Unit
@@ -317,7 +317,14 @@ class Recorder(LabelledGroup):
 
 
 def imagined_axes(
-    rank: int, size: int, journal: Journal, shard_size: int | None, state_axes: str, *, swaps: bool
+    rank: int,
+    size: int,
+    journal: Journal,
+    shard_size: int | None,
+    state_axes: str,
+    *,
+    swaps: bool,
+    same_data: SameData | None = None,
 ) -> Axes:
     """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard_size` ranks along
     its shard axis."""
@@ -328,7 +335,13 @@ def imagined_axes(
         )
 
     world, both = group(rank, size, "all"), check_state_axes(state_axes) == "both"
+    check_same_data(same_data)
     if shard_size is None:
+        if same_data is not None:
+            raise ValueError(
+                f"same_data={same_data!r} names an axis of a mesh, and there is one axis only. "
+                "Remedy: plan(..., shard_size=...)"
+            )
         return axes_of(world, both=both)
     if shard_size < 1 or size % shard_size:
         raise ValueError(
@@ -339,7 +352,8 @@ def imagined_axes(
     pieces = group(place, shard_size, "shard")
     # As `HybridGroup.by_piece`
     by_piece = group(place * num_replicas + replica, size, "all") if both else pieces
-    return Axes(world, pieces, group(replica, num_replicas, "replicate"), by_piece)
+    copies = group(replica, num_replicas, "replicate")
+    return mesh_axes(world, pieces, copies, by_piece, same_data)
 
 
 class Noted:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .._torch_private import next_node_number
 from ..groups import labelled
-from ..groups.mesh import Axes
-from ..groups.protocol import Group, Work
+from ..groups.mesh import Axes, Axis
+from ..groups.protocol import Work
 from ..layout.layout import Layout
 from ..profiling import ranged
 
@@ -61,7 +61,8 @@ class Reducer:
     they give.
 
     A bucket in pieces is reduce-scattered along the shard axis. What that gives adds up; along the
-    replicate axis it is summed once, at the end.
+    replicate axis it is summed once, at the end. Ranks of the same data have the same gradients,
+    and sum nothing; see Note [same data].
     """
 
     def __init__(self, layout: Layout, axes: Axes, log: list[str]):
@@ -80,11 +81,11 @@ class Reducer:
             flat = flat.to(self._layout.buckets[b].reduce)
             if self._is_cut(b):
                 piece = flat.new_empty(flat.numel() // self._axes.shard.size)
-                self._under_way.append(
-                    (b, piece, self._for(b, self._axes.shard).reduce_scatter(piece, flat))
-                )
+                shard = self._axes.shard.at(self._label(b))
+                self._under_way.append((b, piece, shard.sum_to_pieces(piece, flat)))
             else:
-                self._under_way.append((b, flat, self._for(b, self._axes.world).all_reduce(flat)))
+                data = labelled(self._axes.data, self._label(b))
+                self._under_way.append((b, flat, data.all_reduce(flat)))
 
     def add(self, b: int, flat: Tensor, more: Tensor) -> Tensor:
         """The sum of two flats of gradients not reduced yet, in the storage dtype."""
@@ -107,15 +108,15 @@ class Reducer:
             self._done,
             {},
         )
-        if self._axes.replicate.size > 1:
+        replicate = self._axes.replicate
+        if replicate.size > 1 and (replicate.holds_different_data or self._axes.both):
             cut = {
                 b: piece.to(self._layout.buckets[b].reduce)
                 for b, piece in done.items()
                 if self._is_cut(b)
             }
-            replicate = self._axes.replicate
             started = [
-                (b, *self._over_replicas(piece, self._for(b, replicate)))
+                (b, *self._over_replicas(piece, replicate.at(self._label(b))))
                 for b, piece in cut.items()
             ]
             for b, result, work in started:
@@ -123,16 +124,16 @@ class Reducer:
                 done[b] = result.to(self._layout.buckets[b].dtype)
         return done
 
-    def _over_replicas(self, piece: Tensor, replicate: Group) -> tuple[Tensor, Work]:
+    def _over_replicas(self, piece: Tensor, replicate: Axis) -> tuple[Tensor, Work]:
         """A piece of the sum along the shard axis -> the same, or its part that is this rank's, of
         the sum over all."""
         if not self._axes.both:
-            return piece, replicate.all_reduce(piece)
+            return piece, replicate.sum(piece)
         part = piece.new_empty(piece.numel() // replicate.size)
-        return part, replicate.reduce_scatter(part, piece)
+        return part, replicate.sum_to_pieces(part, piece)
 
-    def _for(self, b: int, group: Group) -> Group:
-        return labelled(group, f"{self._layout.buckets[b].name}/reduce")
+    def _label(self, b: int) -> str:
+        return f"{self._layout.buckets[b].name}/reduce"
 
     def _is_cut(self, b: int) -> bool:
         return self._layout.buckets[b].cut.level > 0

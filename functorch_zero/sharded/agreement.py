@@ -1,5 +1,10 @@
 """Agreement of ranks: at `init` on what they were given, and in each step on metrics, weights,
 flags and a digest of the collectives that each has started.
+
+Note [equal copies]: ranks of the same data must find the same loss, metrics and weight, to the bit.
+The first copy of each part of the batch sends a digest of them under one number, the other copies
+under another. Where all are equal, so are the two means. Each digest is of the part's number, too,
+so that parts that changed places don't cancel.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GroupError, MismatchError
+from ..groups.mesh import ONLY_COPY, Copy
 from ..groups.protocol import Group
 from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
@@ -31,8 +37,8 @@ class Report(NamedTuple):
     """What all ranks know then."""
 
     metrics: dict[str, Tensor]  # weighted means over ranks
-    weight: Tensor  # 0-d float64, the sum of the ranks' weights
-    num_weighty: int  # ranks whose weight isn't 0
+    weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts
+    num_weighty: int  # parts whose weight isn't 0
     flags: list[bool]  # which flags any rank has raised
 
 
@@ -42,12 +48,14 @@ def average(
     group: Group,
     log: Sequence[str] = (),
     flags: Sequence[bool] = (),
+    copy: Copy = ONLY_COPY,
 ) -> Report:
     """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One
-    all-reduce of a few float64.
+    all-reduce of a few float64. Copies of the same data count as one.
 
     Raises `GroupError` on every rank when ranks report other metrics, or have started other
     collectives: sum(h**2) is sum(h)**2 / N only where all h are equal (Cauchy and Schwarz).
+    Raises `MismatchError` on every rank when ranks of the same data have found other values.
     """
     values = {name: as_metric(value) for name, value in metrics.items()}
     device = next((v.device for v in values.values() if not v.is_cpu), _CPU)
@@ -60,19 +68,24 @@ def average(
         seen = torch.stack([v.to(device, torch.float64) for v in values.values()]).tolist()
     # What weighs nothing counts for nothing, a mean of nothing too
     weighted = [x * own if own else 0.0 for x in seen]
-    entries = [digest, digest**2, own, *weighted, own != 0, *flags]
+    found = dict(zip(values, seen, strict=True)) | {"weight of its batch": own}
+    copies = _of_copies(copy, found)
+    entries = [digest, digest**2, own, *weighted, own != 0, *copies, *flags]
     vector = torch.tensor(
         entries + [0.0] * (-len(entries) % _WIDTH), dtype=torch.float64, device=device
     )
     group.all_reduce(vector).wait()
     total, squares, weights, *rest = vector.tolist()[: len(entries)]
-    sums, (num_weighty, *counts) = rest[: len(values)], rest[len(values) :]
+    sums, (num_weighty, *rest) = rest[: len(values)], rest[len(values) :]
+    of_copies, counts = rest[: len(copies)], rest[len(copies) :]
     _check(int(total), int(squares), group, log)
+    _check_copies(of_copies, copy, found, group)
     means = {
         name: torch.tensor(x / weights if weights else x, dtype=v.dtype, device=device)
         for (name, v), x in zip(values.items(), sums, strict=True)
     }
-    return Report(means, vector[2], int(num_weighty), [count > 0 for count in counts])
+    raised = [count > 0 for count in counts]
+    return Report(means, vector[2] / copy.num, int(num_weighty) // copy.num, raised)
 
 
 def refuse(
@@ -107,6 +120,45 @@ def _check(total: int, squares: int, group: Group, log: Sequence[str]) -> None:
             "step is undone. Remedy: make every rank take the same steps, call the same units in "
             "the same order, return the same metrics, and give a weight on all ranks or on none"
         )
+
+
+def _of_copies(copy: Copy, found: Mapping[str, float]) -> list[int]:
+    """What a rank sends for the comparison of copies; see Note [equal copies]. Nothing where there
+    are none."""
+    if copy.num == 1:
+        return []
+    digest = zlib.crc32(f"{copy.data}: {_bits(found)}".encode())
+    first = copy.number == 0
+    return [int(first), int(not first), digest * first, digest * (not first)]
+
+
+def _check_copies(
+    sums: Sequence[float], copy: Copy, found: Mapping[str, float], group: Group
+) -> None:
+    """Raise, on every rank with the same words, unless the copies are equal. An exchange of JSON
+    more where they aren't."""
+    if not sums:
+        return
+    num_first, num_others, first, others = map(int, sums)
+    if first * num_others == others * num_first:
+        return
+    told = group.exchange(json.dumps([copy.data, found]).encode())
+    seen: dict[int, tuple[int, dict[str, float]]] = {}
+    for rank, (data, theirs) in enumerate(map(json.loads, told)):
+        other, expected = seen.setdefault(data, (rank, theirs))
+        if _bits(expected) != _bits(theirs):
+            name = next(n for n in theirs if _bits({n: expected[n]}) != _bits({n: theirs[n]}))
+            raise MismatchError(
+                f"ranks {other} and {rank} should have the same data, part {data} of the batch, "
+                f"and found another {name}: {expected[name]!r} and {theirs[name]!r} (this is rank "
+                f"{group.rank}). Remedy: give each rank part `mesh.data.rank` of the batch, and "
+                "let the loss draw its random numbers from the state's seed alone"
+            )
+    raise AssertionError("the sums differ, and the values don't")
+
+
+def _bits(found: Mapping[str, float]) -> str:
+    return repr([float(x).hex() for x in found.values()])
 
 
 def agree(group: Group, facts: dict[str, Any]) -> None:

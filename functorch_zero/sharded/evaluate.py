@@ -52,12 +52,11 @@ class ShardedEvalStep:
                 flats = evaluated(chosen, flats, layout, axes)
             sources = make_sources(flats, layout, axes, log)
             run = Pass(layout, sources, None, device=flats[0].device, ahead=self.order.units)
-            rank, device = self.group.rank, flats[0].device
-            with replayed(state.seed, state.step, rank, device):
+            with replayed(state.seed, state.step, axes.data.rank, flats[0].device):
                 params = run.lazy_params()
                 metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
             run.finish()
             group = labelled(self.group, "evaluation/metrics")
-            report = agreement.average(metrics, weight, group, log)
+            report = agreement.average(metrics, weight, group, log, copy=axes.copy)
             self.order.record(run.trace)
             return report.metrics

@@ -36,7 +36,7 @@ def all_gather_params(params: PyTree[Tensor], layout: Layout, axes: Axes) -> PyT
     for b, bucket in enumerate(layout.buckets):
         if level_of(bucket).cuts_params:
             whole = flats[b].new_empty(bucket.numel)
-            started.append(axes.shard.all_gather(whole, flats[b]))
+            started.append(axes.shard.group.all_gather(whole, flats[b]))
             flats[b] = whole
     for work in started:
         work.wait()
@@ -79,7 +79,7 @@ def make_sources(
             [level_of(b).cuts_params for b in content.buckets],
         )
         if content.rounds or any(sharded):
-            group = labelled(axes.shard, f"{unit.name or 'root'}/gather")
+            group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
             sources.append(Gathered(own, content.buckets, sharded, group, log, unit.name))
         else:
             held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
@@ -158,8 +158,8 @@ class _Spreading:
 def _held_over(bucket: Bucket, axes: Axes) -> list[Group]:
     """The axes along which what is held between steps is cut further, outermost first."""
     level = level_of(bucket)
-    shard = [axes.shard] if level.cuts_state and not level.cuts_params else []
-    return shard + ([axes.replicate] if level.cuts_state and axes.both else [])
+    shard = [axes.shard.group] if level.cuts_state and not level.cuts_params else []
+    return shard + ([axes.replicate.group] if level.cuts_state and axes.both else [])
 
 
 def evaluated(

@@ -91,8 +91,8 @@ class Agreed(NamedTuple):
     """What all ranks know, once each has told the others; the same on every rank."""
 
     metrics: Metrics  # weighted means over ranks
-    weight: Tensor  # 0-d float64, the sum of the ranks' weights
-    num_weighty: int  # ranks whose weight isn't 0
+    weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts
+    num_weighty: int  # parts whose weight isn't 0
     changed: list[bool]  # by buffer: whether any rank's loss has changed it
     fine: bool  # loss and gradients are finite, or nobody looks
     finite: NonFiniteState | None  # of the next state
@@ -140,7 +140,7 @@ def _on_micro_batch(
         ahead=order.units,
         last=i == count - 1,
     )
-    with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
+    with replayed(state.seed, state.step, options.axes.data.rank, device, i), torch.enable_grad():
         with ranged("loss"):
             params = one_pass.lazy_params()
             outcome = call_loss(run.step.loss_fn, params, buffers, batch, rank)
@@ -148,7 +148,8 @@ def _on_micro_batch(
             raise independent(rank)
         check_not_empty(batch, outcome.loss, outcome.weight, rank)
         scale = run.step.finite.scale(state.finite)
-        seed, grad_scale = loss_seed_of(outcome, run.layout, options.group.size, count, scale)
+        num_data = options.axes.data.size
+        seed, grad_scale = loss_seed_of(outcome, run.layout, num_data, count, scale)
         one_pass.loss_ended(grad_scale)
         with ranged("backward"):
             torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
@@ -165,6 +166,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
 
     Raises:
         GroupError: ranks are at different steps, or have started different collectives.
+        MismatchError: ranks of the same data have found different losses or metrics.
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
     """
     outcome, policy, group = local.outcome, run.step.finite, run.options.group
@@ -179,6 +181,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         labelled(group, "step/metrics"),
         local.log,
         flags,
+        copy=run.options.axes.copy,
     )
     *changed, overflown, failed = report.flags
     background.raise_if(failed)
@@ -239,7 +242,7 @@ def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:
         outcome.buffers,
         agreed.changed,
         run.options.sync_buffers,
-        labelled(run.options.group, "step/buffers"),
+        labelled(run.options.axes.data, "step/buffers"),
         agreed.num_weighty,
         weighty=outcome.weight is None or float(outcome.weight) != 0,
     )

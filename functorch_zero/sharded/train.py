@@ -117,6 +117,8 @@ class ShardedTrainStep:
             DonatedError: the state was used up before.
             StructureError: state, batch or loss are not what they must be.
             PeerError: another rank failed; GroupError: ranks did different things.
+            MismatchError: ranks of the same data have found different losses or metrics; on every
+                rank, and the state is still good.
             CheckpointError: an `async_save` with this step has failed; on every rank, and the state
                 is still good.
         """
@@ -207,6 +209,7 @@ class ShardedTrainStep:
                 "reshard_after_forward": o.reshard_after_forward,
                 "reduce_gradients": o.reduce_gradients,
                 "ranks of the shard axis": o.axes.shard.size,
+                "axes of the same data": o.axes.of_same_data,
                 "state_axes": "both" if o.axes.both else "shard",
             },
             "optimizer": described(self.unsharded.optimizer),

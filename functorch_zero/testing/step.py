@@ -15,6 +15,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..groups import HybridGroup, run_ranks
+from ..groups.mesh import SameData
 from ..groups.protocol import Group
 from ..layout.levels import LevelRule
 from ..sharded.api import shard
@@ -66,6 +67,7 @@ def assert_sharded_equals_unsharded(
     seed: int | None = 0,
     sync_buffers: SyncBuffers = "mean",
     shard_size: int | None = None,
+    same_data: SameData | None = None,
     **options: Any,
 ) -> None:
     """Prove a step: run it unsharded, and at each level on each number of ranks, and compare after
@@ -97,6 +99,7 @@ def assert_sharded_equals_unsharded(
         sync_buffers: as for `shard`.
         shard_size: of a mesh of two axes, how many ranks lie along the shard axis (HSDP). It
             divides all `ranks`.
+        same_data: as for `HybridGroup`: batches are split over the ranks along the other axis.
         **options: for `shard`: `donate` and so on.
 
     Raises:
@@ -115,15 +118,17 @@ def assert_sharded_equals_unsharded(
     start, rule = Start(params, buffers, seed), sync_buffers
     whole = None if per_rank else run_whole(step, start, batches)
     for num_ranks in ranks:
-        parts = [split(batch, num_ranks) for batch in batches]
+        mesh = Mesh(num_ranks, shard_size, same_data)
+        parts = [split(batch, mesh.num_parts) for batch in batches]
         if whole is not None:
-            _check_fair(whole, batches, num_ranks)
+            _check_fair(whole, batches, mesh.num_parts)
         expected = whole or run_in_parts(step, start, parts, rule=rule)
         for level in levels:
             settings = {"level": level, "sync_buffers": rule, **options}
-            got = _run_sharded(step, start, parts, num_ranks, settings, shard_size)
+            got = _run_sharded(step, start, parts, mesh, settings)
             at = {"level": level, "ranks": num_ranks}
-            comparison = Comparison(expected, got, equality, tuple(unused), rule == "local", at)
+            local = [mesh.part_of(rank) for rank in range(num_ranks)] if rule == "local" else None
+            comparison = Comparison(expected, got, equality, tuple(unused), local, at)
             try:
                 comparison.run()
             except ProvesNothing:
@@ -139,33 +144,58 @@ def assert_sharded_equals_unsharded(
                     raise
 
 
+class Mesh(NamedTuple):
+    """The ranks of a run, on one axis where there is no `shard_size`."""
+
+    num_ranks: int
+    shard_size: int | None
+    same_data: SameData | None
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of a batch."""
+        return 1 + max(self.part_of(rank) for rank in range(self.num_ranks))
+
+    def part_of(self, rank: int) -> int:
+        """The part of the batch that a rank is given."""
+        if self.same_data is None:
+            return rank
+        if self.shard_size is None:
+            raise ValueError(f"same_data={self.same_data!r} needs a mesh. Remedy: shard_size=...")
+        replica, place = divmod(rank, self.shard_size)
+        return place if self.same_data == "replicate" else replica
+
+    def of(self, group: Group) -> Group:
+        """The group that `shard` is given."""
+        if self.shard_size is None:
+            return group
+        return HybridGroup(group, shard_size=self.shard_size, same_data=self.same_data)
+
+
 def _run_sharded(
     step: TrainStep,
     start: Start,
     batches: Sequence[list[Any]],
-    num_ranks: int,
+    mesh: Mesh,
     settings: Mapping[str, Any],
-    shard_size: int | None = None,
 ) -> list[Run]:
     """Each rank's run, with the whole states gathered."""
 
     def run(group: Group) -> Run:
-        mesh = group if shard_size is None else HybridGroup(group, shard_size=shard_size)
-        sharded = shard(step, group=mesh, **settings)
+        sharded = shard(step, group=mesh.of(group), **settings)
         state = sharded.init(start.params, start.buffers, seed=start.seed)
         first, steps = sharded.unshard(state), []
         for parts in batches:
-            state, metrics = sharded(state, parts[group.rank])
+            state, metrics = sharded(state, parts[mesh.part_of(group.rank)])
             whole = sharded.unshard(state)
             steps.append(Step(whole, [whole.buffers], metrics))
         return Run(first, steps)
 
     try:
-        return run_ranks(run, num_ranks)
+        return run_ranks(run, mesh.num_ranks)
     except Exception as error:
-        error.add_note(
-            f"While running the sharded step at level {settings['level']}, ranks {num_ranks}."
-        )
+        at = f"level {settings['level']}, ranks {mesh.num_ranks}"
+        error.add_note(f"While running the sharded step at {at}.")
         raise
 
 
@@ -192,7 +222,7 @@ class Comparison:
     got: Sequence[Run]
     equality: Equality
     unused: tuple[str, ...]
-    local: bool  # whether ranks keep buffers of their own
+    local: list[int] | None  # each rank's part of the batch, if ranks keep buffers of their own
     at: dict[str, Any]  # for errors: level and ranks
 
     def run(self, jittered: Sequence[Run] = ()) -> None:
@@ -274,8 +304,8 @@ class Comparison:
             assert_equal_values(
                 *pair, grade="bitwise", what="rank 0's results and this rank's", context=here
             )
-            if self.local and len(want.buffers) > rank:
-                own = (want.buffers[rank], other.buffers[0])
+            if self.local and len(want.buffers) > self.local[rank]:
+                own = (want.buffers[self.local[rank]], other.buffers[0])
                 assert_equal_values(*own, grade=self.equality, what="buffers", context=here)
 
     def _shared(self, step: Step) -> Any:

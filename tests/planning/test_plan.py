@@ -446,6 +446,32 @@ def test_a_mesh_of_two_axes(level: int, over: Any, planned: tuple[int, ...]) -> 
         assert groups == ({"all 4"} if level == 0 else {"all 4", "shard 2", "replicate 2"})
 
 
+@pytest.mark.parametrize(("level", "same_data"), [(2, "replicate"), (3, "shard")])
+def test_an_axis_of_the_same_data(level: int, same_data: Any) -> None:
+    """With buffers, which are averaged over the other axis."""
+    case = CASES["convnet"]()
+    step, params, buffers = case.step(optim.lamb(1e-3))
+    (batch,) = case.batches(1, max(ROWS, case.min_rows))
+
+    def on_rank(group: Any) -> list[Call]:
+        watched = counted(group)
+        mesh = fz.HybridGroup(watched, shard_size=2, same_data=same_data)
+        sharded = fz.shard(step, level=level, group=mesh)
+        state = sharded.init(params, buffers)
+        for _ in range(3):
+            watched.reset()
+            state, _ = sharded(state, batch)
+        return list(watched.calls)
+
+    options: dict[str, Any] = {"level": level, "ranks": 4, "same_data": same_data}
+    for rank, calls in enumerate(run_ranks(on_rank, 4)):
+        if rank in FAR_APART:
+            more = {"shard_size": 2, "rank": rank, "batch": batch, "buffers": buffers}
+            assert calls_of(plan(params, step, **options, **more)) == calls
+    with pytest.raises(ValueError, match="there is one axis only"):
+        plan(params, step, **options)
+
+
 def test_measured_metrics_are_among_the_collectives() -> None:
     apply, params, buffers = fz.functionalize(decoder(), "blocks.*")
 

@@ -63,6 +63,7 @@ def test_any_mesh_any_level_any_optimizer(data: Any) -> None:
         per_rank=case.per_rank,
         unused=case.unused,
         shard_size=shard_size,
+        same_data=data.draw(st.sampled_from([None, "replicate", "shard"])),
         donate=data.draw(st.booleans()),
         state_axes=data.draw(st.sampled_from(["shard", "both"])),
         reduce_gradients=data.draw(st.sampled_from([None, "once"])),

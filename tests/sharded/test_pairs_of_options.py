@@ -464,7 +464,8 @@ def compare(case: Case, expected: Run, runs: list[Run]) -> None:
     assert_equal_values(
         expected.start.params, runs[0].start.params, grade="bitwise", what="first params"
     )
-    Comparison(expected, runs, o.grade, (), o.shard.get("sync_buffers") == "local", at).run()
+    local = [*range(case.ranks)] if o.shard.get("sync_buffers") == "local" else None
+    Comparison(expected, runs, o.grade, (), local, at).run()
 
 
 def check(case: Case) -> None:
