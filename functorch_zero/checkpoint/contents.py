@@ -201,7 +201,7 @@ def _held_params(layout: Layout, number: int, rank: int) -> _Spot:
     if not level_of(bucket).cuts_params:
         return _EVERYWHERE
     extent = bucket.held.extent(k, bucket.held_by(rank))
-    return _Spot(extent.shape, extent.start, extent.stop)
+    return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
 
 def _state_spots(step: ShardedTrainStep, state: TrainState, leaves: list[Any]) -> list[_Spot]:
@@ -233,7 +233,7 @@ def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
 def _cut(layout: Layout, number: int, rank: int) -> _Spot:
     b, k = layout.places[number]
     extent = layout.buckets[b].extent(k, rank)
-    return _Spot(extent.shape, extent.start, extent.stop)
+    return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
 
 def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:

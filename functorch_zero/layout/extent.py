@@ -6,18 +6,31 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+Box = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True)
 class Extent:
-    """What one rank's piece covers of a leaf: elements [start, stop) of the flattened leaf of this
-    full shape."""
+    """What one rank's piece covers of a leaf: elements [start, stop) of a box of the leaf,
+    flattened.
+
+    Attributes:
+        shape: of the whole leaf. Transforms decide by it, so that all ranks decide alike.
+        start, stop: in the flattened box.
+        box: for each dim, the half-open range that the box takes of it; None: the whole leaf. So a
+            piece can lie in some columns of a matrix.
+    """
 
     shape: tuple[int, ...]
     start: int
     stop: int
+    box: Box | None = None
 
     def __post_init__(self) -> None:
-        assert 0 <= self.start <= self.stop <= prod(self.shape), self
+        assert 0 <= self.start <= self.stop <= prod(self.box_shape), self
+        if self.box is not None:
+            ranges = zip(self.box, self.shape, strict=True)
+            assert all(0 <= first <= last <= size for (first, last), size in ranges), self
 
     @classmethod
     def of(cls, leaf: Any) -> Extent:
@@ -33,3 +46,28 @@ class Extent:
     def num_here(self) -> int:
         """Elements of the piece."""
         return self.stop - self.start
+
+    @property
+    def box_shape(self) -> tuple[int, ...]:
+        """The shape of the box."""
+        return self.shape if self.box is None else tuple(b - a for a, b in self.box)
+
+    @property
+    def in_box(self) -> Extent:
+        """The same piece, of the box as a leaf of its own."""
+        return Extent(self.box_shape, self.start, self.stop)
+
+    @property
+    def in_leaf(self) -> slice:
+        """Where the piece lies in the flattened whole leaf.
+
+        Raises:
+            NotImplementedError: the piece lies in a box, whose elements are not side by side there.
+        """
+        if self.box is not None:
+            raise NotImplementedError(
+                f"a piece of the box {self.box} of a leaf of shape {self.shape} is not one range "
+                "of the flattened leaf. Remedy: ask sums over dims and pointwise updates of it, "
+                "which don't need one"
+            )
+        return slice(self.start, self.stop)

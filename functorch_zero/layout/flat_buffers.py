@@ -160,7 +160,7 @@ def slice_bucket(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> list[Te
     flat = leaves[0].new_zeros(bucket.piece, dtype=_common_dtype(leaves, bucket.dtype))
     for k, here in enumerate(cut(flat, bucket, rank)):
         extent = bucket.extent(k, rank)
-        here.copy_(leaves[k].detach().reshape(-1)[extent.start : extent.stop])
+        here.copy_(leaves[k].detach().reshape(-1)[extent.in_leaf])
     return cut(flat, bucket, rank)
 
 

@@ -131,7 +131,7 @@ def _scatter_leaf(x: Any, leaf: StateLeaf, layout: Layout, rank: int) -> Any:
     if leaf.kind == "follows":
         b, k = layout.places[leaf.leaf]
         extent = layout.buckets[b].extent(k, rank)
-        return x.reshape(-1)[extent.start : extent.stop]
+        return x.reshape(-1)[extent.in_leaf]
     if leaf.kind == "owned" and leaf.owner != rank:
         return x.new_empty(0)
     return x

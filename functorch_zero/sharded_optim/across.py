@@ -237,4 +237,4 @@ class Sharded(Across):
         return [treedef.unflatten([tree[i] for i in range(len(extents))]) for tree in whole]
 
     def cut(self, tree: Tree) -> Tree:
-        return tree_map(lambda x, e: x.reshape(-1)[e.start : e.stop].clone(), tree, self.extents)
+        return tree_map(lambda x, e: x.reshape(-1)[e.in_leaf].clone(), tree, self.extents)

@@ -4,6 +4,9 @@ answers put back.
 A full shape is read as (rows, width): `width` is the last run of dims that are all reduced or all
 kept, `rows` the dims before it. Then a piece is a few whole rows with a part of one at each end,
 and each row goes to one place of the answer.
+
+A piece of a box of the tensor is first taken as a piece of a tensor of the box's shape. The answer
+about that is the box's part of the answer about the whole.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..groups.protocol import ReduceOp
-from ..layout.extent import Extent
+from ..layout.extent import Box, Extent
 from ..optim.across import sum_dtype, without
 
 
@@ -47,10 +50,19 @@ def _rows(extent: Extent, dims: tuple[int, ...], device: torch.device) -> _Rows:
     return _Rows(width, reduced, start, stop, places, stride_out)
 
 
+def _kept(box: Box, dims: tuple[int, ...]) -> tuple[slice, ...]:
+    """The box's part of an answer over `dims`."""
+    return tuple(slice(*ends) for dim, ends in enumerate(box) if dim not in dims)
+
+
 def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: ReduceOp) -> Tensor:
     """This piece's share of a sum or maximum over `dims`, in the full reduced shape."""
     dtype = sum_dtype(piece.dtype) if op == "sum" else piece.dtype
     identity = 0.0 if op == "sum" else -math.inf
+    if extent.box is not None:
+        out = piece.new_full(without(extent.shape, dims), identity, dtype=dtype)
+        out[_kept(extent.box, dims)] = reduce_piece(piece, extent.in_box, dims, op)
+        return out
     shape = without(extent.shape, dims)
     if not extent.num_here:
         return piece.new_full(shape, identity, dtype=dtype)
@@ -75,6 +87,9 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
 
 def spread_over_piece(answer: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
     """The values of an answer beside each element of the piece, 1-D."""
+    if extent.box is not None:
+        whole = answer.reshape(without(extent.shape, dims))
+        return spread_over_piece(whole[_kept(extent.box, dims)], extent.in_box, dims)
     if not extent.num_here:
         return answer.new_empty(0)
     if len(dims) == len(extent.shape) > 0:

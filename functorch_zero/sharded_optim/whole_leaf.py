@@ -85,11 +85,7 @@ class Exchange:
         for dtype in dict.fromkeys(x.dtype for i, x in enumerate(leaves) if i not in pieces):
             some = [i for i, x in enumerate(leaves) if x.dtype == dtype and owners[i] != EVERYONE]
             flat = {i: results[i].reshape(-1) for i in some if owners[i] == here}
-            runs = [
-                (rank, flat[i][part.start : part.stop])
-                for i in flat
-                for rank, part in self._parts(i)
-            ]
+            runs = [(rank, flat[i][part.in_leaf]) for i in flat for rank, part in self._parts(i)]
             sizes = [(owners[i], i, self._part(i, here).num_here) for i in some]
             for (_, i, _), part in self._swap(runs, sizes, leaves[some[0]]):
                 # A view of what was received could be taken for a view of a bucket

@@ -189,6 +189,23 @@ def test_extents() -> None:
         Extent((2,), 1, 3)
 
 
+def test_an_extent_in_a_box() -> None:
+    columns = Extent((2, 3), 1, 4, ((0, 2), (1, 3)))
+    assert (columns.shape, columns.box_shape, columns.numel, columns.num_here) == (
+        (2, 3),
+        (2, 2),
+        6,
+        3,
+    )
+    assert columns.in_box == Extent((2, 2), 1, 4)
+    assert Extent((2, 3), 1, 4).in_leaf == slice(1, 4)
+    with pytest.raises(NotImplementedError, match="not one range of the flattened leaf"):
+        columns.in_leaf  # noqa: B018
+    for stop, box in ((5, ((0, 2), (1, 3))), (1, ((0, 3), (0, 1))), (0, ((1, 0), (0, 1)))):
+        with pytest.raises(AssertionError):
+            Extent((2, 3), 0, stop, box)
+
+
 def test_a_layout_is_hashable_plain_data() -> None:
     _, params, _ = functionalize(nn.Linear(2, 2))
     assert isinstance(params, Params)
