@@ -17,7 +17,7 @@ from functorch_zero.errors import MismatchError
 from functorch_zero.groups import CountingGroup, HybridGroup, counted, run_ranks
 from functorch_zero.groups.mesh import Copy, axes_of
 from functorch_zero.sharded.agreement import average
-from functorch_zero.testing import assert_sharded_equals_unsharded
+from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
 from tests.sharded.test_processes import on_processes
 from tests.tiers import tiers
 
@@ -34,14 +34,16 @@ MESHES: list[tuple[int, int, SameData]] = [  # ranks, of them along the shard ax
 ]
 
 
-def build(**options: Any) -> tuple[fz.TrainStep, Any, Any]:
+def build(
+    model_options: dict[str, Any] | None = None, **options: Any
+) -> tuple[fz.TrainStep, Any, Any]:
     """BatchNorm, dropout, a buffer that counts rows, weights and a metric."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 3)
         )
-        apply, params, buffers = fz.functionalize(model.double())
+        apply, params, buffers = fz.functionalize(model.double(), **model_options or {})
 
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
         y, buffers = apply(params, buffers, x)
@@ -104,6 +106,26 @@ def test_steps_that_are_not_finite(
         ranks=(ranks,),
         per_rank=True,
         shard_size=shard_size,
+        same_data=same_data,
+    )
+
+
+@pytest.mark.parametrize("same_data", ["replicate", "shard"])
+def test_three_parts_in_mixed_precision_recomputed(same_data: SameData) -> None:
+    """Their share of the mean is no power of two, and not in the loss's seed."""
+    single = fz.Precision(compute=torch.float32, output=torch.float64)
+    low = {nn.Linear: single, nn.Dropout: single}
+    step, params, buffers = build({"units": nn.Linear, "precision": low, "remat": True})
+    assert_sharded_equals_unsharded(
+        step,
+        params,
+        buffers,
+        make_batches(),
+        levels=(1, 3),
+        ranks=(6,),
+        per_rank=True,
+        grade=Equality("approximate", 1e-4, "a forward and a backward in float32"),
+        shard_size=3 if same_data == "replicate" else 2,
         same_data=same_data,
     )
 
@@ -187,10 +209,11 @@ def parts_change_places(rank: int, mesh: HybridGroup, x: Tensor) -> Tensor:
     return x.chunk(2)[mesh.data.rank if axes_of(mesh).copy.number == 0 else 1 - mesh.data.rank]
 
 
+@pytest.mark.parametrize("ranks_are", ["threads", "processes"])
 @pytest.mark.parametrize("choose", [wrong_part, parts_change_places])
 @pytest.mark.parametrize("same_data", BOTH_AXES)
 def test_other_batches_are_found_before_anything_is_written(
-    choose: Any, same_data: SameData
+    ranks_are: str, choose: Any, same_data: SameData
 ) -> None:
     x = make_batches(1)[0]
 
@@ -207,7 +230,8 @@ def test_other_batches_are_found_before_anything_is_written(
     step, params, buffers = without_noise()
     _, expected = step(step.init(params, buffers), x)
     second = 2 if same_data == "replicate" else 1  # the rank beside rank 0
-    for text, loss in run_ranks(run, 4):
+    told = run_ranks(run, 4) if ranks_are == "threads" else on_processes(run, 4)
+    for text, loss in told:
         assert f"ranks 0 and {second} should have the same data, part 0 of the batch" in text
         assert "found another loss" in text and "mesh.data.rank" in text
         torch.testing.assert_close(loss, expected["loss"])
