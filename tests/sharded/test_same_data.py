@@ -35,9 +35,9 @@ MESHES: list[tuple[int, int, SameData]] = [  # ranks, of them along the shard ax
 
 
 def build(
-    model_options: dict[str, Any] | None = None, **options: Any
+    model_options: dict[str, Any] | None = None, *, weighted: bool = True, **options: Any
 ) -> tuple[fz.TrainStep, Any, Any]:
-    """BatchNorm, dropout, a buffer that counts rows, weights and a metric."""
+    """BatchNorm, dropout, a metric and, unless told otherwise, weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -49,7 +49,8 @@ def build(
         y, buffers = apply(params, buffers, x)
         loss = (y - x[:, :3]).square().mean()
         metrics = {"size": y.detach().abs().mean()}
-        return loss, fz.Aux(metrics=metrics, buffers=buffers, weight=1 + x[:, 0].abs().sum())
+        weight = 1 + x[:, 0].abs().sum() if weighted else None
+        return loss, fz.Aux(metrics=metrics, buffers=buffers, weight=weight)
 
     options.setdefault("metrics", ["grad_norm"])
     return fz.train_step(loss_fn, optim.adamw(0.01), **options), params, buffers
@@ -94,7 +95,7 @@ def test_equals_the_unsharded_step(mesh: tuple[int, int, SameData], over: str, s
 def test_steps_that_are_not_finite(
     ranks: int, shard_size: int, same_data: SameData, options: dict[str, Any]
 ) -> None:
-    step, params, buffers = build(**options)
+    step, params, buffers = build(weighted=False, **options)
     batches = make_batches()
     batches[1][-1, 3] = float("inf")  # in the last part
     assert_sharded_equals_unsharded(
@@ -115,7 +116,8 @@ def test_three_parts_in_mixed_precision_recomputed(same_data: SameData) -> None:
     """Their share of the mean is no power of two, and not in the loss's seed."""
     single = fz.Precision(compute=torch.float32, output=torch.float64)
     low = {nn.Linear: single, nn.Dropout: single}
-    step, params, buffers = build({"units": nn.Linear, "precision": low, "remat": True})
+    model = {"units": nn.Linear, "precision": low, "remat": True}
+    step, params, buffers = build(model, weighted=False)
     assert_sharded_equals_unsharded(
         step,
         params,
