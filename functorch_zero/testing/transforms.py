@@ -3,10 +3,9 @@ numbers."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -22,6 +21,8 @@ from ..layout.flat_buffers import slice_tree
 from ..optim.across import Owned, Pointwise, Tree, WholeLeaf
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
+from ..optim.claims.cuts import Steps, check_pointwise
+from ..optim.claims.operators import Watch
 from ..optim.local import Local, one_leaf
 from ..sharded.params import all_gather_tree
 from ..sharded_optim.across import Sharded
@@ -44,10 +45,9 @@ def check_transform(
     falsely tagged.
 
     First its operators are watched (`optim.claims.check.check_claims`). Then its numbers are
-    compared: a pointwise part's on whole leaves, on pieces cut at random, on single elements and on
-    all leaves joined, bit by bit; a whole-leaf function's on repetition, with inputs unchanged, and
-    in batches; and the whole transform's updates unsharded with those on ranks, which are threads
-    of this process.
+    compared: a pointwise part's on whole leaves, on pieces of them and on all leaves joined, bit by
+    bit; a whole-leaf function's on repetition, with inputs unchanged, and in batches; and the whole
+    transform's updates unsharded with those on ranks, which are threads of this process.
 
     Args:
         transform: any, also a chain or a wrapper.
@@ -71,14 +71,8 @@ def check_transform(
             for part in simple_parts(transform):
                 if part.plain is not None:
                     for dtype in (torch.float64, torch.float32):
-                        _check_cuts(
-                            part.plain,
-                            _cast(held, dtype),
-                            name_of(part),
-                            seed,
-                            steps,
-                            equality or BITWISE,
-                        )
+                        cast, name = _cast(held, dtype), name_of(part)
+                        _check_pointwise(part.plain, cast, name, seed, steps, equality or BITWISE)
             _check_ranks(transform, held, seed, steps, ranks, equality)
             _check_fused(transform, held, seed, steps, equality or REORDERED)
 
@@ -145,94 +139,23 @@ def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
     return [tree_map(lambda x, s=10.0**-k: one(x) * s, tree) for k in range(steps)]
 
 
-# A pointwise part, on whole leaves and on other cuts of the same elements
+# A pointwise part, on whole leaves and on the same elements cut otherwise
 
 
-class _Span(NamedTuple):
-    """Elements [start, stop) of a flattened leaf."""
-
-    leaf: int
-    start: int
-    stop: int
-
-
-class _Cut(NamedTuple):
-    """A tensor made of some spans."""
-
-    spans: tuple[_Span, ...]
-    story: str
-
-    def of(self, leaves: Sequence[Tensor]) -> Tensor:
-        """The elements of this cut, 1-D: a view where it is one span."""
-        flats = [leaves[s.leaf].reshape(-1)[s.start : s.stop] for s in self.spans]
-        return flats[0] if len(flats) == 1 else torch.cat(flats)
-
-
-def _cuts(leaves: Sequence[Tensor], seed: int) -> list[_Cut]:
-    """Pieces cut at random (some empty), single elements, and all leaves joined."""
-    g = torch.Generator().manual_seed(seed)
-    found = []
-    for i, leaf in enumerate(leaves):
-        n = leaf.numel()
-        at = sorted([0, 0, n, *torch.randint(0, n + 1, (3,), generator=g).tolist()])
-        pieces = [_Span(i, a, b) for a, b in itertools.pairwise(at)]
-        found += [_Cut((s,), f"elements {s.start} to {s.stop} alone, of {n}") for s in pieces]
-        singles = {0, n // 2, n - 1} & set(range(n))
-        found += [
-            _Cut((_Span(i, k, k + 1),), f"element {k} alone, of {n}") for k in sorted(singles)
-        ]
-    joined = tuple(_Span(i, 0, leaf.numel()) for i, leaf in enumerate(leaves))
-    return [*found, _Cut(joined, f"all {len(leaves)} leaves joined to one")]
-
-
-def _check_cuts(
+def _check_pointwise(
     part: Pointwise, tree: Any, name: str, seed: int, steps: int, equality: Equality
 ) -> None:
-    """A pointwise update of whole leaves, and of each cut by itself, over some steps."""
-    params: list[Tensor] = optree.tree_leaves(tree)
-    cuts = _cuts(params, seed)
-    state = part.init(tree)
-    states = [part.init(_alone(cut, params)) for cut in cuts]
-    for k, updates in enumerate(_draw(tree, seed, steps)):
-        given = optree.tree_leaves(updates)
-        new, state = part.update(updates, state, tree)
-        for c, cut in enumerate(cuts):
-            try:
-                made, states[c] = part.update(_alone(cut, given), states[c], _alone(cut, params))
-            except (RuntimeError, IndexError, TypeError, ArithmeticError) as error:
-                raise TransformError(f"{name} fails on {_named(cut, tree)}: {error}") from error
-            _compare_cut(
-                cut, optree.tree_leaves(new), optree.tree_leaves(made)[0], tree, name, k, equality
-            )
+    """A pointwise update of whole leaves, of pieces of them, and of all joined to one."""
 
+    def difference_of(expected: Tensor, got: Tensor) -> str | None:
+        pair: list[Any] = [{"": expected}, {"": got}]
+        try:
+            assert_equal_values(*pair, grade=equality, what="updates")
+        except AssertionError as error:
+            return str(error)
+        return None
 
-def _alone(cut: _Cut, leaves: Sequence[Tensor]) -> Any:
-    return {"": cut.of(leaves)}
-
-
-def _compare_cut(
-    cut: _Cut,
-    whole: Sequence[Tensor],
-    made: Tensor,
-    tree: Any,
-    name: str,
-    k: int,
-    equality: Equality,
-) -> None:
-    start = 0
-    for span in cut.spans:
-        expected = whole[span.leaf].reshape(-1)[span.start : span.stop]
-        got = made.reshape(-1)[start : start + len(expected)]
-        start += len(expected)
-        with _as_transform_error(
-            f"{name} is not pointwise: on whole leaves and on {_named(cut, tree)} it differs"
-        ):
-            pair: list[Any] = [{paths(tree)[span.leaf]: x} for x in (expected, got)]
-            assert_equal_values(*pair, grade=equality, what="updates", context={"step": k})
-
-
-def _named(cut: _Cut, tree: Any) -> str:
-    return cut.story if len(cut.spans) > 1 else f"{paths(tree)[cut.spans[0].leaf]} ({cut.story})"
+    check_pointwise(part, Steps(tree, _draw(tree, seed, steps)), Watch(name), difference_of)
 
 
 @contextmanager

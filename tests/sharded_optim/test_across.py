@@ -20,7 +20,7 @@ from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.layout.layout import Layout
 from functorch_zero.optim.across import Across
-from functorch_zero.optim.claims.check import PretendedRank
+from functorch_zero.optim.claims.pretended import PretendedRank
 from functorch_zero.optim.local import Local
 from functorch_zero.sharded.params import all_gather_tree
 from functorch_zero.sharded_optim.across import Sharded

@@ -1,16 +1,15 @@
-"""Whether a transform does what its `needs` says, seen from the operators it runs. Milliseconds,
-without communication.
+"""Whether a transform does what its `needs` says. Milliseconds, without communication.
 
 On shards a transform's update runs on 1-D pieces, so whatever it does to them itself, outside what
-it asks of `across`, must be elementwise. `check_claims` runs it once on a made-up rank that holds a
-few elements of each leaf, and watches.
+it asks of `across`, must be elementwise. `check_claims` runs it on a few small leaves, watches its
+operators (`operators`), and runs it again on the same elements cut otherwise (`cuts`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import optree
@@ -19,31 +18,18 @@ from optree import tree_map
 from torch import Tensor
 
 from ...errors import TransformError
-from ...layout.extent import Extent
 from ...tree import PyTree, paths
-from ..across import (
-    Dim,
-    DimOp,
-    LeafOp,
-    Owned,
-    Pointwise,
-    Product,
-    Question,
-    Refusing,
-    Tree,
-    WholeLeaf,
-    state_elsewhere,
-    sum_dtype,
-    without,
-)
+from ..across import Pointwise
 from ..base import Needs, Transform
-from ..local import Local
+from .cuts import Cut, Steps, check_cuts, check_pointwise
 from .operators import Watch
+from .pretended import PretendedRank, Silent, block_of
 
 NUM_STEPS = 2  # the first step and another: some updates treat the first one differently
-NUM_HERE = 3  # elements of each leaf that the made-up rank holds
-# No real tensor is that long: a 1-D meta tensor of this length plus n stands for the n-th param
-_LONG = 2**40
+FEW = 64  # leaves: wrappers are run on all leaves of a tree that has no more
+# What round-off may be, relative to a leaf's largest value: kernels compute a tensor's last few
+# elements in another way, a sigmoid's, say
+ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def name_of(transform: Transform) -> str:
@@ -65,6 +51,15 @@ def simple_parts(transform: Transform) -> Iterator[Transform]:
         yield from simple_parts(part)
 
 
+def pointwise_parts(transform: Transform) -> Iterator[Transform]:
+    """The largest transforms inside that are pointwise whatever the grouping; itself if it is."""
+    if transform.plain is not None:
+        yield transform
+    else:
+        for part in transform.parts:
+            yield from pointwise_parts(part)
+
+
 def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> None:
     """Raise `TransformError` if the transform's updates do to a piece what only whole tensors
     allow.
@@ -72,15 +67,18 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     Args:
         transform: any; chains and wrappers are checked through their parts.
         params: the tree it is meant for (whole or in pieces or on the meta device: only structure,
-            shapes and dtypes are read). With it the transform is run as a whole on a few elements
-            of each leaf, wrappers, masks and labels included. Without it the parts are run one by
-            one on a small tree, and those are left out that belong to one structure (they have
-            neither parts nor an author's functions, such as `scale_by_label`).
+            shapes and dtypes are read). With it the transform is run as a whole on up to 4096
+            elements of each leaf, wrappers, masks and labels included; of over 64 leaves, on the
+            first and the last of those with one shape whose paths differ in numbers only. Without
+            it the parts are run one by one on a small tree, and those are left out that belong to
+            one structure (they have neither parts nor an author's functions, such as
+            `scale_by_label`).
 
     Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative
     sums, matrix products), random ones, values read on the host, and changes in place of what was
-    given; and an `in_place` that is not `update` to the bit. Nothing is communicated.
-    `testing.check_transform` checks the numbers too.
+    given; results that depend on how leaves are cut, by their shape, position, path, order or
+    number; and an `in_place` that is not `update` to the bit. Nothing is communicated.
+    `testing.check_transform` checks more, on ranks and to the bit.
 
     >>> from functorch_zero import optim
     >>> check_claims(optim.adamw(1e-3))
@@ -91,30 +89,117 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     Traceback (most recent call last):
     functorch_zero.errors.TransformError: ... runs aten.mean.default ...
     """
-    tiny: Any = {
-        "matrix": torch.zeros(2, 3),
-        "vector": torch.zeros(5),
-        "scalar": torch.zeros(()),
-        "empty": torch.zeros(0),
-    }
     for part in simple_parts(transform):
         if part.plain is not None:
-            _run_watched(_alone(part.plain), tiny, name_of(part))
+            _check_pointwise(part, hostile_leaves(), torch.float32, operators=True)
             for dtype in (torch.float32, torch.float64):
                 _check_in_place(part.plain, dtype, name_of(part))
         elif params is None and part.needs > Needs.POINTWISE:
-            _run_watched(part, tiny, name_of(part))
-    if params is not None:
-        _run_watched(transform, params, name_of(transform))
+            _check_across(part, hostile_leaves() | {"scalar": torch.empty((), device="meta")})
+    if params is None:
+        return
+    few = _representatives(params)
+    for part in pointwise_parts(transform):
+        _check_pointwise(part, few, torch.float64)
+    if transform.plain is None:
+        _check_as_a_whole(transform, params, few)
 
 
-def _alone(part: Pointwise) -> Transform:
-    """A pointwise author's functions as they are."""
-    return Transform(
-        lambda params, across: part.init(params),
-        lambda u, s, p, across: part.update(u, s, p),
-        Needs.POINTWISE,
+def hostile_leaves() -> dict[str, Tensor]:
+    """Leaves of shapes on which a wrong transform shows itself, on the meta device."""
+    shapes = {
+        "column": (5, 1),
+        "cube": (2, 3, 4),
+        "empty": (0,),
+        "large": (64, 64),
+        "matrix": (3, 4),
+        "one": (1,),
+        "row": (1, 7),
+        "vector": (5,),
+    }
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def _representatives(params: PyTree[Tensor]) -> Any:
+    """The tree with None for all but the first and the last of leaves that are alike: of one shape
+    and dtype, with paths that differ in numbers only."""
+    leaves, treedef = optree.tree_flatten(params)
+    ends: dict[Any, tuple[int, int]] = {}
+    for i, (path, x) in enumerate(zip(paths(params), leaves, strict=True)):
+        kind = tuple(x.shape), x.dtype, re.sub(r"\d+", "#", path)
+        ends[kind] = ends.get(kind, (i, i))[0], i
+    kept = {i for both in ends.values() for i in both}
+    few = treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
+    return tree_map(  # None for whole subtrees, too, since it is passed many times
+        lambda x: x if isinstance(x, Tensor) else None,
+        few,
+        is_leaf=lambda subtree: not optree.tree_leaves(subtree),
     )
+
+
+def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[Tensor]) -> None:
+    """Check a transform with all that is around its parts; on few leaves, if they will do."""
+    if optree.tree_structure(params).num_leaves > FEW:
+        try:
+            _check_across(transform, few)
+            for part in simple_parts(transform):  # those of which the few leaves may have none
+                if part.plain is None and part.needs > Needs.POINTWISE:
+                    _check_across(part, few)
+            return
+        except Exception as error:
+            if isinstance(error, TransformError) and error.__cause__ is None:
+                raise
+            # Else it failed, and may belong to the one tree: all leaves decide
+    _check_across(transform, params)
+
+
+def _draw(tree: PyTree[Tensor], dtype: torch.dtype | None = None) -> Steps:
+    """Random values for each leaf's block, of this dtype or its own."""
+    g = torch.Generator().manual_seed(0)
+
+    def block(x: Tensor) -> Tensor:
+        return torch.randn(block_of(tuple(x.shape)), generator=g).to(dtype or x.dtype)
+
+    params, *updates = (tree_map(block, tree) for _ in range(1 + NUM_STEPS))
+    return Steps(params, updates)
+
+
+def _check_pointwise(
+    transform: Transform, tree: PyTree[Tensor], dtype: torch.dtype, *, operators: bool = False
+) -> None:
+    """A pointwise author's functions as they are, on whole leaves, in pieces, and joined."""
+    steps, watch = _draw(tree, dtype), Watch(name_of(transform))
+    assert transform.plain is not None
+    check_pointwise(transform.plain, steps, watch, difference_of, operators=operators)
+
+
+def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
+    """A transform on whole leaves, and on two ranks that are given the same answers."""
+    answers: list[Any] = []
+    watch = Watch(name_of(transform))
+
+    def across_of(cut: Cut | None) -> Any:
+        rank = PretendedRank(tree, cut, watch, answers)
+        return Silent(rank) if transform.needs == Needs.POINTWISE else rank
+
+    steps = _draw(tree)
+    check_cuts(transform, steps, watch, difference_of, operators=True, across_of=across_of)
+
+
+def difference_of(expected: Tensor, got: Tensor) -> str | None:
+    """The first difference that is not round-off."""
+    if expected.dtype == got.dtype and torch.equal(expected, got):
+        return None
+    dtypes = {expected.dtype, got.dtype}
+    bound = 0.0
+    if all(dtype.is_floating_point for dtype in dtypes):
+        relative = max(ROUND_OFF.get(d, 4 * torch.finfo(d).eps) for d in dtypes)
+        bound = relative * float(expected.double().nan_to_num(0, 0, 0).abs().max())
+    close = torch.isclose(expected.double(), got.double(), 0, bound, equal_nan=True)
+    if bool(close.all()):
+        return None
+    i = int(close.reshape(-1).logical_not().nonzero()[0])
+    return f"element {i} is {expected.reshape(-1)[i].item()} and {got.reshape(-1)[i].item()}"
 
 
 def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
@@ -122,12 +207,13 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
     param."""
     if part.in_place is None:
         return
+    size = 3
     g = torch.Generator().manual_seed(0)
-    params: Any = {"": torch.randn(NUM_HERE, generator=g, dtype=dtype)}
+    params: Any = {"": torch.randn(size, generator=g, dtype=dtype)}
     state, own = part.init(params), part.init(params)
     for _ in range(NUM_STEPS):
-        updates: Any = {"": torch.randn(NUM_HERE, generator=g, dtype=dtype)}
-        kept = [params, [x for x in optree.tree_leaves(own) if x.shape != (NUM_HERE,)]]
+        updates: Any = {"": torch.randn(size, generator=g, dtype=dtype)}
+        kept = [params, [x for x in optree.tree_leaves(own) if x.shape != (size,)]]
         before = tree_map(torch.clone, kept)
         got, own = part.in_place(tree_map(torch.clone, updates), own, params)
         _must_equal(
@@ -148,131 +234,3 @@ def _must_equal(expected: Any, got: Any, story: str) -> None:
     )
     if not alike or optree.tree_structure(expected) != optree.tree_structure(got):
         raise TransformError(f"{story}. Remedy: the same operators in the same order")
-
-
-def _run_watched(transform: Transform, params: PyTree[Tensor], name: str) -> None:
-    """Run `init` and a few updates on a made-up rank, under the watch."""
-    extents = tree_map(
-        lambda e: dataclasses.replace(e, stop=min(e.numel, NUM_HERE)), Local(params).extents
-    )
-    watch = Watch(name, paths(params), NUM_HERE)
-    rank = PretendedRank(extents, watch)
-    across: Any = Silent(rank) if transform.needs == Needs.POINTWISE else rank
-    follows, everyone = (
-        _following(transform, params, across),
-        range(optree.tree_structure(params).num_leaves),
-    )
-    g = torch.Generator().manual_seed(0)
-
-    def pieces(what: str) -> PyTree[Tensor]:
-        made = tree_map(
-            lambda p, e: torch.randn(e.num_here, generator=g).to(p.dtype), params, extents
-        )
-        watch.give(made, everyone, what)
-        return made
-
-    held = pieces("params")
-    with watch.running("init"):
-        state = transform.init(held, across)
-    watch.check_results(state, follows, "state")
-    for _ in range(NUM_STEPS):
-        updates = pieces("updates")
-        watch.give(state, follows, "state")
-        with watch.running("update"):
-            new, state = transform.update(updates, state, held, across)
-        watch.check_results(new, everyone, "updates")
-        watch.check_results(state, follows, "state")
-
-
-def _following(transform: Transform, params: PyTree[Tensor], across: Any) -> list[int | None]:
-    """For each leaf of the state, the number of the param it follows, from `init` on
-    placeholders."""
-    leaves, treedef = optree.tree_flatten(params)
-    stand_ins = [torch.empty(_LONG + i, dtype=p.dtype, device="meta") for i, p in enumerate(leaves)]
-    state = transform.init(treedef.unflatten(stand_ins), across)
-    return [
-        x.numel() - _LONG if isinstance(x, Tensor) and x.dim() == 1 and x.numel() >= _LONG else None
-        for x in optree.tree_leaves(state)
-    ]
-
-
-class PretendedRank(Local):
-    """The `across` of a rank that holds a few elements of each leaf and owns none, with made-up
-    answers.
-
-    Its answers have the shapes and dtypes of real answers, and no position.
-    """
-
-    def __init__(self, extents: PyTree[Extent], watch: Watch):
-        self.extents, self._watch = extents, watch
-
-    def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
-        with self._watch.paused():
-            return super().reduce(trees, op)
-
-    def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
-        def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
-            dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
-            return x.new_ones(without(extent.shape, dims), dtype=dtype)
-
-        with self._watch.paused():
-            return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)
-
-    def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
-        with self._watch.paused():
-            return super().totals(products)
-
-    def spread(self, tree: Tree, dim: Dim) -> Tree:
-        def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
-            return x.new_ones(extent.num_here)
-
-        with self._watch.paused():
-            return self._per_leaf(ones, tree, dim)
-
-    def run_pointwise(
-        self, part: Pointwise, updates: Tree, state: Any, params: Tree
-    ) -> tuple[Tree, Any]:
-        return updates, state  # checked on its own
-
-    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
-        leaves, treedef = optree.tree_flatten(params)
-        extents = optree.tree_leaves(self.extents)
-        with self._watch.paused():
-            states = [
-                Owned(state_elsewhere(part, leaf, extent), i)
-                for i, (leaf, extent) in enumerate(zip(leaves, extents, strict=True))
-            ]
-        return treedef.unflatten(states)
-
-    def run_whole(
-        self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
-    ) -> tuple[Tree, Any]:
-        return tree_map(torch.clone, updates), state
-
-    def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
-        def whole(x: Tensor, extent: Extent) -> Tensor:
-            return x.new_empty(extent.shape, device="meta")
-
-        return [tree_map(whole, tree, self.extents) for tree in trees]
-
-    def init_whole_tree(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
-        with self._watch.paused():
-            return super().init_whole_tree(init, params, limit)
-
-    def run_whole_tree(
-        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
-    ) -> tuple[Tree, Any]:
-        return tree_map(torch.clone, updates), state
-
-
-class Silent(Refusing):
-    """The `across` of a transform that says it is pointwise but looks at paths or shapes: it
-    refuses every question."""
-
-    def __init__(self, across: PretendedRank):
-        self.extents, self.keep = across.extents, across.keep
-        self.run_pointwise = across.run_pointwise
-        self._across = across
-
-    def select(self, mask: PyTree[bool]) -> Silent:
-        return Silent(self._across.select(mask))

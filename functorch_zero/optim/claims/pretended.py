@@ -1,0 +1,162 @@
+"""`PretendedRank`: an `across` without a group, whose answers are the same however leaves are
+cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from optree import tree_flatten, tree_leaves, tree_map
+from torch import Tensor
+
+from ...errors import TransformError
+from ...layout.extent import Extent
+from ...tree import PyTree
+from ..across import (
+    Dim,
+    DimOp,
+    LeafOp,
+    Owned,
+    Pointwise,
+    Product,
+    Question,
+    Refusing,
+    Tree,
+    WholeLeaf,
+    state_elsewhere,
+    sum_dtype,
+    without,
+)
+from ..local import Local
+from .cuts import Cut, first_pieces, middle, second_pieces
+from .operators import Watch
+
+MOST = 4096  # elements that are tried of a leaf
+
+
+def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a block of a tensor's first elements: all of them, or at most `MOST`."""
+    block: tuple[int, ...] = ()
+    size = 1
+    for length in reversed(shape):
+        block = (min(length, max(MOST // max(size, 1), 1)), *block)
+        size *= block[0]
+    return block
+
+
+class PretendedRank(Local):
+    """The `across` of a rank that holds a block of each leaf, or one of its pieces, and owns none.
+
+    Its answers have the shapes and dtypes of real ones. Sums are those of the first rank, noted in
+    `answers` for the others; sums over dims are ones.
+
+    Args:
+        tree: of full leaves; only their shapes are read.
+        cut: `first_pieces`, `second_pieces`, or None for the blocks as they are.
+        answers: empty for the first rank.
+    """
+
+    def __init__(self, tree: Tree, cut: Cut | None, watch: Watch, answers: list[Any]):
+        def held(leaf: Tensor) -> Extent:
+            n = math.prod(block_of(leaf.shape))
+            start, stop = middle(n) if cut is second_pieces else 0, n
+            return Extent(tuple(leaf.shape), start, middle(n) if cut is first_pieces else stop)
+
+        self.extents = tree_map(held, tree)
+        self._is_whole, self._watch, self._answers = cut is None, watch, answers
+        self._told = iter([*answers]) if answers else None
+        self._states: dict[Any, Any] = {}  # that others own, by author, shape and dtype
+
+    def _answer(self, ask: Callable[[], Any]) -> Any:
+        with self._watch.paused():
+            if self._told is None:
+                self._answers.append(ask())
+            answer = self._answers[-1] if self._told is None else next(self._told, None)
+            if answer is None:
+                raise TransformError(
+                    "it asks across for more on some pieces of leaves than on others. Remedy: ask "
+                    "the same questions on every rank"
+                )
+            return tree_map(torch.clone, answer)
+
+    def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
+        sums: tuple[Tree, ...] = self._answer(lambda: Local.reduce(self, trees, op))
+        return sums
+
+    def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
+        sums: tuple[Tensor, ...] = self._answer(lambda: Local.totals(self, products))
+        return sums
+
+    def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
+        def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+            dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
+            return x.new_ones(without(extent.shape, dims), dtype=dtype)
+
+        with self._watch.paused():
+            return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)
+
+    def spread(self, tree: Tree, dim: Dim) -> Tree:
+        def beside(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+            here = torch.arange(extent.start, extent.stop)
+            kept = [1 if d in dims else size for d, size in enumerate(extent.shape)]
+            full = x.reshape(kept).expand(extent.shape)
+            found = (
+                full[torch.unravel_index(here, full.shape)]
+                if full.ndim
+                else full.expand(here.shape)
+            )
+            return found.reshape(block_of(extent.shape) if self._is_whole else here.shape)
+
+        with self._watch.paused():
+            return self._per_leaf(beside, tree, dim)
+
+    def run_pointwise(
+        self, part: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        return updates, state  # checked on its own
+
+    def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
+        leaves, treedef = tree_flatten(params)
+        known, states = self._states, []
+        for i, (leaf, extent) in enumerate(zip(leaves, tree_leaves(self.extents), strict=True)):
+            kind = part, extent.shape, leaf.dtype
+            if kind not in known:
+                with self._watch.paused():
+                    known[kind] = state_elsewhere(part, leaf, extent)
+            states.append(Owned(known[kind], i))
+        return treedef.unflatten(states)
+
+    def run_whole(
+        self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        return tree_map(torch.clone, updates), state
+
+    def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
+        def whole(x: Tensor, extent: Extent) -> Tensor:
+            return x.new_empty(extent.shape, device="meta")
+
+        return [tree_map(whole, tree, self.extents) for tree in trees]
+
+    def init_whole_tree(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
+        with self._watch.paused():
+            return super().init_whole_tree(init, params, limit)
+
+    def run_whole_tree(
+        self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
+    ) -> tuple[Tree, Any]:
+        return tree_map(torch.clone, updates), state
+
+
+class Silent(Refusing):
+    """The `across` of a transform that says it is pointwise but looks at paths or shapes: it
+    refuses every question."""
+
+    def __init__(self, across: PretendedRank):
+        self.extents, self.keep = across.extents, across.keep
+        self.run_pointwise = across.run_pointwise
+        self._across = across
+
+    def select(self, mask: PyTree[bool]) -> Silent:
+        return Silent(self._across.select(mask))
