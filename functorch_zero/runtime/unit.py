@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_private import (
-    in_backward,
+    NO_BACKWARD,
+    backward_number,
     innermost_saved_tensors_hooks,
     outside_transforms,
     running_node_number,
@@ -117,7 +118,7 @@ class UnitRun:
         """The leaves, whole, bucket by bucket, for the loss alone. Of what is `tracked` the sink is
         told."""
         # a recomputation, which brings no gradients of its own; its flats stay until they have come
-        if in_backward():
+        if backward_number() != NO_BACKWARD:
             self.entry, self._at_work = None, self._around.reach() is self
         elif tracked:
             self.entry = self._join()
@@ -268,7 +269,7 @@ class Pass:
             for k, (flat, passes) in enumerate(zip(flats, run.source.passing, strict=True)):
                 if passes and flat.numel():
                     self._storages[storage_id(flat)] = (run, k)
-        if not in_backward():
+        if backward_number() == NO_BACKWARD:
             self.prefetch()
         return flats
 
