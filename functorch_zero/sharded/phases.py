@@ -36,7 +36,7 @@ from .background import BackgroundTasks
 from .buffers import apart, replaced, synchronize
 from .checks import check_not_empty
 from .grad_mean import in_range, loss_seed_of, to_means
-from .options import Options
+from .options import OVERLAPS, Options
 from .params import make_reduction, make_unit_flats, publish
 
 
@@ -138,6 +138,7 @@ def _on_micro_batch(
         reduction,
         device=device,
         order=order,
+        overlap=OVERLAPS[options.overlap],
         keeps=not options.reshard_after_forward,
         last=i == count - 1,
     )

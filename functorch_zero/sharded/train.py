@@ -208,6 +208,7 @@ class ShardedTrainStep:
                 "reduce_gradients": o.reduce_gradients,
                 "ranks of the shard axis": o.axes.shard.size,
                 "state_axes": "both" if o.axes.both else "shard",
+                "overlap": o.overlap,
             },
             "optimizer": describe(self.unsharded.optimizer),
             "layout": layout.describe(),
