@@ -1,4 +1,5 @@
-"""Private names of torch: all that the package uses, one function each.
+"""Private names of torch: all that the package uses, one function each, torch's own where it will
+do.
 
 All of them are in torch 2.11, 2.12 and 2.13. Any release of torch may change one, without notice;
 `tests/test_torch_private.py` checks what each function promises.

@@ -18,7 +18,7 @@ class Overlap:
     Backward asks for saved leaves of a unit one after the other. Asks are counted from 1, and only
     while most of the unit's backward is still to come; see Note [peak of backward].
     Whatever the choice, collectives start in the same order: a unit's own gather, the gathers
-    ahead, the unit's reductions. So ranks may even choose differently.
+    ahead, the unit's reductions.
 
     Attributes:
         gather_at: the ask at which the units ahead begin to be gathered.
