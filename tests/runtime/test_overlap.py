@@ -3,6 +3,8 @@ of waiting."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,9 +18,12 @@ from functorch_zero import optim
 from functorch_zero.errors import MismatchError
 from functorch_zero.groups import Call, CountingGroup, LabelledGroup, Work, counted, run_ranks
 from functorch_zero.model.functionalize import functionalize
+from functorch_zero.planning.api import plan
 from functorch_zero.runtime.prefetch import PrefetchOrder
+from functorch_zero.runtime.unit import Pass
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
+from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from tests.compare import Run, train_sharded
 from tests.models import GPT, Block, Shared, even, tokens
 from tests.runtime.test_memory import RANKS, LiveBytes
@@ -252,6 +257,51 @@ def test_ranks_choose_alike() -> None:
 
     with pytest.raises(MismatchError, match="overlap"):
         run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_step_is_proved_and_planned_with_it(overlap: Any) -> None:
+    case = models.mlp((7, 6, 5, 3))
+    step, params, buffers = case.step(optim.sgd(0.1, momentum=0.9))
+    batches = case.batches(2, 6)
+    assert_sharded_equals_unsharded(
+        step, params, buffers, batches, levels=(2, 3), ranks=(2,), overlap=overlap
+    )
+
+
+def test_a_plan_knows_the_difference() -> None:
+    model = nn.Sequential(*(Halves(WIDTHS[0]) for _ in range(6)))
+    plans = [
+        plan(model, optim.sgd(0.1), level=3, ranks=RANKS, units=Halves, overlap=overlap)
+        for overlap in OVERLAPS
+    ]
+    assert plans[0].collectives == plans[1].collectives
+    unit = 2 * WIDTHS[0] ** 2 * 4  # bytes
+    assert plans[0].peak.total + unit <= plans[1].peak.total <= plans[0].peak.total + 4 * unit
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_pass_needs_no_garbage_collector(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the state's flats, which a donating step must be able to free."""
+    passes: list[weakref.ref[Pass]] = []
+    finish = Pass.finish
+
+    def noted(self: Pass) -> None:
+        passes.append(weakref.ref(self))
+        finish(self)
+
+    monkeypatch.setattr(Pass, "finish", noted)
+    case = models.mlp()
+    step, params, buffers = case.step(optim.sgd(0.1))
+    sharded = shard(step, level=level, group=CountingGroup(2))
+    state = sharded.init(params, buffers)
+    gc.collect()
+    gc.disable()
+    try:
+        sharded(state, case.batches(1, 4)[0])
+        assert len(passes) == 1 and passes[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_no_other_choice() -> None:
