@@ -1,4 +1,5 @@
-"""Private names of torch: all that the package uses, one function each.
+"""Private names of torch: all that the package uses, one function each, torch's own where it will
+do.
 
 All of them are in torch 2.11, 2.12 and 2.13. Any release of torch may change one, without notice;
 `tests/test_torch_private.py` checks what each function promises.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -42,12 +43,10 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
-def storage_id(x: Tensor) -> int:
-    """A number of the storage that a tensor lies in, its own while the storage lives.
-
-    The public `data_ptr()` is 0 for every tensor without values.
-    """
-    return int(x.untyped_storage()._cdata)
+# A number of the storage that a tensor lies in, its own while the storage lives. The public
+# `data_ptr()` is 0 for every tensor without values. Torch's own function makes no Python object
+# of the storage; saved-tensor hooks ask it of each tensor that a loss saves.
+storage_id: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 
 def is_fake(x: Tensor) -> bool:
@@ -122,12 +121,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 # ---- Autograd ----
 
 
-def next_node_number() -> int:
-    """The number that autograd gives to the next node that this thread makes; they count up.
-
-    Autograd runs ready nodes from the highest number down. Public nodes don't tell their numbers.
-    """
-    return int(torch._C._autograd._get_sequence_nr())
+# The number that autograd gives to the next node that this thread makes; they count up. Autograd
+# runs ready nodes from the highest number down. Public nodes don't tell their numbers.
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def running_node_number() -> int | None:
@@ -139,18 +135,16 @@ def running_node_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass. Torch has no public question for it."""
-    return torch._C._current_graph_task_id() != -1
+# The number of the backward pass that this thread runs, or NO_BACKWARD. Torch has no public
+# question for it.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+NO_BACKWARD = -1
 
-
-def innermost_saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """The (pack, unpack) that autograd would save a tensor by now; None without any.
-
-    The public `saved_tensors_hooks` only sets them.
-    """
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+# The (pack, unpack) that autograd would save a tensor by now; None without any. The public
+# `saved_tensors_hooks` only sets them. Its argument, `ignore_is_tracing`, stays False.
+innermost_saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
 
 
 def in_forward_ad() -> bool:
@@ -161,20 +155,16 @@ def in_forward_ad() -> bool:
     return forward_ad._current_level >= 0
 
 
-def profiler_enabled() -> bool:
-    """Whether a profiler of torch records this thread.
-
-    The public `record_function` doesn't ask: it costs some microseconds while nobody profiles.
-    """
-    return torch._C._autograd._profiler_enabled()
+# Whether a profiler of torch records this thread. The public `record_function` doesn't ask: it
+# costs some microseconds while nobody profiles.
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 # ---- torch.func ----
 
 
-def transforms_active() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is active. In public, none tells."""
-    return torch._C._are_functorch_transforms_active()
+# Whether a transform of torch.func (grad, vmap, jvp, ...) is active. In public, none tells.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

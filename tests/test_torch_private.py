@@ -148,7 +148,7 @@ def test_map_tensors() -> None:
 
 
 class Noting(torch.autograd.Function):
-    """Notes in `seen` whether backward runs, and the number of the running node."""
+    """Notes in `seen` the number of the backward pass, and the number of the running node."""
 
     seen: list[Any]
 
@@ -158,7 +158,7 @@ class Noting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        Noting.seen.append((private.in_backward(), private.running_node_number()))
+        Noting.seen.append((private.backward_number(), private.running_node_number()))
         return grad
 
 
@@ -188,14 +188,14 @@ def test_running_node_number_is_the_one_that_was_next() -> None:
     assert private.running_node_number() is None
 
 
-def test_in_backward() -> None:
+def test_backward_number() -> None:
     Noting.seen = []
     x = torch.ones((), requires_grad=True)
     y = noted(x)
-    assert not private.in_backward()
+    assert private.backward_number() == private.NO_BACKWARD
     y.backward()
-    assert [inside for inside, _ in Noting.seen] == [True]
-    assert not private.in_backward()
+    assert [number >= 0 for number, _ in Noting.seen] == [True]
+    assert private.backward_number() == private.NO_BACKWARD
 
 
 def test_innermost_saved_tensors_hooks() -> None:

@@ -67,17 +67,17 @@ class Bucket:
         None  # where leaves are gathered, used or reduced in another dtype than they are stored in
     )
 
-    @property
+    @cached_property
     def compute(self) -> torch.dtype:
         """What whole leaves are used in."""
         return self.dtype if self.dtypes is None else self.dtypes.compute
 
-    @property
+    @cached_property
     def gather(self) -> torch.dtype:
         """What leaves are rounded to, and travel in, before they are used."""
         return self.dtype if self.dtypes is None else self.dtypes.gather
 
-    @property
+    @cached_property
     def reduce(self) -> torch.dtype:
         """What gradients are rounded to, and summed over ranks in."""
         return self.dtype if self.dtypes is None else self.dtypes.reduce
@@ -86,7 +86,7 @@ class Bucket:
     def numels(self) -> tuple[int, ...]:
         return tuple(prod(shape) for shape in self.shapes)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole flat, padding included."""
         return self.cut.num_pieces * self.piece

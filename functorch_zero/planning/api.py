@@ -24,7 +24,14 @@ from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
 from ..sharded.buffers import check_sync_buffers
-from ..sharded.options import Options, ReduceGradients, StateAxes, check_reduce_gradients
+from ..sharded.options import (
+    Options,
+    OverlapChoice,
+    ReduceGradients,
+    StateAxes,
+    check_overlap,
+    check_reduce_gradients,
+)
 from ..step.loss import Aux, LossFn
 from ..step.train import TrainStep, mark_trainable
 from .live_bytes import ValueNeeded
@@ -57,6 +64,7 @@ def plan(
     shard_size: int | None = None,
     state_axes: StateAxes = "shard",
     same_data: SameData | None = None,
+    overlap: OverlapChoice = "memory",
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
     ranks.
@@ -80,7 +88,7 @@ def plan(
             tuple's parts. Without a batch, units are taken to be entered once each in the layout's
             order, and their backward to need their weights.
         buffers: for the loss, when params are given.
-        sync_buffers, reshard_after_forward, reduce_gradients: as for `shard`.
+        sync_buffers, reshard_after_forward, reduce_gradients, overlap: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.
@@ -126,6 +134,7 @@ def plan(
         check_sync_buffers(sync_buffers),
         reshard_after_forward,
         check_reduce_gradients(reduce_gradients, levels),
+        check_overlap(overlap),
     )
     levels.check(params)
     with nullcontext() if batch is not None else _no_collections():

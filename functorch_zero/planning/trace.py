@@ -28,7 +28,7 @@ from ..layout.layout import Layout, LeafSpec, Unit
 from ..layout.levels import level_of
 from ..model.lazy_param import LazyParam
 from ..runtime.prefetch import PrefetchOrder
-from ..runtime.unshard import Source
+from ..runtime.unshard import Gathering, UnitFlats
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options, check_state_axes
 from ..sharded.phases import Local, Run, advance, agree_on, differentiate
@@ -167,8 +167,8 @@ class ImaginedStep:
         knows its value."""
 
         def loss(params: Any, buffers: Any, batch: Any) -> Any:
-            for run in {leaf.entrance for leaf in optree.tree_leaves(params)}:
-                run.source = Noted(run.source, run.name, self._journal)
+            for unit in {leaf.entrance.unit for leaf in optree.tree_leaves(params)}:
+                unit.flats = Noted(unit.flats, unit.name, self._journal)
             self._enter("forward")
             result = loss_fn(params, buffers, batch)
             self._enter("backward")
@@ -357,21 +357,34 @@ def imagined_axes(
 
 
 class Noted:
-    """A source that says when its unit is in use."""
+    """A unit's flats that say when the unit is in use."""
 
-    def __init__(self, source: Source, name: str, journal: Journal) -> None:
-        self._source, self._name, self._journal = source, name, journal
-        self.drops, self.passing = source.drops, source.passing
-        self.start, self.leaves, self.drop = source.start, source.leaves, source.drop
+    def __init__(self, flats: UnitFlats, name: str, journal: Journal) -> None:
+        self._flats, self._name, self._journal = flats, name, journal
+        self.transient, self.passing = flats.transient, flats.passing
+        self.start, self.leaves = flats.start, flats.leaves
 
     @property
     def here(self) -> list[Tensor] | None:
-        self._journal.unit = self._name
-        return self._source.here
+        if self._flats.here is not None:
+            self._journal.unit = self._name
+        return self._flats.here
 
-    def flats(self) -> list[Tensor]:
+    @here.setter
+    def here(self, flats: list[Tensor] | None) -> None:
+        self._flats.here = flats
+
+    @property
+    def under_way(self) -> Sequence[Gathering] | None:
+        return self._flats.under_way
+
+    @property
+    def versions(self) -> Sequence[int]:
+        return self._flats.versions
+
+    def unshard(self) -> list[Tensor]:
         self._journal.unit = self._name
-        return self._source.flats()
+        return self._flats.unshard()
 
 
 class _Holding:

@@ -1,32 +1,107 @@
-"""The order in which units are fetched: a hint from one pass to the next."""
+"""Overlap of communication with a pass: the order in which units are gathered, as a hint from one
+pass to the next, and the moments of backward at which gathers start and reductions end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .unshard import UnitFlats
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The moments at which a unit's backward starts the next gather and ends earlier reductions.
+
+    Backward asks for saved leaves of a unit one after the other. Asks are counted from 1, and only
+    while most of the unit's backward is still to come; see Note [peak of backward].
+    Whatever the choice, collectives start in the same order: a unit's own gather, the gathers
+    ahead, the unit's reductions.
+
+    Attributes:
+        gather_at: the ask at which the units ahead begin to be gathered.
+        settle_at: the ask at which a rank waits for the reductions under way; None: it waits no
+            earlier than it must.
+        num_under_way: how many units' reductions may be under way at a time.
+    """
+
+    gather_at: int
+    settle_at: int | None
+    num_under_way: int
+
+    # Least memory: a unit's backward begins with no other flat beside it
+    memory: ClassVar[Overlap]
+    # Most time to hide communication: the whole backward of a unit, for GPUs. On CUDA, waiting for
+    # a reduction stops the computing stream, so nothing waits before a second one is under way.
+    time: ClassVar[Overlap]
+
+
+Overlap.memory = Overlap(gather_at=2, settle_at=2, num_under_way=1)
+Overlap.time = Overlap(gather_at=1, settle_at=None, num_under_way=2)
 
 
 class PrefetchOrder:
-    """The units that the last pass fetched, in order. While one unit is used, the next is on its
+    """The units that the last pass gathered, in order. While one is used, the next are on their
     way.
 
     It belongs to a step. Ranks must start the same gathers, so all of them follow the same order.
     When one rank fails, wherever, the others fail in their next collective, and may be a pass
     ahead; so whoever fails forgets it.
+
+    Args:
+        distance: how many units ahead are on their way, at least 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, distance: int = 1) -> None:
+        if distance < 1:
+            raise ValueError(f"distance must be at least 1, got {distance}")
+        self.distance = distance
         self.units: Sequence[str] = ()
 
     def record(self, units: Sequence[str]) -> None:
-        """A pass has fetched these units, in this order."""
+        """A pass has gathered these units, in this order."""
         self.units = tuple(units)
+
+    def follow(self, flats: Mapping[str, UnitFlats]) -> Following:
+        """The order, for a pass that begins, over units with these flats by name."""
+        return Following(self.units, self.distance, flats)
 
     @contextmanager
     def forgotten_on_failure(self) -> Iterator[None]:
-        """Forget the order when what runs inside fails."""
+        """Forget the order when the code inside fails."""
         try:
             yield
         except BaseException:
             self.units = ()
             raise
+
+
+class Following:
+    """A pass on its way along the order of the last one, as far as the two have gathered alike.
+
+    Attributes:
+        gathered: the units of this pass so far.
+        expected: the unit to be gathered next; None where that is not known.
+        ahead: the flats of the units that should be on their way soon, `expected` first.
+    """
+
+    def __init__(self, order: Sequence[str], distance: int, flats: Mapping[str, UnitFlats]) -> None:
+        self.gathered: list[str] = []
+        self._order, self._distance, self._flats = order, distance, flats
+        self._look_ahead()
+
+    def add(self, unit: str) -> None:
+        """This pass has had to gather the unit."""
+        if unit != self.expected:
+            self._order = ()  # from here on the last pass is no guide
+        self.gathered.append(unit)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        at = len(self.gathered)
+        names = self._order[at : at + self._distance]
+        self.expected = names[0] if names else None
+        # The last pass may have been over another tree
+        self.ahead = [self._flats[name] for name in names if name in self._flats]

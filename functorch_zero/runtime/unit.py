@@ -1,32 +1,47 @@
-"""Entering and leaving a unit: one autograd node, gathered storage remembered instead of kept,
-prefetch.
+"""The path of a unit through one pass: entered, gathered, left; in backward gathered again, its
+gradients packed and reduced.
 
-A `Pass` is one forward and backward of a loss. It makes one `UnitRun` a unit, whose *source* gives
-whole leaves (resident ones, or gathered ones) and whose *sink* takes their gradients. The node is
-made at entry, so the engine runs it right after the unit's own backward: it orders ready nodes by
-creation, newest first.
+A `Pass` is one forward and backward of a loss, and the one owner of what happens in it: the units'
+flats, the uses that backward has not come to, the gathers ahead and the reductions. The parts it
+owns (`unshard.py`, `reduce.py`, `prefetch.py`) are passive: none calls back. Three doors lead to
+it: a unit's `Entrance` in forward; in backward the saved-tensor hook (`on_first_use`) and the
+unit's one autograd node (`on_backward`). The node is made at entry, so the engine runs it right
+after the unit's own backward: it orders ready nodes by creation, newest first.
+
+Note [order of reductions]: ranks must start the same collectives in the same order, even when one
+rank's loss does not reach a unit. Reductions therefore start in the reverse of the order of uses.
+For a use that backward has passed by, a rank sends zeros, and gathers what its backward would have
+gathered. Where nothing but whole gradients is reduced in backward (levels 0 and 1 alone), they
+start in the reverse of the layout's order, each unit once.
+
+Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is
+ready. So when it runs a node, uses that are newer have been passed by if they have no gradients by
+then. A use's own number tells: it begins with that of the next node, and its place among the open
+ones sets apart uses without a node between them.
 
 Note [peak of backward]: a unit's backward needs most memory when it begins: its activations are all
-there. So the reduction under way and the next gather wait until it asks for its second saved leaf;
-most of its work still hides them. One whose first was nearly all of it, such as a head, has no work
-left to hide them: there they wait until it is done.
+there. So to save memory, the reduction under way and the next gather wait until it asks for its
+second saved leaf; most of its work still hides them. One whose first was nearly all of it, such as
+a head, has no work left to hide them: there they wait until it is done. See `Overlap`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
-from typing import Any, Protocol
+from dataclasses import dataclass
+from itertools import filterfalse, repeat
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_private import (
-    in_backward,
+    NO_BACKWARD,
+    backward_number,
     innermost_saved_tensors_hooks,
+    next_node_number,
     outside_transforms,
     running_node_number,
     storage_id,
@@ -37,8 +52,12 @@ from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
 from ..model.lazy_param import check_unchanged, make_lazy_params, versions_of
 from ..profiling import NOTHING
-from .reduce import Entry, Grads, Sink
-from .unshard import Source
+from .prefetch import Overlap, PrefetchOrder
+from .reduce import GradientReduction
+from .unshard import UnitFlats
+
+Grads = Sequence[Tensor | None]  # of a unit's leaves, whole, in the unit's order
+Number = tuple[int, ...]  # of a use; () is before all, see Note [where backward is]
 
 
 class Scale(Protocol):
@@ -63,140 +82,107 @@ class Unscaled:
         return flat
 
 
-class UnitRun:
-    """One unit during one pass: the `Entrance` of its leaves' lazy parameters."""
+class UnitInPass:
+    """One unit during one pass."""
 
-    _leaves: Sequence[Tensor] | None = None
-    _tracked = False  # whether gradients flow back from those leaves
-    _depth = 0
-    entry: Entry | None = None  # the last one
-    entered = False  # whether there has been one
-    _at_work = False  # whether it runs again for the backward of its own last open entry
+    leaves: Sequence[Tensor] | None = None  # whole, as the model uses them now
+    tracked = False  # whether gradients flow back from those leaves
+    depth = 0  # how many of its modules' calls have not returned
+    use: Use | None = None  # the last one
+    num_open = 0  # uses that backward has not come to
+    recomputing = False  # whether it runs again for the backward of its last open use
 
-    def __init__(self, unit: Unit, content: UnitContent, source: Source, around: Pass):
-        self.name, self._modules = unit.name or "root", unit.modules
-        self.content, self.source, self._around = content, source, around
-        self.trained: Sequence[int] = content.trained
-        self._left: set[str] = set()
-        # By entry: elements that its backward will ask for
-        self.saved: Counter[Entry | None] = Counter()
+    def __init__(self, index: int, unit: Unit, content: UnitContent, flats: UnitFlats):
+        self.index = index  # in the layout
+        self.name, self.modules = unit.name or "root", unit.modules
+        self.content, self.flats = content, flats
+        self.left: set[str] = set()  # modules whose calls have returned
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """One use of a unit, from the moment it is entered to its gradients."""
+
+    unit: int  # its index in the layout
+    number: Any  # a Number; None: run again in backward, which brings no gradients of its own
+    saved: int = 0  # elements of gathered leaves that its backward will ask for
+
+
+class SavedLeaf(NamedTuple):
+    """What autograd keeps of a tensor that lies in a gathered flat."""
+
+    use: Use
+    k: int  # the unit's k-th flat
+    dtype: torch.dtype
+    offset: int  # in elements of that dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class SavedTensor(NamedTuple):
+    """What autograd keeps of any other tensor."""
+
+    tensor: Tensor
+    version: int
+
+
+class UnitEntrance:
+    """The `Entrance` of one unit's lazy parameters: how forward enters and leaves it."""
+
+    __slots__ = ("around", "unit")
+
+    def __init__(self, around: Pass, unit: UnitInPass):
+        self.around, self.unit = around, unit
 
     def enter(self, module: str) -> Sequence[Tensor]:
-        if self._depth == 0 and module in self._left:
-            self._leaves = None
+        unit = self.unit
+        if unit.depth == 0 and module in unit.left:
+            unit.leaves = None  # a use of its own
         leaves = self.touch()
-        self._depth += 1
+        unit.depth += 1
         return leaves
 
     def leave(self, module: str) -> None:
-        self._depth -= 1
-        self._left.add(module)
-        if self._depth == 0 and self._left.issuperset(self._modules):
-            self._close()
+        unit = self.unit
+        unit.depth -= 1
+        unit.left.add(module)
+        if unit.depth == 0 and unit.left.issuperset(unit.modules):
+            self.around.on_leave(unit)
 
     def touch(self) -> Sequence[Tensor]:
-        tracked = self._around.anchor is not None and torch.is_grad_enabled()
-        if self._leaves is None or (tracked and not self._tracked):
-            with _no_transforms():
-                if tracked and self.trained:
-                    self._leaves = Enter.apply(self._around.anchor, self)  # type: ignore[no-untyped-call]
-                else:
-                    self._leaves = self.whole_leaves(tracked)
-            self._tracked, self._left = tracked, set()
-        return self._leaves
+        unit, around = self.unit, self.around
+        tracked = around.anchor is not None and torch.is_grad_enabled()
+        if unit.leaves is not None and (unit.tracked or not tracked):
+            return unit.leaves  # the use goes on
+        with outside_transforms() if transforms_active() else NOTHING:
+            leaves: Sequence[Tensor]
+            if tracked and unit.content.trained:
+                leaves = Enter.apply(around.anchor, self)  # type: ignore[no-untyped-call]
+            else:
+                leaves = around.begin_use(unit, tracked)
+        unit.leaves, unit.tracked, unit.left = leaves, tracked, set()
+        return leaves
 
     def watch(self) -> AbstractContextManager[None]:
-        return self._around.watch() if self.source.drops else NOTHING
-
-    def _close(self) -> None:
-        self._leaves = None
-        if self.source.drops and not (self._at_work or self._around.stays(self)):
-            self.drop()
-
-    def whole_leaves(self, tracked: bool) -> tuple[Tensor, ...]:
-        """The leaves, whole, bucket by bucket, for the loss alone. Of what is `tracked` the sink is
-        told."""
-        # a recomputation, which brings no gradients of its own; its flats stay until they have come
-        if in_backward():
-            self.entry, self._at_work = None, self._around.reach() is self
-        elif tracked:
-            self.entry = self._join()
-        self._around.fetch(self)
-        return (*map(Tensor.detach, self.source.leaves()),)
-
-    def drop(self) -> None:
-        """The flats are not needed for now."""
-        if self.source.drops:
-            self._around.forget(self)
-            self.source.drop()
-
-    def _join(self) -> Entry:
-        """Tell the sink of an entry."""
-        self.entered = True
-        entry: Entry = self._around.sink.enter(self)
-        if self.source.drops and _hooked_by_others():
-            self.saved[entry] += 1  # backward will run the unit again
-        return entry
-
-    def replay(self, entry: Entry, *, last: bool) -> None:
-        """That entry's backward is over: start those of its gathers that it has not started
-        itself."""
-        if entry in self.saved:
-            self._around.fetch(self)
-        self._leaves = None
-        if last or not self._around.keeps:
-            self.drop()  # before the next unit comes
-        self._around.prefetch()
-
-    def give(self, entry: Entry | None, grads: Grads) -> None:
-        """Hand that entry's gradients to the sink; the next unit is on its way at the latest
-        now."""
-        self._around.sink.take(entry, self, grads)
-        self._around.pass_on()
-
-    def pack(self, grads: Grads | None, lent: Container[int] = ()) -> Iterator[tuple[int, Tensor]]:
-        """The trained buckets' gradients as whole flats; `grads` None is zeros.
-
-        Those of the buckets in `lent` may be autograd's own, not to be written to.
-        """
-        around = self._around
-        for b, which in zip(self.trained, self.content.slices, strict=True):
-            bucket = around.layout.buckets[b]
-            own = [None] * len(bucket.leaves) if grads is None else grads[which]
-            dtype, alone = None if bucket.dtypes is None else bucket.reduce, own[0]
-            if b in lent and not around.scale.writes and is_flat(alone, bucket, dtype):
-                flat = alone.detach().view(-1)
-            else:
-                flat = pack(own, bucket, device=around.device, dtype=dtype)
-            yield b, around.scale(flat)
-
-    def let_go(self) -> None:
-        """What was made for one use, a gather or a cast, can go; leaves that are always here
-        stay."""
-        if self.source.drops:
-            self.done()
-
-    def done(self) -> None:
-        """The unit's gradient has been taken, or the pass is over: what was kept of it can go."""
-        self._leaves = None
-        self.drop()
+        return self.around.watch() if self.unit.flats.transient else NOTHING
 
 
 class Enter(torch.autograd.Function):
-    """Forward: a unit's whole leaves. Backward: their gradients, to the sink; nothing goes back to
+    """Forward: a unit's whole leaves. Backward: their gradients, to the pass; nothing goes back to
     autograd."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, run: UnitRun) -> tuple[Tensor, ...]:
-        leaves = run.whole_leaves(tracked=True)
-        ctx.run, ctx.entry = run, run.entry
+    def forward(ctx: Any, anchor: Tensor, entrance: UnitEntrance) -> tuple[Tensor, ...]:
+        unit = entrance.unit
+        leaves = entrance.around.begin_use(unit, tracked=True)
+        ctx.around, ctx.use = entrance.around, unit.use
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*map(leaves.__getitem__, run.content.frozen))
+        ctx.mark_non_differentiable(*map(leaves.__getitem__, unit.content.frozen))
         return leaves
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        ctx.run.give(ctx.entry, grads)
+        ctx.around.on_backward(ctx.use, grads)
         return None, None
 
 
@@ -205,184 +191,304 @@ class Pass:
 
     Args:
         layout: how the tree is cut.
-        sources: one for each unit.
-        sink: where gradients go; None when none will be taken.
+        flats: of each unit.
+        reduction: takes the gradients; None when there will be none.
         device: of the leaves.
+        order: in which the pass before gathered units; None: nobody knows.
+        overlap: when reductions are waited for and gathers started in backward.
         keeps: keep gathered flats from forward to backward (`reshard_after_forward=False`).
-        ahead: the `trace` of the pass before, for prefetch: while one unit is used the next is on
-            its way.
-        last: whether no other pass will give gradients to the same sink.
+        last: whether no other pass will give gradients to the same reduction.
     """
 
     def __init__(
         self,
         layout: Layout,
-        sources: Sequence[Source],
-        sink: Sink | None,
+        flats: Sequence[UnitFlats],
+        reduction: GradientReduction | None,
         *,
         device: torch.device,
+        order: PrefetchOrder | None = None,
+        overlap: Overlap = Overlap.memory,
         keeps: bool = False,
-        ahead: Sequence[str] = (),
         last: bool = True,
     ):
-        self.layout, self.device = layout, device
-        self.sink: Any = sink
-        self.keeps = keeps and sink is not None
-        self.anchor: Any = (
-            torch.zeros((), device=device, requires_grad=True) if sink is not None else None
-        )
-        self.runs = [*map(UnitRun, layout.units, layout.contents, sources, repeat(self))]
-        self._staying = [flat for source in sources if not source.drops for flat in source.flats()]
+        self.entered = False  # whether gradients can flow to any unit
+        self.anchor: Any = None  # 0-d Tensor: makes autograd run the units' nodes
+        if reduction is not None:
+            self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._layout, self._device = layout, device
+        self._reduction: Any = reduction
+        self._overlap, self._last = overlap, last
+        self._keeps = keeps and reduction is not None
+        self._units = []
+        for index, unit in enumerate(layout.units):
+            self._units.append(UnitInPass(index, unit, layout.contents[index], flats[index]))
+        by_name = {unit.name: unit.flats for unit in self._units}
+        self.following = (PrefetchOrder() if order is None else order).follow(by_name)
+        self._staying = []  # flats that are always here, in the dtype they are used in
+        for own in flats:
+            if not own.transient:
+                self._staying += own.unshard()
         self._versions = versions_of(self._staying)
-        if sink is not None:
-            sink.begin(self.runs, last=last)
-        self.trace: list[str] = []  # the units in the order they had to be fetched
-        # The last pass may have been over another tree
-        by_name = {run.name: run for run in self.runs} if ahead else {}
-        self._ahead: Iterator[UnitRun | None] = map(by_name.get, ahead)
-        self._next = next(self._ahead, None)  # the unit to be fetched next, it seems
-        self._storages: dict[int, tuple[UnitRun, int]] = {}
-        self._ended = False  # whether the loss has returned, and a backward is the pass's own
-        self.scale: Scale = Unscaled()  # of gradients, once the loss has returned
-        self._in_use: tuple[UnitRun, Entry | None] | None = (
-            None  # the unit and entry that backward is at
-        )
-        self._asked = 0  # how many of its saved leaves it has asked for,
+        # By number of storage: (unit, k) of the gathered flat in it
+        self._gathered: dict[int, tuple[UnitInPass, int]] = {}
+        self._open: list[Use] = []  # uses that backward has not come to, in order
+        # Units whose whole gradients are still to be reduced, in the layout's order
+        self._waiting = [*self._units] if last and reduction is not None else []
+        self._loss_returned = False  # from then on, a backward is the pass's own
+        self._scale: Scale = Unscaled()
+        self._in_use: Use | None = None  # the one that backward is at,
+        self._asks = 0  # how many of its saved leaves backward has asked for,
         self._to_come = 0  # and how many elements of them it has yet to ask for
 
     def lazy_params(self) -> Any:
         """The tree the loss sees."""
-        seen, entrances = self.layout.seen, map(self.runs.__getitem__, self.layout.seen.units)
+        seen = self._layout.seen
+        entrances = [UnitEntrance(self, unit) for unit in self._units]
         trainable = seen.trainable if self.anchor is not None else repeat(False)
         lazy = make_lazy_params(
-            entrances, seen.numbers, seen.shapes, seen.dtypes, repeat(self.device), trainable
+            map(entrances.__getitem__, seen.units),
+            seen.numbers,
+            seen.shapes,
+            seen.dtypes,
+            repeat(self._device),
+            trainable,
         )
-        return self.layout.treedef.unflatten(lazy)
+        return self._layout.treedef.unflatten(lazy)
 
-    def fetch(self, run: UnitRun) -> list[Tensor]:
-        """The unit's flats; the one that was fetched after it the last time is on its way."""
-        flats = run.source.here
-        if flats is None:
-            flats = run.source.flats()
-            self._follow(run)
-            for k, (flat, passes) in enumerate(zip(flats, run.source.passing, strict=True)):
-                if passes and flat.numel():
-                    self._storages[storage_id(flat)] = (run, k)
-        if not in_backward():
-            self.prefetch()
-        return flats
+    # Forward
 
-    def prefetch(self) -> None:
-        """Bring the unit here that was fetched next the last time."""
-        if self._next is not None:
-            self._next.source.start()
+    def begin_use(self, unit: UnitInPass, tracked: bool) -> tuple[Tensor, ...]:
+        """The leaves, whole, bucket by bucket, for the loss alone."""
+        backward = backward_number() != NO_BACKWARD
+        if backward:
+            # It runs again for backward: its flats stay until the gradients have come
+            unit.use = Use(unit.index, None)
+            unit.recomputing = self._is_at_last_use_of(unit)
+        elif tracked:
+            self._open_use(unit)
+        elif unit.use is None:
+            unit.use = Use(unit.index, None)
+        if unit.flats.here is None:
+            self._unshard(unit)
+        if not backward:
+            for flats in self.following.ahead:
+                flats.start()
+        return (*map(Tensor.detach, unit.flats.leaves()),)
 
-    def pass_on(self) -> None:
-        """Backward has left a unit."""
-        self._in_use = None
-        self.prefetch()
-
-    def _follow(self, run: UnitRun) -> None:
-        """Add to the trace; where it leaves the last pass's, that one is no guide any more."""
-        if self._next is not run:
-            self._ahead = iter(())
-        self.trace.append(run.name)
-        self._next = next(self._ahead, None)
-
-    def reach(self) -> Any:
-        """A unit runs again for backward, which has passed by what came after its node. Whose entry
-        is next."""
-        node = running_node_number() if self._ended else None
-        return None if node is None else self.sink.reach(node)
-
-    def stays(self, run: UnitRun) -> bool:
-        """Whether a unit's flats stay when it is left: asked for, or because it is the next to be
-        fetched again."""
-        if self.keeps:
-            return True
-        again = self._next is run
-        if again:
-            self._follow(run)
-        return again
-
-    def forget(self, run: UnitRun) -> None:
-        """The unit's flats are about to go: another storage may be known by the same number."""
-        self._storages = {
-            storage: owner for storage, owner in self._storages.items() if owner[0] is not run
-        }
+    def _open_use(self, unit: UnitInPass) -> None:
+        """A use whose gradients backward will bring."""
+        self.entered = True
+        if self._reduction.in_layout_order:
+            unit.use = Use(unit.index, ())
+            unit.num_open += bool(unit.content.trained)
+            return
+        unit.use = Use(unit.index, (next_node_number(), len(self._open)))
+        unit.num_open += 1
+        self._open.append(unit.use)
+        if unit.flats.transient and _hooked_by_others():
+            unit.use.saved += 1  # backward will run the unit again
 
     def watch(self) -> AbstractContextManager[None]:
-        """Saved tensors that lie in gathered storage are kept as (unit, bucket, offset, size,
-        stride)."""
-        if self.anchor is None or self.keeps or _hooked_by_others() or transforms_active():
+        """Around a use: saved tensors that lie in gathered flats are remembered, not kept."""
+        if self.anchor is None or self._keeps or _hooked_by_others() or transforms_active():
             return NOTHING
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._remember, self._recall)
 
-    def _pack(self, tensor: Tensor) -> Any:
-        owner = self._storages.get(storage_id(tensor))
+    def _remember(self, tensor: Tensor) -> SavedLeaf | SavedTensor:
+        """Autograd saves a tensor for backward."""
+        owner = self._gathered.get(storage_id(tensor))
         if owner is None:
-            return tensor, version_of(tensor)
-        run, k = owner
-        run.saved[run.entry] += tensor.numel()
-        place = (
-            (run, run.entry),
-            k,
-            tensor.dtype,
-            tensor.storage_offset(),
-            tensor.size(),
-            tensor.stride(),
-        )
-        return place, None
+            return SavedTensor(tensor, version_of(tensor))
+        unit, k = owner
+        assert unit.use is not None
+        unit.use.saved += tensor.numel()
+        offset: Any = tensor.storage_offset()
+        return SavedLeaf(unit.use, k, tensor.dtype, offset, tensor.size(), tensor.stride())
 
-    def _unpack(self, packed: tuple[Any, int | None]) -> Any:
-        saved, version = packed
-        if version is None:
-            return self._again(*saved)
-        if version_of(saved) != version:  # checked as autograd checks what no hook has seen
-            raise _changed(saved, version)
-        return saved
-
-    def _again(
-        self,
-        at: tuple[UnitRun, Entry | None],
-        k: int,
-        dtype: torch.dtype,
-        offset: int,
-        size: Any,
-        stride: Any,
-    ) -> Tensor:
-        """A view of the k-th flat of a unit, for the backward of an entry."""
-        run, entry = at
-        if at != self._in_use:
-            self._in_use, self._asked, self._to_come = at, 0, run.saved[entry]
-            if entry is not None and self._ended:
-                self.sink.pass_by(entry)
-        flat: Tensor = (run.source.here or self.fetch(run))[k]
-        self._asked += 1
-        if self._asked == 2 and 8 * self._to_come > run.saved[entry]:  # see Note [peak of backward]
-            self.sink.settle()
-            self.prefetch()
-        self._to_come -= size.numel()
-        return (flat if flat.dtype is dtype else flat.view(dtype)).as_strided(size, stride, offset)
+    def on_leave(self, unit: UnitInPass) -> None:
+        """The calls of the unit's modules have returned: free its flats, unless they are wanted."""
+        unit.leaves = None
+        if not unit.flats.transient or self._keeps or unit.recomputing:
+            return
+        if unit.name == self.following.expected:
+            self.following.add(unit.name)  # stays: backward begins with it
+        else:
+            self._reshard(unit)
 
     def loss_ended(self, scale: Scale) -> None:
         """The loss has returned, and packed gradients are to be scaled like this."""
         check_unchanged(self._staying, self._versions)
-        self._ended, self.scale, self._in_use = True, scale, None
+        self._loss_returned, self._scale, self._in_use = True, scale, None
+
+    # Backward
+
+    def _recall(self, saved: SavedLeaf | SavedTensor) -> Tensor:
+        """Autograd asks for a tensor that it has saved."""
+        if isinstance(saved, SavedLeaf):
+            return self.on_first_use(saved.use, saved)
+        if version_of(saved.tensor) != saved.version:  # as autograd does without hooks
+            raise _changed(saved.tensor, saved.version)
+        return saved.tensor
+
+    def on_first_use(self, use: Use, ask: SavedLeaf) -> Tensor:
+        """Backward uses leaves of a unit, for the first time or once more: a view of them.
+
+        The first ask gathers the unit, and says where backward is. An early one, by the choice of
+        `Overlap`, starts the gathers ahead and ends earlier reductions.
+        """
+        if use is not self._in_use:
+            self._in_use, self._asks, self._to_come = use, 0, use.saved
+            if use.number is not None and self._loss_returned:
+                self._pass_by(use.number)
+
+        unit = self._units[use.unit]
+        flat = (unit.flats.here or self._unshard(unit))[ask.k]
+
+        self._asks += 1
+        if 8 * self._to_come > use.saved:  # most is to come; see Note [peak of backward]
+            if self._asks == self._overlap.settle_at:
+                self._reduction.settle()
+            if self._asks == self._overlap.gather_at:
+                for flats in self.following.ahead:
+                    flats.start()
+        self._to_come -= ask.size.numel()
+
+        flat = flat if flat.dtype is ask.dtype else flat.view(ask.dtype)
+        return flat.as_strided(ask.size, ask.stride, ask.offset)
+
+    def on_backward(self, use: Use, grads: Grads) -> None:
+        """Backward has come to the end of a use: its leaves' gradients, None for those without.
+
+        The flats go before gradients are packed; packed gradients are reduced, or add up to those
+        of other uses; the gathers ahead are on their way at the latest now.
+        """
+        unit = self._units[use.unit]
+        if use.number is not None:
+            self._pass_by(use.number)
+        if self._open and self._open[-1] is use:
+            self._close_last()
+        else:  # a recomputation, or a use whose order does not matter
+            if self._reduction.in_layout_order and use.number is not None:
+                unit.num_open -= 1
+            unit.leaves = None
+            self._reshard(unit)
+
+        self._reduce(unit, grads)
+        self._in_use = None
+        for flats in self.following.ahead:
+            flats.start()
+
+    def _pass_by(self, number: Number) -> None:
+        """Backward is at that use: open ones after it get no gradients any more."""
+        while self._open and self._open[-1].number > number:
+            unit = self._close_last()
+            self._reduce(unit, None)
+
+    def _is_at_last_use_of(self, unit: UnitInPass) -> bool:
+        """Whether backward, which runs the unit again, has come to the unit's own last open use."""
+        node = running_node_number() if self._loss_returned else None
+        if node is None:
+            return False
+        self._pass_by((node + 1,))
+        return bool(self._open) and self._open[-1].unit == unit.index
+
+    def _close_last(self) -> UnitInPass:
+        """Backward has come to the end of the last open use, or passed it by. Whose it is."""
+        use = self._open.pop()
+        unit = self._units[use.unit]
+        unit.num_open -= 1
+        if use.saved and unit.flats.here is None:
+            self._unshard(unit)  # passed by here, but other ranks have gathered it
+        unit.leaves = None
+        if not unit.num_open or not self._keeps:
+            self._reshard(unit)
+        for flats in self.following.ahead:
+            flats.start()
+        return unit
+
+    def _reduce(self, unit: UnitInPass, grads: Grads | None) -> None:
+        """Pack a use's gradients, None is zeros, into whole flats: reduce them, or add them up."""
+        reduction, scale = self._reduction, self._scale
+        if not reduction.in_layout_order:
+            reduction.make_room(self._overlap.num_under_way)
+        for b, which in zip(unit.content.trained, unit.content.slices, strict=True):
+            bucket = self._layout.buckets[b]
+            own: Grads = [None] * len(bucket.leaves) if grads is None else grads[which]
+            dtype = None if bucket.dtypes is None else bucket.reduce
+            at_once = b in reduction.every_use
+            # A reduce-scatter only reads its flat, so that may be autograd's own
+            if at_once and not scale.writes and is_flat(own[0], bucket, dtype):
+                flat = own[0].detach().view(-1)  # (numel,), where one leaf fills the bucket
+            else:
+                flat = pack(own, bucket, device=self._device, dtype=dtype)
+            flat = scale(flat)
+            if at_once:
+                reduction.start(b, flat)
+            else:
+                reduction.add(b, flat)
+        # Flats that have added up are due after the unit's last use in the last pass
+        if reduction.in_layout_order:
+            while self._waiting and not self._waiting[-1].num_open:
+                self._reduce_whole(self._waiting.pop())
+        elif reduction.whole and self._last and not unit.num_open:
+            self._reduce_whole(unit)
+
+    def _reduce_whole(self, unit: UnitInPass) -> None:
+        """Start the reductions of a unit's gradients that have added up, whole."""
+        reduction = self._reduction
+        ready = [b for b in unit.content.trained if b in reduction.whole]
+        if not ready and reduction.in_layout_order:  # other ranks may have some
+            for b in unit.content.trained:
+                bucket = self._layout.buckets[b]
+                dtype = None if bucket.dtypes is None else bucket.reduce
+                none = [None] * len(bucket.leaves)
+                reduction.add(b, pack(none, bucket, device=self._device, dtype=dtype))
+            ready = [*unit.content.trained]
+        if ready:
+            reduction.make_room(self._overlap.num_under_way)
+        for b in ready:
+            reduction.start(b, reduction.whole.pop(b))
 
     def finish(self) -> None:
         """The pass, its backward included, is over."""
-        if self.sink is not None:
-            self.sink.end()
-        for run in self.runs:
-            run.done()
+        if self._reduction is not None:
+            self._pass_by(())
+            while self._waiting:  # units that the last pass has not entered
+                self._reduce_whole(self._waiting.pop())
+        for unit in self._units:
+            unit.leaves = None
+            self._reshard(unit)
         check_unchanged(self._staying, self._versions)
-        self.runs, self._ahead = [], iter(())  # no cycle, so that pieces need not wait for gc
-        self._next = self._in_use = None
+        self._in_use = None
 
+    # Gathers
 
-def _no_transforms() -> AbstractContextManager[Any]:
-    return outside_transforms() if transforms_active() else NOTHING
+    def _unshard(self, unit: UnitInPass) -> list[Tensor]:
+        """The unit's flats, (num_pieces * piece,) each, gathered now or on their way already."""
+        self.following.add(unit.name)
+        flats = unit.flats.unshard()
+        for k, (flat, passing) in enumerate(zip(flats, unit.flats.passing, strict=True)):
+            if passing and flat.numel():
+                self._gathered[storage_id(flat)] = unit, k
+        return flats
+
+    def _reshard(self, unit: UnitInPass) -> None:
+        """Free the unit's gathered flats. A loss must not have written to them: that would be
+        lost."""
+        flats = unit.flats
+        if not flats.transient:
+            return
+        if flats.under_way is not None:
+            flats.unshard()
+        if flats.here is None:
+            return
+        # Another storage may soon be known by the same number
+        for flat in flats.here:
+            self._gathered.pop(storage_id(flat), None)
+        if [*map(version_of, filterfalse(Tensor.is_inference, flats.here))] != flats.versions:
+            check_unchanged(flats.here, [*flats.versions])
+        flats.here = None
 
 
 def _changed(saved: Tensor, version: int) -> RuntimeError:

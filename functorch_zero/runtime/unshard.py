@@ -1,88 +1,96 @@
-"""Where a unit's whole leaves come from: they are here already, or they are gathered on use."""
+"""A unit's whole flats during one pass: resident, or gathered on use.
+
+They are passive: `runtime/unit.py` says when they come and go.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from operator import attrgetter
-from typing import Protocol
+from itertools import chain, filterfalse
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from .._torch_private import base_of
+from .._torch_private import base_of, profiler_enabled, version_of
 from ..groups.protocol import Done, Group, Work
 from ..layout.flat_buffers import unpack
 from ..layout.layout import Bucket
 from ..model.casting import cast_leaf
-from ..model.lazy_param import check_unchanged, versions_of
-from ..profiling import ranged
+from ..profiling import NOTHING, ranged
 
 Buckets = Sequence[Bucket]
-_DTYPES = attrgetter("dtypes")
 
 
-class Source(Protocol):
-    """Where a unit's whole flats come from, one (num_pieces * piece,) a bucket."""
+class UnitFlats(Protocol):
+    """A unit's whole flats, one (num_pieces * piece,) per bucket, in the dtype they are used in."""
 
-    drops: bool  # whether flats go away on leaving, and must not be kept by autograd
-    passing: Sequence[bool]  # which of those that come
-
-    @property
-    def here(self) -> list[Tensor] | None:
-        """The flats, if they are here, and nobody has to wait for them."""
-        ...
+    transient: bool  # whether they go when the unit is left, and autograd must not keep them
+    passing: Sequence[bool]  # by bucket, of transient ones: whether this flat goes
+    here: list[Tensor] | None  # the flats, where nobody has to wait for them
+    under_way: Sequence[Gathering] | None  # gathers that were started and not waited for
+    versions: Sequence[int]  # of transient ones, when they came: a loss must not write to them
 
     def start(self) -> None:
-        """Begin to bring the flats here."""
+        """Begin to gather the flats, unless they are here or under way."""
         ...
 
-    def flats(self) -> list[Tensor]:
-        """The flats, once they are here."""
+    def unshard(self) -> list[Tensor]:
+        """Wait until the flats are here."""
         ...
 
     def leaves(self) -> Sequence[Tensor]:
         """The whole leaves in them, bucket by bucket. The flats are here."""
         ...
 
-    def drop(self) -> None:
-        """They are not needed for now."""
-        ...
+
+class Gathering(NamedTuple):
+    """One bucket's all-gather."""
+
+    whole: Tensor  # (num_pieces * piece,), in the dtype of gathers
+    sent: Tensor  # (piece,), this rank's; lives until the work is done
+    work: Work
 
 
-class Resident:
-    """Levels 0 to 2: whole flats that are always here, in the dtype they are used in."""
+class ResidentFlats:
+    """Levels 0 to 2: whole flats that are always here, in the dtype they are used in.
 
-    drops = False
+    Args:
+        flats: one (num_pieces * piece,) per bucket.
+        leaves: the whole leaves, if they are at hand already, as views of the flats.
+    """
+
+    transient = False
     passing: Sequence[bool] = ()
+    under_way: Sequence[Gathering] | None = None
+    versions: Sequence[int] = ()
 
     def __init__(self, flats: list[Tensor], buckets: Buckets, leaves: Sequence[Tensor] = ()):
-        """`leaves` are the whole leaves, if they are at hand already, as views of the flats."""
-        self.here, self._buckets = flats, buckets
-        self._leaves = leaves if {*map(id, map(base_of, leaves))} == {*map(id, flats)} else None
+        self.here: list[Tensor] | None = flats
+        self._flats, self._buckets = flats, buckets
+        bases = {*map(id, map(base_of, leaves))}
+        self._leaves = leaves if bases == {*map(id, flats)} else None
 
     def start(self) -> None:
         pass
 
-    def flats(self) -> list[Tensor]:
-        return self.here
+    def unshard(self) -> list[Tensor]:
+        return self._flats
 
     def leaves(self) -> Sequence[Tensor]:
-        return [*_views(self.here, self._buckets)] if self._leaves is None else self._leaves
-
-    def drop(self) -> None:
-        pass
+        return [*_views(self._flats, self._buckets)] if self._leaves is None else self._leaves
 
 
-class Gathered:
-    """Flats made on use. Level 3: this rank's pieces, all-gathered, one all-gather a bucket each
+class GatheredFlats:
+    """Flats made on use. Level 3: this rank's pieces, all-gathered, one all-gather per bucket each
     time. Any level: flats that are used in another dtype, rounded as for a gather, and cast.
 
     Args:
-        flats: pieces where `cut`; elsewhere whole flats of other levels' leaves, which stay if they
-            needn't be cast.
+        flats: pieces (piece,) where `cut`; elsewhere whole flats of other levels' leaves, which
+            stay if they needn't be cast.
+        log: of the collectives started.
     """
 
-    drops = True
+    transient = True
 
     def __init__(
         self,
@@ -93,53 +101,51 @@ class Gathered:
         log: list[str],
         name: str,
     ):
-        self._flats, self._buckets, self._cut = flats, buckets, cut
-        self._group, self._log, self._name = group, log, name
+        self.here: list[Tensor] | None = None
+        self.under_way: Sequence[Gathering] | None = None
+        self.versions: Sequence[int] = ()
         self.passing: Sequence[bool] = [
             c or bucket.dtypes is not None for c, bucket in zip(cut, buckets, strict=True)
         ]
+        self._flats, self._buckets, self._cut = flats, buckets, cut
+        self._group, self._log, self._name = group, log, name
         self._moves = any(cut)
-        self._started: list[tuple[Tensor, Tensor, Work]] | None = (
-            None  # whole, what it is made of, the gather
-        )
-        self.here: list[Tensor] | None = None
-        self._versions: list[int] = []
 
     def start(self) -> None:
-        if self._moves and self.here is None and self._started is None:
-            self._log.append("gather " + self._name)
-            with ranged("gather", self._name):
-                self._started = [*map(self._gather, self._flats, self._buckets, self._cut)]
+        if not self._moves or self.here is not None or self.under_way is not None:
+            return
+        self._log.append("gather " + self._name)
+        started = []
+        with ranged("gather", self._name) if profiler_enabled() else NOTHING:
+            for flat, bucket, cut in zip(self._flats, self._buckets, self._cut, strict=True):
+                if not cut:
+                    started.append(Gathering(flat, flat, Done()))
+                    continue
+                sent = flat if bucket.dtypes is None else flat.to(bucket.dtypes.gather)
+                whole = sent.new_empty(self._group.size * sent.numel())
+                work = self._group.all_gather(whole, sent)
+                started.append(Gathering(whole, sent, work))
+        self.under_way = started
 
-    def _gather(self, flat: Tensor, bucket: Bucket, cut: bool) -> tuple[Tensor, Tensor, Work]:
-        if not cut:
-            return flat, flat, Done()
-        sent = flat if bucket.dtypes is None else flat.to(bucket.dtypes.gather)
-        whole = sent.new_empty(self._group.size * sent.numel())
-        return whole, sent, self._group.all_gather(whole, sent)
-
-    def flats(self) -> list[Tensor]:
-        if self.here is None:
-            self.start()
-            wholes = self._flats
-            if self._started is not None:
-                with ranged("wait for gather", self._name):
-                    for _, _, work in self._started:
-                        work.wait()
-                wholes, self._started = [whole for whole, _, _ in self._started], None
-            self.here = [*map(cast_leaf, wholes, map(_DTYPES, self._buckets))]
-            self._versions = versions_of(self.here)
-        return self.here
+    def unshard(self) -> list[Tensor]:
+        if self.here is not None:
+            return self.here
+        self.start()
+        wholes = self._flats
+        if self.under_way is not None:
+            with ranged("wait for gather", self._name) if profiler_enabled() else NOTHING:
+                for gathering in self.under_way:
+                    gathering.work.wait()
+            wholes, self.under_way = [gathering.whole for gathering in self.under_way], None
+        here = []
+        for whole, bucket in zip(wholes, self._buckets, strict=True):
+            here.append(whole if bucket.dtypes is None else cast_leaf(whole, bucket.dtypes))
+        self.here = here
+        self.versions = [*map(version_of, filterfalse(Tensor.is_inference, here))]
+        return here
 
     def leaves(self) -> Sequence[Tensor]:
-        return [*_views(self.flats(), self._buckets)]
-
-    def drop(self) -> None:
-        if self._started is not None:
-            self.flats()
-        if self.here is not None:
-            check_unchanged(self.here, self._versions)
-            self.here = None
+        return [*_views(self.unshard(), self._buckets)]
 
 
 def _views(flats: Sequence[Tensor], buckets: Buckets) -> Iterator[Tensor]:

@@ -11,7 +11,15 @@ from ..step.evaluate import EvalStep
 from ..step.train import TrainStep
 from .buffers import SyncBuffers, check_sync_buffers
 from .evaluate import ShardedEvalStep
-from .options import Options, ReduceGradients, StateAxes, check_reduce_gradients, check_state_axes
+from .options import (
+    Options,
+    OverlapChoice,
+    ReduceGradients,
+    StateAxes,
+    check_overlap,
+    check_reduce_gradients,
+    check_state_axes,
+)
 from .train import ShardedTrainStep
 
 
@@ -25,6 +33,7 @@ class _Options(TypedDict, total=False):
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None
     state_axes: StateAxes
+    overlap: OverlapChoice
 
 
 @overload
@@ -45,6 +54,7 @@ def shard(
     reshard_after_forward: bool = True,
     reduce_gradients: ReduceGradients | None = None,
     state_axes: StateAxes = "shard",
+    overlap: OverlapChoice = "memory",
 ) -> ShardedTrainStep | ShardedEvalStep:
     """The same step for the ranks of a group: it returns what the unsharded step returns, or says
     why it can't.
@@ -72,6 +82,10 @@ def shard(
         state_axes: with a group of two axes, "shard": each replica has all of the optimizer's
             state, or "both": it is cut over the replicas, too, which then also share the
             optimizer's work.
+        overlap: in backward, "memory": a unit's gradients are reduced, and the next unit is
+            gathered, while the rest of the unit after them runs; "time": each has a whole unit's
+            backward to hide behind, as GPUs want it, and up to two units' gradients are being
+            reduced at a time. Results are the same to the bit.
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
     level 3: at most 3, 2 when not resharding. After Rajbhandari et al., "ZeRO" (2020).
@@ -86,6 +100,7 @@ def shard(
         check_sync_buffers(sync_buffers),
         reshard_after_forward,
         check_reduce_gradients(reduce_gradients, levels),
+        check_overlap(overlap),
     )
     return (
         ShardedTrainStep(step, options)

@@ -19,7 +19,7 @@ from . import agreement
 from .checks import check_batch, sharding_of
 from .failures import sharing_failures
 from .options import Options
-from .params import evaluated, make_sources
+from .params import evaluated, make_unit_flats
 
 
 class ShardedEvalStep:
@@ -50,13 +50,13 @@ class ShardedEvalStep:
                     state.opt_state, pieces_of(flats, layout, axes.number).tree
                 )
                 flats = evaluated(chosen, flats, layout, axes)
-            sources = make_sources(flats, layout, axes, log)
-            run = Pass(layout, sources, None, device=flats[0].device, ahead=self.order.units)
+            units = make_unit_flats(flats, layout, axes, log)
+            run = Pass(layout, units, None, device=flats[0].device, order=self.order)
             with replayed(state.seed, state.step, axes.data.rank, flats[0].device):
                 params = run.lazy_params()
                 metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
             run.finish()
             group = labelled(self.group, "evaluation/metrics")
             report = agreement.average(metrics, weight, group, log, copy=axes.copy)
-            self.order.record(run.trace)
+            self.order.record(run.following.gathered)
             return report.metrics

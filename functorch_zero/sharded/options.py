@@ -11,6 +11,7 @@ from ..groups.protocol import Group
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels
 from ..layout.sharding import Sharding
+from ..runtime.prefetch import Overlap
 from .buffers import SyncBuffers
 
 
@@ -43,6 +44,7 @@ class Options:
     sync_buffers: SyncBuffers
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None = None
+    overlap: OverlapChoice = "memory"
 
     @property
     def group(self) -> Group:
@@ -72,6 +74,10 @@ ReduceGradients = Literal["every_microbatch", "once"]
 StateAxes = Literal["shard", "both"]
 
 
+OverlapChoice = Literal["memory", "time"]
+OVERLAPS: dict[OverlapChoice, Overlap] = {"memory": Overlap.memory, "time": Overlap.time}
+
+
 def check_reduce_gradients(value: Any, levels: Levels) -> ReduceGradients | None:
     """The choice, if it is one that the level has."""
     if value not in (None, *get_args(ReduceGradients)):
@@ -90,4 +96,11 @@ def check_state_axes(value: Any) -> StateAxes:
     """The choice, if it is one."""
     if value not in get_args(StateAxes):
         raise ValueError(f"state_axes must be one of {get_args(StateAxes)}, got {value!r}")
+    return value  # type: ignore[no-any-return]
+
+
+def check_overlap(value: Any) -> OverlapChoice:
+    """The choice, if it is one."""
+    if value not in OVERLAPS:
+        raise ValueError(f"overlap must be one of {(*OVERLAPS,)}, got {value!r}")
     return value  # type: ignore[no-any-return]

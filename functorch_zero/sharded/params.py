@@ -23,8 +23,8 @@ from ..layout.flat_buffers import (
 )
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
-from ..runtime.reduce import Accumulating, Reducer, Sink, Streaming
-from ..runtime.unshard import Gathered, Resident, Source
+from ..runtime.reduce import GradientReduction
+from ..runtime.unshard import GatheredFlats, ResidentFlats, UnitFlats
 from ..tree import PyTree
 from .options import ReduceGradients
 
@@ -45,46 +45,42 @@ def all_gather_params(params: PyTree[Tensor], layout: Layout, axes: Axes) -> PyT
     )
 
 
-def make_sink(
+def make_reduction(
     layout: Layout, axes: Axes, log: list[str], reduce_gradients: ReduceGradients | None = None
-) -> Sink:
-    """Where a step's gradients go."""
-    reducer = Reducer(layout, axes, log)
-    rows = [level_of(bucket) for bucket in layout.buckets if bucket.trainable]
-    gathered = any(level_of(bucket).cuts_params for bucket in layout.buckets)
-    if not gathered and not any(row.streams for row in rows):
-        return Accumulating(reducer)
-    streams = [
-        b
-        for b, bkt in enumerate(layout.buckets)
-        if level_of(bkt).streams and reduce_gradients != "once"
-    ]
-    return Streaming(reducer, frozenset(streams))
+) -> GradientReduction:
+    """The reduction of a step's gradients."""
+    every_use, in_layout_order = set[int](), True
+    for b, bucket in enumerate(layout.buckets):
+        level = level_of(bucket)
+        if level.streams and reduce_gradients != "once":
+            every_use.add(b)
+        if level.cuts_params or (level.streams and bucket.trainable):
+            in_layout_order = False
+    return GradientReduction(
+        layout, axes, log, every_use=frozenset(every_use), in_layout_order=in_layout_order
+    )
 
 
-def make_sources(
+def make_unit_flats(
     flats: Sequence[Tensor],
     layout: Layout,
     axes: Axes,
     log: list[str],
     params: PyTree[Tensor] = None,
-) -> list[Source]:
-    """Where a pass's whole leaves come from, unit by unit. `params` may have been cut from the
-    flats already."""
-    sources: list[Source] = []
+) -> list[UnitFlats]:
+    """Each unit's whole flats, for one pass. `params` may have been cut from the flats already."""
+    made: list[UnitFlats] = []
     leaves = optree.tree_leaves(params)
     for unit, content in zip(layout.units, layout.contents, strict=True):
-        own, sharded = (
-            [*map(flats.__getitem__, unit.buckets)],
-            [level_of(b).cuts_params for b in content.buckets],
-        )
+        own = [*map(flats.__getitem__, unit.buckets)]
+        sharded = [level_of(bucket).cuts_params for bucket in content.buckets]
         if content.rounds or any(sharded):
             group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
-            sources.append(Gathered(own, content.buckets, sharded, group, log, unit.name))
+            made.append(GatheredFlats(own, content.buckets, sharded, group, log, unit.name))
         else:
             held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
-            sources.append(Resident(own, content.buckets, held))
-    return sources
+            made.append(ResidentFlats(own, content.buckets, held))
+    return made
 
 
 def publish(

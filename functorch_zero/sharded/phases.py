@@ -22,7 +22,7 @@ from ..layout.sharding import Sharding
 from ..optim.across import Across
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
-from ..runtime.reduce import Sink
+from ..runtime.reduce import GradientReduction
 from ..runtime.unit import Pass
 from ..step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
 from ..step.metrics import UpdateMetrics
@@ -36,8 +36,8 @@ from .background import BackgroundTasks
 from .buffers import apart, replaced, synchronize
 from .checks import check_not_empty
 from .grad_mean import in_range, loss_seed_of, to_means
-from .options import Options
-from .params import make_sink, make_sources, publish
+from .options import OVERLAPS, Options
+from .params import make_reduction, make_unit_flats, publish
 
 
 class Updater(Protocol):
@@ -105,14 +105,15 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     while backward runs.
     """
     log = [f"step {int(run.state.step)}"]
-    sink = make_sink(run.layout, run.options.axes, log, run.options.reduce_gradients)
+    options = run.options
+    reduction = make_reduction(run.layout, options.axes, log, options.reduce_gradients)
     outcomes: list[Outcome] = []
     buffers = run.state.buffers
     for part in micro_batches(run.batch, run.step.accumulate):
-        outcome = _on_micro_batch(run, part, buffers, len(outcomes), sink, log, order)
+        outcome = _on_micro_batch(run, part, buffers, len(outcomes), reduction, log, order)
         outcomes.append(outcome)
         buffers = outcome.buffers
-    reduced, outcome = sink.finish(), joined(outcomes)
+    reduced, outcome = reduction.finish(), joined(outcomes)
     looks = run.step.finite.looks
     overflown = looks and not in_range(reduced, run.layout, weighted=_weighted(outcome))
     return Local(reduced, outcome, overflown, log)
@@ -123,28 +124,29 @@ def _on_micro_batch(
     batch: Any,
     buffers: PyTree[Tensor],
     i: int,
-    sink: Sink,
+    reduction: GradientReduction,
     log: list[str],
     order: PrefetchOrder,
 ) -> Outcome:
-    """One pass, whose gradients go to the sink."""
+    """One pass, whose gradients go to the reduction."""
     options, state, count = run.options, run.state, run.step.accumulate
     device, rank = run.flats[0].device, options.group.rank
-    sources = make_sources(run.flats, run.layout, options.axes, log, state.params)
+    flats = make_unit_flats(run.flats, run.layout, options.axes, log, state.params)
     one_pass = Pass(
         run.layout,
-        sources,
-        sink,
+        flats,
+        reduction,
         device=device,
+        order=order,
+        overlap=OVERLAPS[options.overlap],
         keeps=not options.reshard_after_forward,
-        ahead=order.units,
         last=i == count - 1,
     )
     with replayed(state.seed, state.step, options.axes.data.rank, device, i), torch.enable_grad():
         with ranged("loss"):
             params = one_pass.lazy_params()
             outcome = call_loss(run.step.loss_fn, params, buffers, batch, rank)
-        if not any(unit.entered for unit in one_pass.runs):
+        if not one_pass.entered:
             raise independent(rank)
         check_not_empty(batch, outcome.loss, outcome.weight, rank)
         scale = run.step.finite.scale(state.finite)
@@ -154,7 +156,7 @@ def _on_micro_batch(
         with ranged("backward"):
             torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
     one_pass.finish()
-    order.record(one_pass.trace)
+    order.record(one_pass.following.gathered)
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
     return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
 

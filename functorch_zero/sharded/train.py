@@ -211,6 +211,7 @@ class ShardedTrainStep:
                 "ranks of the shard axis": o.axes.shard.size,
                 "axes of the same data": o.axes.of_same_data,
                 "state_axes": "both" if o.axes.both else "shard",
+                "overlap": o.overlap,
             },
             "optimizer": described(self.unsharded.optimizer),
             "layout": layout.describe(),
