@@ -225,7 +225,7 @@ class Pass:
             self._units.append(UnitInPass(index, unit, layout.contents[index], flats[index]))
         by_name = {unit.name: unit.flats for unit in self._units}
         self.following = (PrefetchOrder() if order is None else order).follow(by_name)
-        self._staying = []  # flats that are always here, in the dtype they are used in
+        self._staying = []  # resident flats (num_pieces * piece,), in the dtype they are used in
         for own in flats:
             if not own.transient:
                 self._staying += own.unshard()
@@ -442,8 +442,8 @@ class Pass:
             for b in unit.content.trained:
                 bucket = self._layout.buckets[b]
                 dtype = None if bucket.dtypes is None else bucket.reduce
-                none = [None] * len(bucket.leaves)
-                reduction.add(b, pack(none, bucket, device=self._device, dtype=dtype))
+                zeros = pack([None] * len(bucket.leaves), bucket, device=self._device, dtype=dtype)
+                reduction.add(b, self._scale(zeros))  # (numel,)
             ready = [*unit.content.trained]
         if ready:
             reduction.make_room(self._overlap.num_under_way)
