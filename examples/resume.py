@@ -52,7 +52,7 @@ def strike(fault: str) -> None:
     time.sleep(3600)
 
 
-def digest(state: fz.TrainState) -> str:
+def digest(state: fz.State) -> str:
     """Of every bit of a whole state."""
     made = hashlib.sha256()
     for leaf in tree_leaves(state):

@@ -132,7 +132,7 @@ def make_optimizer(name: str, num_steps: int) -> optim.Transform:
     return optim.chain(optim.clip_by_global_norm(1.0), make(schedule))
 
 
-def memory(state: fz.TrainState, params: fz.Params, group: fz.Group, level: int) -> list[str]:
+def memory(state: fz.State, params: fz.Params, group: fz.Group, level: int) -> list[str]:
     """What every rank holds of parameters, gradients (in pieces from level 2 on) and optimizer
     state."""
     gradients = megabytes(params) / (group.size if level >= 2 else 1)
@@ -187,7 +187,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def generate(apply, state: fz.TrainState, device: str, num: int = 300) -> str:
+def generate(apply, state: fz.State, device: str, num: int = 300) -> str:
     """Continue the prompt by `num` bytes drawn from the model."""
     predict, generator = apply.eval(), torch.Generator(device).manual_seed(0)
     text = torch.tensor([list(PROMPT.encode())], device=device)

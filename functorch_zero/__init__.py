@@ -16,7 +16,7 @@ from .sharded.loop import any_rank, broadcast, equalize_batches
 from .step.evaluate import eval_step
 from .step.loss import Aux
 from .step.nonfinite import LossScale
-from .step.state import TrainState
+from .step.state import State
 from .step.train import train_step
 from .tree import named_leaves
 from .version import __version__ as __version__
@@ -33,7 +33,7 @@ __all__ = [
     "Params",
     "Precision",
     "ProcessGroup",
-    "TrainState",
+    "State",
     "any_rank",
     "broadcast",
     "checkpoint",

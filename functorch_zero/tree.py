@@ -33,7 +33,7 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
     ):
         return list(tree)
     return [
-        ".".join(_entry(e) for e in accessor)
+        ".".join(filter(None, map(_entry, accessor)))
         for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)
     ]
 

@@ -16,7 +16,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.train import ShardedTrainStep
-from functorch_zero.step.state import TrainState
+from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.tree import paths
 from tests.models import ZOO, even, split
@@ -32,7 +32,7 @@ def make_step(name: str = "mlp", optimizer: Any = None) -> tuple[TrainStep, Any,
 
 def trained(
     step: ShardedTrainStep, params: Any, buffers: Any, steps: int, name: str = "mlp"
-) -> TrainState:
+) -> State:
     """The state after some steps, on this rank."""
     state = step.init(params, buffers)
     for batch in ZOO[name].batches(steps, ROWS):
@@ -49,11 +49,11 @@ def save_on(
     name: str = "mlp",
     optimizer: Any = None,
     user: Any = None,
-) -> TrainState:
+) -> State:
     """Train and save on thread ranks; the whole state that was saved."""
     base, params, buffers = make_step(name, optimizer)
 
-    def run(group: Group) -> TrainState:
+    def run(group: Group) -> State:
         step = shard(base, level=level, group=group)
         state = trained(step, params, buffers, steps, name)
         checkpoint.save(root, step, state, user=user)
@@ -71,11 +71,11 @@ def load_on(
     optimizer: Any = None,
     donate: bool = True,
     **options: Any,
-) -> TrainState:
+) -> State:
     """Load on thread ranks; the whole state, the same on all."""
     base, params, buffers = make_step(name, optimizer)
 
-    def run(group: Group) -> TrainState:
+    def run(group: Group) -> State:
         step = shard(base, level=level, group=group, donate=donate)
         like = step.init(params, buffers)
         return step.unshard(checkpoint.load(root, step, like=like, **options).state)
@@ -86,7 +86,7 @@ def load_on(
     return states[0]
 
 
-def assert_same(a: TrainState, b: TrainState) -> None:
+def assert_same(a: State, b: State) -> None:
     """Bit for bit, dtypes and shapes included."""
     pairs = zip(paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
     for path, x, y in pairs:
@@ -110,7 +110,7 @@ def leftovers(root: Path) -> list[str]:
 
 
 def on_ranks(
-    ranks: int, level: int, fn: Callable[[ShardedTrainStep, TrainState], Any], **options: Any
+    ranks: int, level: int, fn: Callable[[ShardedTrainStep, State], Any], **options: Any
 ) -> list[Any]:
     """`fn(step, its first state)` on thread ranks."""
     base, params, buffers = make_step()

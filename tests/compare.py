@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
-from functorch_zero.step.state import TrainState
+from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep
 from functorch_zero.tree import named_leaves
 from tests.models import Batch, split
@@ -23,7 +23,7 @@ REORDERED = 1e-12  # float64: the same mathematics, sums in another order
 class Run(NamedTuple):
     """What training gave: the whole state before and after each step, and the metrics."""
 
-    states: list[TrainState]
+    states: list[State]
     metrics: list[dict[str, Tensor]]
 
 

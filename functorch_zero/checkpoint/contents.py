@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple
 
 import optree
+from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
@@ -24,7 +24,7 @@ from ..layout.levels import level_of
 from ..sharded.checks import sharding_of
 from ..sharded.train import ShardedTrainStep
 from ..sharded_optim.state_plan import StateLeaf
-from ..step.state import TrainState
+from ..step.state import State
 from ..step.train import TrainStep
 from ..tree import paths
 
@@ -85,7 +85,7 @@ def unsharded_of(step: Step) -> TrainStep:
     return step.unsharded if isinstance(step, ShardedTrainStep) else step
 
 
-def contents_of(step: Step, state: TrainState) -> Contents:
+def contents_of(step: Step, state: State) -> Contents:
     """What this rank has of a state.
 
     Raises:
@@ -94,7 +94,8 @@ def contents_of(step: Step, state: TrainState) -> Contents:
     """
     check_state(step, state)
     held, values = [], {}
-    for path, (leaf, spot) in zip(_paths(state), _spots(step, state), strict=True):
+    leaves = optree.tree_leaves(state)
+    for path, leaf, spot in zip(_paths(state), leaves, _spots(step, state), strict=True):
         if isinstance(leaf, Tensor):
             held.append(_held(path, leaf, spot))
         elif isinstance(leaf, bool | int | float | str):
@@ -116,9 +117,9 @@ def check_state(step: Step, state: Any) -> None:
         raise TypeError(
             f"step must be what train_step or shard made of it, got {type(step).__name__}"
         )
-    if not isinstance(state, TrainState):
+    if not isinstance(state, State):
         raise StructureError(
-            f"a checkpoint holds a TrainState, as step.init makes it; got {type(state).__name__}"
+            f"a checkpoint holds a State, as step.init makes it; got {type(state).__name__}"
         )
     if isinstance(step, ShardedTrainStep):
         sharding_of(state, step.options).donations.check(state.step)
@@ -139,7 +140,7 @@ def check_state(step: Step, state: Any) -> None:
         )
 
 
-def _paths(state: TrainState) -> list[str]:
+def _paths(state: State) -> list[str]:
     found = paths(state)
     twice = [path for path, n in Counter(found).items() if n > 1]
     if twice:
@@ -174,20 +175,21 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
     return Held(path, leaf, shape, start, stop, spot.everywhere, spot.saved)
 
 
-def _spots(step: Step, state: TrainState) -> Iterable[tuple[Any, _Spot]]:
-    """Every leaf of a state in flatten order, and where it lies. Fields that are neither params nor
-    optimizer state are the same on every rank."""
-    for name, field in zip(state._fields, state, strict=True):
-        leaves = optree.tree_leaves(field)
-        if not isinstance(step, ShardedTrainStep) or name not in ("params", "opt_state"):
-            yield from ((leaf, _EVERYWHERE) for leaf in leaves)
-        elif name == "params":
-            yield from zip(leaves, _param_spots(step, state), strict=True)
-        else:
-            yield from zip(leaves, _state_spots(step, state, leaves), strict=True)
+def _spots(step: Step, state: State) -> list[_Spot]:
+    """The spot of every leaf, in flatten order. What is neither params nor optimizer state is the
+    same on every rank."""
+    spots = tree_map(lambda leaf: _EVERYWHERE, state)
+    if isinstance(step, ShardedTrainStep):
+        params, opt_state = _param_spots(step, state), _state_spots(step, state)
+        spots = spots.replace(
+            params=optree.tree_structure(state.params).unflatten(params),
+            opt_state=optree.tree_structure(state.opt_state).unflatten(opt_state),
+        )
+    listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=lambda spot: isinstance(spot, _Spot))
+    return listed
 
 
-def _param_spots(step: ShardedTrainStep, state: TrainState) -> list[_Spot]:
+def _param_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
     assert state.sharding is not None
     layout = state.sharding.layout
     axes = step.options.axes
@@ -204,11 +206,11 @@ def _held_params(layout: Layout, number: int, rank: int) -> _Spot:
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
 
-def _state_spots(step: ShardedTrainStep, state: TrainState, leaves: list[Any]) -> list[_Spot]:
+def _state_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
     assert state.sharding is not None
     layout = state.sharding.layout
     plan = step.state_plan(layout)
-    if len(plan.leaves) != len(leaves):
+    if len(plan.leaves) != optree.tree_structure(state.opt_state).num_leaves:
         raise StructureError(
             "the optimizer's state does not have the structure that its init makes"
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import StructureError
 from ..model.functionalize import Apply
 from ..sharded.train import ShardedTrainStep
-from ..step.state import TrainState
+from ..step.state import State
 from ..step.train import TrainStep, optimizer_view
 from .agreement import together
 from .block_io import Wanted, read_wanted
@@ -215,12 +215,12 @@ def import_weights(
     source: str | os.PathLike[str] | Mapping[str, Tensor],
     step: Step,
     *,
-    like: TrainState,
+    like: State,
     aliases: Aliases = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
     cast: bool = False,
-) -> TrainState:
+) -> State:
     """A first state with weights from safetensors files or a `state_dict`. Every rank of the step's
     group calls this.
 
@@ -266,7 +266,7 @@ class Import:
         what: str,
         find: Callable[[], dict[str, Source]],
         step: Step,
-        like: TrainState,
+        like: State,
         aliases: dict[str, str],
     ):
         self._what, self._find, self._step, self._like, self._aliases = (
@@ -277,16 +277,16 @@ class Import:
             aliases,
         )
         self._sources: dict[str, Source] = {}
-        self._state: TrainState | None = None
+        self._state: State | None = None
 
     @torch.no_grad()
-    def run(self, missing: bool, extra: bool, cast: bool) -> TrainState:
+    def run(self, missing: bool, extra: bool, cast: bool) -> State:
         """Find, compare and read: each on all ranks or on none."""
         group = group_of(self._step)
         together(group, self._what, lambda: self._prepare(missing, extra, cast))
         together(group, self._what, self._read)
         assert self._state is not None
-        return first_optimizer_state(self._step, self._state._replace(opt_state=None))
+        return first_optimizer_state(self._step, self._state.replace(opt_state=None))
 
     def _prepare(self, missing: bool, extra: bool, cast: bool) -> None:
         found = self._find()
@@ -336,13 +336,13 @@ class Import:
                 held.tensor.copy_(old[name].tensor)
 
 
-def first_optimizer_state(step: Step, state: TrainState) -> TrainState:
+def first_optimizer_state(step: Step, state: State) -> State:
     """The state with the optimizer's state as `init` makes it of these params. The collectives that
     `init` needs."""
     if isinstance(step, TrainStep):
-        return state._replace(opt_state=step.optimizer.init(*optimizer_view(state.params)))
+        return state.replace(opt_state=step.optimizer.init(*optimizer_view(state.params)))
     assert state.sharding is not None
-    return state._replace(opt_state=step.first_optimizer_state(state.params, state.sharding.layout))
+    return state.replace(opt_state=step.first_optimizer_state(state.params, state.sharding.layout))
 
 
 def _by_name(held: Sequence[Held]) -> dict[str, Held]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..step.state import TrainState
+from ..step.state import State
 from .catalogue import chosen
 from .contents import Step
 from .convert import Aliases, Import, PathLike, Source, aliases_of, named_leaves_in, read_leaf
@@ -65,13 +65,13 @@ def import_dcp(
     folder: PathLike,
     step: Step,
     *,
-    like: TrainState,
+    like: State,
     prefix: str = "",
     aliases: Aliases = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
     cast: bool = False,
-) -> TrainState:
+) -> State:
     """A first state with weights from a folder that torch.distributed.checkpoint wrote. Every rank
     calls this.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._torch_private import base_of
 from ..errors import MismatchError, StructureError
 from ..sharded.train import ShardedTrainStep
-from ..step.state import TrainState
+from ..step.state import State
 from ..tree import paths
 from .agreement import together
 from .block_io import Wanted, read_wanted
@@ -31,7 +31,7 @@ from .safetensors_file import DTYPES
 class Restored(NamedTuple):
     """What `load` gives."""
 
-    state: TrainState
+    state: State
     user: Any  # what `save` was given
 
 
@@ -47,7 +47,7 @@ def load(
     root: str | os.PathLike[str],
     step: Step,
     *,
-    like: TrainState,
+    like: State,
     count: int | None = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
@@ -84,12 +84,12 @@ def load(
 class _Load:
     """One load, on one rank."""
 
-    def __init__(self, root: Path, step: Step, like: TrainState, allowed: Allowed):
+    def __init__(self, root: Path, step: Step, like: State, allowed: Allowed):
         self._root, self._step, self._like, self._allowed = root, step, like, allowed
         self._group = group_of(step)
         self._manifest: Manifest | None = None
         self._old: Contents | None = None  # of `like`
-        self._state: TrainState | None = None
+        self._state: State | None = None
 
     @torch.no_grad()
     def run(self, count: int | None) -> Restored:
@@ -237,7 +237,7 @@ def _runs(
             yield file, Wanted(offset, stop - start, leaf.dtype, target, start - held.start)
 
 
-def _finished(state: TrainState, contents: Contents, manifest: Manifest) -> TrainState:
+def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
     """The state with what isn't in a file: values that are no tensors, and the order in which dims
     lie."""
     held = {h.path: h for h in contents.held}
@@ -252,13 +252,13 @@ def _finished(state: TrainState, contents: Contents, manifest: Manifest) -> Trai
         ):
             new[leaf.path] = in_order(held[leaf.path].tensor, leaf.order)
     leaves, treedef = optree.tree_flatten(state)
-    made: TrainState = treedef.unflatten(
+    made: State = treedef.unflatten(
         new.get(path, leaf) for path, leaf in zip(paths(state), leaves, strict=True)
     )
     return made
 
 
-def blank_state(like: TrainState, *, reuse: bool) -> TrainState:
+def blank_state(like: State, *, reuse: bool) -> State:
     """A state of the same structure whose values are to be overwritten, all of them.
 
     Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, but
@@ -277,7 +277,7 @@ def blank_state(like: TrainState, *, reuse: bool) -> TrainState:
             made.append(leaf)
         else:
             made.append(_blank(leaf, flats))
-    state: TrainState = treedef.unflatten(made)
+    state: State = treedef.unflatten(made)
     return state
 
 

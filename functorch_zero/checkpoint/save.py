@@ -17,7 +17,7 @@ from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
 from ..sharded.train import ShardedTrainStep
-from ..step.state import TrainState
+from ..step.state import State
 from .contents import Step, group_of
 from .save_job import SaveJob
 from .snapshot import Progress, Snapshot, snapshot_of
@@ -25,7 +25,7 @@ from .snapshot import Progress, Snapshot, snapshot_of
 PathLike = str | os.PathLike[str]
 
 
-def save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> Path:
+def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
     """Save a state as `root/step-<its step>`, and return that folder. Every rank of the step's
     group calls this.
 
@@ -51,7 +51,7 @@ def save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> 
     return SaveJob(Path(root), group_of(step), lambda: snapshot_of(step, state, user)).run()
 
 
-def async_save(root: PathLike, step: Step, state: TrainState, *, user: Any = None) -> Saving:
+def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Saving:
     """Save as `save` does, but beside training: return when `state` may be used up.
 
     If the step donates, that is after a copy of this rank's share, on the CPU; else at once, and

@@ -12,7 +12,7 @@ import torch
 from ..model.lazy_param import versions_of
 from ..optim.naming import described
 from ..sharded.train import ShardedTrainStep
-from ..step.state import TrainState
+from ..step.state import State
 from .contents import Contents, Part, Step, contents_of, group_of, parts_to_save, unsharded_of
 from .errors import CheckpointError
 
@@ -72,7 +72,7 @@ class Snapshot:
         )
 
 
-def snapshot_of(step: Step, state: TrainState, user: Any) -> Snapshot:
+def snapshot_of(step: Step, state: State, user: Any) -> Snapshot:
     """This rank's share of a state, as references to its tensors."""
     contents, group = contents_of(step, state), group_of(step)
     parts = parts_to_save(contents.held, group.rank, group.size)
@@ -106,7 +106,7 @@ def checked_user(user: Any) -> Any:
     return user
 
 
-def _about(step: Step, state: TrainState) -> dict[str, Any]:
+def _about(step: Step, state: State) -> dict[str, Any]:
     units = {}
     if state.sharding is not None:
         layout = state.sharding.layout

@@ -35,7 +35,7 @@ from ..sharded.phases import Local, Run, advance, agree_on, differentiate
 from ..sharded.state import shard_state
 from ..sharded.update import PreparedUpdate
 from ..step.loss import Aux, LossFn
-from ..step.state import TrainState
+from ..step.state import State
 from ..step.train import TrainStep
 from ..tree import has_values
 from .live_bytes import LiveBytes
@@ -87,7 +87,7 @@ class ImaginedStep:
         batch: Any,
         *,
         order: Sequence[str] | None = None,
-    ) -> TrainState:
+    ) -> State:
         """Run the first step, but with the order of units known, as from the second one on. Returns
         its state.
 
@@ -107,7 +107,7 @@ class ImaginedStep:
                     fetched.record(order)
             for kind, tree in (
                 (None, (params, buffers, batch)),
-                ("params", state[1:3]),
+                ("params", (state.params, state.buffers)),
                 ("state", state.opt_state),
             ):
                 self.live.adopt(
@@ -143,7 +143,7 @@ class ImaginedStep:
     def _differentiate(self, run: Run, order: PrefetchOrder) -> Local:
         """The same on the layout of the pass, which may be cut in another way."""
         sharding = replace(run.sharding, layout=self._pass_layout)
-        run = replace(run, sharding=sharding, state=run.state._replace(params=None))
+        run = replace(run, sharding=sharding, state=run.state.replace(params=None))
         with self.live if self._only_buckets else nullcontext():  # nothing is made before and after
             return differentiate(run, order)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..layout.sharding import Sharding
-from ..step.state import TrainState, check_state
+from ..step.state import State, check_state
 from ..tree import paths
 from .options import Options, StatePlace
 
@@ -45,7 +45,7 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
             raise StructureError(explain(what, path=path, rank=rank, remedy=remedy))
 
 
-def sharding_of(state: TrainState, options: Options) -> Sharding:
+def sharding_of(state: State, options: Options) -> Sharding:
     """How a state is cut, which must be as these options cut."""
     check_state(state)
     sharding = state.sharding

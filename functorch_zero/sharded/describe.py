@@ -15,7 +15,7 @@ from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
 from ..precision import short
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
-from ..step.state import TrainState, check_state
+from ..step.state import State, check_state
 from ..step.train import TrainStep
 from .checks import sharding_of
 from .train import ShardedTrainStep
@@ -96,7 +96,7 @@ def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(map(short, dtypes))
 
 
-def describe(step: TrainStep | ShardedTrainStep, state: TrainState) -> Description:
+def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
     """A rank's part of a state, unit by unit: dtypes, traffic, place, bytes. Print it for a table.
 
     Of a step for one process it describes the whole state. No communication.
@@ -133,7 +133,7 @@ def describe(step: TrainStep | ShardedTrainStep, state: TrainState) -> Descripti
     return Description(rows, step.group.rank, step.group.size, optimizer)
 
 
-def _whole_layout(state: TrainState) -> Layout:
+def _whole_layout(state: State) -> Layout:
     """The layout of a state that is not sharded: every bucket whole, on one rank."""
     whole = Cut(level=0, num_pieces=1, num_held=1)
     return make_layout(
@@ -144,9 +144,9 @@ def _whole_layout(state: TrainState) -> Layout:
     )
 
 
-def _rows(state: TrainState, layout: Layout, plan: StatePlan, *, num_ranks: int) -> tuple[Row, ...]:
+def _rows(state: State, layout: Layout, plan: StatePlan, *, num_ranks: int) -> tuple[Row, ...]:
     params, opt_state = state.params, state.opt_state
-    rest = state._replace(params=None, opt_state=None)
+    rest = state.replace(params=None, opt_state=None)
     leaves, states = optree.tree_leaves(params), optree.tree_leaves(opt_state)
     of_leaf: dict[int, list[tuple[StateLeaf, Tensor]]] = {}
     for planned, x in zip(plan.leaves, states, strict=True):

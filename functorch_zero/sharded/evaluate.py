@@ -14,7 +14,7 @@ from ..runtime.unit import Pass
 from ..step.evaluate import EvalStep, call_eval
 from ..step.loss import Metrics
 from ..step.rng import replayed
-from ..step.state import TrainState
+from ..step.state import State
 from . import agreement
 from .checks import check_batch, sharding_of
 from .failures import sharing_failures
@@ -35,7 +35,7 @@ class ShardedEvalStep:
         return self.options.group
 
     @torch.no_grad()
-    def __call__(self, state: TrainState, batch: Any) -> Metrics:
+    def __call__(self, state: State, batch: Any) -> Metrics:
         """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a
         unit, on use."""
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():

@@ -28,7 +28,7 @@ from ..step.loss import Metrics, Outcome, as_metric, call_loss, independent, joi
 from ..step.metrics import UpdateMetrics
 from ..step.nonfinite import NonFiniteState, all_finite
 from ..step.rng import replayed
-from ..step.state import TrainState
+from ..step.state import State, TrainValue
 from ..step.train import TrainStep, with_measured
 from ..tree import PyTree
 from . import agreement
@@ -62,7 +62,7 @@ class Run:
 
     step: TrainStep
     options: Options
-    state: TrainState
+    state: State
     batch: Any  # this rank's part
     sharding: Sharding
     flats: list[Tensor]  # that hold the params between steps, in the order of the buckets
@@ -196,7 +196,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
 
 
 @torch.no_grad()
-def advance(run: Run, local: Local, agreed: Agreed) -> tuple[TrainState, Metrics]:
+def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     """Update the params, and publish them to the ranks that hold them between steps.
 
     Collectives: one of the buffers that changed, those that the optimizer asks for, the level's
@@ -229,8 +229,13 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[TrainState, Metrics
 
     metrics = with_measured(agreed.metrics, measured.metrics(opt_state))
     metrics = with_measured(metrics, run.step.finite.metrics(agreed.finite))
-    new = TrainState(
-        state.step + 1, params, buffers, opt_state, state.seed, run.sharding, agreed.finite
+    new = State(
+        state.step + 1,
+        TrainValue(params, buffers, opt_state),
+        state.seed,
+        run.sharding,
+        agreed.finite,
+        state.parts,
     )
     return new, metrics
 

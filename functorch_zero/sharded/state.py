@@ -15,7 +15,7 @@ from ..layout.flat_buffers import cut, hold
 from ..layout.layout import Layout
 from ..layout.sharding import Sharding
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
-from ..step.state import TrainState
+from ..step.state import State, TrainValue
 from .params import all_gather_params
 
 
@@ -54,7 +54,7 @@ def _by_bucket_and_slot(plan: StatePlan, layout: Layout) -> list[list[tuple[int,
     return groups
 
 
-def unshard_state(state: TrainState, plan: StatePlan, axes: Axes) -> TrainState:
+def unshard_state(state: State, plan: StatePlan, axes: Axes) -> State:
     """The whole state on every rank, in tensors of its own."""
     assert state.sharding is not None
     layout = state.sharding.layout
@@ -65,11 +65,14 @@ def unshard_state(state: TrainState, plan: StatePlan, axes: Axes) -> TrainState:
         _gather_leaf(x, leaf, layout, axes.optimizer)
         for x, leaf in zip(leaves, plan.leaves, strict=True)
     ]
-    return TrainState(
-        state.step.clone(),
+    value = TrainValue(
         tree_map(lambda p, flag: p.detach().clone().requires_grad_(flag), params, flags),
         tree_map(torch.clone, state.buffers),
         treedef.unflatten(whole),
+    )
+    return State(
+        state.step.clone(),
+        value,
         None if state.seed is None else state.seed.clone(),
         finite=tree_map(torch.clone, state.finite),
     )
@@ -108,7 +111,7 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(out.split(longest), counts, strict=True)])
 
 
-def shard_state(whole: TrainState, plan: StatePlan, sharding: Sharding, rank: int) -> TrainState:
+def shard_state(whole: State, plan: StatePlan, sharding: Sharding, rank: int) -> State:
     """The `rank`-th part of a whole state, in tensors of its own."""
     layout = sharding.layout
     leaves, treedef = optree.tree_flatten(whole.opt_state)
@@ -116,11 +119,14 @@ def shard_state(whole: TrainState, plan: StatePlan, sharding: Sharding, rank: in
     part: list[Any] = [
         _scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)
     ]
-    return TrainState(
-        whole.step.clone(),
+    value = TrainValue(
         hold(whole.params, layout, rank),
         tree_map(torch.clone, whole.buffers),
         lay_out_state(treedef.unflatten(part), plan, layout, rank),
+    )
+    return State(
+        whole.step.clone(),
+        value,
         None if whole.seed is None else whole.seed.clone(),
         sharding,
         tree_map(torch.clone, whole.finite),

@@ -25,7 +25,7 @@ from ..runtime.prefetch import PrefetchOrder
 from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics
 from ..step.metrics import check_reported
-from ..step.state import TrainState
+from ..step.state import State, TrainValue
 from ..step.train import TrainStep, mark_trainable
 from ..tree import PyTree, content_digests, paths, select
 from ..version import __version__
@@ -69,7 +69,7 @@ class ShardedTrainStep:
         *,
         seed: int | None = 0,
         values: DeferredInit | None = None,
-    ) -> TrainState:
+    ) -> State:
         """The first state: this rank's part of copies of params and buffers, and of the optimizer's
         state.
 
@@ -96,17 +96,16 @@ class ShardedTrainStep:
                 agree(labelled(self.group, "init/agreement"), {"deferred values": made.digests})
             opt_state = self.first_optimizer_state(held, layout)
             check_reported(self.unsharded.metrics, opt_state)
-            return TrainState(
+            buffers = tree_map(lambda b: b.detach().clone(), buffers)
+            return State(
                 torch.zeros((), dtype=torch.int64),
-                held,
-                tree_map(lambda b: b.detach().clone(), buffers),
-                opt_state,
+                TrainValue(held, buffers, opt_state),
                 None if seed is None else torch.tensor(seed),
                 self.options.sharding(layout),
                 self.unsharded.finite.init(),
             )
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step on this rank's part of the batch.
 
         Collectives: those of the level's row (units' gathers and reductions), one
@@ -128,7 +127,7 @@ class ShardedTrainStep:
             agreed = agree_on(run, local, self.background)
             return advance(run, local, agreed)
 
-    def _open(self, state: TrainState, batch: Any) -> Run:
+    def _open(self, state: State, batch: Any) -> Run:
         """Check the state and the batch, and find the flats that the params lie in."""
         sharding = sharding_of(state, self.options)
         sharding.donations.check(state.step)
@@ -137,7 +136,7 @@ class ShardedTrainStep:
         check_batch(batch, flats[0].device, self.group.rank)
         return Run(self.unsharded, self.options, state, batch, sharding, flats, prepared)
 
-    def unshard(self, state: TrainState) -> TrainState:
+    def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies. All-gathers what is in pieces,
         broadcasts what is owned."""
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
@@ -147,7 +146,7 @@ class ShardedTrainStep:
                 state, self._prepare(sharding.layout).plan, self.options.axes.at("state/gather")
             )
 
-    def shard_state(self, state: TrainState) -> TrainState:
+    def shard_state(self, state: State) -> State:
         """The inverse of `unshard`: this rank's part of a whole state that every rank holds. No
         communication."""
         if state.sharding is not None:

@@ -16,7 +16,7 @@ from ..model.casting import CastParams
 from ..tree import PyTree, merge, same_structure
 from .loss import Aux, Metrics, as_metric, if_weighty
 from .rng import replayed
-from .state import TrainState
+from .state import State
 from .train import optimizer_view
 
 
@@ -28,7 +28,7 @@ class EvalStep:
     params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None
 
     @torch.no_grad()
-    def __call__(self, state: TrainState, batch: Any) -> Metrics:
+    def __call__(self, state: State, batch: Any) -> Metrics:
         if state.sharding is not None:
             raise StructureError(
                 "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "

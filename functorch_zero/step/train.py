@@ -1,6 +1,6 @@
 """The step for one process: pure, and the oracle that every sharded step is held to.
 
-`TrainState` is what a step takes and returns. Sharded, `params` and the state leaves that follow a
+`State` is what a step takes and returns. Sharded, `params` and the state leaves that follow a
 param are this rank's pieces (params at level 3 only), and `sharding` says how they are cut.
 """
 
@@ -38,7 +38,7 @@ from .loss import (
 from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .rng import replayed
-from .state import TrainState, check_state
+from .state import State, TrainValue, check_state
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
 
@@ -65,7 +65,7 @@ class TrainStep:
         *,
         seed: int | None = 0,
         values: DeferredInit | None = None,
-    ) -> TrainState:
+    ) -> State:
         """The first state: copies of params and buffers, and the optimizer's state.
 
         Leaves that `trainable` says, or else those with `requires_grad`, are trained; the others
@@ -78,16 +78,15 @@ class TrainStep:
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
         opt_state = self.optimizer.init(*optimizer_view(params))
         check_reported(self.metrics, opt_state)
-        return TrainState(
+        buffers = tree_map(torch.clone, {} if buffers is None else buffers)
+        return State(
             torch.zeros((), dtype=torch.int64),
-            params,
-            tree_map(torch.clone, {} if buffers is None else buffers),
-            opt_state,
+            TrainValue(params, buffers, opt_state),
             None if seed is None else torch.tensor(seed),
             finite=self.finite.init(),
         )
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step on a whole batch; the state given stays valid."""
         check_state(state)
         if state.sharding is not None:
@@ -104,7 +103,7 @@ class TrainStep:
         return state, with_measured(metrics, measured)
 
     def loss_and_grads(
-        self, state: TrainState, batch: Any, rank: int = 0
+        self, state: State, batch: Any, rank: int = 0
     ) -> tuple[PyTree[Tensor], Outcome]:
         """The loss on `batch` as rank `rank` would draw its random numbers, and its gradients (None
         where frozen)."""
@@ -112,7 +111,7 @@ class TrainStep:
         for i, part in enumerate(micro_batches(batch, self.accumulate)):
             grads, outcome = self._on_micro_batch(state, part, rank, i)
             taken.append((grads, outcome))
-            state = state._replace(buffers=outcome.buffers)
+            state = state.replace(buffers=outcome.buffers)
         if len(taken) == 1:
             return taken[0]
         outcomes = [outcome for _, outcome in taken]
@@ -121,7 +120,7 @@ class TrainStep:
         ), joined(outcomes)
 
     def _on_micro_batch(
-        self, state: TrainState, batch: Any, rank: int, i: int
+        self, state: State, batch: Any, rank: int, i: int
     ) -> tuple[PyTree[Tensor], Outcome]:
         params = tree_map(lambda p: p.detach().requires_grad_(p.requires_grad), state.params)
         with (
@@ -150,20 +149,18 @@ class TrainStep:
         loss = if_weighty(outcome.loss.detach(), outcome.weight)
         return treedef.unflatten(whole), outcome._replace(loss=loss, metrics=metrics)
 
-    def update(
-        self, state: TrainState, grads: PyTree[Tensor], buffers: PyTree[Tensor]
-    ) -> TrainState:
+    def update(self, state: State, grads: PyTree[Tensor], buffers: PyTree[Tensor]) -> State:
         """The next state, from gradients."""
         return self.update_measured(state, grads, buffers)[0]
 
     @torch.no_grad()
     def update_measured(
         self,
-        state: TrainState,
+        state: State,
         grads: PyTree[Tensor],
         buffers: PyTree[Tensor],
         loss: Tensor | None = None,
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[State, Metrics]:
         """The next state, from gradients, and the step's own metrics. A policy for what isn't
         finite sees the loss."""
         seen = [] if loss is None else [loss]
@@ -174,14 +171,14 @@ class TrainStep:
         measures = UpdateMetrics(self.metrics, across)
         measures.see("grad_norm", lambda: grads)
         measures.see("param_norm", lambda: params)
-        next_state = state._replace(
+        next_state = state.replace(
             step=state.step + 1, finite=self.finite.next(state.finite, fine=fine)
         )
         if fine:
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
             same_structure(params, updates, what="the optimizer's updates")
             new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
-            next_state = next_state._replace(
+            next_state = next_state.replace(
                 params=merge(new, state.params), buffers=buffers, opt_state=opt_state
             )
         else:

@@ -21,7 +21,7 @@ from ..layout.levels import LevelRule
 from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
 from ..step.loss import Metrics, Outcome, as_metric
-from ..step.state import TrainState
+from ..step.state import State
 from ..step.train import TrainStep
 from ..tree import PyTree, paths
 from .equality import (
@@ -310,7 +310,7 @@ class Comparison:
 
     def _shared(self, step: Step) -> Any:
         """What all ranks must have alike."""
-        state: TrainState = step.state._replace(buffers=None) if self.local else step.state
+        state: State = step.state.replace(buffers=None) if self.local else step.state
         return {"state": state, "metrics": step.metrics}
 
 
@@ -336,7 +336,7 @@ def _slack(expected: Any, *jittered: Any) -> list[float]:
 class Step(NamedTuple):
     """What one step led to."""
 
-    state: TrainState
+    state: State
     buffers: list[PyTree[Tensor]]  # by rank; one where all have the same
     metrics: Metrics
 
@@ -344,12 +344,12 @@ class Step(NamedTuple):
 class Run(NamedTuple):
     """A run from the first state on."""
 
-    start: TrainState
+    start: State
     steps: list[Step]
     weighted: bool = True  # whether the loss says how much a batch counts
 
     @property
-    def states(self) -> list[TrainState]:
+    def states(self) -> list[State]:
         """The first state, and the one after each step."""
         return [self.start, *(step.state for step in self.steps)]
 
@@ -409,7 +409,7 @@ def run_in_parts(
     for parts in batches:
         results = []
         for rank, (own, part) in enumerate(zip(held, parts, strict=True)):
-            results.append(step.loss_and_grads(state._replace(buffers=own), part, rank))
+            results.append(step.loss_and_grads(state.replace(buffers=own), part, rank))
         outcomes = [outcome for _, outcome in results]
         shares = _shares(outcomes)
         grads = tree_map(lambda *gs, s=shares: _mean(gs, s), *(grads for grads, _ in results))
@@ -425,7 +425,7 @@ def run_in_parts(
     return Run(first, steps)
 
 
-def _skipped(old: TrainState, new: TrainState) -> bool:
+def _skipped(old: State, new: State) -> bool:
     return (
         old.finite is not None
         and new.finite is not None

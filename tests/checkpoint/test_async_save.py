@@ -18,7 +18,7 @@ from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.sharded.api import shard
-from functorch_zero.step.state import TrainState
+from functorch_zero.step.state import State
 from tests.checkpoints import assert_same, load_on, make_step, on_ranks, trained
 from tests.models import ZOO, even, split
 from tests.tiers import tiers
@@ -40,7 +40,7 @@ class Gate:
         monkeypatch.setattr(block_io, "write_all", wait_and_write)
 
 
-def solo_step(*, donate: bool) -> tuple[Any, TrainState]:
+def solo_step(*, donate: bool) -> tuple[Any, State]:
     base, params, buffers = make_step()
     step = shard(base, level=3, group=SingleRank(), donate=donate)
     return step, trained(step, params, buffers, 1)

@@ -27,7 +27,7 @@ from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.params import Params
 from functorch_zero.sharded.api import shard
-from functorch_zero.step.state import TrainState
+from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from tests.checkpoints import assert_same, leftovers, make_step, on_ranks, save_on, trained
 from tests.models import GPT, ZOO, Block, ConvNet, cross_entropy
@@ -75,7 +75,7 @@ def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
     pieces."""
     apply, base, params, buffers = gpt()
 
-    def save(group: Group) -> TrainState:
+    def save(group: Group) -> State:
         step = shard(base, level=3, group=group)
         state = step.init(params, buffers)
         checkpoint.save(tmp_path / "root", step, state)
@@ -91,7 +91,7 @@ def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
     model.load_state_dict(tensors)
     assert all(torch.equal(params[name], p) for name, p in model.named_parameters())
 
-    def load(group: Group) -> list[TrainState]:
+    def load(group: Group) -> list[State]:
         step = shard(base, level=3, group=group)
         states = []
         for source in (out, model.state_dict()):
@@ -165,7 +165,7 @@ def test_exports_that_are_refused(tmp_path: Path) -> None:
     assert not leftovers(tmp_path) and not (tmp_path / "new").exists()
 
 
-def import_into(source: Any, **options: Any) -> TrainState:
+def import_into(source: Any, **options: Any) -> State:
     step, params, buffers = make_step()
     return checkpoint.import_weights(source, step, like=step.init(params, buffers), **options)
 
@@ -263,7 +263,7 @@ def test_keep(tmp_path: Path) -> None:
     step, params, buffers = make_step()
     state = step.init(params, buffers)
     for count in range(1, 9):
-        checkpoint.save(tmp_path, step, state._replace(step=torch.tensor(count)))
+        checkpoint.save(tmp_path, step, state.replace(step=torch.tensor(count)))
     (tmp_path / "step-000000000007" / "manifest.json").unlink()
     # 7 is damaged: not counted, not deleted
     assert checkpoint.prune(tmp_path, last=2, every=4) == [

@@ -22,7 +22,7 @@ from functorch_zero.errors import GroupError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
-from functorch_zero.step.state import TrainState
+from functorch_zero.step.state import State
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
 
 CALLS = ("mkdir", "open", "writev", "fsync", "rename")  # that change the disk
@@ -60,14 +60,14 @@ class Interposed:
         return call
 
 
-def save_step(root: Path, steps: int) -> TrainState:
+def save_step(root: Path, steps: int) -> State:
     return save_on(root, RANKS, 3, steps=steps)
 
 
 @pytest.fixture(scope="module")
 def saved(
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, TrainState, TrainState, list[str]]:
+) -> tuple[Path, State, State, list[str]]:
     """A root with step 1, the states of steps 1 and 2, and the calls that saving step 2 makes."""
     root = tmp_path_factory.mktemp("saved")
     first = save_step(root / "one", 1)

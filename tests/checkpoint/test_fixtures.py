@@ -63,15 +63,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def load(name: str, step: Any, like: fz.TrainState) -> fz.TrainState:
+def load(name: str, step: Any, like: fz.State) -> fz.State:
     restored = fz.checkpoint.load(root_of(name), step, like=like)
     assert restored.user == {"batches": FIXTURES[name].steps}
     return restored.state
 
 
-def copied(state: fz.TrainState) -> fz.TrainState:
+def copied(state: fz.State) -> fz.State:
     """A copy of a whole state: the next step may use the state up."""
-    made: fz.TrainState = optree.tree_map(
+    made: fz.State = optree.tree_map(
         lambda x: x.detach().clone().requires_grad_(x.requires_grad), state
     )
     return made
@@ -103,7 +103,7 @@ def test_what_was_saved_is_not_trivial(name: str) -> None:
 def test_every_leaf_is_bit_for_bit_what_was_saved(name: str, layout: Layout) -> None:
     expected = expected_of(name)
 
-    def load_and_gather(step: Any, like: fz.TrainState, part_of: Any) -> fz.TrainState:
+    def load_and_gather(step: Any, like: fz.State, part_of: Any) -> fz.State:
         return whole_of(step, load(name, step, like))
 
     for state in on_ranks(FIXTURES[name], layout, load_and_gather):
@@ -114,7 +114,7 @@ def test_every_leaf_is_bit_for_bit_what_was_saved(name: str, layout: Layout) -> 
 
 
 def test_dims_lie_in_memory_as_they_did() -> None:
-    def strides(step: Any, like: fz.TrainState, part_of: Any) -> tuple[int, ...]:
+    def strides(step: Any, like: fz.State, part_of: Any) -> tuple[int, ...]:
         return tuple(load("unsharded", step, like).params["body.conv.weight"].stride())
 
     (found,) = on_ranks(FIXTURES["unsharded"], ALONE, strides)
@@ -127,9 +127,7 @@ def test_training_goes_on(name: str, layout: Layout) -> None:
     zero."""
     fixture = FIXTURES[name]
 
-    def one_more(
-        step: Any, like: fz.TrainState, part_of: Any
-    ) -> tuple[fz.TrainState, fz.TrainState]:
+    def one_more(step: Any, like: fz.State, part_of: Any) -> tuple[fz.State, fz.State]:
         state = load(name, step, like)
         before = copied(whole_of(step, state))
         state, metrics = step(state, part_of(fixture.batch(fixture.steps)))

@@ -21,7 +21,7 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.optim.naming import described
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
-from functorch_zero.step.state import TrainState
+from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.tree import named_leaves
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
@@ -87,7 +87,7 @@ def test_the_choice_of_units_does_not_matter(tmp_path: Path) -> None:
     apply, params, buffers = functionalize(ZOO["gpt"].model().double())
     step = train_step(lambda p, b, x: F.mse_loss(apply(p, b, x["x"])[0], x["x"]), optim.adamw(0.01))
 
-    def run(group: Group) -> TrainState:
+    def run(group: Group) -> State:
         sharded = shard(step, level=3, group=group)
         return sharded.unshard(
             checkpoint.load(tmp_path, sharded, like=sharded.init(params, buffers)).state
@@ -143,7 +143,7 @@ def noisy_step(optimizer: Any) -> tuple[TrainStep, Any, Any, list[Tensor]]:
 
 def run_noisy(
     group: Group, level: int, optimizer: Any, folder: Path | None, resume: bool
-) -> list[TrainState]:
+) -> list[State]:
     """Six steps, saved after the third; or the last three of them."""
     base, params, buffers, batches = noisy_step(optimizer)
     step = shard(base, level=level, group=group)
@@ -191,7 +191,7 @@ def test_a_run_resumed_at_another_size_is_equal_but_for_rounding(tmp_path: Path,
 
     run_ranks(saved, 3)
 
-    def resumed(group: Group) -> TrainState:
+    def resumed(group: Group) -> State:
         step = shard(base, level=1, group=group)
         ours = checkpoint.load(tmp_path, step, like=step.init(params, buffers)).state
         for batch in batches[2:]:
@@ -206,14 +206,14 @@ def test_a_run_resumed_at_another_size_is_equal_but_for_rounding(tmp_path: Path,
 def test_processes(tmp_path: Path) -> None:
     """Over gloo: saved by two processes, read by three, and by none but this one."""
 
-    def run(group: ProcessGroup | None = None) -> TrainState:
+    def run(group: ProcessGroup | None = None) -> State:
         base, params, buffers = make_step()
         step = shard(base, level=3)
         state = trained(step, params, buffers, 1)
         checkpoint.save(tmp_path, step, state)
         return step.unshard(state)
 
-    def read() -> TrainState:
+    def read() -> State:
         base, params, buffers = make_step()
         step = shard(base, level=2)
         return step.unshard(checkpoint.load(tmp_path, step, like=step.init(params, buffers)).state)
@@ -292,7 +292,7 @@ def saved_mlp(root: Path) -> None:
     checkpoint.save(root, step, step.init(params, buffers))
 
 
-def load_into(root: Path, params: Any, optimizer: Any = None, **options: Any) -> TrainState:
+def load_into(root: Path, params: Any, optimizer: Any = None, **options: Any) -> State:
     step = train_step(lambda p, b, x: p.sum(), optimizer or optim.adamw(0.01))
     return checkpoint.load(root, step, like=step.init(params), **options).state
 
@@ -352,7 +352,7 @@ def test_a_mistake_on_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
         step = shard(base, level=3, group=group)
         like = step.init(params, buffers)
         if group.rank == 1:
-            like = like._replace(seed=None)
+            like = like.replace(seed=None)
         with pytest.raises(StructureError) as caught:
             checkpoint.load(tmp_path, step, like=like)
         return str(caught.value)
@@ -366,7 +366,7 @@ def test_ranks_that_save_different_things(tmp_path: Path, what: str) -> None:
     def save(step: Any, state: Any) -> None:
         rank = step.group.rank
         if what == "step":
-            state = state._replace(step=state.step + rank)
+            state = state.replace(step=state.step + rank)
         with pytest.raises(MismatchError, match="different steps" if what == "step" else "`user`"):
             checkpoint.save(tmp_path, step, state, user=rank if what == "user" else None)
 
@@ -387,19 +387,17 @@ def test_states_that_are_refused(tmp_path: Path) -> None:
     step, params, buffers = make_step()
     state = step.init(params, buffers)
     with pytest.raises(StructureError, match="got dict"):
-        checkpoint.save(tmp_path, step, dict(state._asdict()))  # type: ignore[arg-type]
+        checkpoint.save(tmp_path, step, dict(state.value._asdict()))  # type: ignore[arg-type]
     with pytest.raises(StructureError, match=r"can't hold this dtype: path buffers\.z"):
         checkpoint.save(
-            tmp_path, step, state._replace(buffers={"z": torch.zeros(2, dtype=torch.complex128)})
+            tmp_path, step, state.replace(buffers={"z": torch.zeros(2, dtype=torch.complex128)})
         )
     with pytest.raises(
         StructureError, match=r"made of tensors, numbers and strings: path buffers\.z"
     ):
-        checkpoint.save(tmp_path, step, state._replace(buffers={"z": object()}))
+        checkpoint.save(tmp_path, step, state.replace(buffers={"z": object()}))
     with pytest.raises(StructureError, match="meta device"):
-        checkpoint.save(
-            tmp_path, step, state._replace(buffers={"z": torch.zeros(2, device="meta")})
-        )
+        checkpoint.save(tmp_path, step, state.replace(buffers={"z": torch.zeros(2, device="meta")}))
 
     def donated(sharded: Any, first: Any) -> None:
         sharded(first, split(ZOO["mlp"].batches(1, 12)[0], even(12, 2))[sharded.group.rank])
@@ -427,9 +425,9 @@ def test_buffers_of_each_rank_are_refused(tmp_path: Path) -> None:
 
 def test_values_that_are_no_tensors(tmp_path: Path) -> None:
     step, params, buffers = make_step()
-    state = step.init(params, buffers)._replace(buffers={"n": 3, "s": "text", "f": 0.1, "b": True})
+    state = step.init(params, buffers).replace(buffers={"n": 3, "s": "text", "f": 0.1, "b": True})
     checkpoint.save(tmp_path, step, state)
-    like = state._replace(buffers={"n": 0, "s": "", "f": 0.0, "b": False})
+    like = state.replace(buffers={"n": 0, "s": "", "f": 0.0, "b": False})
     assert checkpoint.load(tmp_path, step, like=like).state.buffers == state.buffers
 
 

@@ -111,7 +111,7 @@ def run_whole(row: Row, dtype: torch.dtype) -> Run:
         state, metrics = step(state, batch)
         seen.append(state.params)
         if k < NUM_STEPS - 1:
-            state = state._replace(opt_state=row.between(state.opt_state, k, metrics))
+            state = state.replace(opt_state=row.between(state.opt_state, k, metrics))
     return Run(seen, state.opt_state)
 
 
@@ -130,13 +130,13 @@ def run_sharded(row: Row, case: Case) -> list[Run]:
             state, metrics = step(state, part_of(batch, group.rank, group.size))
             seen.append(whole_params(state, group, case.level))
             if k < NUM_STEPS - 1:
-                state = state._replace(opt_state=row.between(state.opt_state, k, metrics))
+                state = state.replace(opt_state=row.between(state.opt_state, k, metrics))
         return Run(seen, step.unshard(state).opt_state)
 
     return run_ranks(one, case.ranks)
 
 
-def whole_params(state: fz.TrainState, group: ThreadGroup, level: int) -> Any:
+def whole_params(state: fz.State, group: ThreadGroup, level: int) -> Any:
     """Copies: the next step may use the storage again."""
     with torch.no_grad():
         if level < 3:

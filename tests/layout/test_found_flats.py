@@ -70,7 +70,7 @@ def loss_of(params: Any, buffers: Any, batch: Tensor) -> Tensor:
 
 
 def check_steps(
-    level: int, at: int, change: Callable[[fz.TrainState], fz.TrainState], metrics: Sequence[str]
+    level: int, at: int, change: Callable[[fz.State], fz.State], metrics: Sequence[str]
 ) -> None:
     """Three steps, sharded and not, of which the `at`-th is given a changed state, end in the same
     params and state."""
@@ -96,7 +96,7 @@ def check_steps(
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(level: int, name: str) -> None:
-    def replace(state: fz.TrainState) -> fz.TrainState:
+    def replace(state: fz.State) -> fz.State:
         for leaf, value in ((state.params[name], 1.0), (state.opt_state[0].mu[name], 0.5)):
             leaf.data = torch.full_like(leaf, value)
         return state
@@ -107,8 +107,8 @@ def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(level: int, n
 @pytest.mark.parametrize("level", [0, 3])
 @pytest.mark.parametrize("metrics", [(), ("update_norm",)])  # with the fused kernel, and without
 def test_two_states_that_are_one_tree_part(level: int, metrics: tuple[str, ...]) -> None:
-    def join(state: fz.TrainState) -> fz.TrainState:
+    def join(state: fz.State) -> fz.State:
         adam, *rest = state.opt_state
-        return state._replace(opt_state=(adam._replace(mu=adam.nu), *rest))
+        return state.replace(opt_state=(adam._replace(mu=adam.nu), *rest))
 
     check_steps(level, 1, join, metrics)

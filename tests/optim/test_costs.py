@@ -72,7 +72,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def run_rank(
     optimizer: Transform, level: int, rank: int, num_steps: int, size: Size
-) -> tuple[fz.TrainState, list[list[Call]]]:
+) -> tuple[fz.State, list[list[Call]]]:
     """One imagined rank: its last state, and the collectives of each step."""
     group = CountingGroup(RANKS, rank)
     step = fz.shard(fz.train_step(loss_fn, optimizer), level=level, group=group)
@@ -90,7 +90,7 @@ def base() -> Callable[[int, Size], list[Call]]:
     return cache(lambda level, size: run_rank(optim.sgd(0.1), level, 0, 1, size)[1][0])
 
 
-def plan_for(optimizer: Transform, state: fz.TrainState) -> StatePlan:
+def plan_for(optimizer: Transform, state: fz.State) -> StatePlan:
     assert state.sharding is not None
     layout = state.sharding.layout
     return plan_state(optimizer.init, layout, layout.trainable, RANKS)
@@ -110,7 +110,7 @@ def test_state_and_traffic(name: str, layers: int, base: Callable[[int, Size], l
         check_traffic(optimizer, beyond(calls, base(level, size)), size)
 
 
-def check_state(name: str, optimizer: Transform, ranks: list[fz.TrainState], size: Size) -> None:
+def check_state(name: str, optimizer: Transform, ranks: list[fz.State], size: Size) -> None:
     """A rank holds 1/N of what follows params, within padding; the whole states of the leaves it
     owns; and vectors."""
     whole_tree = optimizer.needs == Needs.WHOLE_TREE

@@ -69,7 +69,7 @@ def run(name: str, data: list[dict[str, Tensor]], level: int, ranks: int) -> Non
     for batch in data:
         state, _ = step(state, batch)
 
-    def one(group: ThreadGroup) -> fz.TrainState:
+    def one(group: ThreadGroup) -> fz.State:
         sharded = fz.shard(fz.train_step(loss_fn, TABLE[name].make()), level=level, group=group)
         part = sharded.init(params())
         for batch in data:

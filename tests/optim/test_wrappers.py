@@ -141,7 +141,7 @@ def test_sharded_is_unsharded(case: tuple[str, tuple[int, int]]) -> None:
     for batch in batches:
         whole, _ = step(whole, batch)
 
-    def one_rank(group: Any) -> fz.TrainState:
+    def one_rank(group: Any) -> fz.State:
         sharded = fz.shard(fz.train_step(loss_fn, WRAPPED[name]()), level=level, group=group)
         state = sharded.init(params)
         for batch in batches:
@@ -164,7 +164,7 @@ def test_all_ranks_skip_what_one_cannot_use(level: int) -> None:
     batches = torch.randn(3, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     batches[1, 5] = math.nan
 
-    def one_rank(group: Any) -> tuple[fz.TrainState, fz.TrainState]:
+    def one_rank(group: Any) -> tuple[fz.State, fz.State]:
         optimizer = optim.apply_if_finite(optim.lamb(0.1), 3)
         sharded = fz.shard(fz.train_step(loss_fn, optimizer), level=level, group=group)
         states = []

@@ -142,14 +142,14 @@ def spoiled(run: Run, change: Any) -> Run:
 
 
 CHANGES = {
-    "a leaf a little off": lambda s: s._replace(
+    "a leaf a little off": lambda s: s.replace(
         params={**s.params, "norm.bias": s.params["norm.bias"] * (1 + 1e-9)}
     ),
-    "a moment a little off": lambda s: s._replace(
+    "a moment a little off": lambda s: s.replace(
         opt_state=optree.tree_map(lambda x: x * (1 + 1e-9), s.opt_state)
     ),
-    "the step": lambda s: s._replace(step=s.step + 1),
-    "a dtype": lambda s: s._replace(params=optree.tree_map(lambda p: p.detach().float(), s.params)),
+    "the step": lambda s: s.replace(step=s.step + 1),
+    "a dtype": lambda s: s.replace(params=optree.tree_map(lambda p: p.detach().float(), s.params)),
 }
 
 

@@ -421,7 +421,7 @@ def with_evaluation(evaluate: Any, done: Step, parts: list[Any]) -> Step:
     """What all ranks' parts give by the oracle, averaged."""
     held = done.buffers * (len(parts) if len(done.buffers) == 1 else 1)
     found = [
-        evaluate(done.state._replace(buffers=own), part)["evaluated"]
+        evaluate(done.state.replace(buffers=own), part)["evaluated"]
         for own, part in zip(held, parts, strict=True)
     ]
     weights = [len(part["x"]) for part in parts]

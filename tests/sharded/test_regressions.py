@@ -149,7 +149,7 @@ def test_a_state_may_have_another_dtype_for_each_leaf(level: int) -> None:
     params = {"large": trained(30), "small": trained(10)}
     expected, _ = step(step.init(params), None)
 
-    def run(group: fz.Group) -> fz.TrainState:
+    def run(group: fz.Group) -> fz.State:
         sharded = fz.shard(step, level=level, group=group)
         return sharded.unshard(sharded(sharded.init(params), None)[0])
 
@@ -227,7 +227,7 @@ def test_a_unit_of_empty_leaves(level: int, ranks: int) -> None:
             lambda x: torch.cat([x.reshape(-1), x.new_zeros(3)])[: x.numel()].view(x.shape),
             state.params,
         )
-        step(state._replace(params=others), None)
+        step(state.replace(params=others), None)
 
     run_ranks(run, ranks)
 

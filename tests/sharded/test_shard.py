@@ -75,7 +75,7 @@ def test_a_donated_state_says_which_step_took_it(level: int) -> None:
             with pytest.raises(DonatedError, match=r"state of step 1 was donated.*state 2.*Remedy"):
                 use(second, batch)
             with pytest.raises(DonatedError, match=r"state of step 0"):
-                use(first._replace(seed=None), batch)
+                use(first.replace(seed=None), batch)
 
     run_ranks(run, 2)
 
@@ -254,7 +254,7 @@ def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
         sharded(state, split(same, [6, 6])[group.rank])
         assert torch.equal(torch.get_rng_state(), mine), "the global random state is as before"
         torch.set_rng_state(before)
-        other, _ = sharded(state._replace(seed=torch.tensor(5)), split(same, [6, 6])[group.rank])
+        other, _ = sharded(state.replace(seed=torch.tensor(5)), split(same, [6, 6])[group.rank])
         assert not equal_trees(other.params, one.params)
         return got, metrics
 
@@ -688,7 +688,7 @@ def test_params_in_another_tree_are_refused(level: int) -> None:
     def on_a_rank(group):
         sharded = shard(step, level=level, group=group)
         state = sharded.init(params, buffers)
-        other = state._replace(params=dict(state.params.items()))
+        other = state.replace(params=dict(state.params.items()))
         for use in (
             lambda s: sharded(s, torch.ones(4)),
             sharded.unshard,

@@ -19,7 +19,7 @@ from functorch_zero.groups import ProcessGroup, counted, launch, run_ranks
 from functorch_zero.precision import Precision
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.nonfinite import LossScale, NonFinitePolicy, NonFiniteState, all_finite
-from functorch_zero.step.state import TrainState
+from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from tests.tiers import drawn
@@ -61,12 +61,12 @@ def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def kept(state: TrainState) -> Any:
+def kept(state: State) -> Any:
     """What a skipped step leaves as it was."""
     return state.params, state.buffers, state.opt_state, state.seed
 
 
-def copied(state: TrainState) -> Any:
+def copied(state: State) -> Any:
     return optree.tree_map(torch.clone, kept(state))
 
 
@@ -212,9 +212,7 @@ def half_step(scale: LossScale | None, **options: Any) -> tuple[Any, Any, Any]:
     )
 
 
-def history(
-    step: Any, state: TrainState, batches: Any
-) -> tuple[list[tuple[float, float]], TrainState]:
+def history(step: Any, state: State, batches: Any) -> tuple[list[tuple[float, float]], State]:
     found = []
     for batch in batches:
         state, metrics = step(state, batch)

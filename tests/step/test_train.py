@@ -20,7 +20,7 @@ from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.evaluate import eval_step
 from functorch_zero.step.loss import Aux, as_metric
-from functorch_zero.step.state import TrainState
+from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from functorch_zero.tree import named_leaves
 from tests.compare import train
@@ -171,7 +171,7 @@ def test_what_a_loss_must_return(result: Any, error: type[Exception], message: s
             )
 
 
-def init_on(group: Any, step: Any) -> TrainState:
+def init_on(group: Any, step: Any) -> State:
     return shard(step, level=3, group=group).init({"w": torch.ones(3, requires_grad=True)})
 
 
@@ -218,10 +218,10 @@ def test_dropout_is_a_function_of_seed_and_step(seed: int) -> None:
         one["loss"], two["loss"]
     )
     _, later = step(first, x)
-    _, unmoved = step(first._replace(params=state.params), x)
+    _, unmoved = step(first.replace(params=state.params), x)
     assert not torch.equal(unmoved["loss"], one["loss"]), "the next step draws other numbers"
     assert later["loss"] is not None
-    _, other = step(state._replace(seed=torch.tensor(seed + 1)), x)
+    _, other = step(state.replace(seed=torch.tensor(seed + 1)), x)
     assert not torch.equal(other["loss"], one["loss"])
 
 
@@ -271,7 +271,7 @@ def test_a_state_is_a_pytree() -> None:
     loss_fn, params, buffers = ZOO["convnet"].build()
     state = train_step(loss_fn, optim.adamw(0.1)).init(params, buffers)
     copied = tree_map(torch.clone, state)
-    assert isinstance(copied, TrainState) and copied.params.units == params.units
+    assert isinstance(copied, State) and copied.params.units == params.units
     assert named_leaves(copied).keys() == named_leaves(state).keys()
     assert "params.head.weight" in named_leaves(state)
     model = ZOO["convnet"].model().double()

@@ -224,22 +224,22 @@ def perturbed(tree: Any, by: float = 1e-3) -> Any:
     ("change", "story"),
     [
         (
-            lambda s, rank: s._replace(
+            lambda s, rank: s.replace(
                 params=perturbed({"w": s.params["w"]}) | {"b": s.params["b"]}
             ),
             r"updates.*leaf w",
         ),
         (
-            lambda s, rank: s._replace(params={**s.params, "b": s.params["b"] + 1e-9}),
+            lambda s, rank: s.replace(params={**s.params, "b": s.params["b"] + 1e-9}),
             r"updates.*leaf b",
         ),
         (
-            lambda s, rank: s._replace(opt_state=perturbed(s.opt_state, 1e-9)),
+            lambda s, rank: s.replace(opt_state=perturbed(s.opt_state, 1e-9)),
             r"opt_state.*leaf .*mu.w",
         ),
-        (lambda s, rank: s._replace(step=s.step + 1, opt_state=s.opt_state), "counters"),
+        (lambda s, rank: s.replace(step=s.step + 1, opt_state=s.opt_state), "counters"),
         (
-            lambda s, rank: s._replace(params=perturbed(s.params, rank * 1e-16)),
+            lambda s, rank: s.replace(params=perturbed(s.params, rank * 1e-16)),
             "rank 0's results and this rank's",
         ),
     ],
@@ -355,7 +355,7 @@ def test_round_off_is_told_from_a_defect() -> None:
 
 
 def test_allowing_round_off_allows_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_steps(monkeypatch, lambda s, rank: s._replace(params=perturbed(s.params, 1e-9)))
+    break_steps(monkeypatch, lambda s, rank: s.replace(params=perturbed(s.params, 1e-9)))
     with pytest.raises(AssertionError, match="updates differ"):
         assert_sharded_equals_unsharded(
             *linear_step(optim.adam(0.01)), levels=(2,), ranks=(2,), allow_round_off=True
