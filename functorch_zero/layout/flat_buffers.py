@@ -8,7 +8,6 @@ without a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import accumulate, compress, repeat
 from operator import attrgetter, call, is_, is_not, not_
 from typing import Any, TypeGuard
@@ -21,7 +20,6 @@ from torch import Tensor
 from .._torch_private import base_of, storage_id
 from ..tree import PyTree
 from .layout import Bucket, Layout
-from .levels import level_of
 
 _DTYPE, _SHAPE = map(attrgetter, ("dtype", "shape"))
 # Leaves by path -> the same with their values
@@ -157,17 +155,16 @@ def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor
 
 def slice_bucket(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> list[Tensor]:
     """A bucket's whole leaves -> copies of the pieces that `rank` keeps, views of one new flat."""
+    return cut(slice_flat(leaves, bucket, rank), bucket, rank)
+
+
+def slice_flat(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
+    """A bucket's whole leaves -> the flat (piece,) of copies of the pieces that `rank` keeps."""
     flat = leaves[0].new_zeros(bucket.piece, dtype=_common_dtype(leaves, bucket.dtype))
     for k, here in enumerate(cut(flat, bucket, rank)):
         extent = bucket.extent(k, rank)
         here.copy_(leaves[k].detach().reshape(-1)[extent.in_leaf])
-    return cut(flat, bucket, rank)
-
-
-def copy_bucket(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
-    """A bucket's whole leaves -> copies of them, views of one new flat."""
-    own = [leaf.detach() for leaf in leaves]
-    return unpack(pack(own, bucket, device=own[0].device), bucket)
+    return flat
 
 
 def filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) -> Sequence[Tensor]:
@@ -192,29 +189,6 @@ def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torc
             f"the leaves of one bucket must share a dtype, got {sorted(map(str, dtypes))}"
         )
     return dtypes.pop()
-
-
-class Pieces:
-    """This rank's pieces of the trained leaves: a flat (piece,) for each trained bucket.
-
-    Args:
-        flats: in the order of the layout's buckets.
-    """
-
-    def __init__(self, flats: Sequence[Tensor], layout: Layout, rank: int):
-        self.flats, self._layout, self._rank = list(flats), layout, rank
-
-    @cached_property
-    def tree(self) -> PyTree[Tensor]:
-        """The tree of pieces, 1-D views of the flats; None where a leaf is frozen."""
-        flats = iter(self.flats)
-        parts: list[Sequence[Any]] = [
-            cut(next(flats), bucket, self._rank)
-            if bucket.trainable
-            else [None] * len(bucket.leaves)
-            for bucket in self._layout.buckets
-        ]
-        return to_tree(parts, self._layout)
 
 
 class Recall:
@@ -250,64 +224,6 @@ def _places(leaves: Sequence[Tensor]) -> list[list[Any]]:
     return [
         [*map(fact, leaves)] for fact in (Tensor.data_ptr, _SHAPE, _DTYPE, Tensor.is_contiguous)
     ]
-
-
-def hold(
-    params: PyTree[Tensor], layout: Layout, rank: int, fill: Fill | None = None
-) -> PyTree[Tensor]:
-    """Whole leaves -> what a rank keeps of them between steps, in storage of its own.
-
-    `fill` gives the values of one bucket's leaves at a time, for trees without.
-    """
-    leaves = optree.tree_leaves(params)
-    parts = []
-    for b, bucket in enumerate(layout.buckets):
-        own = filled(leaves, layout, b, fill)
-        if level_of(bucket).cuts_params:
-            parts.append(slice_bucket(own, bucket.held, bucket.held_by(rank)))
-        else:
-            parts.append(copy_bucket(own, bucket))
-    return to_tree(parts, layout)
-
-
-def flats_of(params: PyTree[Tensor], layout: Layout, rank: int) -> list[Tensor]:
-    """The flats that hold the params between steps: pieces at level 3, else whole."""
-    return flats_of_leaves(optree.tree_leaves(params), layout, rank)
-
-
-def flats_of_leaves(leaves: Sequence[Tensor], layout: Layout, rank: int) -> list[Tensor]:
-    """The same, of the leaves in tree order."""
-    flats = []
-    for b, bucket in enumerate(layout.buckets):
-        own = by_bucket(leaves, layout, b)
-        if level_of(bucket).cuts_params:
-            flats.append(flat_of_pieces(own, bucket.held, bucket.held_by(rank)))
-        else:
-            flats.append(flat_of_leaves(own, bucket))
-    return flats
-
-
-def pieces_of(flats: Sequence[Tensor], layout: Layout, rank: int) -> Pieces:
-    """What the optimizer sees of the params: this rank's pieces of the trained leaves, views of the
-    flats."""
-    trained = [
-        own_piece(f, bucket, rank)
-        for f, bucket in zip(flats, layout.buckets, strict=True)
-        if bucket.trainable
-    ]
-    return Pieces(trained, layout, rank)
-
-
-def grads_of(
-    reduced: dict[int, Tensor], flats: Sequence[Tensor], layout: Layout, rank: int
-) -> Pieces:
-    """The reduced gradient flats; zeros for what no loss reached."""
-    trained = [(b, bucket.piece) for b, bucket in enumerate(layout.buckets) if bucket.trainable]
-    return Pieces(
-        [reduced[b] if b in reduced else flats[b].new_zeros(piece) for b, piece in trained],
-        layout,
-        rank,
-    )
 
 
 def own_piece(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:

@@ -49,6 +49,11 @@ class Sharding:
     mesh: tuple[int, int, int]  # replicas, ranks of one, and the number of this rank's pieces
     donations: Donations = field(default_factory=Donations, compare=False, repr=False)
 
+    @property
+    def number(self) -> int:
+        """The number of this rank's pieces in a bucket."""
+        return self.mesh[2]
+
 
 def _flatten(sharding: Sharding) -> tuple[tuple[()], Any, tuple[()]]:
     return (), sharding, ()

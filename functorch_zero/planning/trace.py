@@ -23,9 +23,9 @@ from ..groups.counting import CountedGroup
 from ..groups.debug import LabelledGroup
 from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
 from ..groups.protocol import Done, ReduceOp, Work
-from ..layout.flat_buffers import Pieces, flats_of
 from ..layout.layout import Layout, LeafSpec, Unit
 from ..layout.levels import level_of
+from ..layout.sharded_tree import ShardedTree
 from ..model.lazy_param import LazyParam
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unshard import Gathering, UnitFlats
@@ -136,7 +136,7 @@ class ImaginedStep:
         whole = step.init(params, buffers, seed=None)
         rank, sharding = options.axes.number, options.sharding(self._layout)
         state = shard_state(whole, prepared.plan, sharding, rank)
-        flats = flats_of(state.params, self._layout, rank)
+        flats = state.params.flats()
         updater = _Announced(prepared, self._enter, idle=self._only_buckets)
         return Run(step, options, state, batch, sharding, flats, updater)
 
@@ -223,7 +223,7 @@ class _Announced:
         self._prepared, self._enter, self._idle = prepared, enter, idle
         self.across = prepared.across
 
-    def update(self, grads: Pieces, state: Any, params: Pieces) -> Any:
+    def update(self, grads: ShardedTree, state: Any, params: ShardedTree) -> Any:
         self._enter("optimizer")
         made = (None, state) if self._idle else self._prepared.update(grads, state, params)
         self._enter("publish")

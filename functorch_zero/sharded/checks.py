@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..layout.layout import Layout
+from ..layout.sharded_tree import ShardedTree
 from ..layout.sharding import Sharding
 from ..step.state import State, check_state
 from ..tree import paths
@@ -64,11 +66,17 @@ def sharding_of(state: State, options: Options) -> Sharding:
                 remedy="unshard it with the step that made it, then shard_state with this one",
             )
         )
-    if optree.tree_structure(state.params) != sharding.layout.treedef:
+    params = state.params
+    if not isinstance(params, ShardedTree) or not _fits(params, sharding.layout):
         remedy = (
             "replace leaves by tree_map, which keeps the tree: in a dict they have another order"
         )
         what = "state.params have another tree structure than those of `init`"
-        kind = type(state.params).__name__
+        kind = type(params).__name__
         raise StructureError(explain(what, got=f"a {kind}", rank=options.group.rank, remedy=remedy))
     return sharding
+
+
+def _fits(params: ShardedTree, layout: Layout) -> bool:
+    fits: bool = optree.tree_structure(params.tree) == layout.treedef
+    return fits

@@ -8,7 +8,7 @@ import torch
 
 from ..groups import labelled
 from ..groups.protocol import Group
-from ..layout.flat_buffers import flats_of, pieces_of
+from ..layout.sharded_tree import pieces_of
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..step.evaluate import EvalStep, call_eval
@@ -42,13 +42,12 @@ class ShardedEvalStep:
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
             layout, axes = sharding.layout, self.options.axes
-            flats = flats_of(state.params, layout, axes.number)
+            flats = state.params.flats()
             check_batch(batch, flats[0].device, self.group.rank)
             log = [f"evaluation at step {int(state.step)}"]
             if self.unsharded.params is not None:
-                chosen = self.unsharded.chosen(
-                    state.opt_state, pieces_of(flats, layout, axes.number).tree
-                )
+                pieces = pieces_of(flats, state.params.holding)
+                chosen = self.unsharded.chosen(state.opt_state, pieces.tree)
                 flats = evaluated(chosen, flats, layout, axes)
             units = make_unit_flats(flats, layout, axes, log)
             run = Pass(layout, units, None, device=flats[0].device, order=self.order)

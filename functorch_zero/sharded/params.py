@@ -8,30 +8,28 @@ import optree
 import torch
 from torch import Tensor
 
-from .._torch_private import base_of, storage_id
 from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
 from ..layout.flat_buffers import (
     by_bucket,
-    cut,
     flat_of_pieces,
-    flats_of,
     own_piece,
     to_tree,
     unpack,
 )
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
+from ..layout.sharded_tree import ShardedTree
 from ..runtime.reduce import GradientReduction
 from ..runtime.unshard import GatheredFlats, ResidentFlats, UnitFlats
 from ..tree import PyTree
 from .options import ReduceGradients
 
 
-def all_gather_params(params: PyTree[Tensor], layout: Layout, axes: Axes) -> PyTree[Tensor]:
-    """What a rank keeps -> whole leaves. One all-gather a bucket of level 3."""
-    flats = flats_of(params, layout, axes.number)
+def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
+    """This rank's part -> whole leaves. One all-gather per bucket of level 3."""
+    layout, flats = params.sharding.layout, list(params.flats())
     started = []
     for b, bucket in enumerate(layout.buckets):
         if level_of(bucket).cuts_params:
@@ -84,44 +82,37 @@ def make_unit_flats(
 
 
 def publish(
-    params: PyTree[Tensor],
+    params: ShardedTree,
     flats: Sequence[Tensor],
     updates: PyTree[Tensor] | None,
-    layout: Layout,
     axes: Axes,
     *,
     donate: bool,
-) -> PyTree[Tensor]:
-    """params + updates, as kept between steps; with updates None the flats hold the sums already.
+) -> ShardedTree:
+    """params + updates, as held between steps; with updates None the flats hold the sums already.
 
-    Levels 1 and 2: one all-gather a bucket, each started when that bucket is ready.
+    `flats` are those of the params, one per bucket.
+
+    Levels 1 and 2: one all-gather per bucket, each started when that bucket is ready.
     """
-    rank = axes.number
-    moved = (
-        {}
-        if updates is None
-        else dict(zip(_trained_numbers(layout), optree.tree_leaves(updates), strict=True))
-    )
-    leaves, started = list(optree.tree_leaves(params)), []
+    rank, layout = axes.number, params.sharding.layout
+    trained, given = _trained_numbers(layout), optree.tree_leaves(updates)
+    moved = {} if updates is None else dict(zip(trained, given, strict=True))
+    made, started = [], []
     for bucket, flat in zip(layout.buckets, flats, strict=True):
+        new = flat if donate or not bucket.trainable else torch.empty_like(flat)
+        made.append(new)
         if not bucket.trainable:
             continue
-        new = flat if donate else torch.empty_like(flat)
         if updates is not None:
-            old_piece, piece = (own_piece(x, bucket, rank) for x in (flat, new))
+            old_piece, piece = own_piece(flat, bucket, rank), own_piece(new, bucket, rank)
             update = flat_of_pieces([moved[n] for n in bucket.leaves], bucket, rank)
             torch.add(old_piece, update.to(flat.dtype), out=piece)
         if over := _held_over(bucket, axes):
             started.append(_Spreading(new, bucket, over))
-        first = leaves[bucket.leaves[0]]
-        if new is not flat or (base_of(first) is not flat and not _lies_in(first, flat)):
-            cuts = level_of(bucket).cuts_params
-            views = cut(new, bucket.held, bucket.held_by(rank)) if cuts else unpack(new, bucket)
-            for n, view in zip(bucket.leaves, views, strict=True):
-                leaves[n] = view
     while started:
         started = [spreading for spreading in started if spreading.go_on()]
-    return layout.treedef.unflatten(leaves)
+    return params.with_flats(made)
 
 
 class _Spreading:
@@ -184,10 +175,6 @@ def evaluated(
 
 def _trained_numbers(layout: Layout) -> list[int]:
     return [i for i, leaf in enumerate(layout.leaves) if leaf.trainable]
-
-
-def _lies_in(leaf: Tensor, flat: Tensor) -> bool:
-    return storage_id(leaf) == storage_id(flat)
 
 
 def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTree[Tensor]:

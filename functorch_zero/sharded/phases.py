@@ -16,8 +16,8 @@ from optree import tree_map
 from torch import Tensor
 
 from ..groups import labelled
-from ..layout.flat_buffers import Pieces, grads_of, pieces_of
 from ..layout.layout import Layout
+from ..layout.sharded_tree import ShardedTree, pieces_of
 from ..layout.sharding import Sharding
 from ..optim.across import Across
 from ..profiling import ranged
@@ -49,7 +49,7 @@ class Updater(Protocol):
         ...
 
     def update(
-        self, grads: Pieces, state: Any, params: Pieces
+        self, grads: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates and the optimizer's next state; None where the params hold the sums
         already."""
@@ -205,8 +205,8 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     state, options = run.state, run.options
     scale = run.step.finite.scale(state.finite)
     to_means(local.reduced, agreed.weight if _weighted(local.outcome) else None, scale)
-    grads = grads_of(local.reduced, run.flats, run.layout, run.rank)
-    view = pieces_of(run.flats, run.layout, run.rank)
+    view = pieces_of(run.flats, state.params.holding)
+    grads = _grads_like(view, local.reduced)
     buffers = _next_buffers(run, local.outcome, agreed)
     if options.donate:
         buffers = apart(buffers, run.flats)
@@ -221,9 +221,7 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
             updates, opt_state = run.updater.update(grads, opt_state, view)
         measured.see("update_norm", lambda: updates)
         with ranged("publish"):
-            params = publish(
-                params, run.flats, updates, run.layout, options.axes, donate=options.donate
-            )
+            params = publish(params, run.flats, updates, options.axes, donate=options.donate)
     else:
         measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
 
@@ -238,6 +236,15 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
         state.parts,
     )
     return new, metrics
+
+
+def _grads_like(pieces: ShardedTree, reduced: dict[int, Tensor]) -> ShardedTree:
+    """The reduced gradients, cut as the params are; zeros for a bucket that no loss reached."""
+    flats = [
+        torch.zeros_like(flat) if flat is not None and b not in reduced else reduced.get(b)
+        for b, flat in enumerate(pieces.flats())
+    ]
+    return ShardedTree.of_flats(flats, pieces.holding)
 
 
 def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:

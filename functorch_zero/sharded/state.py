@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
-from ..layout.flat_buffers import cut, hold
+from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
+from ..layout.sharded_tree import hold
 from ..layout.sharding import Sharding
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.state import State, TrainValue
@@ -58,7 +59,7 @@ def unshard_state(state: State, plan: StatePlan, axes: Axes) -> State:
     """The whole state on every rank, in tensors of its own."""
     assert state.sharding is not None
     layout = state.sharding.layout
-    params = all_gather_params(state.params, layout, axes)
+    params = all_gather_params(state.params, axes)
     flags = layout.trainable
     leaves, treedef = optree.tree_flatten(state.opt_state)
     whole = [
@@ -120,7 +121,7 @@ def shard_state(whole: State, plan: StatePlan, sharding: Sharding, rank: int) ->
         _scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)
     ]
     value = TrainValue(
-        hold(whole.params, layout, rank),
+        hold(whole.params, sharding),
         tree_map(torch.clone, whole.buffers),
         lay_out_state(treedef.unflatten(part), plan, layout, rank),
     )

@@ -16,8 +16,8 @@ from ..errors import StructureError
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.build import make_layout
-from ..layout.flat_buffers import flats_of, hold, pieces_of
 from ..layout.layout import Layout
+from ..layout.sharded_tree import ShardedTree, hold
 from ..model.deferred_init import DeferredInit
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
@@ -91,7 +91,8 @@ class ShardedTrainStep:
             )
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
             made = None if values is None else Made(values)
-            held = hold(params, layout, self._rank, made)
+            sharding = self.options.sharding(layout)
+            held = hold(params, sharding, fill=made)
             if made is not None:
                 agree(labelled(self.group, "init/agreement"), {"deferred values": made.digests})
             opt_state = self.first_optimizer_state(held, layout)
@@ -101,7 +102,7 @@ class ShardedTrainStep:
                 torch.zeros((), dtype=torch.int64),
                 TrainValue(held, buffers, opt_state),
                 None if seed is None else torch.tensor(seed),
-                self.options.sharding(layout),
+                sharding,
                 self.unsharded.finite.init(),
             )
 
@@ -132,7 +133,7 @@ class ShardedTrainStep:
         sharding = sharding_of(state, self.options)
         sharding.donations.check(state.step)
         prepared = self._prepare(sharding.layout)
-        flats = prepared.flats(optree.tree_leaves(state.params))
+        flats = state.params.flats()
         check_batch(batch, flats[0].device, self.group.rank)
         return Run(self.unsharded, self.options, state, batch, sharding, flats, prepared)
 
@@ -160,12 +161,11 @@ class ShardedTrainStep:
         """Which leaves of the optimizer's state follow a param, and which have an owner."""
         return self._prepare(layout).plan
 
-    def first_optimizer_state(self, params: PyTree[Tensor], layout: Layout) -> Any:
-        """The optimizer's state as `init` makes it, for params as a state holds them. What the
-        optimizer asks for."""
+    def first_optimizer_state(self, params: ShardedTree, layout: Layout) -> Any:
+        """The optimizer's state as `init` makes it. Collectives: those that the optimizer asks
+        for."""
         prepared = self._prepare(layout)
-        view = pieces_of(flats_of(params, layout, self._rank), layout, self._rank)
-        made = self.unsharded.optimizer.init(view.tree, prepared.across)
+        made = self.unsharded.optimizer.init(params.pieces().tree, prepared.across)
         return lay_out_state(made, prepared.plan, layout, self._rank)
 
     @property

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from ..groups import labelled
-from ..layout.flat_buffers import Pieces, Recall, flats_of_leaves
 from ..layout.layout import Layout
+from ..layout.sharded_tree import ShardedTree
 from ..optim.base import split_fused
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import StatePlan, plan_state
@@ -25,25 +25,30 @@ class PreparedUpdate:
         self.layout = layout
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
-        self.flats = Recall(lambda leaves: flats_of_leaves(leaves, layout, options.axes.number))
         self._optimizer = step.optimizer
         self._split = None if "update_norm" in step.metrics else split_fused(step.optimizer)
 
     def update(
-        self, grads: Pieces, state: Any, params: Pieces
+        self, grads: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates and the optimizer's next state; no updates where a fused kernel has applied
         them already."""
-        if self._split is not None and self.across.fuses(self._split[1], params.flats):
+        flats = _trained(params)
+        if self._split is not None and self.across.fuses(self._split[1], flats):
             head, tail = self._split
             if head is None:
-                return None, self.across.fused(tail, grads.flats, state, params.flats)
+                return None, self.across.fused(tail, _trained(grads), state, flats)
             updates, first = head.update(grads.tree, state[:-1], params.tree, self.across)
             return None, (
                 *first,
-                self.across.fused(tail, self.across.flats(updates), state[-1], params.flats),
+                self.across.fused(tail, self.across.flats(updates), state[-1], flats),
             )
         updates, state = self._optimizer.update(grads.tree, state, params.tree, self.across)
         state = self.across.keep(state, params.tree)
         same_structure(params.tree, updates, what="the optimizer's updates")
         return updates, state
+
+
+def _trained(pieces: ShardedTree) -> list[Tensor]:
+    """The flats (piece,) of the trained buckets."""
+    return [flat for flat in pieces.flats() if flat is not None]

@@ -18,7 +18,7 @@ from .nonfinite import NonFiniteState
 class TrainValue(NamedTuple):
     """The value of `train_step`'s program."""
 
-    params: PyTree[Tensor]  # whole; at level 3 this rank's pieces
+    params: PyTree[Tensor]  # sharded, a ShardedTree: whole, or at level 3 this rank's pieces
     buffers: PyTree[Tensor]  # whole, on every rank
     opt_state: Any  # at levels 1 to 3 in pieces where it follows a param
 
@@ -40,8 +40,8 @@ class State:
     parts: Any = None  # by name, the tensors that parts of the sharded step keep between steps
 
     @property
-    def params(self) -> PyTree[Tensor]:
-        """The model's parameters: whole, or at level 3 this rank's pieces."""
+    def params(self) -> Any:
+        """The model's parameters: a tree, or a ShardedTree."""
         return self.value.params
 
     @property

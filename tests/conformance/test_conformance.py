@@ -141,7 +141,7 @@ def whole_params(state: fz.State, group: ThreadGroup, level: int) -> Any:
     with torch.no_grad():
         if level < 3:
             return optree.tree_map(
-                lambda p: p.detach().clone().requires_grad_(p.requires_grad), state.params
+                lambda p: p.detach().clone().requires_grad_(p.requires_grad), state.params.tree
             )
         assert state.sharding is not None
         layout = state.sharding.layout

@@ -1,0 +1,248 @@
+"""`ShardedTree`: a tree that knows how it is cut over ranks, as one of them holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from typing import Any, Literal
+
+import optree
+from torch import Tensor
+
+from .._torch_private import base_of, register_in_torch
+from ..tree import PyTree
+from .flat_buffers import (
+    Fill,
+    cut,
+    filled,
+    flat_of_leaves,
+    flat_of_pieces,
+    own_piece,
+    pack,
+    slice_flat,
+    to_tree,
+    unpack,
+)
+from .layout import Bucket
+from .levels import level_of
+from .sharding import Sharding
+
+Form = Literal["held", "pieces"]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The static part of a sharded tree: equal for trees that fit each other.
+
+    Attributes:
+        sharding: how the tree is cut, and which rank's part this is.
+        form: "held", as params are held between steps: whole leaves at levels 0 to 2, this rank's
+            1-D pieces at level 3. Or "pieces", as gradients, updates and the optimizer's view of
+            params are: 1-D pieces at every level, those of level 0 being all of the leaf.
+        engine: answers for the tree on its ranks. Not compared, and not pickled.
+    """
+
+    sharding: Sharding
+    form: Form
+    engine: Any = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Holding, (self.sharding, self.form)
+
+    def views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:
+        """The bucket's leaves as views of its flat: (piece,) in pieces, else as it is held."""
+        rank = self.sharding.number
+        if self.form == "pieces":
+            return cut(flat, bucket, rank)
+        if level_of(bucket).cuts_params:
+            return cut(flat, bucket.held, bucket.held_by(rank))
+        return unpack(flat, bucket)
+
+    def find(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
+        """The inverse of `views`: the flat that the leaves lie in, or a new one that they are
+        copied to."""
+        rank = self.sharding.number
+        if self.form == "pieces":
+            return flat_of_pieces(leaves, bucket, rank)
+        if level_of(bucket).cuts_params:
+            return flat_of_pieces(leaves, bucket.held, bucket.held_by(rank))
+        return flat_of_leaves(leaves, bucket)
+
+
+class ShardedTree:
+    """This rank's part of a tree, and how the tree is cut: a pytree node around the part.
+
+    `tree_map` goes into it and gives a ShardedTree again. A leaf is reached as in the tree itself,
+    `params["head.weight"]`; `tree` is the tree without the node.
+
+    The leaves are views of flat buffers, one per bucket, which the node remembers: collectives and
+    kernels move whole buckets. A node made of other leaves finds their flats, or packs them.
+    """
+
+    def __init__(self, tree: PyTree[Tensor], holding: Holding):
+        self._tree: Any = tree
+        self.holding = holding
+        self._known: _Known | None = None
+
+    @classmethod
+    def of_flats(cls, flats: Sequence[Tensor | None], holding: Holding) -> ShardedTree:
+        """The tree whose leaves are views of these flats, one per bucket of the layout; None: the
+        bucket's leaves are None."""
+        made = cls(None, holding)
+        made._known = _Known(list(flats))
+        return made
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the tree is cut."""
+        return self.holding.sharding
+
+    @property
+    def tree(self) -> PyTree[Tensor]:
+        """This rank's part: a tree of the original structure."""
+        if self._known is not None and self._known.leaves is None:
+            layout = self.sharding.layout
+            parts: list[Sequence[Tensor | None]] = [
+                [None] * len(bucket.leaves) if flat is None else self.holding.views(flat, bucket)
+                for flat, bucket in zip(self._known.flats, layout.buckets, strict=True)
+            ]
+            self._tree = to_tree(parts, layout)
+            self._known.remember(self._leaves())
+        return self._tree
+
+    def flats(self) -> list[Any]:
+        """The flat of each bucket, which its leaves are views of (None: the leaves are None).
+
+        Leaves that lie in no flat are copied to a new one.
+        """
+        known, buckets = self._known, self.sharding.layout.buckets
+        if known is not None and known.leaves is None:
+            return known.flats
+        leaves = self._leaves()
+        if known is not None and known.still(leaves):
+            return known.flats
+        flats: list[Tensor | None] = []
+        for bucket in buckets:
+            own: list[Any] = [leaves[n] for n in bucket.leaves]
+            flats.append(None if own[0] is None else self.holding.find(own, bucket))
+        # Copies are not remembered: the leaves may be written to
+        bases = {id(base_of(leaf)) for leaf in leaves if leaf is not None}
+        if all(flat is None or id(flat) in bases for flat in flats):
+            self._known = _Known(flats)
+            self._known.remember(leaves)
+        return flats
+
+    def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
+        """The same with leaves in these flats; with the leaves it has where they lie there
+        already."""
+        known = self._known
+        if known is not None and all(map(is_, flats, known.flats)):
+            return self
+        return ShardedTree.of_flats(flats, self.holding)
+
+    def pieces(self) -> ShardedTree:
+        """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
+        return pieces_of(self.flats(), self.holding)
+
+    def _leaves(self) -> list[Tensor | None]:
+        """In tree order, None where masked."""
+        leaves: list[Tensor | None] = self.sharding.layout.treedef.flatten_up_to(self._tree)
+        return leaves
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardedTree, (self.tree, self.holding)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.tree[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __getattr__(self, name: str) -> Any:
+        """The tree's own attributes, such as `items` of a dict; private ones are not looked up."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.tree, name)
+
+    def __repr__(self) -> str:
+        sharding = self.sharding
+        level = "several levels" if sharding.level is None else f"level {sharding.level}"
+        return f"ShardedTree({self.tree!r}, {self.holding.form}, {level}, rank {sharding.rank})"
+
+
+class _Known:
+    """Flats, and the leaves that were cut from them (None: not yet)."""
+
+    def __init__(self, flats: list[Any]):
+        self.flats = flats
+        self.leaves: list[Any] | None = None
+        self._facts: list[list[Any]] = []
+
+    def remember(self, leaves: list[Tensor | None]) -> None:
+        self.leaves, self._facts = leaves, _facts(leaves)
+
+    def still(self, leaves: list[Tensor | None]) -> bool:
+        """Whether the leaves are those, lying where they lay: `leaf.data = other` leaves an object
+        what it is."""
+        assert self.leaves is not None
+        same = all(map(is_, leaves, self.leaves))
+        return same and _facts(leaves) == self._facts
+
+
+def _facts(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
+    """Where the leaves lie, fact by fact, without a line of Python per leaf."""
+    given = [leaf for leaf in leaves if leaf is not None]
+    facts: Any = (Tensor.data_ptr, attrgetter("shape"), Tensor.stride, attrgetter("dtype"))
+    return [list(map(fact, given)) for fact in facts]
+
+
+def hold(
+    params: PyTree[Tensor], sharding: Sharding, *, engine: Any = None, fill: Fill | None = None
+) -> ShardedTree:
+    """Whole leaves -> this rank's part of them, as held between steps, in storage of its own.
+
+    `fill` gives the values of one bucket's leaves at a time, for trees without.
+    """
+    layout, rank = sharding.layout, sharding.number
+    leaves = optree.tree_leaves(params)
+    flats = []
+    for b, bucket in enumerate(layout.buckets):
+        own = [leaf.detach() for leaf in filled(leaves, layout, b, fill)]
+        if level_of(bucket).cuts_params:
+            flats.append(slice_flat(own, bucket.held, bucket.held_by(rank)))
+        else:
+            flats.append(pack(own, bucket, device=own[0].device))
+    return ShardedTree.of_flats(flats, Holding(sharding, "held", engine))
+
+
+def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:
+    """Of flats as they are held, this rank's pieces of the trained leaves: views; else None."""
+    sharding = holding.sharding
+    pieces = [
+        own_piece(flat, bucket, sharding.number) if bucket.trainable else None
+        for flat, bucket in zip(flats, sharding.layout.buckets, strict=True)
+    ]
+    return ShardedTree.of_flats(pieces, Holding(sharding, "pieces", holding.engine))
+
+
+def _flatten(node: ShardedTree) -> tuple[list[Any], Holding, tuple[str]]:
+    return [node.tree], node.holding, ("",)
+
+
+def _unflatten(holding: Holding, children: Any) -> ShardedTree:
+    (tree,) = children
+    return ShardedTree(tree, holding)
+
+
+optree.register_pytree_node(
+    ShardedTree, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
+)
+register_in_torch(
+    ShardedTree,
+    lambda node: _flatten(node)[:2],
+    lambda children, holding: _unflatten(holding, children),
+)
