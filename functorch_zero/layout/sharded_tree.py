@@ -10,7 +10,7 @@ from typing import Any, Literal
 import optree
 from torch import Tensor
 
-from .._torch_private import base_of, register_in_torch
+from .._torch_private import base_of, register_in_torch, storage_id
 from ..tree import PyTree
 from .flat_buffers import (
     Fill,
@@ -29,6 +29,8 @@ from .levels import level_of
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
+
+_DTYPE = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class _Known:
 def _facts(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
     """Where the leaves lie, fact by fact, without a line of Python per leaf."""
     given = [leaf for leaf in leaves if leaf is not None]
-    facts: Any = (Tensor.data_ptr, attrgetter("shape"), Tensor.stride, attrgetter("dtype"))
+    facts: Any = (storage_id, Tensor.storage_offset, attrgetter("shape"), Tensor.stride, _DTYPE)
     return [list(map(fact, given)) for fact in facts]
 
 

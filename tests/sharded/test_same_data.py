@@ -198,7 +198,7 @@ def test_a_checkpoint_is_of_any_mesh(tmp_path: Any, same_data: SameData) -> None
         return sharded.unshard(state), other.unshard(loaded)
 
     for saved, loaded in run_ranks(run, 4):
-        assert all(map(torch.equal, tree_leaves(saved[:5]), tree_leaves(loaded[:5])))
+        assert all(map(torch.equal, tree_leaves(saved.value), tree_leaves(loaded.value)))
 
 
 def wrong_part(rank: int, mesh: HybridGroup, x: Tensor) -> Tensor:
