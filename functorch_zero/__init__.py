@@ -6,16 +6,17 @@ from . import errors, groups, optim
 from .groups import Group, HybridGroup, ProcessGroup, launch
 from .model.deferred_init import deferred_init
 from .model.functionalize import functionalize
-from .model.lazy_param import unshard
 from .params import Params
 from .precision import Precision
 from .sharded.api import shard
 from .sharded.describe import describe
+from .sharded.engine import shard_tree
 from .sharded.failures import propagate_failures
 from .sharded.loop import any_rank, broadcast, equalize_batches
 from .step.evaluate import eval_step
 from .step.loss import Aux
 from .step.nonfinite import LossScale
+from .step.program import apply_updates, unshard, value_and_grad
 from .step.state import State
 from .step.train import train_step
 from .tree import named_leaves
@@ -35,6 +36,7 @@ __all__ = [
     "ProcessGroup",
     "State",
     "any_rank",
+    "apply_updates",
     "broadcast",
     "checkpoint",
     "deferred_init",
@@ -50,9 +52,11 @@ __all__ = [
     "plan",
     "propagate_failures",
     "shard",
+    "shard_tree",
     "testing",
     "train_step",
     "unshard",
+    "value_and_grad",
 ]
 
 

@@ -2,16 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 
 from ._torch_private import register_in_torch
+from .errors import StructureError
 from .precision import Precision
 
 register: Any = optree.register_pytree_node
+
+
+class Engine(Protocol):
+    """The functions of sharded trees, for the ranks that hold them. Every rank calls them, in the
+    same order."""
+
+    def init(self, transform: Any, params: Any) -> Any:
+        """The first state of an optimizer's transform."""
+        ...
+
+    def update(self, transform: Any, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """A transform's updates, and its next state."""
+        ...
+
+    def value_and_grad(
+        self, loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        """What a loss gives, as means over ranks, and the gradients of the sharded trees in
+        `tree`."""
+        ...
+
+    def apply_updates(self, params: Any, updates: Any) -> Any:
+        """params + updates, held as params are."""
+        ...
+
+    def unshard(self, tree: Any) -> Any:
+        """The whole tree, on every rank."""
+        ...
+
+
+class OnEngine:
+    """A tree that an engine works on."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the ranks that hold it."""
+        raise NotImplementedError
+
+
+def engine_of(*trees: Any) -> Engine | None:
+    """The one engine of all trees that have one, or None: they are whole, on one process.
+
+    Raises:
+        StructureError: they lie on different groups of ranks.
+    """
+    found: list[Engine] = []
+    for node in optree.tree_leaves(trees, is_leaf=is_on_engine):
+        if is_on_engine(node) and node.engine not in found:
+            found.append(node.engine)
+    if len(found) > 1:
+        raise StructureError(
+            "sharded trees of different groups were used together. Remedy: make the group once, "
+            "and shard all of them over it"
+        )
+    return found[0] if found else None
+
+
+def is_on_engine(node: Any) -> bool:
+    """Whether a node of a tree has an engine."""
+    return isinstance(node, OnEngine)
 
 
 @dataclass(frozen=True)

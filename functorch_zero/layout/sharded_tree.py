@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 from typing import Any, Literal
 
@@ -11,6 +13,8 @@ import optree
 from torch import Tensor
 
 from .._torch_private import base_of, register_in_torch, storage_id
+from ..errors import StructureError
+from ..params import Engine, OnEngine
 from ..tree import PyTree
 from .flat_buffers import (
     Fill,
@@ -32,6 +36,19 @@ Form = Literal["held", "pieces"]
 
 _DTYPE = attrgetter("dtype")
 
+# Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
+_IN_A_LOSS: ContextVar[bool] = ContextVar("_IN_A_LOSS", default=False)
+
+
+@contextmanager
+def in_a_loss() -> Iterator[None]:
+    """Refuse to read sharded trees: a loss is given lazy parameters instead."""
+    token = _IN_A_LOSS.set(True)
+    try:
+        yield
+    finally:
+        _IN_A_LOSS.reset(token)
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -43,14 +60,22 @@ class Holding:
             1-D pieces at level 3. Or "pieces", as gradients, updates and the optimizer's view of
             params are: 1-D pieces at every level, those of level 0 being all of the leaf.
         engine: answers for the tree on its ranks. Not compared, and not pickled.
+        number: of the tree among those that the engine has cut, from 1; 0 has none. Not compared.
     """
 
     sharding: Sharding
     form: Form
-    engine: Any = field(default=None, compare=False, repr=False)
+    engine: Engine | None = field(default=None, compare=False)
+    number: int = field(default=0, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Holding, (self.sharding, self.form)
+
+    def __repr__(self) -> str:
+        sharding = self.sharding
+        level = "several levels" if sharding.level is None else f"level {sharding.level}"
+        form = {"held": "as params are held", "pieces": "in pieces, as gradients are"}[self.form]
+        return f"{form}, {level}, rank {sharding.rank}"
 
     def views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:
         """The bucket's leaves as views of its flat: (piece,) in pieces, else as it is held."""
@@ -72,7 +97,7 @@ class Holding:
         return flat_of_leaves(leaves, bucket)
 
 
-class ShardedTree:
+class ShardedTree(OnEngine):
     """This rank's part of a tree, and how the tree is cut: a pytree node around the part.
 
     `tree_map` goes into it and gives a ShardedTree again. A leaf is reached as in the tree itself,
@@ -101,8 +126,28 @@ class ShardedTree:
         return self.holding.sharding
 
     @property
+    def engine(self) -> Engine:
+        """The engine of the ranks that hold the tree."""
+        if self.holding.engine is None:
+            raise StructureError(
+                "a sharded tree that was pickled has no group of ranks. Remedy: use the step that "
+                "made its state, or shard the whole tree again with fz.shard_tree"
+            )
+        return self.holding.engine
+
+    @property
     def tree(self) -> PyTree[Tensor]:
-        """This rank's part: a tree of the original structure."""
+        """This rank's part: a tree of the original structure.
+
+        Raises:
+            StructureError: it is read inside of a loss that it was not given to.
+        """
+        if _IN_A_LOSS.get():
+            raise StructureError(
+                "a sharded tree was read inside of a loss that it is no argument of: its leaves "
+                "are one rank's pieces there. Remedy: pass it to value_and_grad(loss)(params, "
+                "tree), or, for a training step, with the batch as fz.unshard(tree)"
+            )
         if self._known is not None and self._known.leaves is None:
             layout = self.sharding.layout
             parts: list[Sequence[Tensor | None]] = [
@@ -171,9 +216,7 @@ class ShardedTree:
         return getattr(self.tree, name)
 
     def __repr__(self) -> str:
-        sharding = self.sharding
-        level = "several levels" if sharding.level is None else f"level {sharding.level}"
-        return f"ShardedTree({self.tree!r}, {self.holding.form}, {level}, rank {sharding.rank})"
+        return f"ShardedTree({self.tree!r}, {self.holding!r})"
 
 
 class _Known:
@@ -203,7 +246,12 @@ def _facts(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
 
 
 def hold(
-    params: PyTree[Tensor], sharding: Sharding, *, engine: Any = None, fill: Fill | None = None
+    params: PyTree[Tensor],
+    sharding: Sharding,
+    *,
+    engine: Engine | None = None,
+    number: int = 0,
+    fill: Fill | None = None,
 ) -> ShardedTree:
     """Whole leaves -> this rank's part of them, as held between steps, in storage of its own.
 
@@ -218,7 +266,7 @@ def hold(
             flats.append(slice_flat(own, bucket.held, bucket.held_by(rank)))
         else:
             flats.append(pack(own, bucket, device=own[0].device))
-    return ShardedTree.of_flats(flats, Holding(sharding, "held", engine))
+    return ShardedTree.of_flats(flats, Holding(sharding, "held", engine, number))
 
 
 def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:
@@ -228,7 +276,7 @@ def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:
         own_piece(flat, bucket, sharding.number) if bucket.trainable else None
         for flat, bucket in zip(flats, sharding.layout.buckets, strict=True)
     ]
-    return ShardedTree.of_flats(pieces, Holding(sharding, "pieces", holding.engine))
+    return ShardedTree.of_flats(pieces, replace(holding, form="pieces"))
 
 
 def _flatten(node: ShardedTree) -> tuple[list[Any], Holding, tuple[str]]:

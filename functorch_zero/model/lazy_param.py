@@ -121,19 +121,9 @@ def _make_whole(leaf: Any) -> Any:
     return leaf.whole() if type(leaf) is LazyParam else leaf
 
 
-def unshard(tree: PyTree[Any]) -> PyTree[Any]:
-    """Inside a loss: the same tree with whole, differentiable leaves; leaves that are whole already
-    stay as they are.
-
-    Outside of a loss, `step.unshard(state)` makes a state whole: this function can't tell a piece
-    from a whole leaf.
-
-    At level 3 each unit touched is all-gathered (S bytes for all of them), and stays whole until
-    its gradient is taken.
-
-    >>> unshard({"w": torch.ones(2)})
-    {'w': tensor([1., 1.])}
-    """
+def make_whole(tree: PyTree[Any]) -> PyTree[Any]:
+    """The same tree with whole, differentiable leaves; leaves that are whole already stay as they
+    are. At level 3 an all-gather per unit touched."""
     return tree_map(_make_whole, tree)
 
 

@@ -19,8 +19,10 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import TransformError
+from ..params import engine_of
 from ..tree import PyTree, storages
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
+from .local import Local
 from .naming import Named
 from .zero_dim import has_scalars, init_widened, update_widened
 
@@ -50,8 +52,8 @@ class Transform(Named):
     is `named`.
     """
 
-    init: Callable[[PyTree[Tensor], Across], Any]
-    update: Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[PyTree[Tensor], Any]]
+    init_fn: Callable[[PyTree[Tensor], Across], Any]
+    update_fn: Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[PyTree[Tensor], Any]]
     needs: Needs
     parts: tuple[
         Transform, ...
@@ -70,6 +72,45 @@ class Transform(Named):
                 "Remedy: make it with optim.pointwise, with_statistics, with_whole_leaves or "
                 "with_whole_tree"
             )
+
+    def init(self, params: PyTree[Tensor], across: Across | None = None) -> Any:
+        """The first state, of the trained leaves of params.
+
+        Without `across`, the params are a program's: a sharded tree, whose engine answers, or whole
+        leaves of which those with `requires_grad` are trained. With it, they are what the transform
+        is to see, None where frozen.
+        """
+        if across is not None:
+            return self.init_fn(params, across)
+        engine = engine_of(params)
+        if engine is not None:
+            return engine.init(self, params)
+        view = tree_map(lambda p: p.detach() if p.requires_grad else None, params)
+        return self.init_fn(view, Local(view))
+
+    def update(
+        self,
+        updates: PyTree[Tensor],
+        state: Any,
+        params: PyTree[Tensor],
+        across: Across | None = None,
+    ) -> tuple[PyTree[Tensor], Any]:
+        """New updates, from gradients or the updates of the transform before, and the next state.
+
+        `across`: as in `init`. What is given stays as it is where there is none.
+        """
+        if across is not None:
+            return self.update_fn(updates, state, params, across)
+        engine = engine_of(updates, params)
+        if engine is not None:
+            return engine.update(self, updates, state, params)
+        with torch.no_grad():
+            view = tree_map(_where_given, updates, params, none_is_leaf=True)
+            return self.update_fn(updates, state, view, Local(view))
+
+
+def _where_given(update: Tensor | None, param: Tensor) -> Tensor | None:
+    return None if update is None else param.detach()
 
 
 class EmptyState(NamedTuple):

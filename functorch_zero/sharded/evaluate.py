@@ -8,7 +8,7 @@ import torch
 
 from ..groups import labelled
 from ..groups.protocol import Group
-from ..layout.sharded_tree import pieces_of
+from ..layout.sharded_tree import in_a_loss, pieces_of
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..step.evaluate import EvalStep, call_eval
@@ -53,7 +53,8 @@ class ShardedEvalStep:
             run = Pass(layout, units, None, device=flats[0].device, order=self.order)
             with replayed(state.seed, state.step, axes.data.rank, flats[0].device):
                 params = run.lazy_params()
-                metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
+                with in_a_loss():
+                    metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
             run.finish()
             group = labelled(self.group, "evaluation/metrics")
             report = agreement.average(metrics, weight, group, log, copy=axes.copy)

@@ -43,6 +43,23 @@ def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
     )
 
 
+def all_gather_pieces(pieces: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:
+    """Pieces -> whole leaves, copies, on every rank; None stays None. One all-gather per bucket
+    that is cut."""
+    layout = pieces.sharding.layout
+    parts: list[Sequence[Tensor | None]] = []
+    for bucket, piece in zip(layout.buckets, pieces.flats(), strict=True):
+        if piece is None:
+            parts.append([None] * len(bucket.leaves))
+            continue
+        whole = piece.clone()
+        if bucket.cut.num_pieces > 1:
+            whole = piece.new_empty(bucket.numel)
+            axes.optimizer.all_gather(whole, piece).wait()
+        parts.append(unpack(whole, bucket))
+    return to_tree(parts, layout)
+
+
 def make_reduction(
     layout: Layout, axes: Axes, log: list[str], reduce_gradients: ReduceGradients | None = None
 ) -> GradientReduction:

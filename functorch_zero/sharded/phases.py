@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..groups import labelled
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree, pieces_of
+from ..layout.sharded_tree import ShardedTree, in_a_loss, pieces_of
 from ..layout.sharding import Sharding
 from ..optim.across import Across
 from ..profiling import ranged
@@ -143,8 +143,8 @@ def _on_micro_batch(
         last=i == count - 1,
     )
     with replayed(state.seed, state.step, options.axes.data.rank, device, i), torch.enable_grad():
-        with ranged("loss"):
-            params = one_pass.lazy_params()
+        params = one_pass.lazy_params()
+        with ranged("loss"), in_a_loss():
             outcome = call_loss(run.step.loss_fn, params, buffers, batch, rank)
         if not one_pass.entered:
             raise independent(rank)

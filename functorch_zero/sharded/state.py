@@ -15,6 +15,7 @@ from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
 from ..layout.sharded_tree import hold
 from ..layout.sharding import Sharding
+from ..params import Engine
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.state import State, TrainValue
 from .params import all_gather_params
@@ -112,7 +113,9 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(out.split(longest), counts, strict=True)])
 
 
-def shard_state(whole: State, plan: StatePlan, sharding: Sharding, rank: int) -> State:
+def shard_state(
+    whole: State, plan: StatePlan, sharding: Sharding, rank: int, engine: Engine | None = None
+) -> State:
     """The `rank`-th part of a whole state, in tensors of its own."""
     layout = sharding.layout
     leaves, treedef = optree.tree_flatten(whole.opt_state)
@@ -121,7 +124,7 @@ def shard_state(whole: State, plan: StatePlan, sharding: Sharding, rank: int) ->
         _scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)
     ]
     value = TrainValue(
-        hold(whole.params, sharding),
+        hold(whole.params, sharding, engine=engine),
         tree_map(torch.clone, whole.buffers),
         lay_out_state(treedef.unflatten(part), plan, layout, rank),
     )

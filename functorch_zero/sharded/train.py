@@ -32,6 +32,7 @@ from ..version import __version__
 from .agreement import agree
 from .background import BackgroundTasks
 from .checks import check_batch, sharding_of
+from .engine import ShardedEngine, next_number
 from .failures import sharing_failures
 from .options import Options
 from .phases import Run, advance, agree_on, differentiate
@@ -48,6 +49,7 @@ class ShardedTrainStep:
 
     def __init__(self, step: TrainStep, options: Options):
         self.unsharded, self.options = step, options
+        self.engine = ShardedEngine(options)
         self.background = BackgroundTasks()
         self._prepared: PreparedUpdate | None = None
         self.order = PrefetchOrder()
@@ -92,7 +94,8 @@ class ShardedTrainStep:
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
             made = None if values is None else Made(values)
             sharding = self.options.sharding(layout)
-            held = hold(params, sharding, fill=made)
+            number = next_number(self.group)
+            held = hold(params, sharding, engine=self.engine, number=number, fill=made)
             if made is not None:
                 agree(labelled(self.group, "init/agreement"), {"deferred values": made.digests})
             opt_state = self.first_optimizer_state(held, layout)
@@ -155,7 +158,7 @@ class ShardedTrainStep:
         with torch.no_grad():
             layout = self._make_layout(state.params)
             plan = self._prepare(layout).plan
-            return shard_state(state, plan, self.options.sharding(layout), self._rank)
+            return shard_state(state, plan, self.options.sharding(layout), self._rank, self.engine)
 
     def state_plan(self, layout: Layout) -> StatePlan:
         """Which leaves of the optimizer's state follow a param, and which have an owner."""

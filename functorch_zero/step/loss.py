@@ -51,9 +51,24 @@ def call_loss(
     loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
 ) -> Outcome:
     """Call a user's loss and check what it returns."""
-    result = loss_fn(params, buffers, batch)
-    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, Aux())
-    if not isinstance(aux, Aux):
+    loss, given = check_loss(loss_fn(params, buffers, batch), rank)
+    aux = given or Aux()
+    new = (
+        buffers
+        if aux.buffers is None
+        else tree_map(
+            lambda b: b if type(b) is Tensor and not b.requires_grad else b.detach(), aux.buffers
+        )
+    )
+    same_structure(buffers, new, what="Aux.buffers", rank=rank)
+    new = tree_map(lambda old, b: b if b is old else if_weighty(b, aux.weight, old), buffers, new)
+    return Outcome(loss, new, aux.metrics, aux.weight)
+
+
+def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None]:
+    """The loss, 0-d and differentiable, and what a user's loss returned beside it, if anything."""
+    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(aux, Aux | None):
         raise TypeError(
             f"a loss returns a tensor, or (tensor, fz.Aux(...)); got {type(aux).__name__} as the "
             "second"
@@ -68,21 +83,14 @@ def call_loss(
         raise StructureError(explain(what, expected="shape ()", got=got, rank=rank, remedy=remedy))
     if not loss.requires_grad:
         raise independent(rank)
+    if aux is None:
+        return loss, None
     check_weight(aux.weight, rank)
     if "loss" in aux.metrics:
         raise StructureError(
             explain('a metric is called "loss", as the loss is', rank=rank, remedy="rename it")
         )
-    new = (
-        buffers
-        if aux.buffers is None
-        else tree_map(
-            lambda b: b if type(b) is Tensor and not b.requires_grad else b.detach(), aux.buffers
-        )
-    )
-    same_structure(buffers, new, what="Aux.buffers", rank=rank)
-    new = tree_map(lambda old, b: b if b is old else if_weighty(b, aux.weight, old), buffers, new)
-    return Outcome(loss, new, aux.metrics, aux.weight)
+    return loss, aux
 
 
 def independent(rank: int | None = None) -> StructureError:

@@ -117,11 +117,11 @@ def _run(
 ) -> list[_Made]:
     params, made = steps.params, []
     with watch.running(on, operators=operators, params=params):
-        state = transform.init(params, across)
+        state = transform.init_fn(params, across)
     size = optree.tree_structure(state).num_leaves
     for updates in steps.updates:
         with watch.running(on, operators=operators, updates=updates, state=state, params=params):
-            new, state = transform.update(updates, state, params, across)
+            new, state = transform.update_fn(updates, state, params, across)
         leaves, given = optree.tree_leaves(new), optree.tree_leaves(updates)
         for what, num, want in (
             ("updates", len(leaves), len(given)),

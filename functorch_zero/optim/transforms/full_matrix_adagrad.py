@@ -156,4 +156,4 @@ def _checked(transform: Transform, check: Any) -> Transform:
         check(params, across)
         return transform.init(params, across)
 
-    return dataclasses.replace(transform, init=init)
+    return dataclasses.replace(transform, init_fn=init)

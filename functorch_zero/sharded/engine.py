@@ -1,0 +1,358 @@
+"""`ShardedEngine`: gradients and updates of sharded trees, on the ranks that hold them.
+
+One pass runs over all sharded trees that a loss is given: their layouts are joined under prefixes,
+and a tree that is only read is frozen there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..errors import StructureError
+from ..groups import as_group, labelled
+from ..groups.mesh import axes_of
+from ..groups.protocol import Group
+from ..layout.build import make_layout
+from ..layout.layout import Bucket, Layout, LeafSpec, Unit
+from ..layout.levels import LevelRule, Levels
+from ..layout.sharded_tree import Holding, ShardedTree, hold, in_a_loss
+from ..optim.base import Transform
+from ..runtime.prefetch import PrefetchOrder
+from ..runtime.unit import Pass
+from ..sharded_optim.across import Sharded
+from ..sharded_optim.state_plan import plan_state
+from ..step.loss import Outcome, check_loss, independent
+from ..step.program import refuse_buffers
+from ..tree import PyTree, content_digests, same_structure
+from . import agreement
+from .failures import sharing_failures
+from .grad_mean import loss_seed_of, to_means
+from .options import OVERLAPS, Options
+from .params import all_gather_params, all_gather_pieces, make_reduction, make_unit_flats, publish
+from .state import lay_out_state
+
+
+class Joined(NamedTuple):
+    """The layouts of several trees as one, a tuple of them; the leaves, units and buckets of more
+    than one under the prefixes "0", "1", and so on."""
+
+    layout: Layout
+    first_buckets: list[int]  # per tree, the number of its first bucket
+    parts: tuple[Layout, ...]  # the trees' own
+
+
+class ShardedEngine:
+    """The functions of sharded trees on one rank. See `params.Engine`.
+
+    Args:
+        options: those of `shard` that say how trees are cut and gathered.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self._num_gradients = 0
+        # By layouts and what is trained: the same keys, in the same order, on every rank
+        self._joined: dict[Any, Joined] = {}
+        self._orders: dict[Any, PrefetchOrder] = {}
+        self._across: dict[int, Sharded] = {}  # by the id of a layout, which it keeps alive
+
+    def __eq__(self, other: object) -> bool:
+        """Whether trees of both can be used together: they lie on one group, cut over one mesh."""
+        if not isinstance(other, ShardedEngine):
+            return False
+        mine, others = self.options.axes, other.options.axes
+        return mine.world is others.world and mine.both == others.both
+
+    def __hash__(self) -> int:
+        return hash(id(self.options.axes.world))
+
+    def init(self, transform: Transform, params: ShardedTree) -> Any:
+        """The optimizer's state, in pieces. Collectives: those that the transform asks for."""
+        self._check_held(params)
+        layout, axes = params.sharding.layout, self.options.axes
+        with sharing_failures(*axes.groups), torch.no_grad():
+            view = params.pieces()
+            made = transform.init_fn(view.tree, self._across_of(layout))
+            plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
+            return lay_out_state(made, plan, layout, axes.number)
+
+    def update(
+        self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
+    ) -> tuple[ShardedTree, Any]:
+        """The updates, in pieces, and the next state. Collectives: those that the transform asks
+        for."""
+        self._check_held(params)
+        self._check_pieces(updates, params)
+        across = self._across_of(params.sharding.layout)
+        with sharing_failures(*self.options.axes.groups), torch.no_grad():
+            view = params.pieces()
+            new, state = transform.update_fn(updates.tree, state, view.tree, across)
+            state = across.keep(state, new, updates.tree, view.tree)
+            same_structure(view.tree, new, what="the optimizer's updates")
+            return ShardedTree(new, updates.holding), state
+
+    def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
+        """params + updates, held as params are. One all-gather per bucket at levels 1 and 2."""
+        self._check_held(params)
+        self._check_pieces(updates, params)
+        axes = self.options.axes
+        with sharing_failures(*axes.groups), torch.no_grad():
+            return publish(params, params.flats(), updates.tree, axes, donate=False)
+
+    def unshard(self, tree: ShardedTree) -> PyTree[Tensor]:
+        """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket."""
+        axes = self.options.axes.at("unshard")
+        with sharing_failures(*self.options.axes.groups), torch.no_grad():
+            if tree.holding.form == "pieces":
+                return all_gather_pieces(tree, axes)
+            whole = all_gather_params(tree, axes)
+            trainable = tree.sharding.layout.trainable
+            return tree_map(lambda p, flag: p.clone().requires_grad_(flag), whole, trainable)
+
+    def value_and_grad(
+        self, loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        """Means over ranks of what the loss gives, and gradients in pieces. See
+        `fz.value_and_grad`."""
+        given, treedef = optree.tree_flatten((tree, args), is_leaf=_is_sharded)
+        num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
+        at = [i for i, node in enumerate(given) if _is_sharded(node)]
+        trees: list[ShardedTree] = [given[i] for i in at]
+        for sharded in trees:
+            self._check_held(sharded)
+        if any(not _is_sharded(node) for node in given[:num_trained]):
+            raise StructureError(
+                "a gradient was asked of sharded and of whole trees together. Remedy: shard them "
+                "all with fz.shard_tree, or pass the whole ones as later arguments"
+            )
+        trained = [i < num_trained for i in at]
+        with ExitStack() as stack:
+            stack.enter_context(sharing_failures(*self.options.axes.groups))
+            joined, order = self._join(trees, trained)
+            stack.enter_context(order.forgotten_on_failure())
+
+            def call(seen: Sequence[Any]) -> Any:
+                nodes = list(given)
+                for i, lazy in zip(at, seen, strict=True):
+                    nodes[i] = lazy
+                own_tree, own_args = treedef.unflatten(nodes)
+                return loss(own_tree, *own_args)
+
+            value, reduced = self._differentiate(call, _name_of(loss), trees, joined, order)
+            grads = [
+                _grads_of(sharded, reduced, first)
+                for sharded, first, on in zip(trees, joined.first_buckets, trained, strict=True)
+                if on
+            ]
+        return value, optree.tree_structure(tree, is_leaf=_is_sharded).unflatten(grads)
+
+    def _differentiate(
+        self,
+        call: Callable[[Sequence[Any]], Any],
+        name: str,
+        trees: Sequence[ShardedTree],
+        joined: Joined,
+        order: PrefetchOrder,
+    ) -> tuple[Any, dict[int, Tensor]]:
+        """One pass over the joined trees: the means over ranks, and the reduced gradients by
+        bucket of the joined layout."""
+        options, axes, layout = self.options, self.options.axes, joined.layout
+        self._num_gradients += 1
+        numbers = [sharded.holding.number for sharded in trees]
+        log = [f"gradient {self._num_gradients} of {name} at trees {numbers}"]
+        flats = [flat for sharded in trees for flat in sharded.flats()]
+        reduction = make_reduction(layout, axes, log)
+        one_pass = Pass(
+            layout,
+            make_unit_flats(flats, layout, axes, log),
+            reduction,
+            device=flats[0].device,
+            order=order,
+            overlap=OVERLAPS[options.overlap],
+            keeps=not options.reshard_after_forward,
+        )
+        rank = axes.world.rank
+        with torch.enable_grad():
+            lazy = one_pass.lazy_params()
+            with in_a_loss():
+                value, aux = check_loss(call(lazy), rank)
+            refuse_buffers(aux)
+            if not one_pass.entered:
+                raise independent(rank)
+            weight = None if aux is None else aux.weight
+            outcome = Outcome(value, {}, {}, weight)
+            seed, grad_scale = loss_seed_of(outcome, layout, axes.data.size, 1, None)
+            one_pass.loss_ended(grad_scale)
+            torch.autograd.grad(value, [one_pass.anchor], seed, allow_unused=True)
+        one_pass.finish()
+        order.record(one_pass.following.gathered)
+        reduced = reduction.finish()
+        given = {} if aux is None else aux.metrics
+        group = labelled(axes.world, "gradient/metrics")
+        report = agreement.average(
+            {"loss": value.detach(), **given}, weight, group, log, copy=axes.copy
+        )
+        with torch.no_grad():
+            to_means(reduced, None if weight is None else report.weight, None)
+        mean = report.metrics.pop("loss")
+        return (mean if aux is None else (mean, report.metrics)), reduced
+
+    def _join(
+        self, trees: Sequence[ShardedTree], trained: Sequence[bool]
+    ) -> tuple[Joined, PrefetchOrder]:
+        """The trees' layouts as one, of which the trained trees' stay trainable."""
+        layouts = [sharded.sharding.layout for sharded in trees]
+        # Kept layouts keep their ids
+        key = (*map(id, layouts), *trained)
+        if key not in self._joined:
+            self._joined[key] = join_layouts(layouts, trained)
+            self._orders[key] = PrefetchOrder()
+        return self._joined[key], self._orders[key]
+
+    def _across_of(self, layout: Layout) -> Sharded:
+        """The answers about the trained leaves. Nothing is donated: trees have many owners."""
+        if id(layout) not in self._across:
+            group = labelled(self.options.axes.optimizer, "optimizer/update")
+            self._across[id(layout)] = Sharded(layout, group, donate=False)
+        return self._across[id(layout)]
+
+    def _check_held(self, tree: Any) -> None:
+        if not _is_sharded(tree) or tree.holding.form != "held":
+            got = tree.holding if _is_sharded(tree) else type(tree).__name__
+            raise StructureError(
+                f"expected a sharded tree, held as params are; got {got}. Remedy: gradients and "
+                "updates are in pieces, and fz.apply_updates(params, updates) makes params of them"
+            )
+
+    def _check_pieces(self, tree: Any, params: ShardedTree) -> None:
+        fits = _is_sharded(tree) and tree.holding == replace(params.holding, form="pieces")
+        if not fits:
+            got = tree.holding if _is_sharded(tree) else type(tree).__name__
+            raise StructureError(
+                f"expected updates in pieces, cut as the params are; got {got}. Remedy: pass the "
+                "gradients that fz.value_and_grad gave of these params"
+            )
+
+
+def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
+    """One layout of several trees, frozen where they are not trained."""
+    treedef = optree.treespec_tuple([layout.treedef for layout in layouts])
+    if len(layouts) == 1:  # under its own names
+        return Joined(replace(layouts[0], treedef=treedef), [0], tuple(layouts))
+    leaves: list[LeafSpec] = []
+    units: list[Unit] = []
+    buckets: list[Bucket] = []
+    first_buckets = []
+    for i, (layout, on) in enumerate(zip(layouts, trained, strict=True)):
+        first_leaf, first_bucket = len(leaves), len(buckets)
+        first_buckets.append(first_bucket)
+        for leaf in layout.leaves:
+            path = f"{i}.{leaf.path}"
+            leaves.append(replace(leaf, path=path, trainable=leaf.trainable and on))
+        for bucket in layout.buckets:
+            numbers = tuple(n + first_leaf for n in bucket.leaves)
+            named = replace(bucket, name=f"{i}.{bucket.name}", leaves=numbers)
+            buckets.append(replace(named, trainable=bucket.trainable and on))
+        for unit in layout.units:
+            numbers = tuple(b + first_bucket for b in unit.buckets)
+            units.append(replace(unit, name=f"{i}.{unit.name}", buckets=numbers))
+    num_ranks = layouts[0].num_ranks
+    joined = Layout(num_ranks, tuple(leaves), tuple(units), tuple(buckets), treedef)
+    return Joined(joined, first_buckets, tuple(layouts))
+
+
+def _grads_of(tree: ShardedTree, reduced: dict[int, Tensor], first_bucket: int) -> ShardedTree:
+    """A tree's gradients, in pieces: zeros for a bucket that the loss did not use, None where
+    frozen."""
+    flats: list[Tensor | None] = []
+    pieces = tree.pieces()
+    for b, piece in enumerate(pieces.flats(), start=first_bucket):
+        if piece is None:
+            flats.append(None)
+        else:
+            flats.append(reduced[b] if b in reduced else torch.zeros_like(piece))
+    return ShardedTree.of_flats(flats, pieces.holding)
+
+
+def _is_sharded(node: Any) -> bool:
+    return isinstance(node, ShardedTree)
+
+
+def _name_of(loss: Callable[..., Any]) -> str:
+    return getattr(loss, "__qualname__", type(loss).__name__)
+
+
+# By group: the numbers of the trees that are cut over it
+_NUMBERS: WeakKeyDictionary[Group, Iterator[int]] = WeakKeyDictionary()
+
+
+def next_number(world: Group) -> int:
+    """The number of the next tree that is cut over these ranks, from 1; the same on each of
+    them."""
+    return next(_NUMBERS.setdefault(world, itertools.count(1)))
+
+
+def shard_tree(
+    tree: PyTree[Tensor],
+    *,
+    level: LevelRule | None = None,
+    group: Any = None,
+    layout_like: ShardedTree | None = None,
+) -> ShardedTree:
+    """This rank's part of a whole tree that every rank passes: copies, which know how they are cut.
+
+    `fz.value_and_grad`, `fz.apply_updates`, `fz.unshard`, and a transform's `init` and `update`
+    take such trees as they take whole ones.
+
+    Args:
+        tree: leaves with `requires_grad` are trained, the others are frozen.
+        level: as `shard` takes it.
+        group: as `shard` takes it; trees that are used together lie on one.
+        layout_like: cut as this tree is, instead: for teachers, averages and copies of it.
+
+    Collectives: one exchange, which compares layout and values.
+
+    Raises:
+        MismatchError: on every rank, naming the first leaf in which ranks differ.
+        StructureError: the tree does not fit `layout_like`, or neither it nor a level is given.
+
+    >>> from functorch_zero.groups import SingleRank
+    >>> shard_tree({"w": torch.ones(2)}, level=3, group=SingleRank())
+    ShardedTree({'w': tensor([1., 1.])}, as params are held, level 3, rank 0)
+    """
+    if (level is None) == (layout_like is None):
+        raise StructureError("shard_tree takes either a level or layout_like, and not both")
+    if layout_like is not None:
+        holding = layout_like.holding
+        engine = layout_like.engine
+        assert isinstance(engine, ShardedEngine)
+        layout = holding.sharding.layout
+        same_structure(layout.trainable, tree, what="the tree")
+    else:
+        assert level is not None
+        levels = Levels(level)
+        levels.check(tree)
+        options = Options(levels, axes_of(as_group(group)), False, "mean", True)
+        engine = ShardedEngine(options)
+        layout = make_layout(
+            tree,
+            options.axes.optimizer.size,
+            trainable=lambda path, leaf: leaf.requires_grad,
+            cut=options.cut_of,
+        )
+        holding = Holding(options.sharding(layout), "held", engine)
+    axes = engine.options.axes
+    with sharing_failures(*axes.groups), torch.no_grad():
+        facts = {"layout": layout.describe(), "values": content_digests(tree)}
+        agreement.agree(labelled(axes.world, "shard_tree/agreement"), facts)
+        return hold(tree, holding.sharding, engine=engine, number=next_number(axes.world))

@@ -1,0 +1,143 @@
+"""The parts of programs: gradients of a loss, and updates applied, on whole or sharded trees.
+
+A function asks the engine of the trees it is given. Trees without one are whole: what is done with
+them here, in one process, is what every engine must equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..errors import StructureError
+from ..model.casting import CastParams
+from ..model.lazy_param import LazyParam, check_unchanged, make_whole, versions_of
+from ..params import engine_of, is_on_engine
+from ..tree import PyTree
+from .loss import Aux, as_metric, check_loss, if_weighty, independent
+
+
+def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """The function that gives a loss and its gradients.
+
+    `value_and_grad(loss)(tree, *args)` calls `loss(tree, *args)`, which returns a 0-d tensor, or
+    `(tensor, Aux(metrics=..., weight=...))`. It gives `(value, grads)`, or
+    `((value, metrics), grads)`. Gradients are those of the trained leaves of `tree`, which have
+    `requires_grad`, and None elsewhere; trees in `args` are read only.
+
+    Sharded trees may be anywhere in `tree` and `args`. Then each rank passes its own part of what
+    else is in `args`; value and metrics are means over ranks, gradients are of that mean, in the
+    form of pieces. Units of read trees are gathered on use, like those of `tree`. Every rank calls
+    it. Collectives: those of the levels' rows, and one all-reduce of the value.
+
+    Random numbers are torch's own, as they come. A step's are the same on any number of ranks;
+    these are not.
+
+    Raises:
+        StructureError: the loss uses no trained leaf, or is no scalar, or returned buffers.
+        GroupError: ranks have called different things.
+
+    >>> def loss(params, x):
+    ...     return ((params["w"] - x) ** 2).sum()
+    >>> value, grads = value_and_grad(loss)({"w": torch.zeros(2, requires_grad=True)}, 1.0)
+    >>> value, grads
+    (tensor(2.), {'w': tensor([-2., -2.])})
+    """
+
+    def run(tree: Any, *args: Any) -> tuple[Any, Any]:
+        engine = engine_of(tree, args)
+        return (engine.value_and_grad if engine else _value_and_grad)(loss, tree, args)
+
+    return run
+
+
+def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    leaves, treedef = optree.tree_flatten(tree)
+    if any(type(leaf) is LazyParam for leaf in leaves):
+        raise StructureError(
+            "a gradient inside of a sharded loss was asked for params that are not here yet. "
+            "Remedy: make them whole first, `whole = fz.unshard(params)`, and use torch.func.grad"
+        )
+    own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    trained = [leaf for leaf in own if leaf.requires_grad]
+    with torch.enable_grad():
+        seen, versions = CastParams((treedef.unflatten(own), args)), versions_of(own)
+        own_tree, own_args = seen.params
+        value, aux = check_loss(loss(own_tree, *own_args))
+        refuse_buffers(aux)
+        seen.finish()
+        check_unchanged(own, versions)
+        found = torch.autograd.grad(value, trained, allow_unused=True)
+    if all(grad is None for grad in found):
+        raise independent()
+    grads = iter(found)
+    made = [_whole_grad(next(grads), leaf, aux) if leaf.requires_grad else None for leaf in own]
+    value = value.detach()
+    if aux is None:
+        return value, treedef.unflatten(made)
+    metrics = {name: if_weighty(as_metric(x), aux.weight) for name, x in aux.metrics.items()}
+    return (if_weighty(value, aux.weight), metrics), treedef.unflatten(made)
+
+
+def _whole_grad(grad: Tensor | None, leaf: Tensor, aux: Aux | None) -> Tensor:
+    """The gradient of a trained leaf: zeros where the loss does not use it, or weighs nothing."""
+    if grad is None:
+        return torch.zeros_like(leaf)
+    return grad if aux is None else if_weighty(grad, aux.weight)
+
+
+def refuse_buffers(aux: Aux | None) -> None:
+    """Raise if a loss has returned buffers, which a gradient alone has no place for."""
+    if aux is not None and aux.buffers is not None:
+        raise StructureError(
+            "the loss of value_and_grad returned Aux(buffers=...), and a gradient alone has no "
+            "place for them. Remedy: use train_step, which keeps buffers in its state"
+        )
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """params + updates: new trees. Where `updates` has None, the leaf of `params` itself.
+
+    Sharded params stay held as they are, and keep their number of ranks; updates are in pieces, as
+    gradients are. Collectives at levels 1 and 2: one all-gather per bucket.
+
+    >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 1.0])})
+    {'w': tensor([1.5000, 2.0000])}
+    """
+    engine = engine_of(params, updates)
+    if engine is not None:
+        return engine.apply_updates(params, updates)
+    return _apply_updates(params, updates)
+
+
+@torch.no_grad()
+def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> PyTree[Tensor]:
+    def add(p: Tensor, u: Tensor | None) -> Tensor:
+        return p if u is None else (p + u.to(p.dtype)).requires_grad_(p.requires_grad)
+
+    return tree_map(add, params, updates, none_is_leaf=True)
+
+
+def unshard(tree: PyTree[Any]) -> PyTree[Any]:
+    """The same tree with whole leaves; leaves that are whole already stay as they are.
+
+    Inside of a loss, leaves become whole and differentiable: at level 3 each unit touched is
+    all-gathered (S bytes for all of them), and stays whole until its gradient is taken. Outside, a
+    sharded tree becomes the whole tree on every rank, in tensors of its own; every rank calls it.
+
+    >>> unshard({"w": torch.ones(2)})
+    {'w': tensor([1., 1.])}
+    """
+    engine = engine_of(tree)
+    if engine is None:
+        return make_whole(tree)
+    return tree_map(
+        lambda node: engine.unshard(node) if is_on_engine(node) else make_whole(node),
+        tree,
+        is_leaf=is_on_engine,
+    )

@@ -1,0 +1,287 @@
+"""Programs of gradients and updates: on sharded trees they give what they give on whole ones."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import GroupError, MismatchError, StructureError
+from functorch_zero.groups import run_ranks
+from functorch_zero.testing.equality import assert_equal_values
+from tests.models import MLP
+
+LEVELS = [0, 1, 2, 3]
+RANKS = 2
+Shard = Callable[..., Any]  # a whole tree -> the tree that the program works on
+
+
+def model(dims: tuple[int, ...], seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    apply, params, _ = fz.functionalize(MLP(dims).double(), units=torch.nn.Linear)
+    return lambda params, x: apply(params, {}, x)[0], params
+
+
+def batches(rows: int, width: int, num: int = 3) -> list[Tensor]:
+    made = torch.Generator().manual_seed(7)
+    return [torch.randn(rows, width, generator=made, dtype=torch.float64) for _ in range(num)]
+
+
+def gan(shard: Shard, parts: Callable[[Tensor], Tensor]) -> Any:
+    """Two networks, two optimizers; the second network is read in the first one's loss."""
+    generate, params_g = model((3, 5, 4), 1)
+    judge, params_c = model((4, 7, 1), 2)
+    first_g, first_c = params_g, params_c
+    params_g, params_c = shard(params_g), shard(params_c)
+    adamw = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01))
+    lamb = optim.lamb(0.02)
+
+    def critic_loss(params_c: Any, params_g: Any, noise: Tensor, real: Tensor) -> Any:
+        fake = generate(params_g, noise)
+        gap = judge(params_c, fake).mean() - judge(params_c, real).mean()
+        return gap + judge(params_c, real).square().mean(), fz.Aux(metrics={"gap": gap})
+
+    def generator_loss(params_g: Any, params_c: Any, noise: Tensor) -> Tensor:
+        return -judge(params_c, generate(params_g, noise)).mean()
+
+    state_c, state_g = adamw.init(params_c), lamb.init(params_g)
+    values = []
+    for noise, real in zip(batches(12, 3), batches(12, 4), strict=True):
+        (value, metrics), grads = fz.value_and_grad(critic_loss)(
+            params_c, params_g, parts(noise), parts(real)
+        )
+        updates, state_c = adamw.update(grads, state_c, params_c)
+        params_c = fz.apply_updates(params_c, updates)
+        more, grads = fz.value_and_grad(generator_loss)(params_g, params_c, parts(noise))
+        updates, state_g = lamb.update(grads, state_g, params_g)
+        params_g = fz.apply_updates(params_g, updates)
+        values += [value, metrics["gap"], more]
+    moved = tree_map(torch.sub, fz.unshard(params_c), first_c)
+    return values, moved, tree_map(torch.sub, fz.unshard(params_g), first_g)
+
+
+def teacher(shard: Shard, parts: Callable[[Tensor], Tensor]) -> Any:
+    """A teacher that is a moving average of the student, and is read in its loss."""
+    apply, first = model((4, 6, 2), 3)
+    student = shard(first)
+    average = shard(tree_map(lambda p: p.detach() * 0.5, first), like=student)
+
+    def loss(student: Any, average: Any, x: Tensor) -> Tensor:
+        return F.mse_loss(apply(student, x), apply(average, x))
+
+    sgd = optim.sgd(0.1, momentum=0.9)
+    state = sgd.init(student)
+    values = []
+    for x in batches(4, 4):
+        value, grads = fz.value_and_grad(loss)(student, average, parts(x))
+        updates, state = sgd.update(grads, state, student)
+        student = fz.apply_updates(student, updates)
+        average = tree_map(lambda a, s: 0.9 * a + 0.1 * s.detach(), average, student)
+        values.append(value)
+    return values, tree_map(torch.sub, fz.unshard(student), first), fz.unshard(average)
+
+
+def displaced(shard: Shard, parts: Callable[[Tensor], Tensor]) -> Any:
+    """Sharpness-aware minimisation: the gradient at a displaced copy."""
+    apply, first = model((4, 6, 2), 4)
+    params = shard(first)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return apply(params, x).square().mean()
+
+    adam = optim.adam(0.01)
+    state = adam.init(params)
+    for x in batches(4, 4):
+        value, grads = fz.value_and_grad(loss)(params, parts(x))
+        scale = 0.05 / value
+        away = fz.apply_updates(params, tree_map(scale.mul, grads))
+        _, grads = fz.value_and_grad(loss)(away, parts(x))
+        updates, state = adam.update(grads, state, params)
+        params = fz.apply_updates(params, updates)
+    return [value], tree_map(torch.sub, fz.unshard(params), first)
+
+
+def two_trained(shard: Shard, parts: Callable[[Tensor], Tensor]) -> Any:
+    """One gradient of two trees, with weights, frozen leaves and a masked optimizer."""
+    encode, first_e = model((4, 5, 3), 5)
+    decode, first_d = model((3, 5, 4), 6)
+    first_e = type(first_e)(
+        ((k, p.detach().requires_grad_("norm" not in k)) for k, p in first_e.items()), first_e.units
+    )
+    both = {"encoder": shard(first_e), "decoder": shard(first_d)}
+
+    def loss(both: Any, x: Tensor) -> Any:
+        again = decode(both["decoder"], encode(both["encoder"], x))
+        return F.mse_loss(again, x), fz.Aux(weight=float(x[:, 0].abs().sum() > 1) * len(x))
+
+    def is_matrix(path: str, leaf: Tensor) -> bool:
+        return path.endswith("weight")
+
+    optimizer = optim.masked(optim.adamw(0.01), is_matrix)
+    states = {name: optimizer.init(tree) for name, tree in both.items()}
+    for x in batches(6, 4):
+        (value, _), grads = fz.value_and_grad(loss)(both, parts(x))
+        for name in both:
+            updates, states[name] = optimizer.update(grads[name], states[name], both[name])
+            both[name] = fz.apply_updates(both[name], updates)
+    moved = tree_map(torch.sub, fz.unshard(both), {"encoder": first_e, "decoder": first_d})
+    return [value], {k: v for k, v in fz.named_leaves(moved).items() if "encoder.norm" not in k}
+
+
+PROGRAMS = {f.__name__: f for f in (gan, teacher, displaced, two_trained)}
+
+
+def on_ranks(program: Any, level: Any, ranks: int = RANKS) -> list[Any]:
+    def run(group: fz.Group) -> Any:
+        def shard(tree: Any, like: Any = None) -> Any:
+            if like is not None:
+                return fz.shard_tree(tree, layout_like=like)
+            return fz.shard_tree(tree, level=level, group=group)
+
+        return program(shard, lambda x: x.chunk(ranks)[group.rank])
+
+    return run_ranks(run, ranks)
+
+
+def whole(tree: Any, like: Any = None) -> Any:
+    return tree
+
+
+@pytest.mark.parametrize("level", [*LEVELS, {"": 3, "layers": 1}])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_on_sharded_trees(name: str, level: Any) -> None:
+    expected_values, *expected = PROGRAMS[name](whole, lambda x: x)
+    for leaf in optree.tree_leaves(expected[0]):
+        assert torch.count_nonzero(leaf), "a program that moves nothing proves nothing"
+    for values, *got in on_ranks(PROGRAMS[name], level):
+        assert_equal_values(expected, got, grade="reordered")
+        torch.testing.assert_close(values, expected_values, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_over_a_mesh(level: int) -> None:
+    expected_values, *expected = gan(whole, lambda x: x)
+
+    def run(group: fz.Group) -> Any:
+        mesh = fz.HybridGroup(group, shard_size=2)
+
+        def shard(tree: Any) -> Any:
+            return fz.shard_tree(tree, level=level, group=mesh)
+
+        return gan(shard, lambda x: x.chunk(4)[group.rank])
+
+    for values, *got in run_ranks(run, 4):
+        assert_equal_values(expected, got, grade="reordered")
+        torch.testing.assert_close(values, expected_values, rtol=1e-12, atol=0)
+
+
+def test_a_step_s_params_are_such_trees() -> None:
+    """Gradients, whole trees and norms of `state.params`, next to the step that made them."""
+    apply, params = model((4, 6, 2), 8)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return apply(params, x).square().mean()
+
+    step = fz.train_step(lambda p, b, x: loss(p, x), optim.adamw(0.1))
+    x = batches(4, 4)[0]
+    state, _ = step(step.init(params), x)
+    _, expected = fz.value_and_grad(loss)(state.params, x)
+
+    def run(group: fz.Group) -> None:
+        for level in LEVELS:
+            sharded = fz.shard(step, level=level, group=group)
+            own, _ = sharded(sharded.init(params), x.chunk(2)[group.rank])
+            _, grads = fz.value_and_grad(loss)(own.params, x.chunk(2)[group.rank])
+            assert_equal_values(expected, fz.unshard(grads), grade="reordered")
+            assert_equal_values(
+                fz.unshard(own.params), sharded.unshard(own).params, grade="bitwise"
+            )
+            assert type(own.params["layers.0.weight"]) is Tensor and "layers.0.weight" in own.params
+
+    run_ranks(run, 2)
+
+
+def square(params: Any, *others: Any) -> Tensor:
+    total: Tensor = sum(fz.unshard(leaf).square().sum() for leaf in optree.tree_leaves(params))
+    return total
+
+
+def test_what_is_refused() -> None:
+    def tree() -> Any:
+        return {
+            "w": torch.arange(1.0, 6.0).requires_grad_(),
+            "b": torch.ones(3, requires_grad=True),
+        }
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree(tree(), level=3, group=group)
+        grad = fz.value_and_grad(square)
+        _, grads = grad(params)
+        sgd = optim.sgd(0.1)
+        state = sgd.init(params)
+        other = fz.shard_tree(tree(), level=3, group=fz.groups.SingleRank())
+        for message, call in {
+            r"inside of a loss that it is no argument of": lambda: fz.value_and_grad(
+                lambda p: square(p) + params["w"].sum()
+            )(params),
+            r"expected a sharded tree, held as params are; got in pieces": lambda: grad(grads),
+            r"different groups": lambda: grad(params, other),
+            r"of sharded and of whole trees together": lambda: grad((params, tree())),
+            r"returned Aux\(buffers=": lambda: fz.value_and_grad(
+                lambda p: (square(p), fz.Aux(buffers={}))
+            )(params),
+            r"does not depend on any trained leaf": lambda: fz.value_and_grad(
+                lambda p, q: square(q)
+            )(params, params),
+            r"expected updates in pieces": lambda: fz.apply_updates(params, params),
+            r"got dict": lambda: sgd.update(grads, state, tree()),
+            r"pickled has no group": lambda: fz.unshard(pickle.loads(pickle.dumps(params))),
+            r"either a level or layout_like": lambda: fz.shard_tree(tree(), group=group),
+            r"the tree does not have the tree structure": lambda: fz.shard_tree(
+                {"w": torch.ones(5)}, layout_like=params
+            ),
+        }.items():
+            with pytest.raises(StructureError, match=message):
+                call()
+        with pytest.raises(ValueError, match="in pieces, as gradients are"):
+            tree_map(torch.add, params, grads)
+
+    run_ranks(run, 2)
+
+
+def test_ranks_that_differentiate_other_trees_are_told() -> None:
+    def run(group: fz.Group) -> None:
+        trees = [
+            fz.shard_tree(
+                {"w": torch.full((4,), float(i), requires_grad=True)}, level=3, group=group
+            )
+            for i in (1, 2)
+        ]
+        with pytest.raises(GroupError, match="not started the same collectives"):
+            fz.value_and_grad(square)(trees[group.rank])
+
+    run_ranks(run, 2)
+
+
+def test_ranks_that_shard_other_values_are_told() -> None:
+    def run(group: fz.Group) -> None:
+        with pytest.raises(MismatchError, match=r"values\.w"):
+            fz.shard_tree({"w": torch.full((4,), float(group.rank))}, level=3, group=group)
+
+    run_ranks(run, 2)
+
+
+def test_a_pickled_tree_has_the_same_leaves() -> None:
+    params = fz.shard_tree({"w": torch.ones(3)}, level=3, group=fz.groups.SingleRank())
+    again = pickle.loads(pickle.dumps(params))
+    assert torch.equal(again["w"], params["w"])
+    assert optree.tree_structure(again) == optree.tree_structure(params)
