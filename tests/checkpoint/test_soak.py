@@ -19,8 +19,8 @@ import torch
 
 from functorch_zero import optim
 from functorch_zero.groups import ProcessGroup, launch
-from functorch_zero.model.lazy_param import unshard
 from functorch_zero.sharded.api import shard
+from functorch_zero.step.program import unshard
 from functorch_zero.step.train import train_step
 from tests import soak
 from tests.tiers import FULL, THOROUGH, tiers

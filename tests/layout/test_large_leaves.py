@@ -7,8 +7,8 @@ from torch import nn
 
 from functorch_zero import functionalize, optim, train_step
 from functorch_zero.layout import build
-from functorch_zero.model.lazy_param import unshard
 from functorch_zero.step.loss import Aux
+from functorch_zero.step.program import unshard
 from functorch_zero.testing import assert_sharded_equals_unsharded
 
 

@@ -8,9 +8,9 @@ from functorch_zero import optim
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import launch
 from functorch_zero.groups.single import SingleRank
-from functorch_zero.model.lazy_param import unshard
 from functorch_zero.optim.kernels import compiled
 from functorch_zero.sharded.api import shard
+from functorch_zero.step.program import unshard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.tiers import THOROUGH, tiers

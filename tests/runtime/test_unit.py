@@ -16,9 +16,9 @@ from functorch_zero import optim
 from functorch_zero.errors import GroupError, StructureError
 from functorch_zero.groups import CountingGroup, run_ranks
 from functorch_zero.model.functionalize import functionalize
-from functorch_zero.model.lazy_param import unshard
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
+from functorch_zero.step.program import unshard
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, MLP, Block, Shared, even, rows, tokens, uneven
