@@ -23,6 +23,7 @@ from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
+from ..runtime.reduce import Reduction
 from ..sharded.buffers import check_sync_buffers
 from ..sharded.options import (
     Options,
@@ -31,6 +32,7 @@ from ..sharded.options import (
     StateAxes,
     check_overlap,
     check_reduce_gradients,
+    check_reduction,
 )
 from ..step.loss import Aux, LossFn
 from ..step.train import TrainStep, mark_trainable
@@ -65,6 +67,7 @@ def plan(
     state_axes: StateAxes = "shard",
     same_data: SameData | None = None,
     overlap: OverlapChoice = "memory",
+    reduction: Reduction | None = None,
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
     ranks.
@@ -88,7 +91,7 @@ def plan(
             tuple's parts. Without a batch, units are taken to be entered once each in the layout's
             order, and their backward to need their weights.
         buffers: for the loss, when params are given.
-        sync_buffers, reshard_after_forward, reduce_gradients, overlap: as for `shard`.
+        sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.
@@ -135,6 +138,7 @@ def plan(
         reshard_after_forward,
         check_reduce_gradients(reduce_gradients, levels),
         check_overlap(overlap),
+        check_reduction(reduction, loss_scale=step.finite.scaling is not None),
     )
     levels.check(params)
     with nullcontext() if batch is not None else _no_collections():
@@ -169,6 +173,7 @@ def plan(
         gradients=imagined.reduced,
         state=_held(state.opt_state),
         buffers=_held(state.buffers),
+        parts=_held(state.parts),
         gathered=max(sample.gathered for sample in imagined.samples),
         samples=tuple(imagined.samples),
         collectives=tuple(journal.recorded),

@@ -48,7 +48,7 @@ class Sample(NamedTuple):
 
     moment: str  # "forward of blocks.0", say
     params: int
-    state: int
+    state: int  # the optimizer's, and what parts of the step keep
     gradients: int
     gathered: int
     activations: int  # and temporaries
@@ -169,6 +169,7 @@ class Plan:
             of units is the layout's.
         assumed: how many yes-no questions about values the step asked on the host; answered with
             yes.
+        parts: what parts of the step keep between steps, a rank's.
     """
 
     level: int | None
@@ -185,6 +186,7 @@ class Plan:
     balance: Balance | None
     traced: bool
     assumed: int = 0
+    parts: int = 0
 
     @property
     def peak(self) -> Sample:
@@ -217,6 +219,7 @@ class Plan:
     def __str__(self) -> str:
         peak = self.peak
         kinds = ["params", "gradients", "state", "buffers", "gathered"]
+        kinds += ["parts"] if self.parts else []
         rows = [[kind, bytes_text(getattr(self, kind))] for kind in kinds]
         if self.traced:
             rows.append(["activations", bytes_text(self.activations)])
@@ -246,6 +249,7 @@ class Plan:
             "state",
             "buffers",
             "gathered",
+            "parts",
         )
         peak = self.peak
         return {

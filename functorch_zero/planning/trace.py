@@ -108,7 +108,7 @@ class ImaginedStep:
             for kind, tree in (
                 (None, (params, buffers, batch)),
                 ("params", (state.params, state.buffers)),
-                ("state", state.opt_state),
+                ("state", (state.opt_state, state.parts)),
             ):
                 self.live.adopt(
                     [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], kind
@@ -135,10 +135,10 @@ class ImaginedStep:
         prepared = PreparedUpdate(step, self._layout, options)
         whole = step.init(params, buffers, seed=None)
         rank, sharding = options.axes.number, options.sharding(self._layout)
-        state = shard_state(whole, prepared.plan, sharding, rank)
+        state = shard_state(whole, prepared.plan, prepared.parts, sharding, rank)
         flats = state.params.flats()
         updater = _Announced(prepared, self._enter, idle=self._only_buckets)
-        return Run(step, options, state, batch, sharding, flats, updater)
+        return Run(step, options, state, batch, sharding, flats, updater, prepared.parts)
 
     def _differentiate(self, run: Run, order: PrefetchOrder) -> Local:
         """The same on the layout of the pass, which may be cut in another way."""

@@ -18,6 +18,7 @@ from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.state import State, check_state
 from ..step.train import TrainStep
 from .checks import sharding_of
+from .options import print_seams
 from .train import ShardedTrainStep
 
 
@@ -44,6 +45,7 @@ class Description(NamedTuple):
     rank: int
     num_ranks: int
     optimizer: str  # as it prints
+    seams: str = ""  # what `shard` was given for them, as it prints
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +74,8 @@ class Description(NamedTuple):
             return "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in columns).rstrip()
 
         of = f"rank {self.rank} of {self.num_ranks}" if self.num_ranks > 1 else "this process"
-        last = f"{of} holds {self.nbytes:,} bytes; {self.optimizer}"
+        with_seams = f"; {self.seams}" if self.seams else ""
+        last = f"{of} holds {self.nbytes:,} bytes; {self.optimizer}{with_seams}"
         return "\n".join([*map(line, table), last])
 
 
@@ -128,9 +131,26 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
     sharding = sharding_of(state, step.options)
     sharding.donations.check(state.step)
     plan = step.state_plan(sharding.layout)
-    rows = _rows(state, sharding.layout, plan, num_ranks=step.group.size)
+    others = state.replace(parts=None)
+    rows = _rows(others, sharding.layout, plan, num_ranks=step.group.size)
     optimizer = repr(step.unsharded.optimizer)
-    return Description(rows, step.group.rank, step.group.size, optimizer)
+    rows += _rows_of_parts(step, state)
+    seams = print_seams(step.options.seams)
+    return Description(rows, step.group.rank, step.group.size, optimizer, seams)
+
+
+def _rows_of_parts(step: ShardedTrainStep, state: State) -> tuple[Row, ...]:
+    """A row for each name under which a part keeps something."""
+    if state.parts is None:
+        return ()
+    assert state.sharding is not None
+    step.parts(state.sharding.layout).check(state.parts)
+    rows, num_ranks = [], step.options.axes.optimizer.size
+    for name, carried in step.options.reduction.keeps.items():
+        where = {"sum": "a share of the sum", "pieces": _share(num_ranks), "same": "whole"}[carried]
+        tensors = optree.tree_leaves(state.parts["reduction"][name])
+        rows.append(_plain(f"(reduction: {name})", tensors)._replace(where=where))
+    return tuple(rows)
 
 
 def _whole_layout(state: State) -> Layout:

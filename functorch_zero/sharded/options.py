@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,7 +12,9 @@ from ..groups.protocol import Group
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels
 from ..layout.sharding import Sharding
+from ..optim.naming import described
 from ..runtime.prefetch import Overlap
+from ..runtime.reduce import SUMMED, Carried, Reduction
 from .buffers import SyncBuffers
 
 
@@ -45,6 +48,13 @@ class Options:
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None = None
     overlap: OverlapChoice = "memory"
+    reduction: Reduction = SUMMED
+
+    @property
+    def seams(self) -> dict[str, Any]:
+        """The objects that were given for seams, by the argument of `shard`."""
+        given = {"reduction": self.reduction}
+        return {name: one for name, one in given.items() if one not in _DEFAULTS}
 
     @property
     def group(self) -> Group:
@@ -66,6 +76,9 @@ class Options:
         """How a leaf is cut."""
         replicate = self.axes.replicate.size if self.axes.both else 1
         return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
+
+
+_DEFAULTS = (SUMMED,)
 
 
 ReduceGradients = Literal["every_microbatch", "once"]
@@ -104,3 +117,41 @@ def check_overlap(value: Any) -> OverlapChoice:
     if value not in OVERLAPS:
         raise ValueError(f"overlap must be one of {(*OVERLAPS,)}, got {value!r}")
     return value  # type: ignore[no-any-return]
+
+
+def check_reduction(value: Any, *, loss_scale: bool) -> Reduction:
+    """The reduction, if it is one; gradients summed as they are, if it is None."""
+    if value is None:
+        return SUMMED
+    if isinstance(value, type) or not isinstance(value, Reduction):
+        raise TypeError(
+            f"reduction must be an object with `keeps`, `init` and `start`, got {value!r}. Remedy: "
+            "see runtime.reduce.Reduction"
+        )
+    unknown = {*value.keeps.values()} - {*get_args(Carried)}
+    if unknown:
+        raise ValueError(
+            f"{type(value).__name__}.keeps: carried must be one of {get_args(Carried)}, got "
+            f"{sorted(map(repr, unknown))}"
+        )
+    if value.keeps and loss_scale:
+        raise NotImplementedError(
+            f"reduction={type(value).__name__} keeps gradients between steps, and a loss scale "
+            "changes what they are multiplied by. Remedy: train in bfloat16, without loss_scale"
+        )
+    return value
+
+
+def describe_seams(seams: Mapping[str, Any]) -> dict[str, Any]:
+    """Classes and settings, as plain data, to be compared across ranks."""
+    return {name: described(one) for name, one in seams.items()}
+
+
+def print_seams(seams: Mapping[str, Any]) -> str:
+    """`reduction=Rounded(dtype=torch.bfloat16)`, say."""
+    return ", ".join(f"{name}={_printed(one)}" for name, one in seams.items())
+
+
+def _printed(one: Any) -> str:
+    text = repr(one)
+    return f"{type(one).__name__}()" if text.endswith(f"at {hex(id(one))}>") else text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import optree
 import torch
@@ -21,10 +21,10 @@ from ..layout.flat_buffers import (
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
-from ..runtime.reduce import GradientReduction
+from ..runtime.reduce import GradientReduction, Kept
 from ..runtime.unshard import GatheredFlats, ResidentFlats, UnitFlats
 from ..tree import PyTree
-from .options import ReduceGradients
+from .options import Options
 
 
 def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
@@ -44,18 +44,24 @@ def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
 
 
 def make_reduction(
-    layout: Layout, axes: Axes, log: list[str], reduce_gradients: ReduceGradients | None = None
+    layout: Layout, options: Options, log: list[str], kept: Mapping[int, Kept]
 ) -> GradientReduction:
-    """The reduction of a step's gradients."""
+    """The reduction of a step's gradients; `kept` from earlier steps, by bucket."""
     every_use, in_layout_order = set[int](), True
     for b, bucket in enumerate(layout.buckets):
         level = level_of(bucket)
-        if level.streams and reduce_gradients != "once":
+        if level.streams and options.reduce_gradients != "once":
             every_use.add(b)
         if level.cuts_params or (level.streams and bucket.trainable):
             in_layout_order = False
     return GradientReduction(
-        layout, axes, log, every_use=frozenset(every_use), in_layout_order=in_layout_order
+        layout,
+        options.axes,
+        log,
+        every_use=frozenset(every_use),
+        in_layout_order=in_layout_order,
+        by=options.reduction,
+        kept=kept,
     )
 
 

@@ -22,7 +22,7 @@ from ..layout.sharding import Sharding
 from ..optim.across import Across
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
-from ..runtime.reduce import GradientReduction
+from ..runtime.reduce import GradientReduction, Kept
 from ..runtime.unit import Pass
 from ..step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
 from ..step.metrics import UpdateMetrics
@@ -38,6 +38,7 @@ from .checks import check_not_empty
 from .grad_mean import in_range, loss_seed_of, to_means
 from .options import OVERLAPS, Options
 from .params import make_reduction, make_unit_flats, publish
+from .parts import ReductionParts
 
 
 class Updater(Protocol):
@@ -67,6 +68,7 @@ class Run:
     sharding: Sharding
     flats: list[Tensor]  # that hold the params between steps, in the order of the buckets
     updater: Updater
+    parts: ReductionParts
 
     @property
     def layout(self) -> Layout:
@@ -82,6 +84,7 @@ class Local(NamedTuple):
     """What the loss of this rank's part of the batch has given."""
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
+    kept: dict[int, Kept]  # by bucket: what the reduction keeps for the next step
     outcome: Outcome  # of all micro-batches as one
     overflown: bool  # a reduced gradient is not finite, and the step looks
     log: list[str]  # the step's number, and the collectives started since
@@ -106,7 +109,8 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     """
     log = [f"step {int(run.state.step)}"]
     options = run.options
-    reduction = make_reduction(run.layout, options.axes, log, options.reduce_gradients)
+    kept = run.parts.kept_in(run.state.parts)
+    reduction = make_reduction(run.layout, options, log, kept)
     outcomes: list[Outcome] = []
     buffers = run.state.buffers
     for part in micro_batches(run.batch, run.step.accumulate):
@@ -116,7 +120,7 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     reduced, outcome = reduction.finish(), joined(outcomes)
     looks = run.step.finite.looks
     overflown = looks and not in_range(reduced, run.layout, weighted=_weighted(outcome))
-    return Local(reduced, outcome, overflown, log)
+    return Local(reduced, reduction.kept, outcome, overflown, log)
 
 
 def _on_micro_batch(
@@ -233,7 +237,7 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
         state.seed,
         run.sharding,
         agreed.finite,
-        state.parts,
+        run.parts.parts_of(local.kept) if agreed.fine else state.parts,
     )
     return new, metrics
 

@@ -18,6 +18,7 @@ from ..layout.sharding import Sharding
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.state import State, TrainValue
 from .params import all_gather_params
+from .parts import ReductionParts
 
 
 def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) -> Any:
@@ -55,7 +56,7 @@ def _by_bucket_and_slot(plan: StatePlan, layout: Layout) -> list[list[tuple[int,
     return groups
 
 
-def unshard_state(state: State, plan: StatePlan, axes: Axes) -> State:
+def unshard_state(state: State, plan: StatePlan, parts: ReductionParts, axes: Axes) -> State:
     """The whole state on every rank, in tensors of its own."""
     assert state.sharding is not None
     layout = state.sharding.layout
@@ -76,6 +77,7 @@ def unshard_state(state: State, plan: StatePlan, axes: Axes) -> State:
         value,
         None if state.seed is None else state.seed.clone(),
         finite=tree_map(torch.clone, state.finite),
+        parts=parts.whole(state.parts, axes),
     )
 
 
@@ -112,7 +114,9 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(out.split(longest), counts, strict=True)])
 
 
-def shard_state(whole: State, plan: StatePlan, sharding: Sharding, rank: int) -> State:
+def shard_state(
+    whole: State, plan: StatePlan, parts: ReductionParts, sharding: Sharding, rank: int
+) -> State:
     """The `rank`-th part of a whole state, in tensors of its own."""
     layout = sharding.layout
     leaves, treedef = optree.tree_flatten(whole.opt_state)
@@ -120,8 +124,9 @@ def shard_state(whole: State, plan: StatePlan, sharding: Sharding, rank: int) ->
     part: list[Any] = [
         _scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)
     ]
+    held = hold(whole.params, sharding)
     value = TrainValue(
-        hold(whole.params, sharding),
+        held,
         tree_map(torch.clone, whole.buffers),
         lay_out_state(treedef.unflatten(part), plan, layout, rank),
     )
@@ -131,6 +136,7 @@ def shard_state(whole: State, plan: StatePlan, sharding: Sharding, rank: int) ->
         None if whole.seed is None else whole.seed.clone(),
         sharding,
         tree_map(torch.clone, whole.finite),
+        parts.part(whole.parts, held.flats()[0].device),
     )
 
 

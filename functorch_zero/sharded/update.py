@@ -15,6 +15,7 @@ from ..sharded_optim.state_plan import StatePlan, plan_state
 from ..step.train import TrainStep
 from ..tree import PyTree, same_structure
 from .options import Options
+from .parts import ReductionParts
 
 
 class PreparedUpdate:
@@ -23,6 +24,7 @@ class PreparedUpdate:
     def __init__(self, step: TrainStep, layout: Layout, options: Options):
         group = options.axes.optimizer
         self.layout = layout
+        self.parts = ReductionParts(options.reduction, layout, options.axes)
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
         self._optimizer = step.optimizer
