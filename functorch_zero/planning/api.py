@@ -33,12 +33,15 @@ from ..sharded.options import (
     check_overlap,
     check_reduce_gradients,
     check_reduction,
+    check_state_storage,
 )
+from ..sharded.storage import StateStorage
 from ..step.loss import Aux, LossFn
 from ..step.train import TrainStep, mark_trainable
 from .live_bytes import ValueNeeded
 from .report import Plan, balance_of
 from .trace import (
+    Elsewhere,
     ImaginedStep,
     Journal,
     imagined_axes,
@@ -68,6 +71,7 @@ def plan(
     same_data: SameData | None = None,
     overlap: OverlapChoice = "memory",
     reduction: Reduction | None = None,
+    state_storage: StateStorage | None = None,
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
     ranks.
@@ -91,7 +95,8 @@ def plan(
             tuple's parts. Without a batch, units are taken to be entered once each in the layout's
             order, and their backward to need their weights.
         buffers: for the loss, when params are given.
-        sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction: as for `shard`.
+        sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, state_storage:
+            as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.
@@ -139,6 +144,7 @@ def plan(
         check_reduce_gradients(reduce_gradients, levels),
         check_overlap(overlap),
         check_reduction(reduction, loss_scale=step.finite.scaling is not None),
+        None if check_state_storage(state_storage) is None else Elsewhere(),
     )
     levels.check(params)
     with nullcontext() if batch is not None else _no_collections():
@@ -174,6 +180,7 @@ def plan(
         state=_held(state.opt_state),
         buffers=_held(state.buffers),
         parts=_held(state.parts),
+        stored=_held(imagined.stored_in(state)),
         gathered=max(sample.gathered for sample in imagined.samples),
         samples=tuple(imagined.samples),
         collectives=tuple(journal.recorded),

@@ -170,6 +170,8 @@ class Plan:
         assumed: how many yes-no questions about values the step asked on the host; answered with
             yes.
         parts: what parts of the step keep between steps, a rank's.
+        stored: what of the state lies elsewhere, with `state_storage`. The samples don't have it.
+            What the update fetches of it are temporaries.
     """
 
     level: int | None
@@ -187,6 +189,7 @@ class Plan:
     traced: bool
     assumed: int = 0
     parts: int = 0
+    stored: int = 0
 
     @property
     def peak(self) -> Sample:
@@ -219,7 +222,7 @@ class Plan:
     def __str__(self) -> str:
         peak = self.peak
         kinds = ["params", "gradients", "state", "buffers", "gathered"]
-        kinds += ["parts"] if self.parts else []
+        kinds += [kind for kind in ("parts", "stored") if getattr(self, kind)]
         rows = [[kind, bytes_text(getattr(self, kind))] for kind in kinds]
         if self.traced:
             rows.append(["activations", bytes_text(self.activations)])
@@ -250,6 +253,7 @@ class Plan:
             "buffers",
             "gathered",
             "parts",
+            "stored",
         )
         peak = self.peak
         return {

@@ -21,7 +21,9 @@ from .options import (
     check_reduce_gradients,
     check_reduction,
     check_state_axes,
+    check_state_storage,
 )
+from .storage import StateStorage
 from .train import ShardedTrainStep
 
 
@@ -37,6 +39,7 @@ class _Options(TypedDict, total=False):
     state_axes: StateAxes
     overlap: OverlapChoice
     reduction: Reduction | None
+    state_storage: StateStorage | None
 
 
 @overload
@@ -59,6 +62,7 @@ def shard(
     state_axes: StateAxes = "shard",
     overlap: OverlapChoice = "memory",
     reduction: Reduction | None = None,
+    state_storage: StateStorage | None = None,
 ) -> ShardedTrainStep | ShardedEvalStep:
     """The same step for the ranks of a group: it returns what the unsharded step returns, or says
     why it can't.
@@ -93,6 +97,8 @@ def shard(
         reduction: how a bucket's gradients are summed over ranks, an object with the methods of
             `runtime.reduce.Reduction`. What it keeps between steps is in `State.parts`. None:
             summed as they are.
+        state_storage: where the optimizer's state lies between steps, an object with the methods of
+            `sharded.storage.StateStorage`. None: beside the params.
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
     level 3: at most 3, 2 when not resharding. After Rajbhandari et al., "ZeRO" (2020).
@@ -109,6 +115,7 @@ def shard(
         check_reduce_gradients(reduce_gradients, levels),
         check_overlap(overlap),
         check_reduction(reduction, loss_scale=_scales(step)),
+        check_state_storage(state_storage),
     )
     return (
         ShardedTrainStep(step, options)

@@ -20,6 +20,7 @@ from .checks import check_batch, sharding_of
 from .failures import sharing_failures
 from .options import Options
 from .params import evaluated, make_unit_flats
+from .storage import fetched
 
 
 class ShardedEvalStep:
@@ -47,7 +48,8 @@ class ShardedEvalStep:
             log = [f"evaluation at step {int(state.step)}"]
             if self.unsharded.params is not None:
                 pieces = pieces_of(flats, state.params.holding)
-                chosen = self.unsharded.chosen(state.opt_state, pieces.tree)
+                opt_state = fetched(self.options.state_storage, state.opt_state)
+                chosen = self.unsharded.chosen(opt_state, pieces.tree)
                 flats = evaluated(chosen, flats, layout, axes)
             units = make_unit_flats(flats, layout, axes, log)
             run = Pass(layout, units, None, device=flats[0].device, order=self.order)

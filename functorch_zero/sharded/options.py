@@ -16,6 +16,7 @@ from ..optim.naming import described
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
 from .buffers import SyncBuffers
+from .storage import StateStorage
 
 
 class StatePlace(NamedTuple):
@@ -49,11 +50,12 @@ class Options:
     reduce_gradients: ReduceGradients | None = None
     overlap: OverlapChoice = "memory"
     reduction: Reduction = SUMMED
+    state_storage: StateStorage | None = None
 
     @property
     def seams(self) -> dict[str, Any]:
         """The objects that were given for seams, by the argument of `shard`."""
-        given = {"reduction": self.reduction}
+        given = {"reduction": self.reduction, "state_storage": self.state_storage}
         return {name: one for name, one in given.items() if one not in _DEFAULTS}
 
     @property
@@ -78,7 +80,7 @@ class Options:
         return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
 
 
-_DEFAULTS = (SUMMED,)
+_DEFAULTS = (SUMMED, None)
 
 
 ReduceGradients = Literal["every_microbatch", "once"]
@@ -138,6 +140,16 @@ def check_reduction(value: Any, *, loss_scale: bool) -> Reduction:
         raise NotImplementedError(
             f"reduction={type(value).__name__} keeps gradients between steps, and a loss scale "
             "changes what they are multiplied by. Remedy: train in bfloat16, without loss_scale"
+        )
+    return value
+
+
+def check_state_storage(value: Any) -> StateStorage | None:
+    """The storage, if it is one, or None."""
+    if value is not None and (isinstance(value, type) or not isinstance(value, StateStorage)):
+        raise TypeError(
+            f"state_storage must be an object with `fetch` and `store`, got {value!r}. Remedy: see "
+            "sharded.storage.StateStorage"
         )
     return value
 

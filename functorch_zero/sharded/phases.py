@@ -56,6 +56,14 @@ class Updater(Protocol):
         already."""
         ...
 
+    def fetched(self, state: Any) -> Any:
+        """The optimizer's state, beside the params."""
+        ...
+
+    def stored(self, state: Any, old: Any = None) -> Any:
+        """The optimizer's state, where it lies between steps: in the storage of `old`, if given."""
+        ...
+
 
 @dataclass(frozen=True)
 class Run:
@@ -222,6 +230,7 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     params, opt_state = state.params, state.opt_state
     if agreed.fine:
         with ranged("update"):
+            opt_state = run.updater.fetched(opt_state)
             updates, opt_state = run.updater.update(grads, opt_state, view)
         measured.see("update_norm", lambda: updates)
         with ranged("publish"):
@@ -231,6 +240,8 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
 
     metrics = with_measured(agreed.metrics, measured.metrics(opt_state))
     metrics = with_measured(metrics, run.step.finite.metrics(agreed.finite))
+    if agreed.fine:
+        opt_state = run.updater.stored(opt_state, state.opt_state if options.donate else None)
     new = State(
         state.step + 1,
         TrainValue(params, buffers, opt_state),

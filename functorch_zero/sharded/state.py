@@ -18,7 +18,7 @@ from ..layout.sharding import Sharding
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.state import State, TrainValue
 from .params import all_gather_params
-from .parts import ReductionParts
+from .update import PreparedUpdate
 
 
 def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) -> Any:
@@ -56,16 +56,16 @@ def _by_bucket_and_slot(plan: StatePlan, layout: Layout) -> list[list[tuple[int,
     return groups
 
 
-def unshard_state(state: State, plan: StatePlan, parts: ReductionParts, axes: Axes) -> State:
+def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
     """The whole state on every rank, in tensors of its own."""
     assert state.sharding is not None
     layout = state.sharding.layout
     params = all_gather_params(state.params, axes)
     flags = layout.trainable
-    leaves, treedef = optree.tree_flatten(state.opt_state)
+    leaves, treedef = optree.tree_flatten(prepared.fetched(state.opt_state))
     whole = [
         _gather_leaf(x, leaf, layout, axes.optimizer)
-        for x, leaf in zip(leaves, plan.leaves, strict=True)
+        for x, leaf in zip(leaves, prepared.plan.leaves, strict=True)
     ]
     value = TrainValue(
         tree_map(lambda p, flag: p.detach().clone().requires_grad_(flag), params, flags),
@@ -77,7 +77,7 @@ def unshard_state(state: State, plan: StatePlan, parts: ReductionParts, axes: Ax
         value,
         None if state.seed is None else state.seed.clone(),
         finite=tree_map(torch.clone, state.finite),
-        parts=parts.whole(state.parts, axes),
+        parts=prepared.parts.whole(state.parts, axes),
     )
 
 
@@ -114,11 +114,9 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(out.split(longest), counts, strict=True)])
 
 
-def shard_state(
-    whole: State, plan: StatePlan, parts: ReductionParts, sharding: Sharding, rank: int
-) -> State:
+def shard_state(whole: State, prepared: PreparedUpdate, sharding: Sharding, rank: int) -> State:
     """The `rank`-th part of a whole state, in tensors of its own."""
-    layout = sharding.layout
+    layout, plan = sharding.layout, prepared.plan
     leaves, treedef = optree.tree_flatten(whole.opt_state)
     assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
     part: list[Any] = [
@@ -128,7 +126,7 @@ def shard_state(
     value = TrainValue(
         held,
         tree_map(torch.clone, whole.buffers),
-        lay_out_state(treedef.unflatten(part), plan, layout, rank),
+        prepared.stored(lay_out_state(treedef.unflatten(part), plan, layout, rank)),
     )
     return State(
         whole.step.clone(),
@@ -136,7 +134,7 @@ def shard_state(
         None if whole.seed is None else whole.seed.clone(),
         sharding,
         tree_map(torch.clone, whole.finite),
-        parts.part(whole.parts, held.flats()[0].device),
+        prepared.parts.part(whole.parts, held.flats()[0].device),
     )
 
 

@@ -148,7 +148,7 @@ class ShardedTrainStep:
             sharding.donations.check(state.step)
             prepared = self._prepare(sharding.layout)
             axes = self.options.axes.at("state/gather")
-            return unshard_state(state, prepared.plan, prepared.parts, axes)
+            return unshard_state(state, prepared, axes)
 
     def shard_state(self, state: State) -> State:
         """The inverse of `unshard`: this rank's part of a whole state that every rank holds. No
@@ -162,7 +162,7 @@ class ShardedTrainStep:
             layout = self._make_layout(state.params)
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout)
-            return shard_state(state, prepared.plan, prepared.parts, sharding, self._rank)
+            return shard_state(state, prepared, sharding, self._rank)
 
     def parts(self, layout: Layout) -> ReductionParts:
         """What of a state's parts is whose."""
@@ -177,7 +177,7 @@ class ShardedTrainStep:
         for."""
         prepared = self._prepare(layout)
         made = self.unsharded.optimizer.init(params.pieces().tree, prepared.across)
-        return lay_out_state(made, prepared.plan, layout, self._rank)
+        return prepared.stored(lay_out_state(made, prepared.plan, layout, self._rank))
 
     @property
     def _rank(self) -> int:
