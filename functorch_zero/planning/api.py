@@ -24,12 +24,14 @@ from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
 from ..runtime.reduce import Reduction
+from ..runtime.unshard import Gather
 from ..sharded.buffers import check_sync_buffers
 from ..sharded.options import (
     Options,
     OverlapChoice,
     ReduceGradients,
     StateAxes,
+    check_gather,
     check_overlap,
     check_reduce_gradients,
     check_reduction,
@@ -71,6 +73,7 @@ def plan(
     same_data: SameData | None = None,
     overlap: OverlapChoice = "memory",
     reduction: Reduction | None = None,
+    gather: Gather | None = None,
     state_storage: StateStorage | None = None,
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
@@ -95,8 +98,8 @@ def plan(
             tuple's parts. Without a batch, units are taken to be entered once each in the layout's
             order, and their backward to need their weights.
         buffers: for the loss, when params are given.
-        sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, state_storage:
-            as for `shard`.
+        sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, gather,
+            state_storage: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.
@@ -144,6 +147,7 @@ def plan(
         check_reduce_gradients(reduce_gradients, levels),
         check_overlap(overlap),
         check_reduction(reduction, loss_scale=step.finite.scaling is not None),
+        check_gather(gather),
         None if check_state_storage(state_storage) is None else Elsewhere(),
     )
     levels.check(params)
@@ -152,6 +156,7 @@ def plan(
         layout = make_layout(
             params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of
         )
+        options.check_layout(layout)
         fake, order = None, None
         buffers = given if buffers is None else buffers
         work = _Work(params, buffers, batch, replace(step, trainable=None), layout, layout)

@@ -8,6 +8,7 @@ from ..groups import as_group
 from ..groups.mesh import axes_of
 from ..layout.levels import LevelRule, Levels
 from ..runtime.reduce import Reduction
+from ..runtime.unshard import Gather
 from ..step.evaluate import EvalStep
 from ..step.train import TrainStep
 from .buffers import SyncBuffers, check_sync_buffers
@@ -17,6 +18,7 @@ from .options import (
     OverlapChoice,
     ReduceGradients,
     StateAxes,
+    check_gather,
     check_overlap,
     check_reduce_gradients,
     check_reduction,
@@ -39,6 +41,7 @@ class _Options(TypedDict, total=False):
     state_axes: StateAxes
     overlap: OverlapChoice
     reduction: Reduction | None
+    gather: Gather | None
     state_storage: StateStorage | None
 
 
@@ -62,6 +65,7 @@ def shard(
     state_axes: StateAxes = "shard",
     overlap: OverlapChoice = "memory",
     reduction: Reduction | None = None,
+    gather: Gather | None = None,
     state_storage: StateStorage | None = None,
 ) -> ShardedTrainStep | ShardedEvalStep:
     """The same step for the ranks of a group: it returns what the unsharded step returns, or says
@@ -97,6 +101,8 @@ def shard(
         reduction: how a bucket's gradients are summed over ranks, an object with the methods of
             `runtime.reduce.Reduction`. What it keeps between steps is in `State.parts`. None:
             summed as they are.
+        gather: the representation in which pieces of params travel, an object with the methods of
+            `runtime.unshard.Gather`. None: as they are.
         state_storage: where the optimizer's state lies between steps, an object with the methods of
             `sharded.storage.StateStorage`. None: beside the params.
 
@@ -115,6 +121,7 @@ def shard(
         check_reduce_gradients(reduce_gradients, levels),
         check_overlap(overlap),
         check_reduction(reduction, loss_scale=_scales(step)),
+        check_gather(gather),
         check_state_storage(state_storage),
     )
     return (

@@ -14,6 +14,7 @@ from ..errors import StructureError
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
 from ..precision import short
+from ..runtime.unshard import UNENCODED, Gather
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.state import State, check_state
 from ..step.train import TrainStep
@@ -132,7 +133,8 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
     sharding.donations.check(state.step)
     plan = step.state_plan(sharding.layout)
     others = state.replace(parts=None)
-    rows = _rows(others, sharding.layout, plan, num_ranks=step.group.size)
+    gather = step.options.gather
+    rows = _rows(others, sharding.layout, plan, num_ranks=step.group.size, gather=gather)
     optimizer = repr(step.unsharded.optimizer)
     rows += _rows_of_parts(step, state)
     seams = print_seams(step.options.seams)
@@ -164,7 +166,9 @@ def _whole_layout(state: State) -> Layout:
     )
 
 
-def _rows(state: State, layout: Layout, plan: StatePlan, *, num_ranks: int) -> tuple[Row, ...]:
+def _rows(
+    state: State, layout: Layout, plan: StatePlan, *, num_ranks: int, gather: Gather = UNENCODED
+) -> tuple[Row, ...]:
     params, opt_state = state.params, state.opt_state
     rest = state.replace(params=None, opt_state=None)
     leaves, states = optree.tree_leaves(params), optree.tree_leaves(opt_state)
@@ -184,7 +188,7 @@ def _rows(state: State, layout: Layout, plan: StatePlan, *, num_ranks: int) -> t
                     [layout.leaves[n].path for n in bucket.leaves],
                     held,
                     follows,
-                    num_ranks,
+                    _wire(bucket, gather) if num_ranks > 1 else (),
                 )
             )
     shared = [
@@ -203,7 +207,7 @@ def _row(
     paths: Sequence[str],
     held: Sequence[Tensor],
     state: Sequence[tuple[StateLeaf, Tensor]],
-    num_ranks: int,
+    wire: tuple[tuple[str, torch.dtype], ...],
 ) -> Row:
     kinds = {planned.kind for planned, _ in state}
     dtypes = [x.dtype for _, x in state]
@@ -214,7 +218,7 @@ def _row(
         sum(bucket.numels),
         _distinct(x.dtype for x in held),
         bucket.compute,
-        _wire(bucket) if num_ranks > 1 else (),
+        wire,
         _share(bucket.cut.num_held),
         _nbytes(held),
         _distinct(dtypes),
@@ -223,14 +227,17 @@ def _row(
     )
 
 
-def _wire(bucket: Bucket) -> tuple[tuple[str, torch.dtype], ...]:
+def _wire(bucket: Bucket, gather: Gather) -> tuple[tuple[str, torch.dtype], ...]:
     """What travels of a bucket in a step: gathers on use, reductions, and the all-gather after the
     update."""
-    gathers = [("gather", bucket.gather)] if bucket.cut.level == 3 else []
+
+    def message(dtype: torch.dtype) -> torch.dtype:
+        return gather.encode(torch.empty(bucket.piece, dtype=dtype, device="meta")).dtype
+
+    gathers = [("gather", message(bucket.gather))] if bucket.cut.level == 3 else []
     reduces = [("reduce", bucket.reduce)] if bucket.trainable else []
-    publishes = (
-        [("publish", bucket.dtype)] if bucket.trainable and bucket.cut.level in (1, 2) else []
-    )
+    published = bucket.trainable and bucket.cut.level in (1, 2)
+    publishes = [("publish", message(bucket.dtype))] if published else []
     return (*gathers, *reduces, *publishes)
 
 

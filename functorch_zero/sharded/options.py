@@ -10,11 +10,12 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..layout.layout import Cut, Layout
-from ..layout.levels import Levels
+from ..layout.levels import Levels, level_of
 from ..layout.sharding import Sharding
 from ..optim.naming import described
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
+from ..runtime.unshard import UNENCODED, Gather
 from .buffers import SyncBuffers
 from .storage import StateStorage
 
@@ -50,12 +51,14 @@ class Options:
     reduce_gradients: ReduceGradients | None = None
     overlap: OverlapChoice = "memory"
     reduction: Reduction = SUMMED
+    gather: Gather = UNENCODED
     state_storage: StateStorage | None = None
 
     @property
     def seams(self) -> dict[str, Any]:
         """The objects that were given for seams, by the argument of `shard`."""
-        given = {"reduction": self.reduction, "state_storage": self.state_storage}
+        names = "reduction", "gather", "state_storage"
+        given = {name: getattr(self, name) for name in names}
         return {name: one for name, one in given.items() if one not in _DEFAULTS}
 
     @property
@@ -74,13 +77,25 @@ class Options:
         """What a state that is cut so says of itself."""
         return Sharding(layout, self.place.level, self.place.rank, self.place.mesh)
 
+    def check_layout(self, layout: Layout) -> None:
+        """Raise ValueError where whole params would be held that did not arrive exactly."""
+        for bucket in layout.buckets if not self.gather.exact else ():
+            level = level_of(bucket)
+            if level.cuts_state and (self.axes.both or not level.cuts_params):
+                raise ValueError(
+                    f"gather={type(self.gather).__name__} is not exact, and at level "
+                    f"{level.number} what arrives of {bucket.name!r} after an update is all that "
+                    'other ranks have. Remedy: level 3 with state_axes="shard", which keeps the '
+                    "params themselves in pieces"
+                )
+
     def cut_of(self, path: str, leaf: Any) -> Cut:
         """How a leaf is cut."""
         replicate = self.axes.replicate.size if self.axes.both else 1
         return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
 
 
-_DEFAULTS = (SUMMED, None)
+_DEFAULTS = (SUMMED, UNENCODED, None)
 
 
 ReduceGradients = Literal["every_microbatch", "once"]
@@ -140,6 +155,18 @@ def check_reduction(value: Any, *, loss_scale: bool) -> Reduction:
         raise NotImplementedError(
             f"reduction={type(value).__name__} keeps gradients between steps, and a loss scale "
             "changes what they are multiplied by. Remedy: train in bfloat16, without loss_scale"
+        )
+    return value
+
+
+def check_gather(value: Any) -> Gather:
+    """The gather, if it is one; that of pieces as they are, if it is None."""
+    if value is None:
+        return UNENCODED
+    if isinstance(value, type) or not isinstance(value, Gather):
+        raise TypeError(
+            f"gather must be an object with `exact`, `encode` and `decode`, got {value!r}. Remedy: "
+            "see runtime.unshard.Gather"
         )
     return value
 

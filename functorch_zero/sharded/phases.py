@@ -143,7 +143,7 @@ def _on_micro_batch(
     """One pass, whose gradients go to the reduction."""
     options, state, count = run.options, run.state, run.step.accumulate
     device, rank = run.flats[0].device, options.group.rank
-    flats = make_unit_flats(run.flats, run.layout, options.axes, log, state.params)
+    flats = make_unit_flats(run.flats, run.layout, options.axes, log, options.gather, state.params)
     one_pass = Pass(
         run.layout,
         flats,
@@ -234,7 +234,9 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
             updates, opt_state = run.updater.update(grads, opt_state, view)
         measured.see("update_norm", lambda: updates)
         with ranged("publish"):
-            params = publish(params, run.flats, updates, options.axes, donate=options.donate)
+            params = publish(
+                params, run.flats, updates, options.axes, options.gather, donate=options.donate
+            )
     else:
         measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
 

@@ -187,12 +187,14 @@ class ShardedTrainStep:
     def _make_layout(self, params: PyTree[Tensor]) -> Layout:
         self.options.levels.check(params)
         num_ranks = self.options.axes.optimizer.size
-        return make_layout(
+        layout = make_layout(
             params,
             num_ranks,
             trainable=lambda path, leaf: leaf.requires_grad,
             cut=self.options.cut_of,
         )
+        self.options.check_layout(layout)
+        return layout
 
     def _prepare(self, layout: Layout) -> PreparedUpdate:
         known = self._prepared
