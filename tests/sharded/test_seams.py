@@ -4,6 +4,7 @@ rounding error, optimizer state elsewhere than its params, a gather in another r
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, HybridGroup, counted, run_ranks
 from functorch_zero.runtime.reduce import Carried, Kept
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
+from tests.sharded.test_processes import on_processes
 
 EXACT = Equality("bitwise")
 LR = 0.5
@@ -381,7 +383,7 @@ class OnDisk:
 
     def _map(self, tensor: Tensor) -> Tensor:
         self.moved["mapped"] += 1
-        file = self._folder / f"{id(self)} {len(self._mapped)}"
+        file = self._folder / f"{os.getpid()} {id(self)} {len(self._mapped)}"
         n = tensor.numel()
         flat = torch.from_file(str(file), shared=True, size=n, dtype=tensor.dtype)
         self._mapped.append(flat)
@@ -737,6 +739,20 @@ def test_all_three_together(tmp_path: Path) -> None:
     assert int(last.step) == 4
     planned = fz.plan(make_params(), adamw_step(), level=3, ranks=2, **seams())
     assert planned.parts and planned.stored and planned.sent_bytes
+
+
+def test_processes_give_what_threads_give(tmp_path: Path) -> None:
+    batches = make_batches()
+
+    def run(group: Any) -> Any:
+        storage = OnDisk(tmp_path)
+        seams: dict[str, Any] = {"gather": Halves(), "state_storage": storage}
+        step = fz.shard(adamw_step(), level=3, group=group, reduction=ROUNDED, **seams)
+        return step.unshard(train(step, step.init(make_params()), batches, group))
+
+    expected = run_ranks(run, 2)[0]
+    for found in on_processes(run, 2):
+        assert_equal_values(expected, found, grade=EXACT)
 
 
 # What is refused
