@@ -19,7 +19,6 @@ from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.state import State, check_state
 from ..step.train import TrainStep
 from .checks import sharding_of
-from .options import print_seams
 from .train import ShardedTrainStep
 
 
@@ -137,7 +136,7 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
     rows = _rows(others, sharding.layout, plan, num_ranks=step.group.size, gather=gather)
     optimizer = repr(step.unsharded.optimizer)
     rows += _rows_of_parts(step, state)
-    seams = print_seams(step.options.seams)
+    seams = ", ".join(f"{name}={one}" for name, one in step.options.seams.items())
     return Description(rows, step.group.rank, step.group.size, optimizer, seams)
 
 

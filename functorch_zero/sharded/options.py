@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -12,7 +11,6 @@ from ..groups.protocol import Group
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels, level_of
 from ..layout.sharding import Sharding
-from ..optim.naming import described
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
 from ..runtime.unshard import UNENCODED, Gather
@@ -55,11 +53,12 @@ class Options:
     state_storage: StateStorage | None = None
 
     @property
-    def seams(self) -> dict[str, Any]:
-        """The objects that were given for seams, by the argument of `shard`."""
+    def seams(self) -> dict[str, str]:
+        """The objects that were given for seams, by the argument of `shard`, as they print."""
         names = "reduction", "gather", "state_storage"
         given = {name: getattr(self, name) for name in names}
-        return {name: one for name, one in given.items() if one not in _DEFAULTS}
+        defaults = {*map(id, (SUMMED, UNENCODED, None))}
+        return {name: _printed(one) for name, one in given.items() if id(one) not in defaults}
 
     @property
     def group(self) -> Group:
@@ -93,9 +92,6 @@ class Options:
         """How a leaf is cut."""
         replicate = self.axes.replicate.size if self.axes.both else 1
         return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
-
-
-_DEFAULTS = (SUMMED, UNENCODED, None)
 
 
 ReduceGradients = Literal["every_microbatch", "once"]
@@ -181,16 +177,7 @@ def check_state_storage(value: Any) -> StateStorage | None:
     return value
 
 
-def describe_seams(seams: Mapping[str, Any]) -> dict[str, Any]:
-    """Classes and settings, as plain data, to be compared across ranks."""
-    return {name: described(one) for name, one in seams.items()}
-
-
-def print_seams(seams: Mapping[str, Any]) -> str:
-    """`reduction=Rounded(dtype=torch.bfloat16)`, say."""
-    return ", ".join(f"{name}={_printed(one)}" for name, one in seams.items())
-
-
 def _printed(one: Any) -> str:
+    """With settings where it prints them, as dataclasses do; else the class's name."""
     text = repr(one)
     return f"{type(one).__name__}()" if text.endswith(f"at {hex(id(one))}>") else text

@@ -33,7 +33,7 @@ from .agreement import agree
 from .background import BackgroundTasks
 from .checks import check_batch, sharding_of
 from .failures import sharing_failures
-from .options import Options, describe_seams
+from .options import Options
 from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
 from .state import lay_out_state, shard_state, unshard_state
@@ -224,7 +224,7 @@ class ShardedTrainStep:
                 "axes of the same data": o.axes.of_same_data,
                 "state_axes": "both" if o.axes.both else "shard",
                 "overlap": o.overlap,
-                **describe_seams(o.seams),
+                **o.seams,
             },
             "optimizer": described(self.unsharded.optimizer),
             "layout": layout.describe(),
