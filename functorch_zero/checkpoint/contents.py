@@ -44,6 +44,8 @@ class Held(NamedTuple):
     saved: bool = (
         True  # by this rank, unless everywhere: one of those that have the same elements saves them
     )
+    # The leaf is a row per rank, of which the sum counts, and this rank has one row
+    summed: bool = False
 
     @property
     def whole(self) -> bool:
@@ -157,6 +159,7 @@ class _Spot(NamedTuple):
     stop: int = 0
     everywhere: bool = False
     saved: bool = True
+    summed: bool = False
 
 
 _EVERYWHERE = _Spot(None, everywhere=True)
@@ -172,7 +175,7 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
         raise StructureError(
             explain("a leaf is not cut as its layout says", path=path, expected=expected, got=got)
         )
-    return Held(path, leaf, shape, start, stop, spot.everywhere, spot.saved)
+    return Held(path, leaf, shape, start, stop, spot.everywhere, spot.saved, spot.summed)
 
 
 def _spots(step: Step, state: State) -> list[_Spot]:
@@ -184,6 +187,7 @@ def _spots(step: Step, state: State) -> list[_Spot]:
         spots = spots.replace(
             params=optree.tree_structure(state.params).unflatten(params),
             opt_state=optree.tree_structure(state.opt_state).unflatten(opt_state),
+            parts=optree.tree_structure(state.parts).unflatten(_parts_spots(step, state)),
         )
     listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=lambda spot: isinstance(spot, _Spot))
     return listed
@@ -230,6 +234,24 @@ def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
     if planned.kind == "follows":
         return _cut(layout, planned.leaf, rank)
     return _Spot(shape, 0, prod(shape) if planned.owner == rank else 0)
+
+
+def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
+    assert state.sharding is not None
+    layout, axes = state.sharding.layout, step.options.axes
+    parts = step.parts(layout)
+    parts.check(state.parts)
+    spots = []
+    for kind, x in zip(parts.kinds(), optree.tree_leaves(state.parts), strict=True):
+        if kind.carried == "sum":
+            shape, n, row = (axes.data.size, *x.shape[1:]), x.numel(), axes.data.rank
+            saved = axes.copy.number == 0
+            spots.append(_Spot(shape, row * n, (row + 1) * n, saved=saved, summed=True))
+            continue
+        bucket = layout.buckets[kind.bucket]
+        cut = kind.carried == "pieces" and bucket.cut.num_pieces > 1
+        spots.append(_cut(layout, bucket.leaves[kind.k], axes.number) if cut else _EVERYWHERE)
+    return spots
 
 
 def _cut(layout: Layout, number: int, rank: int) -> _Spot:

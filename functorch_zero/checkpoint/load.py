@@ -144,16 +144,23 @@ class _Load:
         known = {leaf.path: n for n, leaf in enumerate(manifest.leaves)}
         wanted: dict[int, list[Wanted]] = {}
         pieces = _pieces_by_leaf(manifest)
+        more_rows: list[tuple[Tensor, Tensor]] = []  # (a row, what is to be added to it)
         for before, held in zip(self._old.held, new, strict=True):
             if held.path in known:
                 number = known[held.path]
-                for n, run in _runs(held, manifest.leaves[number], pieces[number]):
-                    wanted.setdefault(n, []).append(run)
+                leaf = manifest.leaves[number]
+                own, *others = _rows(held, leaf) if held.summed else [held]
+                more_rows += [(held.tensor, other.tensor) for other in others]
+                for part in (own, *others):
+                    for n, run in _runs(part, leaf, pieces[number]):
+                        wanted.setdefault(n, []).append(run)
             elif held.tensor is not before.tensor:
                 held.tensor.copy_(before.tensor)
         folder = step_folder(self._root, manifest.step)
         for n, runs in sorted(wanted.items()):
             read_wanted(folder, manifest.files[n], manifest, runs)
+        for row, other in more_rows:
+            row.add_(other)
         self._state = _finished(state, self._old._replace(held=new), manifest)
 
 
@@ -205,7 +212,8 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _misfits(held: Held, leaf: Leaf, allowed: Allowed) -> list[str]:
-    if held.shape != leaf.shape:
+    rows_aside = int(held.summed)  # any number of them will do
+    if held.shape[rows_aside:] != leaf.shape[rows_aside:]:
         return [f"{held.path} has shape {held.shape} here, {leaf.shape} in the checkpoint"]
     dtype = DTYPES[leaf.dtype]
     if held.tensor.dtype != dtype and not allowed.cast:
@@ -223,6 +231,22 @@ def _pieces_by_leaf(manifest: Manifest) -> list[list[tuple[int, Piece]]]:
         for piece in file.pieces:
             table[piece.leaf].append((n, piece))
     return table
+
+
+def _rows(held: Held, leaf: Leaf) -> list[Held]:
+    """The rows of a saved leaf that this rank is to add up, the first in place: every N-th on N
+    ranks. Zeros where there are fewer."""
+    held.tensor.zero_()
+    n, (num_rows, *_) = held.tensor.numel(), held.shape
+    if not n:
+        return [held]
+    rows = [
+        held._replace(tensor=torch.empty_like(held.tensor), start=row * n, stop=(row + 1) * n)
+        for row in range(held.start // n, leaf.shape[0], num_rows)
+    ]
+    if not rows:
+        return [held._replace(start=0, stop=0)]
+    return [rows[0]._replace(tensor=held.tensor), *rows[1:]]
 
 
 def _runs(

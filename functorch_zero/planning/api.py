@@ -23,20 +23,27 @@ from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
+from ..runtime.reduce import Reduction
+from ..runtime.unshard import Gather
 from ..sharded.buffers import check_sync_buffers
 from ..sharded.options import (
     Options,
     OverlapChoice,
     ReduceGradients,
     StateAxes,
+    check_gather,
     check_overlap,
     check_reduce_gradients,
+    check_reduction,
+    check_state_storage,
 )
+from ..sharded.storage import StateStorage
 from ..step.loss import Aux, LossFn
 from ..step.train import TrainStep, mark_trainable
 from .live_bytes import ValueNeeded
 from .report import Plan, balance_of
 from .trace import (
+    Elsewhere,
     ImaginedStep,
     Journal,
     imagined_axes,
@@ -65,6 +72,9 @@ def plan(
     state_axes: StateAxes = "shard",
     same_data: SameData | None = None,
     overlap: OverlapChoice = "memory",
+    reduction: Reduction | None = None,
+    gather: Gather | None = None,
+    state_storage: StateStorage | None = None,
 ) -> Plan:
     """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
     ranks.
@@ -88,7 +98,8 @@ def plan(
             tuple's parts. Without a batch, units are taken to be entered once each in the layout's
             order, and their backward to need their weights.
         buffers: for the loss, when params are given.
-        sync_buffers, reshard_after_forward, reduce_gradients, overlap: as for `shard`.
+        sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, gather,
+            state_storage: as for `shard`.
         shard_size: of a mesh of two axes (`HybridGroup`), the ranks along the shard axis. None:
             there is one axis.
         state_axes: as for `shard`.
@@ -135,6 +146,9 @@ def plan(
         reshard_after_forward,
         check_reduce_gradients(reduce_gradients, levels),
         check_overlap(overlap),
+        check_reduction(reduction, loss_scale=step.finite.scaling is not None),
+        check_gather(gather),
+        None if check_state_storage(state_storage) is None else Elsewhere(),
     )
     levels.check(params)
     with nullcontext() if batch is not None else _no_collections():
@@ -142,6 +156,7 @@ def plan(
         layout = make_layout(
             params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of
         )
+        options.check_layout(layout)
         fake, order = None, None
         buffers = given if buffers is None else buffers
         work = _Work(params, buffers, batch, replace(step, trainable=None), layout, layout)
@@ -169,6 +184,8 @@ def plan(
         gradients=imagined.reduced,
         state=_held(state.opt_state),
         buffers=_held(state.buffers),
+        parts=_held(state.parts),
+        stored=_held(imagined.stored_in(state)),
         gathered=max(sample.gathered for sample in imagined.samples),
         samples=tuple(imagined.samples),
         collectives=tuple(journal.recorded),

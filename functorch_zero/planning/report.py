@@ -48,7 +48,7 @@ class Sample(NamedTuple):
 
     moment: str  # "forward of blocks.0", say
     params: int
-    state: int
+    state: int  # the optimizer's, and what parts of the step keep
     gradients: int
     gathered: int
     activations: int  # and temporaries
@@ -169,6 +169,9 @@ class Plan:
             of units is the layout's.
         assumed: how many yes-no questions about values the step asked on the host; answered with
             yes.
+        parts: what parts of the step keep between steps, a rank's.
+        stored: what of the state lies elsewhere, with `state_storage`. The samples don't have it.
+            What the update fetches of it are temporaries.
     """
 
     level: int | None
@@ -185,6 +188,8 @@ class Plan:
     balance: Balance | None
     traced: bool
     assumed: int = 0
+    parts: int = 0
+    stored: int = 0
 
     @property
     def peak(self) -> Sample:
@@ -217,6 +222,7 @@ class Plan:
     def __str__(self) -> str:
         peak = self.peak
         kinds = ["params", "gradients", "state", "buffers", "gathered"]
+        kinds += [kind for kind in ("parts", "stored") if getattr(self, kind)]
         rows = [[kind, bytes_text(getattr(self, kind))] for kind in kinds]
         if self.traced:
             rows.append(["activations", bytes_text(self.activations)])
@@ -246,6 +252,8 @@ class Plan:
             "state",
             "buffers",
             "gathered",
+            "parts",
+            "stored",
         )
         peak = self.peak
         return {

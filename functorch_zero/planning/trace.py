@@ -108,7 +108,8 @@ class ImaginedStep:
             for kind, tree in (
                 (None, (params, buffers, batch)),
                 ("params", (state.params, state.buffers)),
-                ("state", state.opt_state),
+                ("state", (state.opt_state, state.parts)),
+                (None, self.stored_in(state)),
             ):
                 self.live.adopt(
                     [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], kind
@@ -128,6 +129,13 @@ class ImaginedStep:
         )
         return state
 
+    def stored_in(self, state: State) -> list[Tensor]:
+        """What of the state lies elsewhere than its params."""
+        if self._options.state_storage is None:
+            return []
+        leaves = optree.tree_leaves(state.opt_state)
+        return [x for x in leaves if isinstance(x, Tensor) and x.dim()]
+
     @torch.no_grad()
     def _open(self, params: PyTree[Tensor], buffers: PyTree[Tensor], batch: Any) -> Run:
         """This rank's part of the first state, and the update of it."""
@@ -135,10 +143,10 @@ class ImaginedStep:
         prepared = PreparedUpdate(step, self._layout, options)
         whole = step.init(params, buffers, seed=None)
         rank, sharding = options.axes.number, options.sharding(self._layout)
-        state = shard_state(whole, prepared.plan, sharding, rank)
+        state = shard_state(whole, prepared, sharding, rank)
         flats = state.params.flats()
         updater = _Announced(prepared, self._enter, idle=self._only_buckets)
-        return Run(step, options, state, batch, sharding, flats, updater)
+        return Run(step, options, state, batch, sharding, flats, updater, prepared.parts)
 
     def _differentiate(self, run: Run, order: PrefetchOrder) -> Local:
         """The same on the layout of the pass, which may be cut in another way."""
@@ -208,6 +216,16 @@ class ImaginedStep:
             self.samples[len(self.samples) - (not new) :] = [Sample(moment, **self.live.now)]
 
 
+class Elsewhere:
+    """Storage for state without values, which no device takes."""
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        return stored.clone()
+
+    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
+        return torch.empty_like(tensor) if into is None else into
+
+
 def _uncompiled() -> AbstractContextManager[Any]:
     """Compiled regions run operator by operator: there is nothing to compile for without values."""
     return torch.compiler.set_stance("force_eager") if dynamo_imported() else nullcontext()
@@ -222,6 +240,7 @@ class _Announced:
     ) -> None:
         self._prepared, self._enter, self._idle = prepared, enter, idle
         self.across = prepared.across
+        self.fetched, self.stored = prepared.fetched, prepared.stored
 
     def update(self, grads: ShardedTree, state: Any, params: ShardedTree) -> Any:
         self._enter("optimizer")

@@ -6,19 +6,96 @@ They are passive: `runtime/unit.py` says which flat is reduced, and when.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from .._torch_private import profiler_enabled
 from ..groups import labelled
 from ..groups.mesh import Axes
-from ..groups.protocol import Work
-from ..layout.layout import Layout
+from ..groups.protocol import Group, Work
+from ..layout.layout import Bucket, Layout
 from ..profiling import NOTHING, ranged
 
+# How a tensor that a reduction keeps of a bucket is carried to another number of ranks
+Carried = Literal[
+    "sum",  # (numel,), each rank's own, of which the sum over ranks counts: a rounding error
+    "pieces",  # (piece,), cut as the optimizer's state of the bucket is
+    "same",  # the same on every rank, of a shape that does not depend on their number
+]
+Kept = Mapping[str, Tensor]  # what a reduction keeps of one bucket, by name
 
-class Reduction(NamedTuple):
+
+class Started(NamedTuple):
+    """A reduction under way. The tensors are ready when the work is done."""
+
+    result: Tensor  # the sum: (piece,), or (numel,) of a bucket that is not cut; any dtype
+    work: Work
+    kept: Kept  # for the next one, in tensors of its own
+
+
+@runtime_checkable
+class Reduction(Protocol):
+    """How a bucket's gradients are summed over ranks: a seam, `shard(reduction=...)`.
+
+    Between steps, `State.parts` holds what it keeps, per trained bucket. A rank has no other memory
+    of earlier steps: an object is given to several steps, and a step may be repeated.
+
+    Attributes:
+        keeps: the names of what it keeps, and how each is carried; empty: nothing.
+    """
+
+    keeps: Mapping[str, Carried]
+
+    def init(self, bucket: Bucket, device: torch.device) -> Kept:
+        """What is kept of a bucket before the first reduction, one tensor per name in `keeps`. No
+        communication.
+
+        The shape of a tensor follows from how it is carried. Its dtype is free. Padding must be 0.
+        """
+        ...
+
+    def start(self, flat: Tensor, kept: Kept, group: Group, *, cut: bool) -> Started:
+        """Begin to sum a bucket's gradients over the ranks of a group, whose data differ.
+
+        All ranks call this in the same order, once per use of a unit or once per step; see
+        `GradientReduction`. Any collectives of the group may be started, the same on every rank.
+
+        Args:
+            flat: this rank's gradients (numel,), in the dtype of reductions, times the share of its
+                data in the mean. Where `cut`, it is only read; else it is given away.
+            kept: by `init` or the start before. It is only read: it may belong to a state that
+                stays valid, and is dropped where the step is skipped.
+            group: where `cut`, the ranks of the shard axis; pieces are then summed along the
+                replicate axis as they are. Else all ranks with data of their own.
+            cut: whether the result is this rank's piece, the `group.rank`-th of `group.size` equal
+                ones.
+        """
+        ...
+
+
+class Summed:
+    """Gradients summed as they are: one reduce-scatter per bucket in pieces, else one all-reduce.
+    The default."""
+
+    keeps: Mapping[str, Carried] = {}
+
+    def init(self, bucket: Bucket, device: torch.device) -> Kept:
+        return {}
+
+    def start(self, flat: Tensor, kept: Kept, group: Group, *, cut: bool) -> Started:
+        if not cut:
+            return Started(flat, group.all_reduce(flat), kept)
+        result = flat.new_empty(flat.numel() // group.size)
+        return Started(result, group.reduce_scatter(result, flat), kept)
+
+
+SUMMED = Summed()
+
+
+class UnderWay(NamedTuple):
     """One bucket's reduction under way."""
 
     bucket: int
@@ -40,6 +117,11 @@ class GradientReduction:
             unit, in the last pass's backward.
         in_layout_order: start those in the reverse of the layout's order, each unit once, rather
             than in the order of uses: where nothing else is gathered or reduced in backward.
+        by: how a bucket is summed along the shard axis, or over all data where it is not cut.
+        kept: what that has kept, by bucket.
+
+    Attributes:
+        kept: what is to be kept for the next step, by bucket, once the reduction is finished.
     """
 
     def __init__(
@@ -50,11 +132,15 @@ class GradientReduction:
         *,
         every_use: frozenset[int] = frozenset(),
         in_layout_order: bool = False,
+        by: Reduction = SUMMED,
+        kept: Mapping[int, Kept] | None = None,
     ):
+        self._by = by
+        self.kept: dict[int, Kept] = {} if kept is None else {**kept}
         self.every_use, self.in_layout_order = every_use, in_layout_order
         self.whole: dict[int, Tensor] = {}  # by bucket: (numel,), not reduced yet
         self._buckets, self._axes, self._log = layout.buckets, axes, log
-        self._under_way: deque[list[Reduction]] = deque()  # one list per unit, the oldest first
+        self._under_way: deque[list[UnderWay]] = deque()  # one list per unit, the oldest first
         self._sums: dict[int, Tensor] = {}  # by bucket: (piece,) or (numel,), storage dtype
 
     def add(self, b: int, flat: Tensor) -> None:
@@ -80,15 +166,15 @@ class GradientReduction:
         bucket = self._buckets[b]
         self._log.append("reduce " + bucket.name)
         with ranged("reduce", bucket.name) if profiler_enabled() else NOTHING:
-            flat = flat.to(bucket.reduce)
-            if self._is_cut(b):
-                shard = self._axes.shard.at(self._label(b))
+            cut, flat, shard = self._is_cut(b), flat.to(bucket.reduce), self._axes.shard
+            if cut and not shard.holds_different_data:  # there is nothing to sum
                 result = flat.new_empty(flat.numel() // shard.size)
                 work = shard.sum_to_pieces(result, flat)
             else:
-                result = flat
-                work = labelled(self._axes.data, self._label(b)).all_reduce(flat)
-        self._under_way[-1].append(Reduction(b, result, work))
+                group = labelled(shard.group if cut else self._axes.data, self._label(b))
+                kept = self.kept.get(b, {})
+                result, work, self.kept[b] = self._by.start(flat, kept, group, cut=cut)
+        self._under_way[-1].append(UnderWay(b, result, work))
 
     def settle(self, *, leaving: int = 0) -> None:
         """Wait for the oldest units' reductions, and let go of their flats. Those of the newest
@@ -125,14 +211,14 @@ class GradientReduction:
             reduction.work.wait()
             sums[reduction.bucket] = reduction.result.to(self._buckets[reduction.bucket].dtype)
 
-    def _over_replicas(self, b: int, piece: Tensor) -> Reduction:
+    def _over_replicas(self, b: int, piece: Tensor) -> UnderWay:
         """Of a sum along the shard axis (piece,), reduce this rank's part or, if state is not cut
         along the replicate axis, all of it."""
         replicate = self._axes.replicate.at(self._label(b))
         if not self._axes.both:
-            return Reduction(b, piece, replicate.sum(piece))
+            return UnderWay(b, piece, replicate.sum(piece))
         part = piece.new_empty(piece.numel() // replicate.size)
-        return Reduction(b, part, replicate.sum_to_pieces(part, piece))
+        return UnderWay(b, part, replicate.sum_to_pieces(part, piece))
 
     def _label(self, b: int) -> str:
         return f"{self._buckets[b].name}/reduce"

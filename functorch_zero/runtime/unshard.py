@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, filterfalse
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from .._torch_private import base_of, profiler_enabled, version_of
@@ -19,6 +20,55 @@ from ..model.casting import cast_leaf
 from ..profiling import NOTHING, ranged
 
 Buckets = Sequence[Bucket]
+
+
+@runtime_checkable
+class Gather(Protocol):
+    """The representation in which pieces of params travel: a seam, `shard(gather=...)`.
+
+    For each all-gather of params, on use at level 3 and after the update elsewhere. A whole state
+    (`unshard`, checkpoints) is made of the params themselves. Nothing is kept between steps. A plan
+    calls both methods with tensors that have no values.
+
+    Attributes:
+        exact: whether whole params are, to the bit, those that were encoded. If not, params must
+            be in pieces between steps, at level 3: elsewhere what arrives is all that is left.
+    """
+
+    exact: bool
+
+    def encode(self, piece: Tensor) -> Tensor:
+        """This rank's message, 1-D, in any dtype, of a length that follows from the piece's.
+
+        Args:
+            piece: (piece,), in the dtype of gathers. It is only read, and may be returned.
+        """
+        ...
+
+    def decode(self, messages: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
+        """The whole flat (num_ranks * piece,), in a storage that nothing else lies in.
+
+        Args:
+            messages: (num_ranks * m,) of all ranks, in their order. May be returned.
+            num_ranks: that they are of.
+            dtype: that the pieces had.
+        """
+        ...
+
+
+class Unencoded:
+    """Pieces travel as they are. The default."""
+
+    exact = True
+
+    def encode(self, piece: Tensor) -> Tensor:
+        return piece
+
+    def decode(self, messages: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
+        return messages
+
+
+UNENCODED = Unencoded()
 
 
 class UnitFlats(Protocol):
@@ -46,8 +96,8 @@ class UnitFlats(Protocol):
 class Gathering(NamedTuple):
     """One bucket's all-gather."""
 
-    whole: Tensor  # (num_pieces * piece,), in the dtype of gathers
-    sent: Tensor  # (piece,), this rank's; lives until the work is done
+    arriving: Tensor  # (num_pieces * m,), all ranks' messages; or (numel,), a flat that is whole
+    sent: Tensor  # (m,), this rank's; lives until the work is done
     work: Work
 
 
@@ -88,6 +138,7 @@ class GatheredFlats:
         flats: pieces (piece,) where `cut`; elsewhere whole flats of other levels' leaves, which
             stay if they needn't be cast.
         log: of the collectives started.
+        gather: the representation in which pieces travel.
     """
 
     transient = True
@@ -100,6 +151,7 @@ class GatheredFlats:
         group: Group,
         log: list[str],
         name: str,
+        gather: Gather = UNENCODED,
     ):
         self.here: list[Tensor] | None = None
         self.under_way: Sequence[Gathering] | None = None
@@ -109,6 +161,7 @@ class GatheredFlats:
         ]
         self._flats, self._buckets, self._cut = flats, buckets, cut
         self._group, self._log, self._name = group, log, name
+        self._gather = gather
         self._moves = any(cut)
 
     def start(self) -> None:
@@ -122,27 +175,37 @@ class GatheredFlats:
                     started.append(Gathering(flat, flat, Done()))
                     continue
                 sent = flat if bucket.dtypes is None else flat.to(bucket.dtypes.gather)
-                whole = sent.new_empty(self._group.size * sent.numel())
-                work = self._group.all_gather(whole, sent)
-                started.append(Gathering(whole, sent, work))
+                sent = self._gather.encode(sent)
+                arriving = sent.new_empty(self._group.size * sent.numel())
+                work = self._group.all_gather(arriving, sent)
+                started.append(Gathering(arriving, sent, work))
         self.under_way = started
 
     def unshard(self) -> list[Tensor]:
         if self.here is not None:
             return self.here
         self.start()
-        wholes = self._flats
-        if self.under_way is not None:
-            with ranged("wait for gather", self._name) if profiler_enabled() else NOTHING:
-                for gathering in self.under_way:
-                    gathering.work.wait()
-            wholes, self.under_way = [gathering.whole for gathering in self.under_way], None
+        wholes = self._flats if self.under_way is None else self._arrived(self.under_way)
+        self.under_way = None
         here = []
         for whole, bucket in zip(wholes, self._buckets, strict=True):
             here.append(whole if bucket.dtypes is None else cast_leaf(whole, bucket.dtypes))
         self.here = here
         self.versions = [*map(version_of, filterfalse(Tensor.is_inference, here))]
         return here
+
+    def _arrived(self, started: Sequence[Gathering]) -> list[Tensor]:
+        """Wait for the gathers -> whole flats (num_pieces * piece,), in the dtype of gathers."""
+        with ranged("wait for gather", self._name) if profiler_enabled() else NOTHING:
+            for gathering in started:
+                gathering.work.wait()
+        wholes = []
+        for gathering, bucket, cut in zip(started, self._buckets, self._cut, strict=True):
+            whole = gathering.arriving
+            if cut:
+                whole = self._gather.decode(whole, self._group.size, bucket.gather)
+            wholes.append(whole)
+        return wholes
 
     def leaves(self) -> Sequence[Tensor]:
         return [*_views(self.unshard(), self._buckets)]

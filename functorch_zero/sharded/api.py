@@ -7,6 +7,8 @@ from typing import Any, Required, TypedDict, Unpack, overload
 from ..groups import as_group
 from ..groups.mesh import axes_of
 from ..layout.levels import LevelRule, Levels
+from ..runtime.reduce import Reduction
+from ..runtime.unshard import Gather
 from ..step.evaluate import EvalStep
 from ..step.train import TrainStep
 from .buffers import SyncBuffers, check_sync_buffers
@@ -16,10 +18,14 @@ from .options import (
     OverlapChoice,
     ReduceGradients,
     StateAxes,
+    check_gather,
     check_overlap,
     check_reduce_gradients,
+    check_reduction,
     check_state_axes,
+    check_state_storage,
 )
+from .storage import StateStorage
 from .train import ShardedTrainStep
 
 
@@ -34,6 +40,9 @@ class _Options(TypedDict, total=False):
     reduce_gradients: ReduceGradients | None
     state_axes: StateAxes
     overlap: OverlapChoice
+    reduction: Reduction | None
+    gather: Gather | None
+    state_storage: StateStorage | None
 
 
 @overload
@@ -55,6 +64,9 @@ def shard(
     reduce_gradients: ReduceGradients | None = None,
     state_axes: StateAxes = "shard",
     overlap: OverlapChoice = "memory",
+    reduction: Reduction | None = None,
+    gather: Gather | None = None,
+    state_storage: StateStorage | None = None,
 ) -> ShardedTrainStep | ShardedEvalStep:
     """The same step for the ranks of a group: it returns what the unsharded step returns, or says
     why it can't.
@@ -86,6 +98,13 @@ def shard(
             gathered, while the rest of the unit after them runs; "time": each has a whole unit's
             backward to hide behind, as GPUs want it, and up to two units' gradients are being
             reduced at a time. Results are the same to the bit.
+        reduction: how a bucket's gradients are summed over ranks, an object with the methods of
+            `runtime.reduce.Reduction`. What it keeps between steps is in `State.parts`. None:
+            summed as they are.
+        gather: the representation in which pieces of params travel, an object with the methods of
+            `runtime.unshard.Gather`. None: as they are.
+        state_storage: where the optimizer's state lies between steps, an object with the methods of
+            `sharded.storage.StateStorage`. None: beside the params.
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
     level 3: at most 3, 2 when not resharding. After Rajbhandari et al., "ZeRO" (2020).
@@ -101,9 +120,17 @@ def shard(
         reshard_after_forward,
         check_reduce_gradients(reduce_gradients, levels),
         check_overlap(overlap),
+        check_reduction(reduction, loss_scale=_scales(step)),
+        check_gather(gather),
+        check_state_storage(state_storage),
     )
     return (
         ShardedTrainStep(step, options)
         if isinstance(step, TrainStep)
         else ShardedEvalStep(step, options)
     )
+
+
+def _scales(step: TrainStep | EvalStep) -> bool:
+    """Whether the step multiplies its loss by a scale that changes."""
+    return isinstance(step, TrainStep) and step.finite.scaling is not None

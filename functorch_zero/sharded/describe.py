@@ -14,6 +14,7 @@ from ..errors import StructureError
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
 from ..precision import short
+from ..runtime.unshard import UNENCODED, Gather
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.state import State, check_state
 from ..step.train import TrainStep
@@ -44,6 +45,7 @@ class Description(NamedTuple):
     rank: int
     num_ranks: int
     optimizer: str  # as it prints
+    seams: str = ""  # what `shard` was given for them, as it prints
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +74,8 @@ class Description(NamedTuple):
             return "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in columns).rstrip()
 
         of = f"rank {self.rank} of {self.num_ranks}" if self.num_ranks > 1 else "this process"
-        last = f"{of} holds {self.nbytes:,} bytes; {self.optimizer}"
+        with_seams = f"; {self.seams}" if self.seams else ""
+        last = f"{of} holds {self.nbytes:,} bytes; {self.optimizer}{with_seams}"
         return "\n".join([*map(line, table), last])
 
 
@@ -128,9 +131,27 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
     sharding = sharding_of(state, step.options)
     sharding.donations.check(state.step)
     plan = step.state_plan(sharding.layout)
-    rows = _rows(state, sharding.layout, plan, num_ranks=step.group.size)
+    others = state.replace(parts=None)
+    gather = step.options.gather
+    rows = _rows(others, sharding.layout, plan, num_ranks=step.group.size, gather=gather)
     optimizer = repr(step.unsharded.optimizer)
-    return Description(rows, step.group.rank, step.group.size, optimizer)
+    rows += _rows_of_parts(step, state)
+    seams = ", ".join(f"{name}={one}" for name, one in step.options.seams.items())
+    return Description(rows, step.group.rank, step.group.size, optimizer, seams)
+
+
+def _rows_of_parts(step: ShardedTrainStep, state: State) -> tuple[Row, ...]:
+    """A row for each name under which a part keeps something."""
+    if state.parts is None:
+        return ()
+    assert state.sharding is not None
+    step.parts(state.sharding.layout).check(state.parts)
+    rows, num_ranks = [], step.options.axes.optimizer.size
+    for name, carried in step.options.reduction.keeps.items():
+        where = {"sum": "a share of the sum", "pieces": _share(num_ranks), "same": "whole"}[carried]
+        tensors = optree.tree_leaves(state.parts["reduction"][name])
+        rows.append(_plain(f"(reduction: {name})", tensors)._replace(where=where))
+    return tuple(rows)
 
 
 def _whole_layout(state: State) -> Layout:
@@ -144,7 +165,9 @@ def _whole_layout(state: State) -> Layout:
     )
 
 
-def _rows(state: State, layout: Layout, plan: StatePlan, *, num_ranks: int) -> tuple[Row, ...]:
+def _rows(
+    state: State, layout: Layout, plan: StatePlan, *, num_ranks: int, gather: Gather = UNENCODED
+) -> tuple[Row, ...]:
     params, opt_state = state.params, state.opt_state
     rest = state.replace(params=None, opt_state=None)
     leaves, states = optree.tree_leaves(params), optree.tree_leaves(opt_state)
@@ -164,7 +187,7 @@ def _rows(state: State, layout: Layout, plan: StatePlan, *, num_ranks: int) -> t
                     [layout.leaves[n].path for n in bucket.leaves],
                     held,
                     follows,
-                    num_ranks,
+                    _wire(bucket, gather) if num_ranks > 1 else (),
                 )
             )
     shared = [
@@ -183,7 +206,7 @@ def _row(
     paths: Sequence[str],
     held: Sequence[Tensor],
     state: Sequence[tuple[StateLeaf, Tensor]],
-    num_ranks: int,
+    wire: tuple[tuple[str, torch.dtype], ...],
 ) -> Row:
     kinds = {planned.kind for planned, _ in state}
     dtypes = [x.dtype for _, x in state]
@@ -194,7 +217,7 @@ def _row(
         sum(bucket.numels),
         _distinct(x.dtype for x in held),
         bucket.compute,
-        _wire(bucket) if num_ranks > 1 else (),
+        wire,
         _share(bucket.cut.num_held),
         _nbytes(held),
         _distinct(dtypes),
@@ -203,14 +226,17 @@ def _row(
     )
 
 
-def _wire(bucket: Bucket) -> tuple[tuple[str, torch.dtype], ...]:
+def _wire(bucket: Bucket, gather: Gather) -> tuple[tuple[str, torch.dtype], ...]:
     """What travels of a bucket in a step: gathers on use, reductions, and the all-gather after the
     update."""
-    gathers = [("gather", bucket.gather)] if bucket.cut.level == 3 else []
+
+    def message(dtype: torch.dtype) -> torch.dtype:
+        return gather.encode(torch.empty(bucket.piece, dtype=dtype, device="meta")).dtype
+
+    gathers = [("gather", message(bucket.gather))] if bucket.cut.level == 3 else []
     reduces = [("reduce", bucket.reduce)] if bucket.trainable else []
-    publishes = (
-        [("publish", bucket.dtype)] if bucket.trainable and bucket.cut.level in (1, 2) else []
-    )
+    published = bucket.trainable and bucket.cut.level in (1, 2)
+    publishes = [("publish", message(bucket.dtype))] if published else []
     return (*gathers, *reduces, *publishes)
 
 

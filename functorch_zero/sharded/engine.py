@@ -28,6 +28,7 @@ from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import Holding, ShardedTree, hold, in_a_loss
 from ..optim.base import Transform
 from ..runtime.prefetch import PrefetchOrder
+from ..runtime.reduce import SUMMED
 from ..runtime.unit import Pass
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import plan_state
@@ -107,7 +108,8 @@ class ShardedEngine:
         self._check_pieces(updates, params)
         axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
-            return publish(params, params.flats(), updates.tree, axes, donate=False)
+            gather = self.options.gather
+            return publish(params, params.flats(), updates.tree, axes, gather, donate=False)
 
     def unshard(self, tree: ShardedTree) -> PyTree[Tensor]:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket."""
@@ -171,10 +173,12 @@ class ShardedEngine:
         numbers = [sharded.holding.number for sharded in trees]
         log = [f"gradient {self._num_gradients} of {name} at trees {numbers}"]
         flats = [flat for sharded in trees for flat in sharded.flats()]
-        reduction = make_reduction(layout, axes, log)
+        # A program has no State.parts, so no reduction that keeps something
+        summing = replace(options, reduction=SUMMED, reduce_gradients=None)
+        reduction = make_reduction(layout, summing, log, {})
         one_pass = Pass(
             layout,
-            make_unit_flats(flats, layout, axes, log),
+            make_unit_flats(flats, layout, axes, log, options.gather),
             reduction,
             device=flats[0].device,
             order=order,

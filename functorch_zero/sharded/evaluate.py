@@ -20,6 +20,7 @@ from .checks import check_batch, sharding_of
 from .failures import sharing_failures
 from .options import Options
 from .params import evaluated, make_unit_flats
+from .storage import fetched
 
 
 class ShardedEvalStep:
@@ -41,15 +42,16 @@ class ShardedEvalStep:
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
-            layout, axes = sharding.layout, self.options.axes
+            layout, axes, gather = sharding.layout, self.options.axes, self.options.gather
             flats = state.params.flats()
             check_batch(batch, flats[0].device, self.group.rank)
             log = [f"evaluation at step {int(state.step)}"]
             if self.unsharded.params is not None:
                 pieces = pieces_of(flats, state.params.holding)
-                chosen = self.unsharded.chosen(state.opt_state, pieces.tree)
-                flats = evaluated(chosen, flats, layout, axes)
-            units = make_unit_flats(flats, layout, axes, log)
+                opt_state = fetched(self.options.state_storage, state.opt_state)
+                chosen = self.unsharded.chosen(opt_state, pieces.tree)
+                flats = evaluated(chosen, flats, layout, axes, gather)
+            units = make_unit_flats(flats, layout, axes, log, gather)
             run = Pass(layout, units, None, device=flats[0].device, order=self.order)
             with replayed(state.seed, state.step, axes.data.rank, flats[0].device):
                 params = run.lazy_params()

@@ -9,10 +9,13 @@ from typing import Any, Literal, NamedTuple, get_args
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..layout.layout import Cut, Layout
-from ..layout.levels import Levels
+from ..layout.levels import Levels, level_of
 from ..layout.sharding import Sharding
 from ..runtime.prefetch import Overlap
+from ..runtime.reduce import SUMMED, Carried, Reduction
+from ..runtime.unshard import UNENCODED, Gather
 from .buffers import SyncBuffers
+from .storage import StateStorage
 
 
 class StatePlace(NamedTuple):
@@ -45,6 +48,17 @@ class Options:
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None = None
     overlap: OverlapChoice = "memory"
+    reduction: Reduction = SUMMED
+    gather: Gather = UNENCODED
+    state_storage: StateStorage | None = None
+
+    @property
+    def seams(self) -> dict[str, str]:
+        """The objects that were given for seams, by the argument of `shard`, as they print."""
+        names = "reduction", "gather", "state_storage"
+        given = {name: getattr(self, name) for name in names}
+        defaults = {*map(id, (SUMMED, UNENCODED, None))}
+        return {name: _printed(one) for name, one in given.items() if id(one) not in defaults}
 
     @property
     def group(self) -> Group:
@@ -61,6 +75,18 @@ class Options:
     def sharding(self, layout: Layout) -> Sharding:
         """What a state that is cut so says of itself."""
         return Sharding(layout, self.place.level, self.place.rank, self.place.mesh)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise ValueError where whole params would be held that did not arrive exactly."""
+        for bucket in layout.buckets if not self.gather.exact else ():
+            level = level_of(bucket)
+            if level.cuts_state and (self.axes.both or not level.cuts_params):
+                raise ValueError(
+                    f"gather={type(self.gather).__name__} is not exact, and at level "
+                    f"{level.number} what arrives of {bucket.name!r} after an update is all that "
+                    'other ranks have. Remedy: level 3 with state_axes="shard", which keeps the '
+                    "params themselves in pieces"
+                )
 
     def cut_of(self, path: str, leaf: Any) -> Cut:
         """How a leaf is cut."""
@@ -104,3 +130,54 @@ def check_overlap(value: Any) -> OverlapChoice:
     if value not in OVERLAPS:
         raise ValueError(f"overlap must be one of {(*OVERLAPS,)}, got {value!r}")
     return value  # type: ignore[no-any-return]
+
+
+def check_reduction(value: Any, *, loss_scale: bool) -> Reduction:
+    """The reduction, if it is one; gradients summed as they are, if it is None."""
+    if value is None:
+        return SUMMED
+    if isinstance(value, type) or not isinstance(value, Reduction):
+        raise TypeError(
+            f"reduction must be an object with `keeps`, `init` and `start`, got {value!r}. Remedy: "
+            "see runtime.reduce.Reduction"
+        )
+    unknown = {*value.keeps.values()} - {*get_args(Carried)}
+    if unknown:
+        raise ValueError(
+            f"{type(value).__name__}.keeps: carried must be one of {get_args(Carried)}, got "
+            f"{sorted(map(repr, unknown))}"
+        )
+    if value.keeps and loss_scale:
+        raise NotImplementedError(
+            f"reduction={type(value).__name__} keeps gradients between steps, and a loss scale "
+            "changes what they are multiplied by. Remedy: train in bfloat16, without loss_scale"
+        )
+    return value
+
+
+def check_gather(value: Any) -> Gather:
+    """The gather, if it is one; that of pieces as they are, if it is None."""
+    if value is None:
+        return UNENCODED
+    if isinstance(value, type) or not isinstance(value, Gather):
+        raise TypeError(
+            f"gather must be an object with `exact`, `encode` and `decode`, got {value!r}. Remedy: "
+            "see runtime.unshard.Gather"
+        )
+    return value
+
+
+def check_state_storage(value: Any) -> StateStorage | None:
+    """The storage, if it is one, or None."""
+    if value is not None and (isinstance(value, type) or not isinstance(value, StateStorage)):
+        raise TypeError(
+            f"state_storage must be an object with `fetch` and `store`, got {value!r}. Remedy: see "
+            "sharded.storage.StateStorage"
+        )
+    return value
+
+
+def _printed(one: Any) -> str:
+    """With settings where it prints them, as dataclasses do; else the class's name."""
+    text = repr(one)
+    return f"{type(one).__name__}()" if text.endswith(f"at {hex(id(one))}>") else text

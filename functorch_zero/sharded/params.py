@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import optree
 import torch
@@ -21,10 +21,10 @@ from ..layout.flat_buffers import (
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
-from ..runtime.reduce import GradientReduction
-from ..runtime.unshard import GatheredFlats, ResidentFlats, UnitFlats
+from ..runtime.reduce import GradientReduction, Kept
+from ..runtime.unshard import Gather, GatheredFlats, ResidentFlats, UnitFlats
 from ..tree import PyTree
-from .options import ReduceGradients
+from .options import Options
 
 
 def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
@@ -61,18 +61,24 @@ def all_gather_pieces(pieces: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:
 
 
 def make_reduction(
-    layout: Layout, axes: Axes, log: list[str], reduce_gradients: ReduceGradients | None = None
+    layout: Layout, options: Options, log: list[str], kept: Mapping[int, Kept]
 ) -> GradientReduction:
-    """The reduction of a step's gradients."""
+    """The reduction of a step's gradients; `kept` from earlier steps, by bucket."""
     every_use, in_layout_order = set[int](), True
     for b, bucket in enumerate(layout.buckets):
         level = level_of(bucket)
-        if level.streams and reduce_gradients != "once":
+        if level.streams and options.reduce_gradients != "once":
             every_use.add(b)
         if level.cuts_params or (level.streams and bucket.trainable):
             in_layout_order = False
     return GradientReduction(
-        layout, axes, log, every_use=frozenset(every_use), in_layout_order=in_layout_order
+        layout,
+        options.axes,
+        log,
+        every_use=frozenset(every_use),
+        in_layout_order=in_layout_order,
+        by=options.reduction,
+        kept=kept,
     )
 
 
@@ -81,6 +87,7 @@ def make_unit_flats(
     layout: Layout,
     axes: Axes,
     log: list[str],
+    gather: Gather,
     params: PyTree[Tensor] = None,
 ) -> list[UnitFlats]:
     """Each unit's whole flats, for one pass. `params` may have been cut from the flats already."""
@@ -91,7 +98,7 @@ def make_unit_flats(
         sharded = [level_of(bucket).cuts_params for bucket in content.buckets]
         if content.rounds or any(sharded):
             group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
-            made.append(GatheredFlats(own, content.buckets, sharded, group, log, unit.name))
+            made.append(GatheredFlats(own, content.buckets, sharded, group, log, unit.name, gather))
         else:
             held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
             made.append(ResidentFlats(own, content.buckets, held))
@@ -103,6 +110,7 @@ def publish(
     flats: Sequence[Tensor],
     updates: PyTree[Tensor] | None,
     axes: Axes,
+    gather: Gather,
     *,
     donate: bool,
 ) -> ShardedTree:
@@ -126,7 +134,7 @@ def publish(
             update = flat_of_pieces([moved[n] for n in bucket.leaves], bucket, rank)
             torch.add(old_piece, update.to(flat.dtype), out=piece)
         if over := _held_over(bucket, axes):
-            started.append(_Spreading(new, bucket, over))
+            started.append(_Spreading(new, bucket, over, gather))
     while started:
         started = [spreading for spreading in started if spreading.go_on()]
     return params.with_flats(made)
@@ -136,7 +144,10 @@ class _Spreading:
     """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather
     along each axis."""
 
-    def __init__(self, held: Tensor, bucket: Bucket, over: Sequence[Group]):
+    def __init__(self, held: Tensor, bucket: Bucket, over: Sequence[Group], gather: Gather):
+        self._gather = gather
+        # Where messages are no pieces: the stage under way, and its messages (num_ranks * m,)
+        self._arriving: tuple[Group, Tensor, Tensor] | None = None
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
         for axis in over:
             group = labelled(axis, f"{bucket.name}/publish")
@@ -149,12 +160,20 @@ class _Spreading:
         if not self._stages:
             return None
         group, out, piece = self._stages.pop()
-        return group.all_gather(out, piece)
+        message = self._gather.encode(piece)
+        if message is piece:
+            return group.all_gather(out, piece)
+        messages = message.new_empty(group.size * message.numel())
+        self._arriving = group, out, messages
+        return group.all_gather(messages, message)
 
     def go_on(self) -> bool:
         """Wait for the all-gather under way, and start the next one, if there is one."""
         if self._work is not None:
             self._work.wait()
+            if self._arriving is not None:
+                (group, out, messages), self._arriving = self._arriving, None
+                out.copy_(self._gather.decode(messages, group.size, out.dtype))
             self._work = self._next()
         return self._work is not None
 
@@ -167,7 +186,11 @@ def _held_over(bucket: Bucket, axes: Axes) -> list[Group]:
 
 
 def evaluated(
-    chosen: PyTree[Tensor], flats: Sequence[Tensor], layout: Layout, axes: Axes
+    chosen: PyTree[Tensor],
+    flats: Sequence[Tensor],
+    layout: Layout,
+    axes: Axes,
+    gather: Gather,
 ) -> list[Tensor]:
     """The flats that would hold the params between steps if the trained ones were `chosen`, this
     rank's pieces.
@@ -183,7 +206,7 @@ def evaluated(
             )
             flat = torch.empty_like(flat)
             own_piece(flat, bucket, axes.number).copy_(own)
-            started.append(_Spreading(flat, bucket, _held_over(bucket, axes)))
+            started.append(_Spreading(flat, bucket, _held_over(bucket, axes), gather))
         held.append(flat)
     while started:
         started = [spreading for spreading in started if spreading.go_on()]

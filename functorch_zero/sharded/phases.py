@@ -22,7 +22,7 @@ from ..layout.sharding import Sharding
 from ..optim.across import Across
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
-from ..runtime.reduce import GradientReduction
+from ..runtime.reduce import GradientReduction, Kept
 from ..runtime.unit import Pass
 from ..step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
 from ..step.metrics import UpdateMetrics
@@ -38,6 +38,7 @@ from .checks import check_not_empty
 from .grad_mean import in_range, loss_seed_of, to_means
 from .options import OVERLAPS, Options
 from .params import make_reduction, make_unit_flats, publish
+from .parts import ReductionParts
 
 
 class Updater(Protocol):
@@ -55,6 +56,14 @@ class Updater(Protocol):
         already."""
         ...
 
+    def fetched(self, state: Any) -> Any:
+        """The optimizer's state, beside the params."""
+        ...
+
+    def stored(self, state: Any, old: Any = None) -> Any:
+        """The optimizer's state, where it lies between steps: in the storage of `old`, if given."""
+        ...
+
 
 @dataclass(frozen=True)
 class Run:
@@ -67,6 +76,7 @@ class Run:
     sharding: Sharding
     flats: list[Tensor]  # that hold the params between steps, in the order of the buckets
     updater: Updater
+    parts: ReductionParts
 
     @property
     def layout(self) -> Layout:
@@ -82,6 +92,7 @@ class Local(NamedTuple):
     """What the loss of this rank's part of the batch has given."""
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
+    kept: dict[int, Kept]  # by bucket: what the reduction keeps for the next step
     outcome: Outcome  # of all micro-batches as one
     overflown: bool  # a reduced gradient is not finite, and the step looks
     log: list[str]  # the step's number, and the collectives started since
@@ -106,7 +117,8 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     """
     log = [f"step {int(run.state.step)}"]
     options = run.options
-    reduction = make_reduction(run.layout, options.axes, log, options.reduce_gradients)
+    kept = run.parts.kept_in(run.state.parts)
+    reduction = make_reduction(run.layout, options, log, kept)
     outcomes: list[Outcome] = []
     buffers = run.state.buffers
     for part in micro_batches(run.batch, run.step.accumulate):
@@ -116,7 +128,7 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     reduced, outcome = reduction.finish(), joined(outcomes)
     looks = run.step.finite.looks
     overflown = looks and not in_range(reduced, run.layout, weighted=_weighted(outcome))
-    return Local(reduced, outcome, overflown, log)
+    return Local(reduced, reduction.kept, outcome, overflown, log)
 
 
 def _on_micro_batch(
@@ -131,7 +143,7 @@ def _on_micro_batch(
     """One pass, whose gradients go to the reduction."""
     options, state, count = run.options, run.state, run.step.accumulate
     device, rank = run.flats[0].device, options.group.rank
-    flats = make_unit_flats(run.flats, run.layout, options.axes, log, state.params)
+    flats = make_unit_flats(run.flats, run.layout, options.axes, log, options.gather, state.params)
     one_pass = Pass(
         run.layout,
         flats,
@@ -218,22 +230,27 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     params, opt_state = state.params, state.opt_state
     if agreed.fine:
         with ranged("update"):
+            opt_state = run.updater.fetched(opt_state)
             updates, opt_state = run.updater.update(grads, opt_state, view)
         measured.see("update_norm", lambda: updates)
         with ranged("publish"):
-            params = publish(params, run.flats, updates, options.axes, donate=options.donate)
+            params = publish(
+                params, run.flats, updates, options.axes, options.gather, donate=options.donate
+            )
     else:
         measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
 
     metrics = with_measured(agreed.metrics, measured.metrics(opt_state))
     metrics = with_measured(metrics, run.step.finite.metrics(agreed.finite))
+    if agreed.fine:
+        opt_state = run.updater.stored(opt_state, state.opt_state if options.donate else None)
     new = State(
         state.step + 1,
         TrainValue(params, buffers, opt_state),
         state.seed,
         run.sharding,
         agreed.finite,
-        state.parts,
+        run.parts.parts_of(local.kept) if agreed.fine else state.parts,
     )
     return new, metrics
 

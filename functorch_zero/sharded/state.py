@@ -19,6 +19,7 @@ from ..params import Engine
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
 from ..step.state import State, TrainValue
 from .params import all_gather_params
+from .update import PreparedUpdate
 
 
 def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) -> Any:
@@ -56,16 +57,16 @@ def _by_bucket_and_slot(plan: StatePlan, layout: Layout) -> list[list[tuple[int,
     return groups
 
 
-def unshard_state(state: State, plan: StatePlan, axes: Axes) -> State:
+def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
     """The whole state on every rank, in tensors of its own."""
     assert state.sharding is not None
     layout = state.sharding.layout
     params = all_gather_params(state.params, axes)
     flags = layout.trainable
-    leaves, treedef = optree.tree_flatten(state.opt_state)
+    leaves, treedef = optree.tree_flatten(prepared.fetched(state.opt_state))
     whole = [
         _gather_leaf(x, leaf, layout, axes.optimizer)
-        for x, leaf in zip(leaves, plan.leaves, strict=True)
+        for x, leaf in zip(leaves, prepared.plan.leaves, strict=True)
     ]
     value = TrainValue(
         tree_map(lambda p, flag: p.detach().clone().requires_grad_(flag), params, flags),
@@ -77,6 +78,7 @@ def unshard_state(state: State, plan: StatePlan, axes: Axes) -> State:
         value,
         None if state.seed is None else state.seed.clone(),
         finite=tree_map(torch.clone, state.finite),
+        parts=prepared.parts.whole(state.parts, axes),
     )
 
 
@@ -114,19 +116,24 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
 
 
 def shard_state(
-    whole: State, plan: StatePlan, sharding: Sharding, rank: int, engine: Engine | None = None
+    whole: State,
+    prepared: PreparedUpdate,
+    sharding: Sharding,
+    rank: int,
+    engine: Engine | None = None,
 ) -> State:
     """The `rank`-th part of a whole state, in tensors of its own."""
-    layout = sharding.layout
+    layout, plan = sharding.layout, prepared.plan
     leaves, treedef = optree.tree_flatten(whole.opt_state)
     assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
     part: list[Any] = [
         _scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)
     ]
+    held = hold(whole.params, sharding, engine=engine)
     value = TrainValue(
-        hold(whole.params, sharding, engine=engine),
+        held,
         tree_map(torch.clone, whole.buffers),
-        lay_out_state(treedef.unflatten(part), plan, layout, rank),
+        prepared.stored(lay_out_state(treedef.unflatten(part), plan, layout, rank)),
     )
     return State(
         whole.step.clone(),
@@ -134,6 +141,7 @@ def shard_state(
         None if whole.seed is None else whole.seed.clone(),
         sharding,
         tree_map(torch.clone, whole.finite),
+        prepared.parts.part(whole.parts, held.flats()[0].device),
     )
 
 

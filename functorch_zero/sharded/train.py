@@ -35,6 +35,7 @@ from .checks import check_batch, sharding_of
 from .engine import ShardedEngine, next_number
 from .failures import sharing_failures
 from .options import Options
+from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
 from .state import lay_out_state, shard_state, unshard_state
 from .update import PreparedUpdate
@@ -107,6 +108,7 @@ class ShardedTrainStep:
                 None if seed is None else torch.tensor(seed),
                 sharding,
                 self.unsharded.finite.init(),
+                self._prepare(layout).parts.init(held.flats()[0].device),
             )
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -138,7 +140,8 @@ class ShardedTrainStep:
         prepared = self._prepare(sharding.layout)
         flats = state.params.flats()
         check_batch(batch, flats[0].device, self.group.rank)
-        return Run(self.unsharded, self.options, state, batch, sharding, flats, prepared)
+        parts = prepared.parts
+        return Run(self.unsharded, self.options, state, batch, sharding, flats, prepared, parts)
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies. All-gathers what is in pieces,
@@ -146,19 +149,27 @@ class ShardedTrainStep:
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             sharding = sharding_of(state, self.options)
             sharding.donations.check(state.step)
-            return unshard_state(
-                state, self._prepare(sharding.layout).plan, self.options.axes.at("state/gather")
-            )
+            prepared = self._prepare(sharding.layout)
+            axes = self.options.axes.at("state/gather")
+            return unshard_state(state, prepared, axes)
 
     def shard_state(self, state: State) -> State:
         """The inverse of `unshard`: this rank's part of a whole state that every rank holds. No
-        communication."""
+        communication.
+
+        Of `State.parts`, sums become rank 0's; a state without parts is given first ones.
+        """
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
         with torch.no_grad():
             layout = self._make_layout(state.params)
-            plan = self._prepare(layout).plan
-            return shard_state(state, plan, self.options.sharding(layout), self._rank, self.engine)
+            prepared = self._prepare(layout)
+            sharding = self.options.sharding(layout)
+            return shard_state(state, prepared, sharding, self._rank, self.engine)
+
+    def parts(self, layout: Layout) -> ReductionParts:
+        """What of a state's parts is whose."""
+        return self._prepare(layout).parts
 
     def state_plan(self, layout: Layout) -> StatePlan:
         """Which leaves of the optimizer's state follow a param, and which have an owner."""
@@ -169,7 +180,7 @@ class ShardedTrainStep:
         for."""
         prepared = self._prepare(layout)
         made = self.unsharded.optimizer.init(params.pieces().tree, prepared.across)
-        return lay_out_state(made, prepared.plan, layout, self._rank)
+        return prepared.stored(lay_out_state(made, prepared.plan, layout, self._rank))
 
     @property
     def _rank(self) -> int:
@@ -179,12 +190,14 @@ class ShardedTrainStep:
     def _make_layout(self, params: PyTree[Tensor]) -> Layout:
         self.options.levels.check(params)
         num_ranks = self.options.axes.optimizer.size
-        return make_layout(
+        layout = make_layout(
             params,
             num_ranks,
             trainable=lambda path, leaf: leaf.requires_grad,
             cut=self.options.cut_of,
         )
+        self.options.check_layout(layout)
+        return layout
 
     def _prepare(self, layout: Layout) -> PreparedUpdate:
         known = self._prepared
@@ -214,6 +227,7 @@ class ShardedTrainStep:
                 "axes of the same data": o.axes.of_same_data,
                 "state_axes": "both" if o.axes.both else "shard",
                 "overlap": o.overlap,
+                **o.seams,
             },
             "optimizer": described(self.unsharded.optimizer),
             "layout": layout.describe(),

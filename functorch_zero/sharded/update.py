@@ -15,6 +15,8 @@ from ..sharded_optim.state_plan import StatePlan, plan_state
 from ..step.train import TrainStep
 from ..tree import PyTree, same_structure
 from .options import Options
+from .parts import ReductionParts
+from .storage import fetched, stored
 
 
 class PreparedUpdate:
@@ -23,9 +25,10 @@ class PreparedUpdate:
     def __init__(self, step: TrainStep, layout: Layout, options: Options):
         group = options.axes.optimizer
         self.layout = layout
+        self.parts = ReductionParts(options.reduction, layout, options.axes)
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
-        self._optimizer = step.optimizer
+        self._optimizer, self._storage = step.optimizer, options.state_storage
         self._split = None if "update_norm" in step.metrics else split_fused(step.optimizer)
 
     def update(
@@ -47,6 +50,14 @@ class PreparedUpdate:
         state = self.across.keep(state, params.tree)
         same_structure(params.tree, updates, what="the optimizer's updates")
         return updates, state
+
+    def fetched(self, state: Any) -> Any:
+        """The optimizer's state, beside the params."""
+        return fetched(self._storage, state)
+
+    def stored(self, state: Any, old: Any = None) -> Any:
+        """The optimizer's state, where it lies between steps: in the storage of `old`, if given."""
+        return stored(self._storage, state, old)
 
 
 def _trained(pieces: ShardedTree) -> list[Tensor]:

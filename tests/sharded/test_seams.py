@@ -1,0 +1,836 @@
+"""Seams, each proved by a double that is given through a constructor: a reduction that keeps its
+rounding error, optimizer state elsewhere than its params, a gather in another representation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optree import tree_leaves, tree_map
+from torch import Tensor, nn
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+from functorch_zero._torch_private import storage_id
+from functorch_zero.errors import MismatchError, StructureError
+from functorch_zero.groups import CountingGroup, HybridGroup, counted, run_ranks
+from functorch_zero.runtime.reduce import Carried, Kept
+from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
+from tests.sharded.test_processes import on_processes
+
+EXACT = Equality("bitwise")
+LR = 0.5
+SHAPES = {"w": (7, 5), "b": (5,), "one": ()}
+
+
+def linear_loss(params: Any, buffers: Any, x: Tensor) -> Any:
+    """Its gradients do not depend on the params, so those of several steps add up."""
+    weights = fz.unshard(params)
+    y = x @ weights["w"] + weights["b"] * x[:, :5].square()
+    return (y * x[:, 2:]).mean() + weights["one"] * x.mean()
+
+
+def make_params(requires_grad: bool = True) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_(requires_grad)
+        for name, shape in SHAPES.items()
+    }
+
+
+def make_batches(num: int = 3, rows: int = 12) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [*torch.randn(num, rows, 7, generator=g, dtype=torch.float64)]
+
+
+def make_step(**options: Any) -> fz.TrainStep:
+    return fz.train_step(linear_loss, optim.sgd(LR), **options)
+
+
+def sums_of_grads(batches: list[Tensor]) -> dict[str, Tensor]:
+    """Over the steps, of the whole batches' gradients."""
+    params = make_params()
+    total = tree_map(torch.zeros_like, params)
+    for x in batches:
+        grads = torch.autograd.grad(linear_loss(params, {}, x), [*params.values()])
+        total = {name: t + g for (name, t), g in zip(total.items(), grads, strict=True)}
+    return total
+
+
+# A reduction that keeps an error between steps
+
+
+class Arriving:
+    """Rounded pieces on their way, summed in the gradients' dtype when they are here."""
+
+    def __init__(self, work: Any, arrived: Tensor, result: Tensor):
+        self._work, self._arrived, self._result = work, arrived, result
+
+    def wait(self) -> None:
+        self._work.wait()
+        arrived = self._arrived.view(-1, self._result.numel())
+        torch.sum(arrived.to(self._result.dtype), 0, out=self._result)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Sends gradients rounded, and adds what that has cost to the next ones (error feedback)."""
+
+    dtype: torch.dtype
+    keeps = {"error": "sum"}  # noqa: RUF012
+
+    def init(self, bucket: Any, device: torch.device) -> Kept:
+        return {"error": torch.zeros(bucket.numel, dtype=bucket.reduce, device=device)}
+
+    def start(self, flat: Tensor, kept: Kept, group: Any, *, cut: bool) -> Any:
+        meant = flat + kept["error"]
+        sent = meant.to(self.dtype)  # (numel,)
+        new = {"error": meant - sent.to(flat.dtype)}
+        if not cut:
+            whole = sent.to(flat.dtype)
+            return whole, group.all_reduce(whole), new
+        size = sent.numel() // group.size
+        arrived, sizes = torch.empty_like(sent), [size] * group.size
+        work = group.all_to_all(arrived, sizes, sent, sizes)
+        result = flat.new_empty(size)
+        return result, Arriving(work, arrived, result), new
+
+
+ROUNDED = Rounded(torch.bfloat16)
+
+
+def train(step: Any, state: Any, batches: list[Tensor], group: Any) -> Any:
+    for x in batches:
+        state, _ = step(state, x.tensor_split(group.size)[group.rank])
+    return state
+
+
+def expected_params(batches: list[Tensor], error: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of SGD on all gradients but what is still to be sent."""
+    grads, params = sums_of_grads(batches), make_params(requires_grad=False)
+    return {name: p - LR * (grads[name] - error[name][0]) for name, p in params.items()}
+
+
+def check_conserved(step: Any, state: Any, batches: list[Tensor], *, plain: bool = False) -> None:
+    """Gradients were sent, or are kept. What is kept is not nothing, unless sums are plain."""
+    whole = step.unshard(state)
+    error = whole.parts["reduction"]["error"]
+    assert all((e.abs().max() > 1e-6) != plain for e in error.values())
+    expected = expected_params(batches, error)
+    for name, p in whole.params.items():
+        torch.testing.assert_close(p.detach(), expected[name], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reduction_keeps_its_error(level: int, ranks: int) -> None:
+    batches = make_batches()
+
+    def run(group: Any) -> None:
+        for options in ({}, {"donate": False}):
+            step = fz.shard(make_step(), level=level, group=group, reduction=ROUNDED, **options)
+            check_conserved(step, train(step, step.init(make_params()), batches, group), batches)
+
+    run_ranks(run, ranks)
+
+
+def test_the_error_is_carried_to_other_ranks(tmp_path: Path) -> None:
+    """Two ranks, three, two, one process: nothing of the sum is lost, and training goes on."""
+    batches = make_batches(5)
+    wholes: list[Any] = []
+
+    def run(group: Any, done: int, until: int) -> Any:
+        step = fz.shard(make_step(), level=3, group=group, reduction=ROUNDED)
+        state = step.init(make_params())
+        if done:
+            state = checkpoint.load(tmp_path, step, like=state).state
+            if group.rank == 0:
+                assert_equal_values(wholes[-1], step.unshard(state), grade="reordered")
+            else:
+                step.unshard(state)
+        state = train(step, state, batches[done:until], group)
+        checkpoint.save(tmp_path, step, state)
+        check_conserved(step, state, batches[:until])
+        again = checkpoint.load(tmp_path, step, like=step.init(make_params())).state
+        assert_equal_values(state.parts, again.parts, grade=EXACT)
+        return step.unshard(state)
+
+    for ranks, done, until in [(2, 0, 3), (3, 3, 4), (2, 4, 5)]:
+        wholes.append(run_ranks(lambda g, a=done, b=until: run(g, a, b), ranks)[0])
+
+    def back(group: Any) -> None:
+        step = fz.shard(make_step(), level=1, group=group, reduction=ROUNDED)
+        assert_equal_values(wholes[-1], step.unshard(step.shard_state(wholes[-1])), grade=EXACT)
+
+    run_ranks(back, 3)
+    kept, _ = make_step()(wholes[-1], batches[0])
+    assert_equal_values(wholes[-1].parts, kept.parts, grade=EXACT)
+    checkpoint.save(tmp_path / "whole", make_step(), wholes[-1])
+
+    def from_whole(group: Any) -> None:
+        step = fz.shard(make_step(), level=3, group=group, reduction=ROUNDED)
+        state = checkpoint.load(tmp_path / "whole", step, like=step.init(make_params())).state
+        assert_equal_values(wholes[-1], step.unshard(state), grade=EXACT)
+
+    run_ranks(from_whole, 2)
+
+
+@pytest.mark.parametrize("same_data", [None, "replicate", "shard"])
+def test_on_a_mesh_rows_are_those_of_the_data(same_data: Any, tmp_path: Path) -> None:
+    batches = make_batches()
+
+    def run(group: Any) -> Any:
+        mesh = HybridGroup(group, shard_size=2, same_data=same_data)
+        step = fz.shard(make_step(), level=3, group=mesh, reduction=ROUNDED)
+        state = train(step, step.init(make_params()), batches, mesh.data)
+        check_conserved(step, state, batches, plain=same_data == "shard")
+        checkpoint.save(tmp_path, step, state)
+        return step.unshard(state)
+
+    whole = run_ranks(run, 4)[0]
+
+    def load(group: Any) -> None:
+        step = fz.shard(make_step(), level=3, group=group, reduction=ROUNDED)
+        state = checkpoint.load(tmp_path, step, like=step.init(make_params())).state
+        assert_equal_values(whole, step.unshard(state), grade="reordered")
+
+    run_ranks(load, 3)
+
+
+def test_accumulated_gradients_are_sent_or_kept() -> None:
+    batches = make_batches()
+
+    def run(group: Any) -> None:
+        for rule in (None, "once"):
+            step = fz.shard(
+                make_step(accumulate=3),
+                level=3,
+                group=group,
+                reduction=ROUNDED,
+                reduce_gradients=rule,
+            )
+            check_conserved(step, train(step, step.init(make_params()), batches, group), batches)
+
+    run_ranks(run, 2)
+
+
+def test_a_state_that_is_not_donated_stays_valid() -> None:
+    x = make_batches()[0]
+
+    def run(group: Any) -> None:
+        step = fz.shard(make_step(), level=3, group=group, reduction=ROUNDED, donate=False)
+        state = train(step, step.init(make_params()), make_batches(), group)
+        before = tree_map(torch.clone, state)
+        first, second = train(step, state, [x], group), train(step, state, [x], group)
+        assert_equal_values(before, state, grade=EXACT)
+        assert_equal_values(first, second, grade=EXACT)
+        copied = train(step, tree_map(torch.clone, state), [x], group)
+        assert_equal_values(first, copied, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+def test_a_skipped_step_keeps_the_error() -> None:
+    def run(group: Any) -> None:
+        step = fz.shard(make_step(nonfinite="skip"), level=3, group=group, reduction=ROUNDED)
+        state = train(step, step.init(make_params()), make_batches(), group)
+        before = tree_map(torch.clone, state.parts)
+        state = train(step, state, [make_batches()[0] * float("inf")], group)
+        assert int(state.finite.skipped) == 1
+        assert_equal_values(before, state.parts, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+def test_describe_and_plan_see_what_is_kept_and_sent() -> None:
+    x = make_batches()[0]
+
+    def run(group: Any) -> tuple[Any, ...]:
+        watched = counted(group)
+        step = fz.shard(make_step(), level=3, group=watched, reduction=ROUNDED)
+        state = train(step, step.init(make_params()), [x], group)
+        watched.reset()
+        train(step, state, [x], group)
+        return fz.describe(step, step.init(make_params())), watched.sent_bytes("all_to_all")
+
+    def planned(reduction: Any) -> Any:
+        return fz.plan(make_params(), make_step(), level=3, ranks=2, reduction=reduction)
+
+    plain, rounded = planned(None), planned(ROUNDED)
+    (row, sent), _ = run_ranks(run, 2)
+    text = str(row)
+    row = next(row for row in row.rows if row.unit == "(reduction: error)")
+    numel = sum(c.num_elements for c in plain.collectives if c.kind == "reduce_scatter")
+    assert row.nbytes == rounded.parts == numel * 8 > 0 and plain.parts == 0
+    assert row.where == "a share of the sum" and row.storage == (torch.float64,)
+    assert "reduction=Rounded(dtype=torch.bfloat16)" in text and "(reduction: error)" in text
+    calls = [c for c in rounded.collectives if c.kind == "all_to_all"]
+    assert sent == sum(c.sent_bytes for c in calls) == numel * 2 / 2
+    assert {c.dtype for c in calls} == {torch.bfloat16} and {c.phase for c in calls} == {"backward"}
+    assert not [c for c in rounded.collectives if c.kind == "reduce_scatter"]
+    assert "parts" in str(rounded) and json.loads(rounded.to_json())["parts"] == rounded.parts
+
+
+def test_a_plan_with_a_batch_sees_the_same() -> None:
+    common: dict[str, Any] = {"level": 3, "ranks": 2, "reduction": ROUNDED}
+    without = fz.plan(make_params(), make_step(), **common)
+    traced = fz.plan(make_params(), make_step(), **common, batch=make_batches()[0])
+    assert traced.parts == without.parts
+    wanted = [[c for c in p.collectives if c.kind == "all_to_all"] for p in (traced, without)]
+    assert wanted[0] == wanted[1] != []
+
+
+# What is kept in pieces, and what all ranks have
+
+
+class Finished:
+    """A reduction whose result becomes part of a mean when it is here."""
+
+    def __init__(self, work: Any, finish: Callable[[], None]):
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._finish()
+
+
+class Averaged:
+    """Sums as they are; and keeps their mean over the steps."""
+
+    keeps: Mapping[str, Carried] = {"mean": "pieces", "count": "same"}
+
+    def init(self, bucket: Any, device: torch.device) -> Kept:
+        mean = torch.zeros(bucket.piece, dtype=bucket.dtype, device=device)
+        return {"mean": mean, "count": torch.zeros(1, dtype=torch.int64, device=device)}
+
+    def start(self, flat: Tensor, kept: Kept, group: Any, *, cut: bool) -> Any:
+        result = flat.new_empty(flat.numel() // group.size) if cut else flat
+        work = group.reduce_scatter(result, flat) if cut else group.all_reduce(flat)
+        count, mean = kept["count"] + 1, torch.empty_like(kept["mean"])
+
+        def finish() -> None:
+            torch.lerp(kept["mean"], result, 1 / count.to(result.dtype), out=mean)
+
+        return result, Finished(work, finish), {"mean": mean, "count": count}
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_pieces_and_what_is_the_same_are_carried(level: int, tmp_path: Path) -> None:
+    batches = make_batches(4)
+
+    def first(group: Any) -> Any:
+        step = fz.shard(make_step(), level=level, group=group, reduction=Averaged())
+        state = train(step, step.init(make_params()), batches[:3], group)
+        checkpoint.save(tmp_path, step, state)
+        assert "(reduction: mean)" in str(fz.describe(step, state))
+        return step.unshard(state)
+
+    def then(group: Any) -> Any:
+        step = fz.shard(make_step(), level=level, group=group, reduction=Averaged())
+        state = checkpoint.load(tmp_path, step, like=step.init(make_params())).state
+        assert_equal_values(whole, step.unshard(state), grade=EXACT)
+        assert_equal_values(step.shard_state(whole).parts, state.parts, grade=EXACT)
+        return step.unshard(train(step, state, batches[3:], group))
+
+    whole = run_ranks(first, 2)[0]
+    last = run_ranks(then, 3)[0].parts["reduction"]
+    for name, total in sums_of_grads(batches).items():
+        torch.testing.assert_close(last["mean"][name], total / 4, rtol=1e-12, atol=1e-14)
+    assert [int(count) for count in last["count"].values()] == [4] * len(last["count"])
+
+
+def test_pieces_of_replicas_are_refused() -> None:
+    def run(group: Any) -> None:
+        mesh = HybridGroup(group, shard_size=1)
+        with pytest.raises(NotImplementedError, match=r"Averaged keeps pieces.*Remedy"):
+            fz.shard(make_step(), level=3, group=mesh, reduction=Averaged()).init(make_params())
+
+    run_ranks(run, 2)
+
+
+# Optimizer state elsewhere than its params
+
+
+class OnDisk:
+    """Keeps the state in files mapped into memory, and counts what it moves."""
+
+    def __init__(self, folder: Path):
+        self.moved: Counter[str] = Counter()
+        self._folder = folder
+        self._mapped: list[Tensor] = []
+
+    def fetch(self, stored: Tensor) -> Tensor:
+        assert self.holds(stored)
+        self.moved["fetched"] += 1
+        return stored.clone()
+
+    def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
+        assert not self.holds(tensor) and (into is None or self.holds(into))
+        self.moved["stored"] += 1
+        if into is None:
+            into = self._map(tensor)
+        return into.copy_(tensor)
+
+    def _map(self, tensor: Tensor) -> Tensor:
+        self.moved["mapped"] += 1
+        file = self._folder / f"{os.getpid()} {id(self)} {len(self._mapped)}"
+        n = tensor.numel()
+        flat = torch.from_file(str(file), shared=True, size=n, dtype=tensor.dtype)
+        self._mapped.append(flat)
+        return flat.view(tensor.shape) if tensor.dim() > 1 else flat
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it lies in one of the files."""
+        return storage_id(tensor) in map(storage_id, self._mapped)
+
+
+def adamw_step(**options: Any) -> fz.TrainStep:
+    return fz.train_step(linear_loss, optim.adamw(0.1), **options)
+
+
+def vectors(state: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(state.opt_state) if x.dim()]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("donate", [True, False])
+def test_state_lies_elsewhere(level: int, donate: bool, tmp_path: Path) -> None:
+    """To the bit as beside the params; fetched and stored once per flat and step."""
+    batches = make_batches()
+
+    def run(group: Any) -> None:
+        disk = OnDisk(tmp_path)
+        options: dict[str, Any] = {"level": level, "group": group, "donate": donate}
+        plain = fz.shard(adamw_step(), **options)
+        step = fz.shard(adamw_step(), **options, state_storage=disk)
+        state = step.init(make_params())
+        num = disk.moved["stored"]
+        assert num == 2 and all(map(disk.holds, vectors(state)))
+        first = tree_map(torch.clone, state)
+        later = train(step, state, batches, group)
+        assert all(map(disk.holds, vectors(later)))
+        assert disk.moved["fetched"] == 3 * num and disk.moved["stored"] == 4 * num
+        assert disk.moved["mapped"] == (num if donate else 4 * num), "donated files are used again"
+        expected = train(plain, plain.init(make_params()), batches, group)
+        assert_equal_values(expected, later, grade=EXACT)
+        if not donate:
+            assert_equal_values(first, state, grade=EXACT)
+        assert_equal_values(plain.unshard(expected), step.unshard(later), grade=EXACT)
+        assert "state_storage=OnDisk()" in str(fz.describe(step, later))
+
+    run_ranks(run, 2)
+
+
+def test_one_storage_serves_several_states(tmp_path: Path) -> None:
+    """What it holds by then is not compared across ranks: each rank's is its own."""
+
+    def run(group: Any) -> None:
+        step = fz.shard(adamw_step(), level=3, group=group, state_storage=OnDisk(tmp_path))
+        first = step.init(make_params())
+        states = [step.unshard(train(step, first, make_batches(), group))]
+        states += [step.unshard(train(step, step.init(make_params()), make_batches(), group))]
+        assert_equal_values(*states, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+def test_stored_state_is_carried_to_other_ranks(tmp_path: Path) -> None:
+    batches = make_batches(4)
+
+    def run(group: Any, batches: list[Tensor], *, new: bool) -> Any:
+        disk = OnDisk(tmp_path)
+        step = fz.shard(adamw_step(), level=3, group=group, state_storage=disk)
+        state = step.init(make_params())
+        if not new:
+            state = checkpoint.load(tmp_path / "saved", step, like=state).state
+            assert all(map(disk.holds, vectors(state)))
+            assert_equal_values(whole, step.unshard(state), grade=EXACT)
+            assert all(map(disk.holds, vectors(step.shard_state(whole))))
+        state = train(step, state, batches, group)
+        checkpoint.save(tmp_path / "saved", step, state)
+        return step.unshard(state)
+
+    whole = run_ranks(lambda group: run(group, batches[:3], new=True), 2)[0]
+    last = run_ranks(lambda group: run(group, batches[3:], new=False), 3)[0]
+    plain = adamw_step()
+    state = plain.init(make_params())
+    for x in batches:
+        state, _ = plain(state, x)
+    assert_equal_values(state.params, last.params, grade="reordered")
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "lamb", "schedule_free"])
+def test_states_of_other_shapes_lie_elsewhere(name: str, tmp_path: Path) -> None:
+    """Owned by a rank, or the same on all ranks, too."""
+    makers: dict[str, Any] = {
+        "adafactor": lambda: optim.adafactor(0.01),
+        "muon": lambda: optim.muon(0.01),
+        "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.lamb(0.01)),
+        "schedule_free": lambda: optim.schedule_free_adamw(0.01),
+    }
+    options = {"metrics": ["grad_norm", "update_norm"]}
+    step = fz.train_step(linear_loss, makers[name](), **options)
+
+    def run(group: Any) -> None:
+        disk, states = OnDisk(tmp_path), []
+        for storage in (None, disk):
+            sharded = fz.shard(step, level=3, group=group, state_storage=storage)
+            state = sharded.init(make_params())
+            states.append(sharded.unshard(train(sharded, state, make_batches(), group)))
+        assert_equal_values(*states, grade=EXACT)
+        assert disk.moved["fetched"]
+
+    run_ranks(run, 2)
+
+
+def test_an_evaluation_fetches_the_state(tmp_path: Path) -> None:
+    optimizer = optim.schedule_free_adamw(0.01)
+    step = fz.train_step(linear_loss, optimizer)
+    check = fz.eval_step(
+        lambda p, b, x: {"loss": linear_loss(p, b, x)}, params=optim.schedule_free_eval_params
+    )
+    x = make_batches()[0]
+
+    def run(group: Any) -> None:
+        disk, losses = OnDisk(tmp_path), []
+        for storage in (None, disk):
+            options: dict[str, Any] = {"level": 1, "group": group, "state_storage": storage}
+            sharded, evaluated = fz.shard(step, **options), fz.shard(check, **options)
+            state = train(sharded, sharded.init(make_params()), make_batches(), group)
+            losses.append(evaluated(state, x)["loss"])
+        assert losses[0] == losses[1]
+
+    run_ranks(run, 2)
+
+
+def test_the_proof_takes_seams(tmp_path: Path) -> None:
+    """A step with state elsewhere equals the unsharded one; one that rounds gradients doesn't."""
+    args = adamw_step(), make_params(), {}, make_batches()
+    assert_sharded_equals_unsharded(*args, state_storage=OnDisk(tmp_path), ranks=(1,))
+    with pytest.raises(AssertionError):
+        assert_sharded_equals_unsharded(*args, reduction=ROUNDED, ranks=(2,), levels=(3,))
+
+
+def test_a_skipped_step_moves_nothing(tmp_path: Path) -> None:
+    disk = OnDisk(tmp_path)
+    group = fz.groups.SingleRank()
+    step = fz.shard(adamw_step(nonfinite="skip"), level=3, group=group, state_storage=disk)
+    state = step.init(make_params())
+    before = disk.moved.copy()
+    state, _ = step(state, make_batches()[0] * float("inf"))
+    assert int(state.finite.skipped) == 1 and disk.moved == before
+
+
+def test_a_plan_tells_state_elsewhere_apart(tmp_path: Path) -> None:
+    disk = OnDisk(tmp_path)
+
+    def planned(**options: Any) -> Any:
+        return fz.plan(make_params(), adamw_step(), level=3, ranks=2, **options)
+
+    plain, stored = planned(), planned(state_storage=disk)
+    counts = stored.state - stored.stored
+    assert 0 < counts < 64 < stored.state == plain.state and plain.stored == 0
+    assert stored.samples[0].state == counts and plain.samples[0].state == plain.state
+    assert stored.samples[0].total < plain.samples[0].total
+    assert stored.collectives == plain.collectives and not disk.moved
+    assert "stored" in str(stored) and json.loads(stored.to_json())["stored"] == stored.stored
+
+
+def test_wrong_gathers_are_refused() -> None:
+    for wrong in (Halves, "int8", torch.int8):
+        with pytest.raises(TypeError, match=r"gather must be an object.*Remedy"):
+            fz.shard(adamw_step(), level=3, group=fz.groups.SingleRank(), gather=wrong)
+
+
+def test_wrong_storages_are_refused() -> None:
+    for wrong in (OnDisk, "cpu", torch.device("cpu")):
+        with pytest.raises(TypeError, match=r"state_storage must be an object.*Remedy"):
+            fz.shard(adamw_step(), level=3, group=fz.groups.SingleRank(), state_storage=wrong)
+
+
+# A gather in another representation
+
+
+class Halves:
+    """Numbers travel as their high and low halves: integers, from which they come back exactly."""
+
+    exact = True
+    halves = {8: torch.int32, 4: torch.int16, 2: torch.int8}  # noqa: RUF012
+
+    def encode(self, piece: Tensor) -> Tensor:
+        parts = piece.view(self.halves[piece.element_size()])
+        return parts.view(piece.numel(), 2).t().reshape(-1)
+
+    def decode(self, messages: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
+        n = messages.numel() // num_ranks // 2
+        parts = messages.view(num_ranks, 2, n).transpose(1, 2)
+        return parts.reshape(-1).view(dtype)
+
+
+class Rough:
+    """Params travel rounded."""
+
+    exact = False
+
+    def encode(self, piece: Tensor) -> Tensor:
+        return piece.to(torch.bfloat16)
+
+    def decode(self, messages: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
+        return messages.to(dtype)
+
+
+def units_and_batches(precision: Any = None) -> tuple[Any, Any, Any, list[Tensor]]:
+    """Three units, one of them frozen."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7), nn.Linear(7, 3))
+    apply, params, buffers = fz.functionalize(model, units=nn.Linear, precision=precision)
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        x = x if precision is None else x.to(torch.bfloat16)
+        return apply(params, buffers, x)[0].float().square().mean()
+
+    step = fz.train_step(
+        loss_fn, optim.adamw(0.01), trainable=lambda path, leaf: not path.startswith("2.")
+    )
+    return step, params, buffers, [x.float() for x in make_batches()]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"donate": False, "reshard_after_forward": False}])
+@pytest.mark.parametrize("precision", [None, fz.Precision(torch.bfloat16)])
+def test_halves_give_the_same_bits(level: int, options: Any, precision: Any) -> None:
+    step, params, buffers, batches = units_and_batches(precision)
+
+    def run(group: Any) -> None:
+        states = []
+        for gather in (None, Halves()):
+            sharded = fz.shard(step, level=level, group=group, gather=gather, **options)
+            state = train(sharded, sharded.init(params, buffers), batches, group)
+            states.append(sharded.unshard(state))
+        assert_equal_values(*states, grade=EXACT)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("state_axes", ["shard", "both"])
+def test_halves_travel_along_both_axes(level: int, state_axes: Any) -> None:
+    step, params, buffers, batches = units_and_batches()
+
+    def run(group: Any) -> None:
+        mesh, states = HybridGroup(group, shard_size=2), []
+        for gather in (None, Halves()):
+            sharded = fz.shard(step, level=level, group=mesh, gather=gather, state_axes=state_axes)
+            state = train(sharded, sharded.init(params, buffers), batches, group)
+            states.append(sharded.unshard(state))
+        assert_equal_values(*states, grade=EXACT)
+
+    run_ranks(run, 4)
+
+
+def test_halves_are_what_is_sent_planned_and_described(tmp_path: Path) -> None:
+    """And a checkpoint has the params themselves."""
+    step, params, buffers, batches = units_and_batches()
+
+    def run(group: Any) -> Any:
+        watched, sent = counted(group), []
+        for gather in (None, Halves()):
+            sharded = fz.shard(step, level=3, group=watched, gather=gather)
+            state = train(sharded, sharded.init(params, buffers), batches[:1], group)
+            watched.reset()
+            state = train(sharded, state, batches[1:2], group)
+            calls = [call for call in watched.calls if call.kind == "all_gather"]
+            assert {call.dtype for call in calls} == {torch.int16 if gather else torch.float32}
+            sent.append(sum(call.sent_bytes for call in calls))
+        assert sent[0] == sent[1]
+        checkpoint.save(tmp_path, sharded, state)
+        return str(fz.describe(sharded, state))
+
+    def load(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group, gather=Halves())
+        checkpoint.load(tmp_path, sharded, like=sharded.init(params, buffers))
+        plain = fz.shard(step, level=1, group=group)
+        state = checkpoint.load(tmp_path, plain, like=plain.init(params, buffers)).state
+        train(plain, state, batches[2:], group)
+
+    text, _ = run_ranks(run, 2)
+    assert "gather int16" in text and "gather=Halves()" in text
+    plans = [fz.plan(params, step, level=3, ranks=2, gather=g) for g in (None, Halves())]
+    calls = [[c for c in plan.collectives if c.kind == "all_gather"] for plan in plans]
+    assert {c.dtype for c in calls[1]} == {torch.int16}
+    assert sum(c.sent_bytes for c in calls[0]) == sum(c.sent_bytes for c in calls[1])
+    run_ranks(load, 3)
+
+
+def test_an_evaluation_gathers_in_halves() -> None:
+    step, params, buffers, batches = units_and_batches()
+    check = fz.eval_step(lambda p, b, x: {"loss": step.loss_fn(p, b, x)})
+
+    def run(group: Any) -> None:
+        losses = []
+        for gather in (None, Halves()):
+            options: dict[str, Any] = {"level": 3, "group": group, "gather": gather}
+            state = fz.shard(step, **options).init(params, buffers)
+            losses.append(fz.shard(check, **options)(state, batches[0])["loss"])
+        assert losses[0] == losses[1]
+
+    run_ranks(run, 2)
+
+
+def test_a_rough_gather_leaves_the_params_exact() -> None:
+    """The gradients of this loss don't depend on the params, so only its value may differ."""
+    batches = make_batches()
+
+    def run(group: Any) -> None:
+        states, losses = [], []
+        for gather in (None, Rough()):
+            step = fz.shard(make_step(), level=3, group=group, gather=gather)
+            state = step.init(make_params())
+            for x in batches:
+                state, metrics = step(state, x.tensor_split(group.size)[group.rank])
+            states.append(step.unshard(state))
+            losses.append(metrics["loss"])
+        assert_equal_values(*states, grade=EXACT)
+        assert losses[0] != losses[1]
+
+    run_ranks(run, 2)
+    plans = [
+        fz.plan(make_params(), make_step(), level=3, ranks=2, gather=g) for g in (None, Rough())
+    ]
+    assert plans[0].sent_bytes > plans[1].sent_bytes
+
+
+@pytest.mark.parametrize("level", [1, 2, {"": 3, "b": 1}])
+def test_a_rough_gather_is_refused_where_nothing_else_is_left(level: Any) -> None:
+    step = fz.shard(make_step(), level=level, group=CountingGroup(2), gather=Rough())
+    with pytest.raises(ValueError, match=r"Rough is not exact.*level [12].*Remedy"):
+        step.init(make_params())
+    with pytest.raises(ValueError, match="Rough is not exact"):
+        fz.plan(make_params(), make_step(), level=level, ranks=2, gather=Rough())
+
+
+def test_a_rough_gather_is_refused_along_both_axes() -> None:
+    options: dict[str, Any] = {"gather": Rough(), "state_axes": "both"}
+    with pytest.raises(ValueError, match="Rough is not exact"):
+        fz.plan(make_params(), make_step(), level=3, ranks=4, shard_size=2, **options)
+    fz.plan(make_params(), make_step(), level=0, ranks=4, shard_size=2, **options)
+
+
+def test_all_three_together(tmp_path: Path) -> None:
+    """Three steps on two ranks, saved, and loaded on three."""
+    batches = make_batches(4)
+
+    def seams() -> dict[str, Any]:
+        storage = OnDisk(tmp_path)
+        return {"reduction": ROUNDED, "gather": Halves(), "state_storage": storage}
+
+    def run(group: Any, batches: list[Tensor], *, new: bool) -> Any:
+        step = fz.shard(adamw_step(), level=3, group=group, **seams())
+        state = step.init(make_params())
+        if not new:
+            state = checkpoint.load(tmp_path / "saved", step, like=state).state
+            assert_equal_values(whole, step.unshard(state), grade="reordered")
+        state = train(step, state, batches, group)
+        checkpoint.save(tmp_path / "saved", step, state)
+        text = str(fz.describe(step, state))
+        assert all(f"{name}=" in text for name in seams())
+        return step.unshard(state)
+
+    whole = run_ranks(lambda group: run(group, batches[:3], new=True), 2)[0]
+    last = run_ranks(lambda group: run(group, batches[3:], new=False), 3)[0]
+    assert int(last.step) == 4
+    planned = fz.plan(make_params(), adamw_step(), level=3, ranks=2, **seams())
+    assert planned.parts and planned.stored and planned.sent_bytes
+
+
+def test_processes_give_what_threads_give(tmp_path: Path) -> None:
+    batches = make_batches()
+
+    def run(group: Any) -> Any:
+        storage = OnDisk(tmp_path)
+        seams: dict[str, Any] = {"gather": Halves(), "state_storage": storage}
+        step = fz.shard(adamw_step(), level=3, group=group, reduction=ROUNDED, **seams)
+        return step.unshard(train(step, step.init(make_params()), batches, group))
+
+    expected = run_ranks(run, 2)[0]
+    for found in on_processes(run, 2):
+        assert_equal_values(expected, found, grade=EXACT)
+
+
+# What is refused
+
+
+def test_states_of_another_reduction_are_refused() -> None:
+    plain = fz.shard(make_step(), level=3, group=fz.groups.SingleRank())
+    keeping = fz.shard(make_step(), level=3, group=fz.groups.SingleRank(), reduction=ROUNDED)
+    other = fz.shard(make_step(), level=3, group=fz.groups.SingleRank(), reduction=Averaged())
+    x = make_batches()[0]
+    with pytest.raises(StructureError, match=r"no parts.*Rounded.*error.*rank 0.*Remedy"):
+        keeping(plain.init(make_params()), x)
+    with pytest.raises(StructureError, match=r"has parts.*error\.b.*Summed keeps nothing.*Remedy"):
+        plain(keeping.init(make_params()), x)
+    with pytest.raises(StructureError, match=r"state\.parts.*path reduction"):
+        other(keeping.init(make_params()), x)
+    whole = keeping.unshard(keeping.init(make_params()))
+    with pytest.raises(StructureError, match=r"has parts.*Remedy"):
+        plain.shard_state(whole)
+    state, _ = plain(plain.shard_state(whole.replace(parts=None)), x)
+    assert state.parts is None
+    first = keeping.shard_state(plain.unshard(state)).parts["reduction"]["error"]
+    assert all(not e.any() for e in first.values()), "a state without parts is given first ones"
+
+
+def test_checkpoints_of_another_reduction_are_refused(tmp_path: Path) -> None:
+    plain = fz.shard(make_step(), level=3, group=fz.groups.SingleRank())
+    keeping = fz.shard(make_step(), level=3, group=fz.groups.SingleRank(), reduction=ROUNDED)
+    checkpoint.save(tmp_path / "plain", plain, plain.init(make_params()))
+    checkpoint.save(tmp_path / "kept", keeping, keeping.init(make_params()))
+    with pytest.raises(StructureError, match=r"lacks parts\.reduction\.error\.b"):
+        checkpoint.load(tmp_path / "plain", keeping, like=keeping.init(make_params()))
+    with pytest.raises(StructureError, match=r"has parts\.reduction\.error\.b.*lacks"):
+        checkpoint.load(tmp_path / "kept", plain, like=plain.init(make_params()))
+    options = {"allow_missing": True}
+    checkpoint.load(tmp_path / "plain", keeping, like=keeping.init(make_params()), **options)
+
+
+def test_ranks_agree_on_seams() -> None:
+    def run(group: Any) -> str:
+        dtype = torch.bfloat16 if group.rank else torch.float32
+        step = fz.shard(make_step(), level=3, group=group, reduction=Rounded(dtype))
+        with pytest.raises(MismatchError) as caught:
+            step.init(make_params())
+        return str(caught.value)
+
+    assert all("options.reduction" in text and "bfloat16" in text for text in run_ranks(run, 2))
+
+
+class Misshapen(Rounded):
+    def init(self, bucket: Any, device: torch.device) -> Kept:
+        return {"error": torch.zeros(bucket.numel + 1)}
+
+
+class Misnamed(Rounded):
+    def init(self, bucket: Any, device: torch.device) -> Kept:
+        return {"eror": torch.zeros(bucket.numel)}
+
+
+def test_wrong_reductions_are_refused() -> None:
+    group = fz.groups.SingleRank()
+    for wrong in (Rounded, "bf16", torch.bfloat16):
+        with pytest.raises(TypeError, match=r"reduction must be an object.*Remedy"):
+            fz.shard(make_step(), level=3, group=group, reduction=wrong)
+    step = make_step(loss_scale=fz.LossScale())
+    with pytest.raises(NotImplementedError, match=r"Rounded keeps gradients.*loss_scale"):
+        fz.shard(step, level=3, group=group, reduction=ROUNDED)
+    for made in (Misshapen, Misnamed):
+        step = fz.shard(make_step(), level=3, group=group, reduction=made(torch.bfloat16))
+        with pytest.raises(StructureError, match=rf"{made.__name__}\.init.*expected.*got"):
+            step.init(make_params())
