@@ -78,9 +78,10 @@ class ShardedEngine:
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         """The optimizer's state, in pieces. Collectives: those that the transform asks for."""
-        self._check_held(params)
-        layout, axes = params.sharding.layout, self.options.axes
+        axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
+            self._check_held(params)
+            layout = params.sharding.layout
             view = params.pieces()
             made = transform.init_fn(view.tree, self._across_of(layout))
             plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
@@ -91,10 +92,10 @@ class ShardedEngine:
     ) -> tuple[ShardedTree, Any]:
         """The updates, in pieces, and the next state. Collectives: those that the transform asks
         for."""
-        self._check_held(params)
-        self._check_pieces(updates, params)
-        across = self._across_of(params.sharding.layout)
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
+            self._check_held(params)
+            self._check_pieces(updates, params)
+            across = self._across_of(params.sharding.layout)
             view = params.pieces()
             new, state = transform.update_fn(updates.tree, state, view.tree, across)
             state = across.keep(state, new, updates.tree, view.tree)
@@ -103,10 +104,10 @@ class ShardedEngine:
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. One all-gather per bucket at levels 1 and 2."""
-        self._check_held(params)
-        self._check_pieces(updates, params)
         axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
+            self._check_held(params)
+            self._check_pieces(updates, params)
             return publish(params, params.flats(), updates.tree, axes, donate=False)
 
     def unshard(self, tree: ShardedTree) -> PyTree[Tensor]:
@@ -128,16 +129,16 @@ class ShardedEngine:
         num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
         at = [i for i, node in enumerate(given) if _is_sharded(node)]
         trees: list[ShardedTree] = [given[i] for i in at]
-        for sharded in trees:
-            self._check_held(sharded)
-        if any(not _is_sharded(node) for node in given[:num_trained]):
-            raise StructureError(
-                "a gradient was asked of sharded and of whole trees together. Remedy: shard them "
-                "all with fz.shard_tree, or pass the whole ones as later arguments"
-            )
         trained = [i < num_trained for i in at]
         with ExitStack() as stack:
             stack.enter_context(sharing_failures(*self.options.axes.groups))
+            for sharded in trees:
+                self._check_held(sharded)
+            if any(not _is_sharded(node) for node in given[:num_trained]):
+                raise StructureError(
+                    "a gradient was asked of sharded and of whole trees together. Remedy: shard "
+                    "them all with fz.shard_tree, or pass the whole ones as later arguments"
+                )
             joined, order = self._join(trees, trained)
             stack.enter_context(order.forgotten_on_failure())
 

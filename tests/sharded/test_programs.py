@@ -15,7 +15,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import GroupError, MismatchError, StructureError
+from functorch_zero.errors import GroupError, MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
@@ -254,6 +254,21 @@ def test_what_is_refused() -> None:
                 call()
         with pytest.raises(ValueError, match="in pieces, as gradients are"):
             tree_map(torch.add, params, grads)
+
+    run_ranks(run, 2)
+
+
+def test_one_rank_s_mistake_reaches_the_other() -> None:
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree({"w": torch.ones(4, requires_grad=True)}, level=3, group=group)
+        _, grads = fz.value_and_grad(square)(params)
+        calls = [
+            lambda tree: fz.value_and_grad(square)(tree),
+            lambda tree: fz.unshard(fz.apply_updates(tree, grads)),
+        ]
+        for call in calls:
+            with pytest.raises(StructureError if group.rank else PeerError, match="got in pieces"):
+                call(grads if group.rank else params)
 
     run_ranks(run, 2)
 
