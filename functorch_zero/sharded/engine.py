@@ -18,7 +18,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError
+from ..errors import StructureError, explain
 from ..groups import as_group, labelled
 from ..groups.mesh import axes_of
 from ..groups.protocol import Group
@@ -108,6 +108,7 @@ class ShardedEngine:
         with sharing_failures(*axes.groups), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params)
+            self._check_frozen(updates)
             return publish(params, params.flats(), updates.tree, axes, donate=False)
 
     def unshard(self, tree: ShardedTree) -> PyTree[Tensor]:
@@ -243,6 +244,14 @@ class ShardedEngine:
                 f"expected updates in pieces, cut as the params are; got {got}. Remedy: pass the "
                 "gradients that fz.value_and_grad gave of these params"
             )
+
+    def _check_frozen(self, updates: ShardedTree) -> None:
+        layout, rank = updates.sharding.layout, self.options.axes.world.rank
+        given = layout.treedef.flatten_up_to(updates.tree)
+        for leaf, update in zip(layout.leaves, given, strict=True):
+            if update is not None and not leaf.trainable:
+                what, remedy = "a frozen leaf has an update", "leave None there, as gradients have"
+                raise StructureError(explain(what, path=leaf.path, rank=rank, remedy=remedy))
 
 
 def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:

@@ -13,6 +13,7 @@ from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
 from ..layout.flat_buffers import (
     by_bucket,
+    cut,
     flat_of_pieces,
     own_piece,
     to_tree,
@@ -108,28 +109,39 @@ def publish(
 ) -> ShardedTree:
     """params + updates, as held between steps; with updates None the flats hold the sums already.
 
-    `flats` are those of the params, one per bucket.
+    Args:
+        flats: of the params, one per bucket.
+        updates: this rank's pieces; where one is None, the leaf stays as it is.
 
     Levels 1 and 2: one all-gather per bucket, each started when that bucket is ready.
     """
     rank, layout = axes.number, params.sharding.layout
-    trained, given = _trained_numbers(layout), optree.tree_leaves(updates)
-    moved = {} if updates is None else dict(zip(trained, given, strict=True))
+    given = None if updates is None else layout.treedef.flatten_up_to(updates)
     made, started = [], []
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         new = flat if donate or not bucket.trainable else torch.empty_like(flat)
         made.append(new)
         if not bucket.trainable:
             continue
-        if updates is not None:
+        if given is not None:
             old_piece, piece = own_piece(flat, bucket, rank), own_piece(new, bucket, rank)
-            update = flat_of_pieces([moved[n] for n in bucket.leaves], bucket, rank)
+            own = [given[n] for n in bucket.leaves]
+            if any(update is None for update in own):
+                own = _zeros_for_none(own, cut(old_piece, bucket, rank))
+            update = flat_of_pieces(own, bucket, rank)
             torch.add(old_piece, update.to(flat.dtype), out=piece)
         if over := _held_over(bucket, axes):
             started.append(_Spreading(new, bucket, over))
     while started:
         started = [spreading for spreading in started if spreading.go_on()]
     return params.with_flats(made)
+
+
+def _zeros_for_none(updates: Sequence[Tensor | None], pieces: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        torch.zeros_like(piece) if update is None else update
+        for update, piece in zip(updates, pieces, strict=True)
+    ]
 
 
 class _Spreading:
