@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .._torch_private import VALUE_NEEDED, FakeTensorMode, storage_id
 from ..errors import StructureError, TransformError
 from ..groups.mesh import SameData
-from ..layout.build import make_layout
 from ..layout.layout import Layout, Unit
 from ..layout.levels import LevelRule, Levels
 from ..model.casting import PrecisionRules
@@ -136,12 +135,8 @@ def plan(
         check_reduce_gradients(reduce_gradients, levels),
         check_overlap(overlap),
     )
-    levels.check(params)
     with nullcontext() if batch is not None else _no_collections():
-        num_pieces = axes.optimizer.size
-        layout = make_layout(
-            params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of
-        )
+        layout = options.layout_of(params)
         fake, order = None, None
         buffers = given if buffers is None else buffers
         work = _Work(params, buffers, batch, replace(step, trainable=None), layout, layout)

@@ -15,14 +15,12 @@ from weakref import WeakKeyDictionary
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..groups import as_group, labelled
 from ..groups.mesh import axes_of
 from ..groups.protocol import Group
-from ..layout.build import make_layout
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import Holding, ShardedTree, hold, in_a_loss
@@ -38,7 +36,14 @@ from . import agreement
 from .failures import sharing_failures
 from .grad_mean import loss_seed_of, to_means
 from .options import OVERLAPS, Options
-from .params import all_gather_params, all_gather_pieces, make_reduction, make_unit_flats, publish
+from .params import (
+    all_gather_params,
+    all_gather_pieces,
+    grads_like,
+    make_reduction,
+    make_unit_flats,
+    publish,
+)
 from .state import lay_out_state
 
 
@@ -117,9 +122,7 @@ class ShardedEngine:
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             if tree.holding.form == "pieces":
                 return all_gather_pieces(tree, axes)
-            whole = all_gather_params(tree, axes)
-            trainable = tree.sharding.layout.trainable
-            return tree_map(lambda p, flag: p.clone().requires_grad_(flag), whole, trainable)
+            return all_gather_params(tree, axes)
 
     def value_and_grad(
         self, loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]
@@ -152,7 +155,7 @@ class ShardedEngine:
 
             value, reduced = self._differentiate(call, _name_of(loss), trees, joined, order)
             grads = [
-                _grads_of(sharded, reduced, first)
+                grads_like(sharded.pieces(), reduced, first)
                 for sharded, first, on in zip(trees, joined.first_buckets, trained, strict=True)
                 if on
             ]
@@ -281,19 +284,6 @@ def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     return Joined(joined, first_buckets, tuple(layouts))
 
 
-def _grads_of(tree: ShardedTree, reduced: dict[int, Tensor], first_bucket: int) -> ShardedTree:
-    """A tree's gradients, in pieces: zeros for a bucket that the loss did not use, None where
-    frozen."""
-    flats: list[Tensor | None] = []
-    pieces = tree.pieces()
-    for b, piece in enumerate(pieces.flats(), start=first_bucket):
-        if piece is None:
-            flats.append(None)
-        else:
-            flats.append(reduced[b] if b in reduced else torch.zeros_like(piece))
-    return ShardedTree.of_flats(flats, pieces.holding)
-
-
 def _is_sharded(node: Any) -> bool:
     return isinstance(node, ShardedTree)
 
@@ -350,16 +340,8 @@ def shard_tree(
         same_structure(layout.trainable, tree, what="the tree")
     else:
         assert level is not None
-        levels = Levels(level)
-        levels.check(tree)
-        options = Options(levels, axes_of(as_group(group)), False, "mean", True)
-        engine = ShardedEngine(options)
-        layout = make_layout(
-            tree,
-            options.axes.optimizer.size,
-            trainable=lambda path, leaf: leaf.requires_grad,
-            cut=options.cut_of,
-        )
+        options = Options(Levels(level), axes_of(as_group(group)), False, "mean", True)
+        engine, layout = ShardedEngine(options), options.layout_of(tree)
         holding = Holding(options.sharding(layout), "held", engine)
     axes = engine.options.axes
     with sharing_failures(*axes.groups), torch.no_grad():

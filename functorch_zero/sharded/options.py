@@ -1,4 +1,4 @@
-"""What `shard` was asked for, what its steps refuse, and how the other ranks hear of a failure."""
+"""`Options`: the arguments of `shard`, checked."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
+from torch import Tensor
+
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
+from ..layout.build import make_layout
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels
 from ..layout.sharding import Sharding
 from ..runtime.prefetch import Overlap
+from ..tree import PyTree
 from .buffers import SyncBuffers
 
 
@@ -36,7 +40,7 @@ class StatePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What `shard` was asked for."""
+    """The arguments of `shard`. See there."""
 
     levels: Levels
     axes: Axes
@@ -59,8 +63,18 @@ class Options:
         return StatePlace(self.levels.number, axes.optimizer.size, self.group.rank, mesh)
 
     def sharding(self, layout: Layout) -> Sharding:
-        """What a state that is cut so says of itself."""
+        """The static part of a state that is cut so."""
         return Sharding(layout, self.place.level, self.place.rank, self.place.mesh)
+
+    def layout_of(self, params: PyTree[Tensor]) -> Layout:
+        """How a tree is cut: leaves with `requires_grad` are trained, the others are frozen."""
+        self.levels.check(params)
+        return make_layout(
+            params,
+            self.axes.optimizer.size,
+            trainable=lambda path, leaf: leaf.requires_grad,
+            cut=self.cut_of,
+        )
 
     def cut_of(self, path: str, leaf: Any) -> Cut:
         """How a leaf is cut."""

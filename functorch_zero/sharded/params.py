@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
 from ..groups import labelled
@@ -29,7 +30,8 @@ from .options import ReduceGradients
 
 
 def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
-    """This rank's part -> whole leaves. One all-gather per bucket of level 3."""
+    """This rank's part -> whole leaves, copies, which say whether they are trained. One all-gather
+    per bucket of level 3."""
     layout, flats = params.sharding.layout, list(params.flats())
     started = []
     for b, bucket in enumerate(layout.buckets):
@@ -39,8 +41,11 @@ def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
             flats[b] = whole
     for work in started:
         work.wait()
-    return to_tree(
+    whole = to_tree(
         [unpack(flat, bucket) for flat, bucket in zip(flats, layout.buckets, strict=True)], layout
+    )
+    return tree_map(
+        lambda p, train: p.detach().clone().requires_grad_(train), whole, layout.trainable
     )
 
 
@@ -75,6 +80,25 @@ def make_reduction(
     return GradientReduction(
         layout, axes, log, every_use=frozenset(every_use), in_layout_order=in_layout_order
     )
+
+
+def grads_like(
+    pieces: ShardedTree, reduced: Mapping[int, Tensor], first_bucket: int = 0
+) -> ShardedTree:
+    """Reduced gradients as a tree, cut as these pieces of its params: zeros for a bucket that no
+    loss reached, None where frozen.
+
+    Args:
+        reduced: by bucket, (piece,) each.
+        first_bucket: the number there of the tree's first bucket.
+    """
+    flats: list[Tensor | None] = []
+    for b, piece in enumerate(pieces.flats(), start=first_bucket):
+        if piece is None:
+            flats.append(None)
+        else:
+            flats.append(reduced[b] if b in reduced else torch.zeros_like(piece))
+    return ShardedTree.of_flats(flats, pieces.holding)
 
 
 def make_unit_flats(

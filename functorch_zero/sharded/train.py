@@ -15,7 +15,6 @@ from torch import Tensor
 from ..errors import StructureError
 from ..groups import labelled
 from ..groups.protocol import Group
-from ..layout.build import make_layout
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, hold
 from ..model.deferred_init import DeferredInit
@@ -86,7 +85,7 @@ class ShardedTrainStep:
         """
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             params = mark_trainable(params, self.unsharded.trainable)
-            layout = self._make_layout(params)
+            layout = self.options.layout_of(params)
             buffers = {} if buffers is None else buffers if values is None else values.fill(buffers)
             agree(
                 labelled(self.group, "init/agreement"), self._facts(layout, params, buffers, seed)
@@ -156,7 +155,7 @@ class ShardedTrainStep:
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
         with torch.no_grad():
-            layout = self._make_layout(state.params)
+            layout = self.options.layout_of(state.params)
             plan = self._prepare(layout).plan
             return shard_state(state, plan, self.options.sharding(layout), self._rank, self.engine)
 
@@ -175,16 +174,6 @@ class ShardedTrainStep:
     def _rank(self) -> int:
         """This rank's number among the pieces of a bucket."""
         return self.options.axes.number
-
-    def _make_layout(self, params: PyTree[Tensor]) -> Layout:
-        self.options.levels.check(params)
-        num_ranks = self.options.axes.optimizer.size
-        return make_layout(
-            params,
-            num_ranks,
-            trainable=lambda path, leaf: leaf.requires_grad,
-            cut=self.options.cut_of,
-        )
 
     def _prepare(self, layout: Layout) -> PreparedUpdate:
         known = self._prepared
