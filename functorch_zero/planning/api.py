@@ -65,7 +65,7 @@ def plan(
     same_data: SameData | None = None,
     overlap: OverlapChoice = "memory",
 ) -> Plan:
-    """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
+    """Memory and traffic of `shard(train_step(loss, optimizer), level=level)` on each of `ranks`
     ranks.
 
     No rank is started, nothing is communicated and nothing of the model's size is allocated: the
@@ -174,7 +174,7 @@ def plan(
 
 
 class _Work(NamedTuple):
-    """What is run, and on what."""
+    """The things that a plan runs, and runs them on."""
 
     params: PyTree[Tensor]
     buffers: PyTree[Tensor]

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What one rank holds. `str` gives a table."""
+    """The holdings of one rank. `str` gives a table."""
 
     rows: tuple[Row, ...]
     rank: int
@@ -204,7 +204,7 @@ def _row(
 
 
 def _wire(bucket: Bucket) -> tuple[tuple[str, torch.dtype], ...]:
-    """What travels of a bucket in a step: gathers on use, reductions, and the all-gather after the
+    """The traffic of a bucket in a step: gathers on use, reductions, and the all-gather after the
     update."""
     gathers = [("gather", bucket.gather)] if bucket.cut.level == 3 else []
     reduces = [("reduce", bucket.reduce)] if bucket.trainable else []

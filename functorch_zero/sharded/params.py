@@ -208,7 +208,7 @@ def evaluated(
     """The flats that would hold the params between steps if the trained ones were `chosen`, this
     rank's pieces.
 
-    Levels 1 and 2: one all-gather a bucket, all under way at once.
+    Levels 1 and 2: one all-gather per bucket, all under way at once.
     """
     leaves, held, started = iter(optree.tree_leaves(chosen)), [], []
     pieces = {n: next(leaves) for n in _trained_numbers(layout)}
@@ -231,7 +231,7 @@ def _trained_numbers(layout: Layout) -> list[int]:
 
 
 def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTree[Tensor]:
-    """Pieces -> whole leaves on every rank. One all-gather a bucket: S bytes arrive in all."""
+    """Pieces -> whole leaves on every rank. One all-gather per bucket: S bytes arrive in all."""
     leaves = optree.tree_leaves(tree)
     started = []
     for b, bucket in enumerate(layout.buckets):

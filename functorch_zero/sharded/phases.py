@@ -79,7 +79,7 @@ class Run:
 
 
 class Local(NamedTuple):
-    """What the loss of this rank's part of the batch has given."""
+    """The results of the loss on this rank's part of the batch."""
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
     outcome: Outcome  # of all micro-batches as one
@@ -88,7 +88,7 @@ class Local(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks know, once each has told the others; the same on every rank."""
+    """The agreement of all ranks, once each has told the others; the same on every rank."""
 
     metrics: Metrics  # weighted means over ranks
     weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts

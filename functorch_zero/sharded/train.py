@@ -184,7 +184,7 @@ class ShardedTrainStep:
     def _facts(
         self, layout: Layout, params: PyTree[Tensor], buffers: PyTree[Tensor], seed: int | None
     ) -> dict[str, Any]:
-        """What ranks must agree on."""
+        """The facts that ranks must agree on."""
         o = self.options
         return {
             "functorch_zero": __version__,
