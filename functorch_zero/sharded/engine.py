@@ -340,7 +340,13 @@ def shard_tree(
         same_structure(layout.trainable, tree, what="the tree")
     else:
         assert level is not None
-        options = Options(Levels(level), axes_of(as_group(group)), False, "mean", True)
+        options = Options(
+            Levels(level),
+            axes_of(as_group(group)),
+            donate=False,
+            sync_buffers="mean",
+            reshard_after_forward=True,
+        )
         engine, layout = ShardedEngine(options), options.layout_of(tree)
         holding = Holding(options.sharding(layout), "held", engine)
     axes = engine.options.axes
