@@ -30,8 +30,8 @@ class Engine(Protocol):
     def value_and_grad(
         self, loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]
     ) -> tuple[Any, Any]:
-        """What a loss gives, as means over ranks, and the gradients of the sharded trees in
-        `tree`."""
+        """A loss's value, and metrics if it has some, as means over ranks; and the gradients of the
+        sharded trees in `tree`."""
         ...
 
     def apply_updates(self, params: Any, updates: Any) -> Any:

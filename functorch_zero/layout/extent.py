@@ -11,7 +11,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Extent:
-    """What one rank's piece covers of a leaf: elements [start, stop) of a box of the leaf,
+    """The part of a leaf that one rank's piece covers: elements [start, stop) of a box of the leaf,
     flattened.
 
     Attributes:

@@ -69,7 +69,8 @@ def unpack(flat: Tensor, bucket: Bucket) -> list[Tensor]:
 
 
 def cut(piece: Tensor, bucket: Bucket, rank: int) -> list[Tensor]:
-    """What `rank` keeps of each leaf of the bucket, 1-D, as views of its flat piece (piece,)."""
+    """The part of each leaf of the bucket that `rank` keeps, 1-D, as views of its flat piece
+    (piece,)."""
     return list(_split(piece, bucket, bucket.first(rank))[1::2])
 
 
@@ -143,7 +144,7 @@ def to_tree(parts: Sequence[Sequence[Any]], layout: Layout) -> PyTree[Any]:
 
 
 def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
-    """Whole leaves -> copies of this rank's pieces, views of one new flat a bucket. No
+    """Whole leaves -> copies of this rank's pieces, views of one new flat per bucket. No
     communication."""
     leaves = optree.tree_leaves(tree)
     parts = [
@@ -196,8 +197,7 @@ class Recall:
     those of the last time.
 
     A step is given the leaves that the last one returned, where storage is donated. They are
-    remembered weakly, and asked whether they still lie where they lay: `leaf.data = other` leaves
-    an object what it is.
+    remembered weakly, and asked whether they still lie where they lay.
     """
 
     def __init__(self, find: Callable[[Sequence[Tensor]], list[Tensor]]):
@@ -208,22 +208,23 @@ class Recall:
 
     def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         same = len(leaves) == len(self._leaves) and all(map(is_, map(call, self._leaves), leaves))
-        if same and _places(leaves) == self._as_they_were:
+        if same and where_they_lie(leaves) == self._as_they_were:
             bases: list[Any] = [*map(base_of, map(leaves.__getitem__, self._firsts))]
             return bases
         flats = self._find(leaves)
         known = {id(base): i for i, base in enumerate(map(base_of, leaves))}
         self._leaves = []
         if {*map(type, leaves)} == {Tensor} and all(id(flat) in known for flat in flats):
-            self._leaves, self._as_they_were = [*map(ref, leaves)], _places(leaves)
+            self._leaves, self._as_they_were = [*map(ref, leaves)], where_they_lie(leaves)
             self._firsts = [known[id(flat)] for flat in flats]
         return flats
 
 
-def _places(leaves: Sequence[Tensor]) -> list[list[Any]]:
-    return [
-        [*map(fact, leaves)] for fact in (Tensor.data_ptr, _SHAPE, _DTYPE, Tensor.is_contiguous)
-    ]
+def where_they_lie(leaves: Sequence[Tensor]) -> list[list[Any]]:
+    """Equal while the leaves lie where they lay, fact by fact, without a line of Python per leaf:
+    `leaf.data = other` leaves an object what it is."""
+    facts: Any = (storage_id, Tensor.storage_offset, _SHAPE, _DTYPE, Tensor.is_contiguous)
+    return [[*map(fact, leaves)] for fact in facts]
 
 
 def own_piece(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:

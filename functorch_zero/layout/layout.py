@@ -36,7 +36,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """What a layout must know of a leaf."""
+    """A leaf, as far as layouts read it."""
 
     path: str
     shape: tuple[int, ...]
@@ -69,17 +69,17 @@ class Bucket:
 
     @cached_property
     def compute(self) -> torch.dtype:
-        """What whole leaves are used in."""
+        """The dtype that whole leaves are used in."""
         return self.dtype if self.dtypes is None else self.dtypes.compute
 
     @cached_property
     def gather(self) -> torch.dtype:
-        """What leaves are rounded to, and travel in, before they are used."""
+        """The dtype that leaves are rounded to, and travel in, before they are used."""
         return self.dtype if self.dtypes is None else self.dtypes.gather
 
     @cached_property
     def reduce(self) -> torch.dtype:
-        """What gradients are rounded to, and summed over ranks in."""
+        """The dtype that gradients are rounded to, and summed over ranks in."""
         return self.dtype if self.dtypes is None else self.dtypes.reduce
 
     @cached_property
@@ -109,7 +109,7 @@ class Bucket:
         return rank * self.piece if self.cut.num_pieces > 1 else 0
 
     def extent(self, k: int, rank: int) -> Extent:
-        """What `rank` keeps of the k-th leaf of this bucket."""
+        """The part of the bucket's k-th leaf that `rank` keeps."""
         first, offset, numel = self.first(rank), self.offsets[k], self.numels[k]
         start = min(max(first - offset, 0), numel)
         stop = min(max(first + self.piece - offset, 0), numel)
@@ -149,7 +149,7 @@ class Unit:
 
 
 class UnitContent(NamedTuple):
-    """What is in a unit. Its own leaves are numbered bucket by bucket."""
+    """The content of a unit. Its own leaves are numbered bucket by bucket."""
 
     buckets: tuple[Bucket, ...]
     leaves: tuple[int, ...]  # the numbers that its leaves have in tree order
@@ -160,7 +160,7 @@ class UnitContent(NamedTuple):
 
 
 class LossView(NamedTuple):
-    """What a loss sees of the leaves, and in which unit: columns, in tree order."""
+    """The leaves as a loss sees them, and their units: columns, in tree order."""
 
     units: tuple[int, ...]
     numbers: tuple[int, ...]  # in the unit
@@ -191,7 +191,7 @@ class Layout:
 
     @cached_property
     def contents(self) -> tuple[UnitContent, ...]:
-        """What is in each unit."""
+        """The content of each unit."""
         return tuple(self._content(unit) for unit in self.units)
 
     def _content(self, unit: Unit) -> UnitContent:
@@ -212,7 +212,7 @@ class Layout:
 
     @cached_property
     def seen(self) -> LossView:
-        """What a loss sees of the leaves."""
+        """The leaves as a loss sees them."""
         homes = sorted(
             (n, u, k)
             for u, content in enumerate(self.contents)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Literal
 
 import optree
 from torch import Tensor
 
-from .._torch_private import base_of, register_in_torch, storage_id
+from .._torch_private import base_of, register_in_torch
 from ..errors import StructureError
 from ..params import Engine, OnEngine
 from ..tree import PyTree
@@ -27,14 +27,13 @@ from .flat_buffers import (
     slice_flat,
     to_tree,
     unpack,
+    where_they_lie,
 )
 from .layout import Bucket
 from .levels import level_of
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
-
-_DTYPE = attrgetter("dtype")
 
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
 _IN_A_LOSS: ContextVar[bool] = ContextVar("_IN_A_LOSS", default=False)
@@ -225,24 +224,20 @@ class _Known:
     def __init__(self, flats: list[Any]):
         self.flats = flats
         self.leaves: list[Any] | None = None
-        self._facts: list[list[Any]] = []
+        self._as_they_were: list[list[Any]] = []
 
     def remember(self, leaves: list[Tensor | None]) -> None:
-        self.leaves, self._facts = leaves, _facts(leaves)
+        self.leaves, self._as_they_were = leaves, _where_they_lie(leaves)
 
     def still(self, leaves: list[Tensor | None]) -> bool:
-        """Whether the leaves are those, lying where they lay: `leaf.data = other` leaves an object
-        what it is."""
+        """Whether the leaves are those, lying where they lay."""
         assert self.leaves is not None
         same = all(map(is_, leaves, self.leaves))
-        return same and _facts(leaves) == self._facts
+        return same and _where_they_lie(leaves) == self._as_they_were
 
 
-def _facts(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
-    """Where the leaves lie, fact by fact, without a line of Python per leaf."""
-    given = [leaf for leaf in leaves if leaf is not None]
-    facts: Any = (storage_id, Tensor.storage_offset, attrgetter("shape"), Tensor.stride, _DTYPE)
-    return [list(map(fact, given)) for fact in facts]
+def _where_they_lie(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
+    return where_they_lie([leaf for leaf in leaves if leaf is not None])
 
 
 def hold(

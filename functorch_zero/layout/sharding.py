@@ -1,4 +1,4 @@
-"""What a sharded state says of itself."""
+"""The static part of a sharded state: how it is cut, and whether it has been used up."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _way_to(value: Any, own: set[int], seen: set[int], depth: int) -> str | None
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a function, container or object refers to, by name."""
+    """The things that a function, container or object refers to, by name."""
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if _is_filled(cell):
@@ -136,8 +136,8 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """What a function is closed over, or has as a default: a copied module for a module, a function
-    about the copy for a function."""
+    """The copy's counterpart of a thing that a function is closed over, or has as a default: a
+    copied module for a module, a function about the copy for a function."""
     if isinstance(value, MethodType) and id(value.__self__) in memo:
         return MethodType(value.__func__, memo[id(value.__self__)])
     if isinstance(value, FunctionType) and id(value) not in memo:

@@ -1,4 +1,4 @@
-"""What a transform is: a pure `init`/`update` pair, and what it must see of a tensor (`needs`).
+"""Transforms: a pure `init`/`update` pair, and what it must see of a tensor (`needs`).
 
 Every update has the one signature `(updates, state, params, across) -> (updates, state)`. The four
 constructors lift what an author writes to it, once; whatever runs differently on pieces goes
@@ -32,7 +32,7 @@ Schedule = Callable[[Tensor], Any]
 
 
 class Needs(enum.IntEnum):
-    """What a transform must see of a tensor, from least to most."""
+    """The part of a tensor that a transform must see, from least to most."""
 
     POINTWISE = 0
     """Each element's own values."""

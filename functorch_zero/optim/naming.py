@@ -158,7 +158,7 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
 
 
 def _referred_to(function: FunctionType) -> dict[str, Any]:
-    """What a function's results may depend on beside its arguments, by name."""
+    """The things that a function's results may depend on beside its arguments, by name."""
     found: dict[str, Any] = {}
     for variable, cell in zip(
         function.__code__.co_freevars, function.__closure__ or (), strict=True

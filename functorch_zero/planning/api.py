@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .._torch_private import VALUE_NEEDED, FakeTensorMode, storage_id
 from ..errors import StructureError, TransformError
 from ..groups.mesh import SameData
-from ..layout.build import make_layout
 from ..layout.layout import Layout, Unit
 from ..layout.levels import LevelRule, Levels
 from ..model.casting import PrecisionRules
@@ -76,7 +75,7 @@ def plan(
     gather: Gather | None = None,
     state_storage: StateStorage | None = None,
 ) -> Plan:
-    """What `shard(train_step(loss, optimizer), level=level)` will hold and send on each of `ranks`
+    """Memory and traffic of `shard(train_step(loss, optimizer), level=level)` on each of `ranks`
     ranks.
 
     No rank is started, nothing is communicated and nothing of the model's size is allocated: the
@@ -150,13 +149,8 @@ def plan(
         check_gather(gather),
         None if check_state_storage(state_storage) is None else Elsewhere(),
     )
-    levels.check(params)
     with nullcontext() if batch is not None else _no_collections():
-        num_pieces = axes.optimizer.size
-        layout = make_layout(
-            params, num_pieces, trainable=lambda path, leaf: leaf.requires_grad, cut=options.cut_of
-        )
-        options.check_layout(layout)
+        layout = options.layout_of(params)
         fake, order = None, None
         buffers = given if buffers is None else buffers
         work = _Work(params, buffers, batch, replace(step, trainable=None), layout, layout)
@@ -196,7 +190,7 @@ def plan(
 
 
 class _Work(NamedTuple):
-    """What is run, and on what."""
+    """The things that a plan runs, and runs them on."""
 
     params: PyTree[Tensor]
     buffers: PyTree[Tensor]

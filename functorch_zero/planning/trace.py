@@ -207,7 +207,7 @@ class ImaginedStep:
             self.samples[-1] = self.samples[-1]._replace(moment=f"backward of {collective.unit}")
 
     def _sample(self) -> None:
-        """What is here at this moment: of each unit in each phase the highest sample is kept."""
+        """Note the memory of this moment: of each unit in each phase the highest sample is kept."""
         phase, unit = self._journal.phase, self._journal.unit
         moment = f"{phase} of {unit}" if unit and phase in ("forward", "backward") else phase
         new = not self.samples or self.samples[-1].moment != moment
@@ -250,7 +250,7 @@ class _Announced:
 
 
 class Journal:
-    """What all recorders of a step write to.
+    """The one record that all recorders of a step write to.
 
     Attributes:
         phase: of the step.

@@ -109,7 +109,7 @@ class Use:
 
 
 class SavedLeaf(NamedTuple):
-    """What autograd keeps of a tensor that lies in a gathered flat."""
+    """The place of a tensor that lies in a gathered flat, which autograd keeps instead of it."""
 
     use: Use
     k: int  # the unit's k-th flat
@@ -120,7 +120,7 @@ class SavedLeaf(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """What autograd keeps of any other tensor."""
+    """Any other tensor, as autograd keeps it."""
 
     tensor: Tensor
     version: int

@@ -34,7 +34,7 @@ _BITS = 20  # of a digest: its square, summed over 2**12 ranks, is exact in floa
 
 
 class Report(NamedTuple):
-    """What all ranks know then."""
+    """The findings of all ranks together, the same on each."""
 
     metrics: dict[str, Tensor]  # weighted means over ranks
     weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts
@@ -123,8 +123,8 @@ def _check(total: int, squares: int, group: Group, log: Sequence[str]) -> None:
 
 
 def _of_copies(copy: Copy, found: Mapping[str, float]) -> list[int]:
-    """What a rank sends for the comparison of copies; see Note [equal copies]. Nothing where there
-    are none."""
+    """A rank's entries for the comparison of copies; see Note [equal copies]. None where there are
+    no copies."""
     if copy.num == 1:
         return []
     digest = zlib.crc32(f"{copy.data}: {_bits(found)}".encode())

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What one rank holds. `str` gives a table."""
+    """The holdings of one rank. `str` gives a table."""
 
     rows: tuple[Row, ...]
     rank: int
@@ -227,7 +227,7 @@ def _row(
 
 
 def _wire(bucket: Bucket, gather: Gather) -> tuple[tuple[str, torch.dtype], ...]:
-    """What travels of a bucket in a step: gathers on use, reductions, and the all-gather after the
+    """The traffic of a bucket in a step: gathers on use, reductions, and the all-gather after the
     update."""
 
     def message(dtype: torch.dtype) -> torch.dtype:

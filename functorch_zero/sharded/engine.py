@@ -15,14 +15,12 @@ from weakref import WeakKeyDictionary
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError
+from ..errors import StructureError, explain
 from ..groups import as_group, labelled
 from ..groups.mesh import axes_of
 from ..groups.protocol import Group
-from ..layout.build import make_layout
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import Holding, ShardedTree, hold, in_a_loss
@@ -39,7 +37,14 @@ from . import agreement
 from .failures import sharing_failures
 from .grad_mean import loss_seed_of, to_means
 from .options import OVERLAPS, Options
-from .params import all_gather_params, all_gather_pieces, make_reduction, make_unit_flats, publish
+from .params import (
+    all_gather_params,
+    all_gather_pieces,
+    grads_like,
+    make_reduction,
+    make_unit_flats,
+    publish,
+)
 from .state import lay_out_state
 
 
@@ -79,9 +84,10 @@ class ShardedEngine:
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         """The optimizer's state, in pieces. Collectives: those that the transform asks for."""
-        self._check_held(params)
-        layout, axes = params.sharding.layout, self.options.axes
+        axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
+            self._check_held(params)
+            layout = params.sharding.layout
             view = params.pieces()
             made = transform.init_fn(view.tree, self._across_of(layout))
             plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
@@ -92,10 +98,10 @@ class ShardedEngine:
     ) -> tuple[ShardedTree, Any]:
         """The updates, in pieces, and the next state. Collectives: those that the transform asks
         for."""
-        self._check_held(params)
-        self._check_pieces(updates, params)
-        across = self._across_of(params.sharding.layout)
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
+            self._check_held(params)
+            self._check_pieces(updates, params)
+            across = self._across_of(params.sharding.layout)
             view = params.pieces()
             new, state = transform.update_fn(updates.tree, state, view.tree, across)
             state = across.keep(state, new, updates.tree, view.tree)
@@ -104,10 +110,11 @@ class ShardedEngine:
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. One all-gather per bucket at levels 1 and 2."""
-        self._check_held(params)
-        self._check_pieces(updates, params)
         axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
+            self._check_held(params)
+            self._check_pieces(updates, params)
+            self._check_frozen(updates)
             gather = self.options.gather
             return publish(params, params.flats(), updates.tree, axes, gather, donate=False)
 
@@ -117,9 +124,7 @@ class ShardedEngine:
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             if tree.holding.form == "pieces":
                 return all_gather_pieces(tree, axes)
-            whole = all_gather_params(tree, axes)
-            trainable = tree.sharding.layout.trainable
-            return tree_map(lambda p, flag: p.clone().requires_grad_(flag), whole, trainable)
+            return all_gather_params(tree, axes)
 
     def value_and_grad(
         self, loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]
@@ -130,16 +135,16 @@ class ShardedEngine:
         num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
         at = [i for i, node in enumerate(given) if _is_sharded(node)]
         trees: list[ShardedTree] = [given[i] for i in at]
-        for sharded in trees:
-            self._check_held(sharded)
-        if any(not _is_sharded(node) for node in given[:num_trained]):
-            raise StructureError(
-                "a gradient was asked of sharded and of whole trees together. Remedy: shard them "
-                "all with fz.shard_tree, or pass the whole ones as later arguments"
-            )
         trained = [i < num_trained for i in at]
         with ExitStack() as stack:
             stack.enter_context(sharing_failures(*self.options.axes.groups))
+            for sharded in trees:
+                self._check_held(sharded)
+            if any(not _is_sharded(node) for node in given[:num_trained]):
+                raise StructureError(
+                    "a gradient was asked of sharded and of whole trees together. Remedy: shard "
+                    "them all with fz.shard_tree, or pass the whole ones as later arguments"
+                )
             joined, order = self._join(trees, trained)
             stack.enter_context(order.forgotten_on_failure())
 
@@ -152,7 +157,7 @@ class ShardedEngine:
 
             value, reduced = self._differentiate(call, _name_of(loss), trees, joined, order)
             grads = [
-                _grads_of(sharded, reduced, first)
+                grads_like(sharded.pieces(), reduced, first)
                 for sharded, first, on in zip(trees, joined.first_buckets, trained, strict=True)
                 if on
             ]
@@ -247,6 +252,14 @@ class ShardedEngine:
                 "gradients that fz.value_and_grad gave of these params"
             )
 
+    def _check_frozen(self, updates: ShardedTree) -> None:
+        layout, rank = updates.sharding.layout, self.options.axes.world.rank
+        given = layout.treedef.flatten_up_to(updates.tree)
+        for leaf, update in zip(layout.leaves, given, strict=True):
+            if update is not None and not leaf.trainable:
+                what, remedy = "a frozen leaf has an update", "leave None there, as gradients have"
+                raise StructureError(explain(what, path=leaf.path, rank=rank, remedy=remedy))
+
 
 def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     """One layout of several trees, frozen where they are not trained."""
@@ -273,19 +286,6 @@ def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     num_ranks = layouts[0].num_ranks
     joined = Layout(num_ranks, tuple(leaves), tuple(units), tuple(buckets), treedef)
     return Joined(joined, first_buckets, tuple(layouts))
-
-
-def _grads_of(tree: ShardedTree, reduced: dict[int, Tensor], first_bucket: int) -> ShardedTree:
-    """A tree's gradients, in pieces: zeros for a bucket that the loss did not use, None where
-    frozen."""
-    flats: list[Tensor | None] = []
-    pieces = tree.pieces()
-    for b, piece in enumerate(pieces.flats(), start=first_bucket):
-        if piece is None:
-            flats.append(None)
-        else:
-            flats.append(reduced[b] if b in reduced else torch.zeros_like(piece))
-    return ShardedTree.of_flats(flats, pieces.holding)
 
 
 def _is_sharded(node: Any) -> bool:
@@ -344,16 +344,14 @@ def shard_tree(
         same_structure(layout.trainable, tree, what="the tree")
     else:
         assert level is not None
-        levels = Levels(level)
-        levels.check(tree)
-        options = Options(levels, axes_of(as_group(group)), False, "mean", True)
-        engine = ShardedEngine(options)
-        layout = make_layout(
-            tree,
-            options.axes.optimizer.size,
-            trainable=lambda path, leaf: leaf.requires_grad,
-            cut=options.cut_of,
+        options = Options(
+            Levels(level),
+            axes_of(as_group(group)),
+            donate=False,
+            sync_buffers="mean",
+            reshard_after_forward=True,
         )
+        engine, layout = ShardedEngine(options), options.layout_of(tree)
         holding = Holding(options.sharding(layout), "held", engine)
     axes = engine.options.axes
     with sharing_failures(*axes.groups), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What `shard` was asked for, what its steps refuse, and how the other ranks hear of a failure."""
+"""`Options`: the arguments of `shard`, checked."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
+from torch import Tensor
+
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
+from ..layout.build import make_layout
 from ..layout.layout import Cut, Layout
 from ..layout.levels import Levels, level_of
 from ..layout.sharding import Sharding
 from ..runtime.prefetch import Overlap
 from ..runtime.reduce import SUMMED, Carried, Reduction
 from ..runtime.unshard import UNENCODED, Gather
+from ..tree import PyTree
 from .buffers import SyncBuffers
 from .storage import StateStorage
 
@@ -39,7 +43,7 @@ class StatePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What `shard` was asked for."""
+    """The arguments of `shard`. See there."""
 
     levels: Levels
     axes: Axes
@@ -73,11 +77,26 @@ class Options:
         return StatePlace(self.levels.number, axes.optimizer.size, self.group.rank, mesh)
 
     def sharding(self, layout: Layout) -> Sharding:
-        """What a state that is cut so says of itself."""
+        """The static part of a state that is cut so."""
         return Sharding(layout, self.place.level, self.place.rank, self.place.mesh)
 
-    def check_layout(self, layout: Layout) -> None:
-        """Raise ValueError where whole params would be held that did not arrive exactly."""
+    def layout_of(self, params: PyTree[Tensor]) -> Layout:
+        """How a tree is cut: leaves with `requires_grad` are trained, the others are frozen.
+
+        Raises:
+            ValueError: whole params would be held that did not arrive exactly.
+        """
+        self.levels.check(params)
+        layout = make_layout(
+            params,
+            self.axes.optimizer.size,
+            trainable=lambda path, leaf: leaf.requires_grad,
+            cut=self.cut_of,
+        )
+        self._check_gather(layout)
+        return layout
+
+    def _check_gather(self, layout: Layout) -> None:
         for bucket in layout.buckets if not self.gather.exact else ():
             level = level_of(bucket)
             if level.cuts_state and (self.axes.both or not level.cuts_params):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
 from ..groups import labelled
@@ -13,6 +14,7 @@ from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
 from ..layout.flat_buffers import (
     by_bucket,
+    cut,
     flat_of_pieces,
     own_piece,
     to_tree,
@@ -28,7 +30,8 @@ from .options import Options
 
 
 def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
-    """This rank's part -> whole leaves. One all-gather per bucket of level 3."""
+    """This rank's part -> whole leaves, copies, which say whether they are trained. One all-gather
+    per bucket of level 3."""
     layout, flats = params.sharding.layout, list(params.flats())
     started = []
     for b, bucket in enumerate(layout.buckets):
@@ -38,8 +41,11 @@ def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
             flats[b] = whole
     for work in started:
         work.wait()
-    return to_tree(
+    whole = to_tree(
         [unpack(flat, bucket) for flat, bucket in zip(flats, layout.buckets, strict=True)], layout
+    )
+    return tree_map(
+        lambda p, train: p.detach().clone().requires_grad_(train), whole, layout.trainable
     )
 
 
@@ -82,6 +88,25 @@ def make_reduction(
     )
 
 
+def grads_like(
+    pieces: ShardedTree, reduced: Mapping[int, Tensor], first_bucket: int = 0
+) -> ShardedTree:
+    """Reduced gradients as a tree, cut as these pieces of its params: zeros for a bucket that no
+    loss reached, None where frozen.
+
+    Args:
+        reduced: by bucket, (piece,) each.
+        first_bucket: the number there of the tree's first bucket.
+    """
+    flats: list[Tensor | None] = []
+    for b, piece in enumerate(pieces.flats(), start=first_bucket):
+        if piece is None:
+            flats.append(None)
+        else:
+            flats.append(reduced[b] if b in reduced else torch.zeros_like(piece))
+    return ShardedTree.of_flats(flats, pieces.holding)
+
+
 def make_unit_flats(
     flats: Sequence[Tensor],
     layout: Layout,
@@ -116,28 +141,39 @@ def publish(
 ) -> ShardedTree:
     """params + updates, as held between steps; with updates None the flats hold the sums already.
 
-    `flats` are those of the params, one per bucket.
+    Args:
+        flats: of the params, one per bucket.
+        updates: this rank's pieces; where one is None, the leaf stays as it is.
 
     Levels 1 and 2: one all-gather per bucket, each started when that bucket is ready.
     """
     rank, layout = axes.number, params.sharding.layout
-    trained, given = _trained_numbers(layout), optree.tree_leaves(updates)
-    moved = {} if updates is None else dict(zip(trained, given, strict=True))
+    given = None if updates is None else layout.treedef.flatten_up_to(updates)
     made, started = [], []
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         new = flat if donate or not bucket.trainable else torch.empty_like(flat)
         made.append(new)
         if not bucket.trainable:
             continue
-        if updates is not None:
+        if given is not None:
             old_piece, piece = own_piece(flat, bucket, rank), own_piece(new, bucket, rank)
-            update = flat_of_pieces([moved[n] for n in bucket.leaves], bucket, rank)
+            own = [given[n] for n in bucket.leaves]
+            if any(update is None for update in own):
+                own = _zeros_for_none(own, cut(old_piece, bucket, rank))
+            update = flat_of_pieces(own, bucket, rank)
             torch.add(old_piece, update.to(flat.dtype), out=piece)
         if over := _held_over(bucket, axes):
             started.append(_Spreading(new, bucket, over, gather))
     while started:
         started = [spreading for spreading in started if spreading.go_on()]
     return params.with_flats(made)
+
+
+def _zeros_for_none(updates: Sequence[Tensor | None], pieces: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        torch.zeros_like(piece) if update is None else update
+        for update, piece in zip(updates, pieces, strict=True)
+    ]
 
 
 class _Spreading:
@@ -195,7 +231,7 @@ def evaluated(
     """The flats that would hold the params between steps if the trained ones were `chosen`, this
     rank's pieces.
 
-    Levels 1 and 2: one all-gather a bucket, all under way at once.
+    Levels 1 and 2: one all-gather per bucket, all under way at once.
     """
     leaves, held, started = iter(optree.tree_leaves(chosen)), [], []
     pieces = {n: next(leaves) for n in _trained_numbers(layout)}
@@ -218,7 +254,7 @@ def _trained_numbers(layout: Layout) -> list[int]:
 
 
 def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTree[Tensor]:
-    """Pieces -> whole leaves on every rank. One all-gather a bucket: S bytes arrive in all."""
+    """Pieces -> whole leaves on every rank. One all-gather per bucket: S bytes arrive in all."""
     leaves = optree.tree_leaves(tree)
     started = []
     for b, bucket in enumerate(layout.buckets):

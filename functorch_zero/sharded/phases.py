@@ -37,7 +37,7 @@ from .buffers import apart, replaced, synchronize
 from .checks import check_not_empty
 from .grad_mean import in_range, loss_seed_of, to_means
 from .options import OVERLAPS, Options
-from .params import make_reduction, make_unit_flats, publish
+from .params import grads_like, make_reduction, make_unit_flats, publish
 from .parts import ReductionParts
 
 
@@ -89,7 +89,7 @@ class Run:
 
 
 class Local(NamedTuple):
-    """What the loss of this rank's part of the batch has given."""
+    """The results of the loss on this rank's part of the batch."""
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
     kept: dict[int, Kept]  # by bucket: what the reduction keeps for the next step
@@ -99,7 +99,7 @@ class Local(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks know, once each has told the others; the same on every rank."""
+    """The agreement of all ranks, once each has told the others; the same on every rank."""
 
     metrics: Metrics  # weighted means over ranks
     weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts
@@ -218,7 +218,7 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     scale = run.step.finite.scale(state.finite)
     to_means(local.reduced, agreed.weight if _weighted(local.outcome) else None, scale)
     view = pieces_of(run.flats, state.params.holding)
-    grads = _grads_like(view, local.reduced)
+    grads = grads_like(view, local.reduced)
     buffers = _next_buffers(run, local.outcome, agreed)
     if options.donate:
         buffers = apart(buffers, run.flats)
@@ -253,15 +253,6 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
         run.parts.parts_of(local.kept) if agreed.fine else state.parts,
     )
     return new, metrics
-
-
-def _grads_like(pieces: ShardedTree, reduced: dict[int, Tensor]) -> ShardedTree:
-    """The reduced gradients, cut as the params are; zeros for a bucket that no loss reached."""
-    flats = [
-        torch.zeros_like(flat) if flat is not None and b not in reduced else reduced.get(b)
-        for b, flat in enumerate(pieces.flats())
-    ]
-    return ShardedTree.of_flats(flats, pieces.holding)
 
 
 def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:

@@ -61,15 +61,13 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
     """The whole state on every rank, in tensors of its own."""
     assert state.sharding is not None
     layout = state.sharding.layout
-    params = all_gather_params(state.params, axes)
-    flags = layout.trainable
     leaves, treedef = optree.tree_flatten(prepared.fetched(state.opt_state))
     whole = [
         _gather_leaf(x, leaf, layout, axes.optimizer)
         for x, leaf in zip(leaves, prepared.plan.leaves, strict=True)
     ]
     value = TrainValue(
-        tree_map(lambda p, flag: p.detach().clone().requires_grad_(flag), params, flags),
+        all_gather_params(state.params, axes),
         tree_map(torch.clone, state.buffers),
         treedef.unflatten(whole),
     )

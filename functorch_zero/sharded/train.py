@@ -15,7 +15,6 @@ from torch import Tensor
 from ..errors import StructureError
 from ..groups import labelled
 from ..groups.protocol import Group
-from ..layout.build import make_layout
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, hold
 from ..model.deferred_init import DeferredInit
@@ -87,7 +86,7 @@ class ShardedTrainStep:
         """
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             params = mark_trainable(params, self.unsharded.trainable)
-            layout = self._make_layout(params)
+            layout = self.options.layout_of(params)
             buffers = {} if buffers is None else buffers if values is None else values.fill(buffers)
             agree(
                 labelled(self.group, "init/agreement"), self._facts(layout, params, buffers, seed)
@@ -162,7 +161,7 @@ class ShardedTrainStep:
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
         with torch.no_grad():
-            layout = self._make_layout(state.params)
+            layout = self.options.layout_of(state.params)
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout)
             return shard_state(state, prepared, sharding, self._rank, self.engine)
@@ -187,18 +186,6 @@ class ShardedTrainStep:
         """This rank's number among the pieces of a bucket."""
         return self.options.axes.number
 
-    def _make_layout(self, params: PyTree[Tensor]) -> Layout:
-        self.options.levels.check(params)
-        num_ranks = self.options.axes.optimizer.size
-        layout = make_layout(
-            params,
-            num_ranks,
-            trainable=lambda path, leaf: leaf.requires_grad,
-            cut=self.options.cut_of,
-        )
-        self.options.check_layout(layout)
-        return layout
-
     def _prepare(self, layout: Layout) -> PreparedUpdate:
         known = self._prepared
         if known is None or (known.layout is not layout and known.layout != layout):
@@ -208,7 +195,7 @@ class ShardedTrainStep:
     def _facts(
         self, layout: Layout, params: PyTree[Tensor], buffers: PyTree[Tensor], seed: int | None
     ) -> dict[str, Any]:
-        """What ranks must agree on."""
+        """The facts that ranks must agree on."""
         o = self.options
         return {
             "functorch_zero": __version__,

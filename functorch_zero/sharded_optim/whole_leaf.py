@@ -100,7 +100,7 @@ class Exchange:
         return bucket.extent(k, rank)
 
     def _parts(self, i: int) -> list[tuple[int, Extent]]:
-        """What the ranks hold of a leaf, those that hold something of it."""
+        """The parts of a leaf, by rank, of the ranks that hold something of it."""
         bucket, k = self._places[i]
         start, numel = bucket.offsets[k], bucket.numels[k]
         holders = (

@@ -42,8 +42,8 @@ class EvalStep:
         return {k: if_weighty(as_metric(v), weight) for k, v in metrics.items()}
 
     def chosen(self, opt_state: Any, params: PyTree[Tensor]) -> PyTree[Tensor]:
-        """What `self.params` gives for an optimizer's state and the trained leaves, both whole or
-        in pieces."""
+        """The leaves that `self.params` chooses, from an optimizer's state and the trained leaves;
+        all whole, or all in pieces."""
         assert self.params is not None
         found = self.params(opt_state, params)
         same_structure(params, found, what="what eval_step(params=...) gave")

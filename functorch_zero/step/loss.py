@@ -18,7 +18,7 @@ from ..tree import PyTree, paths, same_structure
 
 @dataclass(frozen=True)
 class Aux:
-    """What a loss returns beside the loss.
+    """The second result of a loss, beside its value.
 
     Attributes:
         buffers: the new buffers, as `apply` returned them; None when nothing changed.
@@ -39,7 +39,7 @@ Metrics = dict[str, Tensor]
 
 
 class Outcome(NamedTuple):
-    """What one call of a loss gave."""
+    """The results of one call of a loss."""
 
     loss: Tensor  # 0-d
     buffers: PyTree[Tensor]
@@ -168,7 +168,7 @@ def if_weighty(
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """What several micro-batches gave, as one."""
+    """The outcomes of several micro-batches as one."""
     if len(outcomes) == 1:
         return outcomes[0]
     _check_all_weighted(outcomes)

@@ -1,7 +1,8 @@
 """The step for one process: pure, and the oracle that every sharded step is held to.
 
-`State` is what a step takes and returns. Sharded, `params` and the state leaves that follow a
-param are this rank's pieces (params at level 3 only), and `sharding` says how they are cut.
+A step takes a `State` and returns the next one. In a sharded state, `params` is a `ShardedTree`
+(whole leaves, or at level 3 pieces), state leaves that follow a param are this rank's pieces, and
+`sharding` says how they are cut.
 """
 
 from __future__ import annotations

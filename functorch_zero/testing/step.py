@@ -309,7 +309,7 @@ class Comparison:
                 assert_equal_values(*own, grade=self.equality, what="buffers", context=here)
 
     def _shared(self, step: Step) -> Any:
-        """What all ranks must have alike."""
+        """The results that all ranks must have alike."""
         state: State = step.state.replace(buffers=None) if self.local else step.state
         return {"state": state, "metrics": step.metrics}
 
@@ -334,7 +334,7 @@ def _slack(expected: Any, *jittered: Any) -> list[float]:
 
 
 class Step(NamedTuple):
-    """What one step led to."""
+    """The results of one step."""
 
     state: State
     buffers: list[PyTree[Tensor]]  # by rank; one where all have the same
@@ -355,7 +355,7 @@ class Run(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a run begins with."""
+    """The beginning of a run."""
 
     params: PyTree[Tensor]
     buffers: PyTree[Tensor] | None
@@ -456,8 +456,8 @@ def _average_metrics(outcomes: Sequence[Outcome], shares: Sequence[float]) -> Me
 def _combine_buffers(
     rule: str, held: list[PyTree[Tensor]], shares: Sequence[float]
 ) -> list[PyTree[Tensor]]:
-    """What each rank holds after a step, from what each rank's loss made; what weighs nothing isn't
-    averaged."""
+    """The buffers that each rank holds after a step, from those that each rank's loss made. A batch
+    of weight 0 isn't averaged."""
 
     def mean(*buffers: Tensor) -> Tensor:
         counting = [b for b, share in zip(buffers, shares, strict=True) if share] or [buffers[0]]

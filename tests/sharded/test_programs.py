@@ -15,8 +15,9 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import GroupError, MismatchError, StructureError
+from functorch_zero.errors import GroupError, MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
+from functorch_zero.layout.sharded_tree import ShardedTree
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
 
@@ -254,6 +255,53 @@ def test_what_is_refused() -> None:
                 call()
         with pytest.raises(ValueError, match="in pieces, as gradients are"):
             tree_map(torch.add, params, grads)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_leaves_without_an_update_stay(level: int) -> None:
+    """`apply_updates` where some updates are None, in a bucket with others and alone."""
+    tree = {
+        "frozen": torch.ones(2),
+        "w": torch.arange(1.0, 6.0).requires_grad_(),
+        "x": torch.ones(3, requires_grad=True),
+        "z": torch.ones(3, dtype=torch.float64, requires_grad=True),
+    }
+    kept = {"frozen": None, "w": True, "x": None, "z": None}
+
+    def masked(updates: Any) -> Any:
+        return tree_map(
+            lambda flag, update: update if flag else None, kept, updates, none_is_leaf=True
+        )
+
+    expected = fz.apply_updates(tree, masked(fz.value_and_grad(square)(tree)[1]))
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree(tree, level=level, group=group)
+        _, grads = fz.value_and_grad(square)(params)
+        updates = ShardedTree(masked(grads.tree), grads.holding)
+        got = fz.unshard(fz.apply_updates(params, updates))
+        assert_equal_values(expected, got, grade="bitwise")
+        assert not torch.equal(got["w"], tree["w"]) and torch.equal(got["x"], tree["x"])
+        wrong = ShardedTree(grads.tree | {"frozen": torch.ones(2)}, grads.holding)
+        with pytest.raises(StructureError, match="path frozen"):
+            fz.apply_updates(params, wrong)
+
+    run_ranks(run, 2)
+
+
+def test_one_rank_s_mistake_reaches_the_other() -> None:
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree({"w": torch.ones(4, requires_grad=True)}, level=3, group=group)
+        _, grads = fz.value_and_grad(square)(params)
+        calls = [
+            lambda tree: fz.value_and_grad(square)(tree),
+            lambda tree: fz.unshard(fz.apply_updates(tree, grads)),
+        ]
+        for call in calls:
+            with pytest.raises(StructureError if group.rank else PeerError, match="got in pieces"):
+                call(grads if group.rank else params)
 
     run_ranks(run, 2)
 

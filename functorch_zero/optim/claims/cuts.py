@@ -26,7 +26,7 @@ Cut = Callable[[PyTree[Tensor]], Any]
 
 
 class Steps(NamedTuple):
-    """What a test runs: params, and the updates of each step."""
+    """The input of a test: params, and the updates of each step."""
 
     params: PyTree[Tensor]
     updates: list[PyTree[Tensor]]
@@ -148,7 +148,7 @@ def _concatenate(*pieces: Tensor) -> Tensor:
 
 
 def _check_states(whole: Any, first: Any, second: Any, watch: Watch, compare: Compare) -> None:
-    """What follows a leaf follows its pieces; all else in a state is the same for all of them."""
+    """State that follows a leaf follows its pieces; all other state is the same for all of them."""
     rows = zip(*map(optree.tree_leaves, (whole, first, second)), strict=True)
     for i, (x, a, b) in enumerate(rows):
         if not isinstance(x, Tensor) or x.device.type == "meta":

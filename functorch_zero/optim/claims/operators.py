@@ -197,7 +197,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Kind(NamedTuple):
-    """What is known of an operator before it runs."""
+    """The known facts about an operator, before it runs."""
 
     random: bool
     reads_values: bool  # on the host

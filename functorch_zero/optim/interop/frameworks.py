@@ -162,7 +162,7 @@ def _loaded(
 def _state_of(
     optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """What the class keeps for a param, found by a step on one of 2 elements."""
+    """The state that the class keeps for a param, found by a step on one of 2 elements."""
     with torch.enable_grad():
         param = torch.zeros(2, requires_grad=True)
         param.grad = torch.zeros(2)

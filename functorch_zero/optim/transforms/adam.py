@@ -52,7 +52,7 @@ def _root(nu: Tensor, eps_root: Number) -> Tensor:
 
 
 def _shift(eps_root: Number, c2: Tensor) -> Number:
-    """What to add under the root so that it is `eps_root` after dividing by the root of `c2`."""
+    """The summand under the root that is `eps_root` after dividing by the root of `c2`."""
     return eps_root if is_zero(eps_root) else eps_root * c2
 
 

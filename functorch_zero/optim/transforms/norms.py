@@ -61,7 +61,7 @@ def block_rms(norms: Tree, across: Across) -> Tree:
 
 
 class ClipByGlobalNormState(NamedTuple):
-    """What the last step's clipping found."""
+    """The findings of the last step's clipping."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     norm: Tensor  # 0-d float64: of the updates it was given; 0 before the first step
