@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from .._torch_private import base_of, register_in_torch, storage_id
-from ..errors import StructureError
+from ..errors import StructureError, explain
 from ..params import Engine, OnEngine
 from ..tree import PyTree
 from .flat_buffers import (
@@ -34,7 +35,7 @@ from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
 
-_DTYPE = attrgetter("dtype")
+_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
 _IN_A_LOSS: ContextVar[bool] = ContextVar("_IN_A_LOSS", default=False)
@@ -85,6 +86,16 @@ class Holding:
         if level_of(bucket).cuts_params:
             return cut(flat, bucket.held, bucket.held_by(rank))
         return unpack(flat, bucket)
+
+    def shapes(self, bucket: Bucket) -> Sequence[tuple[int, ...]]:
+        """The shapes of the bucket's leaves as they are here."""
+        rank = self.sharding.number
+        if self.form == "held":
+            if not level_of(bucket).cuts_params:
+                return bucket.shapes
+            bucket, rank = bucket.held, bucket.held_by(rank)
+        start = bucket.first(rank)
+        return [(numel,) for numel in bucket.parts(start, start + bucket.piece)[1::2]]
 
     def find(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         """The inverse of `views`: the flat that the leaves lie in, or a new one that they are
@@ -158,10 +169,14 @@ class ShardedTree(OnEngine):
             self._known.remember(self._leaves())
         return self._tree
 
+    @torch.no_grad()
     def flats(self) -> list[Any]:
         """The flat of each bucket, which its leaves are views of (None: the leaves are None).
 
         Leaves that lie in no flat are copied to a new one.
+
+        Raises:
+            StructureError: a leaf is not what the layout says.
         """
         known, buckets = self._known, self.sharding.layout.buckets
         if known is not None and known.leaves is None:
@@ -169,6 +184,7 @@ class ShardedTree(OnEngine):
         leaves = self._leaves()
         if known is not None and known.still(leaves):
             return known.flats
+        self.check_leaves()
         flats: list[Tensor | None] = []
         for bucket in buckets:
             own: list[Any] = [leaves[n] for n in bucket.leaves]
@@ -179,6 +195,26 @@ class ShardedTree(OnEngine):
             self._known = _Known(flats)
             self._known.remember(leaves)
         return flats
+
+    def check_leaves(self) -> None:
+        """Raise unless each leaf is what the layout says: functions that `tree_map` has run, or
+        assignments, may have made others."""
+        if self._known is not None and self._known.leaves is None:
+            return
+        leaves, layout = self._leaves(), self.sharding.layout
+        for bucket in layout.buckets:
+            for n, shape in zip(bucket.leaves, self.holding.shapes(bucket), strict=True):
+                if fault := _fault_of(leaves[n], shape, bucket, self.holding.form):
+                    raise StructureError(
+                        explain(
+                            f"a leaf of a sharded tree, {self.holding.form}, {fault.what}",
+                            path=layout.leaves[n].path,
+                            expected=fault.expected,
+                            got=fault.got,
+                            rank=self.sharding.rank,
+                            remedy=fault.remedy,
+                        )
+                    )
 
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there
@@ -219,6 +255,36 @@ class ShardedTree(OnEngine):
         return f"ShardedTree({self.tree!r}, {self.holding!r})"
 
 
+class _Fault(NamedTuple):
+    """What is wrong with a leaf, in the words of an error."""
+
+    what: str
+    expected: Any
+    got: Any
+    remedy: str
+
+
+def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> _Fault | None:
+    """The fault of a leaf that lies in this bucket, in this shape; None: it has none."""
+    if form == "pieces" and not bucket.trainable:
+        if leaf is None:
+            return None
+        return _Fault("is given for a frozen leaf", None, type(leaf).__name__, "leave it None")
+    if not isinstance(leaf, Tensor):
+        remedy = "give each leaf a tensor; zeros, where an update is to change nothing"
+        return _Fault("is no tensor", "a tensor", type(leaf).__name__, remedy)
+    if leaf.shape != shape:
+        remedy = "combine leaves elementwise; a piece is 1-D, and a part of its leaf"
+        return _Fault("has another shape", shape, tuple(leaf.shape), remedy)
+    if form == "held" and leaf.dtype != bucket.dtype:
+        remedy = "cast the whole tree, and cut that with fz.shard_tree(tree, level=, group=)"
+        return _Fault("has another dtype", bucket.dtype, leaf.dtype, remedy)
+    if leaf.requires_grad and not bucket.trainable:
+        remedy = "set requires_grad before the tree is cut: it stays as it was then"
+        return _Fault("requires grad, and is frozen", False, True, remedy)
+    return None
+
+
 class _Known:
     """Flats, and the leaves that were cut from them (None: not yet)."""
 
@@ -241,7 +307,8 @@ class _Known:
 def _facts(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
     """Where the leaves lie, fact by fact, without a line of Python per leaf."""
     given = [leaf for leaf in leaves if leaf is not None]
-    facts: Any = (storage_id, Tensor.storage_offset, attrgetter("shape"), Tensor.stride, _DTYPE)
+    facts: Any = (storage_id, Tensor.storage_offset, attrgetter("shape"), Tensor.stride)
+    facts += (_DTYPE, _REQUIRES_GRAD)
     return [list(map(fact, given)) for fact in facts]
 
 

@@ -18,14 +18,14 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError
+from ..errors import StructureError, explain
 from ..groups import as_group, labelled
 from ..groups.mesh import axes_of
 from ..groups.protocol import Group
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
-from ..layout.sharded_tree import Holding, ShardedTree, hold, in_a_loss
+from ..layout.sharded_tree import ShardedTree, hold, in_a_loss
 from ..optim.base import Transform
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
@@ -91,10 +91,10 @@ class ShardedEngine:
     ) -> tuple[ShardedTree, Any]:
         """The updates, in pieces, and the next state. Collectives: those that the transform asks
         for."""
-        self._check_held(params)
-        self._check_pieces(updates, params)
-        across = self._across_of(params.sharding.layout)
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
+            self._check_held(params)
+            self._check_pieces(updates, params)
+            across = self._across_of(params.sharding.layout)
             view = params.pieces()
             new, state = transform.update_fn(updates.tree, state, view.tree, across)
             state = across.keep(state, new, updates.tree, view.tree)
@@ -103,10 +103,10 @@ class ShardedEngine:
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. One all-gather per bucket at levels 1 and 2."""
-        self._check_held(params)
-        self._check_pieces(updates, params)
         axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
+            self._check_held(params)
+            self._check_pieces(updates, params)
             return publish(params, params.flats(), updates.tree, axes, donate=False)
 
     def unshard(self, tree: ShardedTree) -> PyTree[Tensor]:
@@ -128,16 +128,16 @@ class ShardedEngine:
         num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
         at = [i for i, node in enumerate(given) if _is_sharded(node)]
         trees: list[ShardedTree] = [given[i] for i in at]
-        for sharded in trees:
-            self._check_held(sharded)
-        if any(not _is_sharded(node) for node in given[:num_trained]):
-            raise StructureError(
-                "a gradient was asked of sharded and of whole trees together. Remedy: shard them "
-                "all with fz.shard_tree, or pass the whole ones as later arguments"
-            )
         trained = [i < num_trained for i in at]
         with ExitStack() as stack:
             stack.enter_context(sharing_failures(*self.options.axes.groups))
+            for sharded in trees:
+                self._check_held(sharded)
+            if any(not _is_sharded(node) for node in given[:num_trained]):
+                raise StructureError(
+                    "a gradient was asked of sharded and of whole trees together. Remedy: shard "
+                    "them all with fz.shard_tree, or pass the whole ones as later arguments"
+                )
             joined, order = self._join(trees, trained)
             stack.enter_context(order.forgotten_on_failure())
 
@@ -242,12 +242,13 @@ class ShardedEngine:
                 f"expected updates in pieces, cut as the params are; got {got}. Remedy: pass the "
                 "gradients that fz.value_and_grad gave of these params"
             )
+        tree.check_leaves()
 
 
 def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     """One layout of several trees, frozen where they are not trained."""
     treedef = optree.treespec_tuple([layout.treedef for layout in layouts])
-    if len(layouts) == 1:  # under its own names
+    if len(layouts) == 1 and trained[0]:  # under its own names
         return Joined(replace(layouts[0], treedef=treedef), [0], tuple(layouts))
     leaves: list[LeafSpec] = []
     units: list[Unit] = []
@@ -318,7 +319,8 @@ def shard_tree(
         tree: leaves with `requires_grad` are trained, the others are frozen.
         level: as `shard` takes it.
         group: as `shard` takes it; trees that are used together lie on one.
-        layout_like: cut as this tree is, instead: for teachers, averages and copies of it.
+        layout_like: cut as this tree is, instead: for teachers, averages and copies of it. Shapes
+            and dtypes are the same, and so is what is trained, unless nothing of `tree` is.
 
     Collectives: one exchange, which compares layout and values.
 
@@ -333,26 +335,51 @@ def shard_tree(
     if (level is None) == (layout_like is None):
         raise StructureError("shard_tree takes either a level or layout_like, and not both")
     if layout_like is not None:
-        holding = layout_like.holding
         engine = layout_like.engine
         assert isinstance(engine, ShardedEngine)
-        layout = holding.sharding.layout
-        same_structure(layout.trainable, tree, what="the tree")
     else:
         assert level is not None
-        levels = Levels(level)
-        levels.check(tree)
-        options = Options(levels, axes_of(as_group(group)), False, "mean", True)
-        engine = ShardedEngine(options)
-        layout = make_layout(
-            tree,
-            options.axes.optimizer.size,
-            trainable=lambda path, leaf: leaf.requires_grad,
-            cut=options.cut_of,
+        engine = ShardedEngine(
+            Options(Levels(level), axes_of(as_group(group)), False, "mean", True)
         )
-        holding = Holding(options.sharding(layout), "held", engine)
-    axes = engine.options.axes
+    options, axes = engine.options, engine.options.axes
     with sharing_failures(*axes.groups), torch.no_grad():
-        facts = {"layout": layout.describe(), "values": content_digests(tree)}
+        if layout_like is not None:
+            sharding = layout_like.sharding
+            _check_like(tree, sharding.layout)
+        else:
+            options.levels.check(tree)
+            sharding = options.sharding(
+                make_layout(
+                    tree,
+                    axes.optimizer.size,
+                    trainable=lambda path, leaf: leaf.requires_grad,
+                    cut=options.cut_of,
+                )
+            )
+        facts = {"layout": sharding.layout.describe(), "values": content_digests(tree)}
         agreement.agree(labelled(axes.world, "shard_tree/agreement"), facts)
-        return hold(tree, holding.sharding, engine=engine, number=next_number(axes.world))
+        return hold(tree, sharding, engine=engine, number=next_number(axes.world))
+
+
+def _check_like(tree: PyTree[Tensor], layout: Layout) -> None:
+    """Raise unless a tree's leaves are those of the layout: in path, shape and dtype; and in what
+    is trained, unless nothing of the tree is."""
+    same_structure(layout.trainable, tree, what="the tree")
+    leaves = optree.tree_leaves(tree)
+    read_only = not any(leaf.requires_grad for leaf in leaves)
+    for leaf, spec in zip(leaves, layout.leaves, strict=True):
+        trained = spec.trainable if read_only else leaf.requires_grad
+        got = tuple(leaf.shape), leaf.dtype, "trained" if trained else "frozen"
+        expected = spec.shape, spec.dtype, "trained" if spec.trainable else "frozen"
+        if got != expected:
+            remedy = "cut it on its own, fz.shard_tree(tree, level=, group=)"
+            raise StructureError(
+                explain(
+                    "a leaf can't be cut like that of layout_like",
+                    path=spec.path,
+                    expected=expected,
+                    got=got,
+                    remedy=remedy,
+                )
+            )

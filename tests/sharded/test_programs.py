@@ -15,7 +15,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import GroupError, MismatchError, StructureError
+from functorch_zero.errors import GroupError, MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
@@ -254,6 +254,93 @@ def test_what_is_refused() -> None:
                 call()
         with pytest.raises(ValueError, match="in pieces, as gradients are"):
             tree_map(torch.add, params, grads)
+
+    run_ranks(run, 2)
+
+
+def set_leaf(tree: Any, name: str, leaf: Any) -> Any:
+    changed = tree_map(lambda x: x, tree)
+    changed.tree[name] = leaf
+    return changed
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_leaves_that_are_not_what_the_layout_says_are_refused(level: int) -> None:
+    """Whole trees may change so; sharded ones broadcast, forgot or kept what had been changed."""
+    names = {"a": (5, 3), "b": (3,), "frozen": (4,)}
+    whole = {
+        name: torch.ones(shape, requires_grad=name != "frozen") for name, shape in names.items()
+    }
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree(whole, level=level, group=group)
+        _, grads = fz.value_and_grad(square)(params)
+        sgd = optim.sgd(0.1)
+        state = sgd.init(params)
+        for message, tree in {
+            "another shape: path a": tree_map(torch.sum, params),
+            "another dtype: path a": tree_map(Tensor.double, params),
+            "requires grad, and is frozen: path frozen": tree_map(
+                lambda p: p.clone().requires_grad_(), params
+            ),
+            "is no tensor: path b": set_leaf(params, "b", None),
+        }.items():
+            with pytest.raises((StructureError, PeerError), match=message):
+                fz.value_and_grad(square)(tree)
+        for message, tree in {
+            "another shape: path a": tree_map(torch.sum, grads),
+            "is no tensor: path a": set_leaf(grads, "a", None),
+            "is given for a frozen leaf: path frozen": set_leaf(grads, "frozen", torch.ones(4)),
+        }.items():
+            for call in (
+                lambda tree=tree: fz.apply_updates(params, tree),
+                lambda tree=tree: sgd.update(tree, state, params),
+                lambda tree=tree: fz.unshard(tree),
+            ):
+                with pytest.raises((StructureError, PeerError), match=message):
+                    call()
+        with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+            fz.value_and_grad(lambda nothing, params: square(params))({}, params)
+
+    run_ranks(run, 2)
+
+
+def test_a_leaf_put_in_the_place_of_another_is_read() -> None:
+    """It lies in no flat, and may require grad."""
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree({"w": torch.ones(4, requires_grad=True)}, level=3, group=group)
+        params.tree["w"] = torch.full_like(params["w"], 3.0, requires_grad=True)
+        value, _ = fz.value_and_grad(square)(params)
+        assert value == 36
+        with torch.no_grad():
+            params["w"].add_(1)
+        assert fz.value_and_grad(square)(params)[0] == 64
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_trees_unlike_layout_like_are_refused(rank: int | None) -> None:
+    """On all ranks, in the first case, or on one, of which the others are told."""
+
+    def tree(dtype: torch.dtype = torch.float64, rows: int = 5) -> Any:
+        w = torch.ones(rows, 3, dtype=dtype)
+        return {"w": w.requires_grad_(), "b": torch.ones(3, dtype=dtype)}
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree(tree(), level=3, group=group)
+        for other in (
+            tree(dtype=torch.float32),
+            tree(rows=1),
+            {name: leaf.detach().requires_grad_() for name, leaf in tree().items()},
+            {"w": torch.ones(5, 3)},
+        ):
+            given = other if rank in (None, group.rank) else tree()
+            with pytest.raises(
+                (StructureError, PeerError), match=r"layout_like|the tree structure"
+            ):
+                fz.shard_tree(given, layout_like=params)
 
     run_ranks(run, 2)
 
