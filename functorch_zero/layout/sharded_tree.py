@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import base_of, register_in_torch, storage_id
-from ..errors import StructureError, explain
+from ..errors import DonatedError, StructureError, explain
 from ..params import Engine, OnEngine
 from ..tree import PyTree
 from .flat_buffers import (
@@ -122,6 +122,7 @@ class ShardedTree(OnEngine):
         self._tree: Any = tree
         self.holding = holding
         self._known: _Known | None = None
+        self._is_used_up = False
 
     @classmethod
     def of_flats(cls, flats: Sequence[Tensor | None], holding: Holding) -> ShardedTree:
@@ -152,6 +153,7 @@ class ShardedTree(OnEngine):
 
         Raises:
             StructureError: it is read inside of a loss that it was not given to.
+            DonatedError: a step has taken its storage.
         """
         if _IN_A_LOSS.get():
             raise StructureError(
@@ -159,6 +161,7 @@ class ShardedTree(OnEngine):
                 "are one rank's pieces there. Remedy: pass it to value_and_grad(loss)(params, "
                 "tree), or, for a training step, with the batch as fz.unshard(tree)"
             )
+        self._check_not_used_up()
         if self._known is not None and self._known.leaves is None:
             layout = self.sharding.layout
             parts: list[Sequence[Tensor | None]] = [
@@ -177,7 +180,9 @@ class ShardedTree(OnEngine):
 
         Raises:
             StructureError: a leaf is not what the layout says.
+            DonatedError: a step has taken its storage.
         """
+        self._check_not_used_up()
         known, buckets = self._known, self.sharding.layout.buckets
         if known is not None and known.leaves is None:
             return known.flats
@@ -224,6 +229,23 @@ class ShardedTree(OnEngine):
             return self
         return ShardedTree.of_flats(flats, self.holding)
 
+    def handed_on(self) -> ShardedTree:
+        """The same, in a node of its own, for a step that will write to its storage; this node is
+        used up."""
+        made = ShardedTree(self._tree, self.holding)
+        made._known = self._known
+        self._tree, self._known, self._is_used_up = None, None, True
+        return made
+
+    def _check_not_used_up(self) -> None:
+        if self._is_used_up:
+            raise DonatedError(
+                "a sharded tree was donated to a step, as the params of its state, and its storage "
+                "holds the next params now. Remedy: use the params of the state that the step "
+                "returned, keep a copy with tree_map(torch.clone, params), or shard with "
+                "donate=False"
+            )
+
     def pieces(self) -> ShardedTree:
         """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
         return pieces_of(self.flats(), self.holding)
@@ -252,7 +274,8 @@ class ShardedTree(OnEngine):
         return getattr(self.tree, name)
 
     def __repr__(self) -> str:
-        return f"ShardedTree({self.tree!r}, {self.holding!r})"
+        tree = "donated to a step" if self._is_used_up else repr(self.tree)
+        return f"ShardedTree({tree}, {self.holding!r})"
 
 
 class _Fault(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import GroupError, MismatchError, PeerError, StructureError
+from functorch_zero.errors import DonatedError, GroupError, MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
@@ -206,6 +206,36 @@ def test_a_step_s_params_are_such_trees() -> None:
                 fz.unshard(own.params), sharded.unshard(own).params, grade="bitwise"
             )
             assert type(own.params["layers.0.weight"]) is Tensor and "layers.0.weight" in own.params
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_params_that_a_step_took_are_refused(level: int) -> None:
+    """Their storage holds the next ones. A copy, and what was made of them, stay as they were."""
+    step = fz.train_step(lambda p, b, x: square(p) * x, optim.sgd(0.1))
+
+    def run(group: fz.Group) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init({"w": torch.ones(3, requires_grad=True)})
+        copy, (_, grads) = (
+            tree_map(torch.clone, state.params),
+            fz.value_and_grad(square)(state.params),
+        )
+        away = fz.apply_updates(state.params, grads)
+        after, _ = sharded(state, torch.ones(()))
+        for call in (
+            lambda: fz.value_and_grad(square)(state.params),
+            lambda: fz.apply_updates(state.params, grads),
+            lambda: fz.unshard(state.params),
+            lambda: state.params["w"],
+            lambda: tree_map(torch.clone, state),
+        ):
+            with pytest.raises(DonatedError, match="was donated to a step"):
+                call()
+        assert "donated to a step" in repr(state.params)
+        values = [fz.value_and_grad(square)(p)[0].item() for p in (copy, away, after.params)]
+        assert values == pytest.approx([3, 27, 3 * 0.8**2])
 
     run_ranks(run, 2)
 
