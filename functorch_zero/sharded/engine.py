@@ -27,6 +27,8 @@ from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import ShardedTree, hold, in_a_loss
 from ..optim.base import Transform
+from ..optim.claims.check import check_claims
+from ..optim.naming import described
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..sharded_optim.across import Sharded
@@ -77,10 +79,20 @@ class ShardedEngine:
         return hash(id(self.options.axes.world))
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
-        """The optimizer's state, in pieces. Collectives: those that the transform asks for."""
-        self._check_held(params)
-        layout, axes = params.sharding.layout, self.options.axes
+        """The optimizer's state, in pieces. Collectives: an exchange, which compares the
+        transform, and those that it asks for.
+
+        Raises:
+            MismatchError: on every rank, if ranks have other transforms.
+            TransformError: a transform does what its `needs` says it does not.
+        """
+        axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
+            self._check_held(params)
+            layout = params.sharding.layout
+            group = labelled(axes.world, "optimizer/agreement")
+            agreement.agree(group, {"optimizer": described(transform)})
+            check_claims(transform, _trained_on_meta(layout))
             view = params.pieces()
             made = transform.init_fn(view.tree, self._across_of(layout))
             plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
@@ -283,6 +295,15 @@ def _grads_of(tree: ShardedTree, reduced: dict[int, Tensor], first_bucket: int) 
         else:
             flats.append(reduced[b] if b in reduced else torch.zeros_like(piece))
     return ShardedTree.of_flats(flats, pieces.holding)
+
+
+def _trained_on_meta(layout: Layout) -> PyTree[Tensor | None]:
+    """The trained leaves, whole, without values; None elsewhere."""
+    leaves = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if leaf.trainable else None
+        for leaf in layout.leaves
+    ]
+    return layout.treedef.unflatten(leaves)
 
 
 def _is_sharded(node: Any) -> bool:

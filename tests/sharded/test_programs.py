@@ -15,7 +15,14 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import DonatedError, GroupError, MismatchError, PeerError, StructureError
+from functorch_zero.errors import (
+    DonatedError,
+    GroupError,
+    MismatchError,
+    PeerError,
+    StructureError,
+    TransformError,
+)
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
@@ -284,6 +291,21 @@ def test_what_is_refused() -> None:
                 call()
         with pytest.raises(ValueError, match="in pieces, as gradients are"):
             tree_map(torch.add, params, grads)
+
+    run_ranks(run, 2)
+
+
+def test_optimizers_that_lie_or_differ_are_told() -> None:
+    def centred(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u - u.mean(), updates), state
+
+    def run(group: fz.Group) -> None:
+        whole = {"w": torch.arange(9.0).requires_grad_(), "frozen": torch.ones(2)}
+        params = fz.shard_tree(whole, level=1, group=group)
+        with pytest.raises((TransformError, PeerError), match=r"aten\.mean"):
+            optim.pointwise(lambda params: (), centred).init(params)
+        with pytest.raises(MismatchError, match=r"optimizer.*learning_rate"):
+            optim.sgd(0.1 + group.rank).init(params)
 
     run_ranks(run, 2)
 
