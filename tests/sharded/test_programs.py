@@ -310,6 +310,25 @@ def test_optimizers_that_lie_or_differ_are_told() -> None:
     run_ranks(run, 2)
 
 
+def test_a_state_is_unsharded_by_its_step() -> None:
+    """Its optimizer's state stayed in pieces otherwise."""
+    step = fz.train_step(lambda p, b, x: square(p) * x, optim.adam(0.1))
+
+    def run(group: fz.Group) -> None:
+        state = fz.shard(step, level=1, group=group).init({"w": torch.ones(3, requires_grad=True)})
+        with pytest.raises(StructureError, match=r"step\.unshard"):
+            fz.unshard({"run": state})
+        whole = step.init({"w": torch.ones(3, requires_grad=True)})
+        assert fz.unshard(whole).params["w"] is whole.params["w"]
+
+    run_ranks(run, 2)
+
+
+def test_a_gradient_of_nothing_says_so() -> None:
+    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+        fz.value_and_grad(lambda nothing, x: x.sum())({}, torch.ones(2, requires_grad=True))
+
+
 def set_leaf(tree: Any, name: str, leaf: Any) -> Any:
     changed = tree_map(lambda x: x, tree)
     changed.tree[name] = leaf
