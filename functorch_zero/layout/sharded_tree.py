@@ -72,6 +72,10 @@ class Holding:
     def __reduce__(self) -> tuple[Any, ...]:
         return Holding, (self.sharding, self.form)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Holding:
+        """Itself: copies of a tree lie on the ranks that the tree lies on."""
+        return self
+
     def __repr__(self) -> str:
         sharding = self.sharding
         level = "several levels" if sharding.level is None else f"level {sharding.level}"

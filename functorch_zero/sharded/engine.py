@@ -35,6 +35,7 @@ from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import plan_state
 from ..step.loss import Outcome, check_loss, independent
 from ..step.program import refuse_buffers
+from ..step.train import check_tensors
 from ..tree import PyTree, content_digests, same_structure
 from . import agreement
 from .failures import sharing_failures
@@ -365,6 +366,7 @@ def shard_tree(
         )
     options, axes = engine.options, engine.options.axes
     with sharing_failures(*axes.groups), torch.no_grad():
+        check_tensors(tree)
         if layout_like is not None:
             sharding = layout_like.sharding
             _check_like(tree, sharding.layout)

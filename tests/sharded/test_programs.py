@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -225,7 +226,7 @@ def test_params_that_a_step_took_are_refused(level: int) -> None:
     def run(group: fz.Group) -> None:
         sharded = fz.shard(step, level=level, group=group)
         state = sharded.init({"w": torch.ones(3, requires_grad=True)})
-        copy, (_, grads) = (
+        kept, (_, grads) = (
             tree_map(torch.clone, state.params),
             fz.value_and_grad(square)(state.params),
         )
@@ -241,7 +242,7 @@ def test_params_that_a_step_took_are_refused(level: int) -> None:
             with pytest.raises(DonatedError, match="was donated to a step"):
                 call()
         assert "donated to a step" in repr(state.params)
-        values = [fz.value_and_grad(square)(p)[0].item() for p in (copy, away, after.params)]
+        values = [fz.value_and_grad(square)(p)[0].item() for p in (kept, away, after.params)]
         assert values == pytest.approx([3, 27, 3 * 0.8**2])
 
     run_ranks(run, 2)
@@ -306,6 +307,26 @@ def test_optimizers_that_lie_or_differ_are_told() -> None:
             optim.pointwise(lambda params: (), centred).init(params)
         with pytest.raises(MismatchError, match=r"optimizer.*learning_rate"):
             optim.sgd(0.1 + group.rank).init(params)
+
+    run_ranks(run, 2)
+
+
+def test_a_leaf_that_is_no_tensor_is_named() -> None:
+    with pytest.raises(StructureError, match=r"must be tensors: path a\.b, got int"):
+        fz.shard_tree({"a": {"b": 3}}, level=3, group=fz.groups.SingleRank())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_deep_copy_is_a_tree_of_its_own(level: int) -> None:
+    """As of whole trees: a teacher, say."""
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree({"w": torch.ones(9, requires_grad=True)}, level=level, group=group)
+        first = copy.deepcopy(params)
+        with torch.no_grad():
+            params["w"].add_(1)
+        values = [fz.value_and_grad(square)(tree)[0] for tree in (first, params)]
+        assert values == [9, 36]
 
     run_ranks(run, 2)
 
