@@ -311,6 +311,23 @@ def test_optimizers_that_lie_or_differ_are_told() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_of_read_trees_alone_is_refused(level: int) -> None:
+    """Even where it requires grad, by its data; as on whole trees."""
+
+    def loss(params: Any, read: Any, x: Tensor) -> Tensor:
+        return square(read) * x
+
+    def run(group: fz.Group) -> None:
+        whole, x = {"w": torch.ones(9, requires_grad=True)}, torch.ones((), requires_grad=True)
+        params = fz.shard_tree(whole, level=level, group=group)
+        for tree in (params, whole):
+            with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+                fz.value_and_grad(loss)(tree, tree, x)
+
+    run_ranks(run, 2)
+
+
 def test_a_leaf_that_is_no_tensor_is_named() -> None:
     with pytest.raises(StructureError, match=r"must be tensors: path a\.b, got int"):
         fz.shard_tree({"a": {"b": 3}}, level=3, group=fz.groups.SingleRank())
