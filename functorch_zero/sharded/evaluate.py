@@ -40,7 +40,6 @@ class ShardedEvalStep:
         unit, on use."""
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
             sharding = sharding_of(state, self.options)
-            sharding.donations.check(state.step)
             layout, axes = sharding.layout, self.options.axes
             flats = state.params.flats()
             check_batch(batch, flats[0].device, self.group.rank)
