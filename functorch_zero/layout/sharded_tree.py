@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from operator import is_
-from typing import Any, Literal
+from operator import attrgetter, is_
+from typing import Any, Literal, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from .._torch_private import base_of, register_in_torch
-from ..errors import StructureError
+from ..errors import DonatedError, StructureError, explain
 from ..params import Engine, OnEngine
 from ..tree import PyTree
 from .flat_buffers import (
@@ -34,6 +35,8 @@ from .levels import level_of
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
 _IN_A_LOSS: ContextVar[bool] = ContextVar("_IN_A_LOSS", default=False)
@@ -70,6 +73,10 @@ class Holding:
     def __reduce__(self) -> tuple[Any, ...]:
         return Holding, (self.sharding, self.form)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Holding:
+        """Itself: copies of a tree lie on the ranks that the tree lies on."""
+        return self
+
     def __repr__(self) -> str:
         sharding = self.sharding
         level = "several levels" if sharding.level is None else f"level {sharding.level}"
@@ -84,6 +91,16 @@ class Holding:
         if level_of(bucket).cuts_params:
             return cut(flat, bucket.held, bucket.held_by(rank))
         return unpack(flat, bucket)
+
+    def shapes(self, bucket: Bucket) -> Sequence[tuple[int, ...]]:
+        """The shapes of the bucket's leaves as they are here."""
+        rank = self.sharding.number
+        if self.form == "held":
+            if not level_of(bucket).cuts_params:
+                return bucket.shapes
+            bucket, rank = bucket.held, bucket.held_by(rank)
+        start = bucket.first(rank)
+        return [(numel,) for numel in bucket.parts(start, start + bucket.piece)[1::2]]
 
     def find(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         """The inverse of `views`: the flat that the leaves lie in, or a new one that they are
@@ -110,6 +127,7 @@ class ShardedTree(OnEngine):
         self._tree: Any = tree
         self.holding = holding
         self._known: _Known | None = None
+        self._is_used_up = False
 
     @classmethod
     def of_flats(cls, flats: Sequence[Tensor | None], holding: Holding) -> ShardedTree:
@@ -140,6 +158,7 @@ class ShardedTree(OnEngine):
 
         Raises:
             StructureError: it is read inside of a loss that it was not given to.
+            DonatedError: a step has taken its storage.
         """
         if _IN_A_LOSS.get():
             raise StructureError(
@@ -147,6 +166,7 @@ class ShardedTree(OnEngine):
                 "are one rank's pieces there. Remedy: pass it to value_and_grad(loss)(params, "
                 "tree), or, for a training step, with the batch as fz.unshard(tree)"
             )
+        self._check_not_used_up()
         if self._known is not None and self._known.leaves is None:
             layout = self.sharding.layout
             parts: list[Sequence[Tensor | None]] = [
@@ -157,17 +177,24 @@ class ShardedTree(OnEngine):
             self._known.remember(self._leaves())
         return self._tree
 
+    @torch.no_grad()
     def flats(self) -> list[Any]:
         """The flat of each bucket, which its leaves are views of (None: the leaves are None).
 
         Leaves that lie in no flat are copied to a new one.
+
+        Raises:
+            StructureError: a leaf is not what the layout says.
+            DonatedError: a step has taken its storage.
         """
+        self._check_not_used_up()
         known, buckets = self._known, self.sharding.layout.buckets
         if known is not None and known.leaves is None:
             return known.flats
         leaves = self._leaves()
         if known is not None and known.still(leaves):
             return known.flats
+        self.check_leaves()
         flats: list[Tensor | None] = []
         for bucket in buckets:
             own: list[Any] = [leaves[n] for n in bucket.leaves]
@@ -179,6 +206,28 @@ class ShardedTree(OnEngine):
             self._known.remember(leaves)
         return flats
 
+    def check_leaves(self, *, some: bool = False) -> None:
+        """Raise unless each leaf is what the layout says: functions that `tree_map` has run, or
+        assignments, may have made others. With `some`, any leaf may be None."""
+        if self._known is not None and self._known.leaves is None:
+            return
+        leaves, layout = self._leaves(), self.sharding.layout
+        for bucket in layout.buckets:
+            for n, shape in zip(bucket.leaves, self.holding.shapes(bucket), strict=True):
+                if some and leaves[n] is None:
+                    continue
+                if fault := _fault_of(leaves[n], shape, bucket, self.holding.form):
+                    raise StructureError(
+                        explain(
+                            f"a leaf of a sharded tree, {self.holding.form}, {fault.what}",
+                            path=layout.leaves[n].path,
+                            expected=fault.expected,
+                            got=fault.got,
+                            rank=self.sharding.rank,
+                            remedy=fault.remedy,
+                        )
+                    )
+
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there
         already."""
@@ -186,6 +235,23 @@ class ShardedTree(OnEngine):
         if known is not None and all(map(is_, flats, known.flats)):
             return self
         return ShardedTree.of_flats(flats, self.holding)
+
+    def handed_on(self) -> ShardedTree:
+        """The same, in a node of its own, for a step that will write to its storage; this node is
+        used up."""
+        made = ShardedTree(self._tree, self.holding)
+        made._known = self._known
+        self._tree, self._known, self._is_used_up = None, None, True
+        return made
+
+    def _check_not_used_up(self) -> None:
+        if self._is_used_up:
+            raise DonatedError(
+                "a sharded tree was donated to a step, as the params of its state, and its storage "
+                "holds the next params now. Remedy: use the params of the state that the step "
+                "returned, keep a copy with tree_map(torch.clone, params), or shard with "
+                "donate=False"
+            )
 
     def pieces(self) -> ShardedTree:
         """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
@@ -215,7 +281,38 @@ class ShardedTree(OnEngine):
         return getattr(self.tree, name)
 
     def __repr__(self) -> str:
-        return f"ShardedTree({self.tree!r}, {self.holding!r})"
+        tree = "donated to a step" if self._is_used_up else repr(self.tree)
+        return f"ShardedTree({tree}, {self.holding!r})"
+
+
+class _Fault(NamedTuple):
+    """What is wrong with a leaf, in the words of an error."""
+
+    what: str
+    expected: Any
+    got: Any
+    remedy: str
+
+
+def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> _Fault | None:
+    """The fault of a leaf that lies in this bucket, in this shape; None: it has none."""
+    if form == "pieces" and not bucket.trainable:
+        if leaf is None:
+            return None
+        return _Fault("is given for a frozen leaf", None, type(leaf).__name__, "leave it None")
+    if not isinstance(leaf, Tensor):
+        remedy = "give each leaf a tensor; zeros, where an update is to change nothing"
+        return _Fault("is no tensor", "a tensor", type(leaf).__name__, remedy)
+    if leaf.shape != shape:
+        remedy = "combine leaves elementwise; a piece is 1-D, and a part of its leaf"
+        return _Fault("has another shape", shape, tuple(leaf.shape), remedy)
+    if form == "held" and leaf.dtype != bucket.dtype:
+        remedy = "cast the whole tree, and cut that with fz.shard_tree(tree, level=, group=)"
+        return _Fault("has another dtype", bucket.dtype, leaf.dtype, remedy)
+    if leaf.requires_grad and not bucket.trainable:
+        remedy = "set requires_grad before the tree is cut: it stays as it was then"
+        return _Fault("requires grad, and is frozen", False, True, remedy)
+    return None
 
 
 class _Known:
@@ -237,7 +334,8 @@ class _Known:
 
 
 def _where_they_lie(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
-    return where_they_lie([leaf for leaf in leaves if leaf is not None])
+    given = [leaf for leaf in leaves if leaf is not None]
+    return [*where_they_lie(given), [*map(_REQUIRES_GRAD, given)]]
 
 
 def hold(

@@ -15,7 +15,7 @@ from typing import Any
 
 import optree
 import torch
-from optree import PyTree
+from optree import PyTree, tree_map
 from torch import Tensor, nn
 
 from .._torch_private import FakeTensorMode, dynamo_imported
@@ -98,7 +98,8 @@ class ImaginedStep:
         fetched = PrefetchOrder()
         with whole:
             run = self._open(params, buffers, batch)
-            state = run.state
+            # The step uses up the params of its own
+            state: State = tree_map(lambda x: x, run.state)
         with whole, _uncompiled():
             if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
                 if order is None:

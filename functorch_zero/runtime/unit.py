@@ -212,7 +212,7 @@ class Pass:
         keeps: bool = False,
         last: bool = True,
     ):
-        self.entered = False  # whether gradients can flow to any unit
+        self.entered = False  # whether gradients can flow to any trained leaf
         self.anchor: Any = None  # 0-d Tensor: makes autograd run the units' nodes
         if reduction is not None:
             self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -278,7 +278,7 @@ class Pass:
 
     def _open_use(self, unit: UnitInPass) -> None:
         """A use whose gradients backward will bring."""
-        self.entered = True
+        self.entered |= bool(unit.content.trained)
         if self._reduction.in_layout_order:
             unit.use = Use(unit.index, ())
             unit.num_open += bool(unit.content.trained)

@@ -48,7 +48,7 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
 
 
 def sharding_of(state: State, options: Options) -> Sharding:
-    """How a state is cut, which must be as these options cut."""
+    """How a state is cut, which must be as these options cut. Raises DonatedError, too."""
     check_state(state)
     sharding = state.sharding
     if sharding is None:
@@ -66,6 +66,7 @@ def sharding_of(state: State, options: Options) -> Sharding:
                 remedy="unshard it with the step that made it, then shard_state with this one",
             )
         )
+    sharding.donations.check(state.step)  # before its params are looked at, which are used up then
     params = state.params
     if not isinstance(params, ShardedTree) or not _fits(params, sharding.layout):
         remedy = (

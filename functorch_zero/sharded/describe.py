@@ -129,7 +129,6 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
         plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
         return Description(_rows(state, layout, plan, num_ranks=1), 0, 1, repr(step.optimizer))
     sharding = sharding_of(state, step.options)
-    sharding.donations.check(state.step)
     plan = step.state_plan(sharding.layout)
     others = state.replace(parts=None)
     gather = step.options.gather

@@ -23,8 +23,10 @@ from ..groups.mesh import axes_of
 from ..groups.protocol import Group
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
-from ..layout.sharded_tree import Holding, ShardedTree, hold, in_a_loss
+from ..layout.sharded_tree import ShardedTree, hold, in_a_loss
 from ..optim.base import Transform
+from ..optim.claims.check import check_claims
+from ..optim.naming import described
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
 from ..runtime.unit import Pass
@@ -32,6 +34,7 @@ from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import plan_state
 from ..step.loss import Outcome, check_loss, independent
 from ..step.program import refuse_buffers
+from ..step.train import check_tensors
 from ..tree import PyTree, content_digests, same_structure
 from . import agreement
 from .failures import sharing_failures
@@ -83,11 +86,20 @@ class ShardedEngine:
         return hash(id(self.options.axes.world))
 
     def init(self, transform: Transform, params: ShardedTree) -> Any:
-        """The optimizer's state, in pieces. Collectives: those that the transform asks for."""
+        """The optimizer's state, in pieces. Collectives: an exchange, which compares the
+        transform, and those that it asks for.
+
+        Raises:
+            MismatchError: on every rank, if ranks have other transforms.
+            TransformError: a transform does what its `needs` says it does not.
+        """
         axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
             self._check_held(params)
             layout = params.sharding.layout
+            group = labelled(axes.world, "optimizer/agreement")
+            agreement.agree(group, {"optimizer": described(transform)})
+            check_claims(transform, _trained_on_meta(layout))
             view = params.pieces()
             made = transform.init_fn(view.tree, self._across_of(layout))
             plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
@@ -113,8 +125,7 @@ class ShardedEngine:
         axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
             self._check_held(params)
-            self._check_pieces(updates, params)
-            self._check_frozen(updates)
+            self._check_pieces(updates, params, some=True)
             gather = self.options.gather
             return publish(params, params.flats(), updates.tree, axes, gather, donate=False)
 
@@ -243,7 +254,8 @@ class ShardedEngine:
                 "updates are in pieces, and fz.apply_updates(params, updates) makes params of them"
             )
 
-    def _check_pieces(self, tree: Any, params: ShardedTree) -> None:
+    def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
+        """Raise unless a tree is updates of params; with `some`, of some of their leaves."""
         fits = _is_sharded(tree) and tree.holding == replace(params.holding, form="pieces")
         if not fits:
             got = tree.holding if _is_sharded(tree) else type(tree).__name__
@@ -251,20 +263,13 @@ class ShardedEngine:
                 f"expected updates in pieces, cut as the params are; got {got}. Remedy: pass the "
                 "gradients that fz.value_and_grad gave of these params"
             )
-
-    def _check_frozen(self, updates: ShardedTree) -> None:
-        layout, rank = updates.sharding.layout, self.options.axes.world.rank
-        given = layout.treedef.flatten_up_to(updates.tree)
-        for leaf, update in zip(layout.leaves, given, strict=True):
-            if update is not None and not leaf.trainable:
-                what, remedy = "a frozen leaf has an update", "leave None there, as gradients have"
-                raise StructureError(explain(what, path=leaf.path, rank=rank, remedy=remedy))
+        tree.check_leaves(some=some)
 
 
 def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     """One layout of several trees, frozen where they are not trained."""
     treedef = optree.treespec_tuple([layout.treedef for layout in layouts])
-    if len(layouts) == 1:  # under its own names
+    if len(layouts) == 1 and trained[0]:  # under its own names
         return Joined(replace(layouts[0], treedef=treedef), [0], tuple(layouts))
     leaves: list[LeafSpec] = []
     units: list[Unit] = []
@@ -286,6 +291,15 @@ def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     num_ranks = layouts[0].num_ranks
     joined = Layout(num_ranks, tuple(leaves), tuple(units), tuple(buckets), treedef)
     return Joined(joined, first_buckets, tuple(layouts))
+
+
+def _trained_on_meta(layout: Layout) -> PyTree[Tensor | None]:
+    """The trained leaves, whole, without values; None elsewhere."""
+    leaves = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if leaf.trainable else None
+        for leaf in layout.leaves
+    ]
+    return layout.treedef.unflatten(leaves)
 
 
 def _is_sharded(node: Any) -> bool:
@@ -322,7 +336,8 @@ def shard_tree(
         tree: leaves with `requires_grad` are trained, the others are frozen.
         level: as `shard` takes it.
         group: as `shard` takes it; trees that are used together lie on one.
-        layout_like: cut as this tree is, instead: for teachers, averages and copies of it.
+        layout_like: cut as this tree is, instead: for teachers, averages and copies of it. Shapes
+            and dtypes are the same, and so is what is trained, unless nothing of `tree` is.
 
     Collectives: one exchange, which compares layout and values.
 
@@ -337,11 +352,8 @@ def shard_tree(
     if (level is None) == (layout_like is None):
         raise StructureError("shard_tree takes either a level or layout_like, and not both")
     if layout_like is not None:
-        holding = layout_like.holding
         engine = layout_like.engine
         assert isinstance(engine, ShardedEngine)
-        layout = holding.sharding.layout
-        same_structure(layout.trainable, tree, what="the tree")
     else:
         assert level is not None
         options = Options(
@@ -351,10 +363,38 @@ def shard_tree(
             sync_buffers="mean",
             reshard_after_forward=True,
         )
-        engine, layout = ShardedEngine(options), options.layout_of(tree)
-        holding = Holding(options.sharding(layout), "held", engine)
-    axes = engine.options.axes
+        engine = ShardedEngine(options)
+    options, axes = engine.options, engine.options.axes
     with sharing_failures(*axes.groups), torch.no_grad():
-        facts = {"layout": layout.describe(), "values": content_digests(tree)}
+        check_tensors(tree)
+        if layout_like is not None:
+            sharding = layout_like.sharding
+            _check_like(tree, sharding.layout)
+        else:
+            sharding = options.sharding(options.layout_of(tree))
+        facts = {"layout": sharding.layout.describe(), "values": content_digests(tree)}
         agreement.agree(labelled(axes.world, "shard_tree/agreement"), facts)
-        return hold(tree, holding.sharding, engine=engine, number=next_number(axes.world))
+        return hold(tree, sharding, engine=engine, number=next_number(axes.world))
+
+
+def _check_like(tree: PyTree[Tensor], layout: Layout) -> None:
+    """Raise unless a tree's leaves are those of the layout: in path, shape and dtype; and in what
+    is trained, unless nothing of the tree is."""
+    same_structure(layout.trainable, tree, what="the tree")
+    leaves = optree.tree_leaves(tree)
+    read_only = not any(leaf.requires_grad for leaf in leaves)
+    for leaf, spec in zip(leaves, layout.leaves, strict=True):
+        trained = spec.trainable if read_only else leaf.requires_grad
+        got = tuple(leaf.shape), leaf.dtype, "trained" if trained else "frozen"
+        expected = spec.shape, spec.dtype, "trained" if spec.trainable else "frozen"
+        if got != expected:
+            remedy = "cut it on its own, fz.shard_tree(tree, level=, group=)"
+            raise StructureError(
+                explain(
+                    "a leaf can't be cut like that of layout_like",
+                    path=spec.path,
+                    expected=expected,
+                    got=got,
+                    remedy=remedy,
+                )
+            )

@@ -41,7 +41,6 @@ class ShardedEvalStep:
         unit, on use."""
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
             sharding = sharding_of(state, self.options)
-            sharding.donations.check(state.step)
             layout, axes, gather = sharding.layout, self.options.axes, self.options.gather
             flats = state.params.flats()
             check_batch(batch, flats[0].device, self.group.rank)

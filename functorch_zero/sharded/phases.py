@@ -220,14 +220,15 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     view = pieces_of(run.flats, state.params.holding)
     grads = grads_like(view, local.reduced)
     buffers = _next_buffers(run, local.outcome, agreed)
+    params, opt_state = state.params, state.opt_state
     if options.donate:
         buffers = apart(buffers, run.flats)
         run.sharding.donations.take(state.step)
+        params = params.handed_on()
 
     measured = UpdateMetrics(run.step.metrics, run.updater.across)
     measured.see("grad_norm", lambda: grads.tree)
     measured.see("param_norm", lambda: view.tree)
-    params, opt_state = state.params, state.opt_state
     if agreed.fine:
         with ranged("update"):
             opt_state = run.updater.fetched(opt_state)

@@ -135,7 +135,6 @@ class ShardedTrainStep:
     def _open(self, state: State, batch: Any) -> Run:
         """Check the state and the batch, and find the flats that the params lie in."""
         sharding = sharding_of(state, self.options)
-        sharding.donations.check(state.step)
         prepared = self._prepare(sharding.layout)
         flats = state.params.flats()
         check_batch(batch, flats[0].device, self.group.rank)
@@ -147,7 +146,6 @@ class ShardedTrainStep:
         broadcasts what is owned."""
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             sharding = sharding_of(state, self.options)
-            sharding.donations.check(state.step)
             prepared = self._prepare(sharding.layout)
             axes = self.options.axes.at("state/gather")
             return unshard_state(state, prepared, axes)

@@ -20,6 +20,7 @@ from ..model.lazy_param import LazyParam, check_unchanged, make_whole, versions_
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree
 from .loss import Aux, as_metric, check_loss, if_weighty, independent
+from .state import State
 
 
 def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
@@ -72,7 +73,7 @@ def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) 
         refuse_buffers(aux)
         seen.finish()
         check_unchanged(own, versions)
-        found = torch.autograd.grad(value, trained, allow_unused=True)
+        found = torch.autograd.grad(value, trained, allow_unused=True) if trained else ()
     if all(grad is None for grad in found):
         raise independent()
     grads = iter(found)
@@ -129,6 +130,10 @@ def unshard(tree: PyTree[Any]) -> PyTree[Any]:
     Inside of a loss, leaves become whole and differentiable: at level 3 each unit touched is
     all-gathered (S bytes for all of them), and stays whole until its gradient is taken. Outside, a
     sharded tree becomes the whole tree on every rank, in tensors of its own; every rank calls it.
+    A sharded state's other parts don't know how they are cut: `step.unshard(state)` does.
+
+    Raises:
+        StructureError: the tree holds a sharded state.
 
     >>> unshard({"w": torch.ones(2)})
     {'w': tensor([1., 1.])}
@@ -136,8 +141,18 @@ def unshard(tree: PyTree[Any]) -> PyTree[Any]:
     engine = engine_of(tree)
     if engine is None:
         return make_whole(tree)
+    for node in optree.tree_leaves(tree, is_leaf=_is_state):
+        if _is_state(node) and node.sharding is not None:
+            raise StructureError(
+                "fz.unshard was given a sharded state, whose optimizer state would stay in pieces. "
+                "Remedy: step.unshard(state), or fz.unshard(state.params)"
+            )
     return tree_map(
         lambda node: engine.unshard(node) if is_on_engine(node) else make_whole(node),
         tree,
         is_leaf=is_on_engine,
     )
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, State)

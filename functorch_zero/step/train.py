@@ -259,12 +259,7 @@ def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
 
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
     """The same leaves, with `requires_grad` saying which are trained."""
-    leaves = optree.tree_leaves(params)
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            raise StructureError(
-                explain("params must be tensors", path=paths(params)[i], got=type(leaf).__name__)
-            )
+    check_tensors(params)
     if trainable is not None:
         mask = mask_of(params, trainable)
         _check_floating(params, mask)
@@ -276,6 +271,15 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
             "requires_grad_() on the leaves"
         )
     return params
+
+
+def check_tensors(params: PyTree[Any]) -> None:
+    """Raise, naming the first leaf that is no tensor."""
+    for i, leaf in enumerate(optree.tree_leaves(params)):
+        if not isinstance(leaf, Tensor):
+            raise StructureError(
+                explain("params must be tensors", path=paths(params)[i], got=type(leaf).__name__)
+            )
 
 
 def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:

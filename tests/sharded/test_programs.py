@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,14 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import GroupError, MismatchError, PeerError, StructureError
+from functorch_zero.errors import (
+    DonatedError,
+    GroupError,
+    MismatchError,
+    PeerError,
+    StructureError,
+    TransformError,
+)
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout.sharded_tree import ShardedTree
 from functorch_zero.testing.equality import assert_equal_values
@@ -211,6 +219,36 @@ def test_a_step_s_params_are_such_trees() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_params_that_a_step_took_are_refused(level: int) -> None:
+    """Their storage holds the next ones. A copy, and what was made of them, stay as they were."""
+    step = fz.train_step(lambda p, b, x: square(p) * x, optim.sgd(0.1))
+
+    def run(group: fz.Group) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init({"w": torch.ones(3, requires_grad=True)})
+        kept, (_, grads) = (
+            tree_map(torch.clone, state.params),
+            fz.value_and_grad(square)(state.params),
+        )
+        away = fz.apply_updates(state.params, grads)
+        after, _ = sharded(state, torch.ones(()))
+        for call in (
+            lambda: fz.value_and_grad(square)(state.params),
+            lambda: fz.apply_updates(state.params, grads),
+            lambda: fz.unshard(state.params),
+            lambda: state.params["w"],
+            lambda: tree_map(torch.clone, state),
+        ):
+            with pytest.raises(DonatedError, match="was donated to a step"):
+                call()
+        assert "donated to a step" in repr(state.params)
+        values = [fz.value_and_grad(square)(p)[0].item() for p in (kept, away, after.params)]
+        assert values == pytest.approx([3, 27, 3 * 0.8**2])
+
+    run_ranks(run, 2)
+
+
 def square(params: Any, *others: Any) -> Tensor:
     total: Tensor = sum(fz.unshard(leaf).square().sum() for leaf in optree.tree_leaves(params))
     return total
@@ -302,6 +340,167 @@ def test_one_rank_s_mistake_reaches_the_other() -> None:
         for call in calls:
             with pytest.raises(StructureError if group.rank else PeerError, match="got in pieces"):
                 call(grads if group.rank else params)
+
+    run_ranks(run, 2)
+
+
+def test_optimizers_that_lie_or_differ_are_told() -> None:
+    def centred(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u - u.mean(), updates), state
+
+    def run(group: fz.Group) -> None:
+        whole = {"w": torch.arange(9.0).requires_grad_(), "frozen": torch.ones(2)}
+        params = fz.shard_tree(whole, level=1, group=group)
+        with pytest.raises((TransformError, PeerError), match=r"aten\.mean"):
+            optim.pointwise(lambda params: (), centred).init(params)
+        with pytest.raises(MismatchError, match=r"optimizer.*learning_rate"):
+            optim.sgd(0.1 + group.rank).init(params)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_of_read_trees_alone_is_refused(level: int) -> None:
+    """Even where it requires grad, by its data; as on whole trees."""
+
+    def loss(params: Any, read: Any, x: Tensor) -> Tensor:
+        return square(read) * x
+
+    def run(group: fz.Group) -> None:
+        whole, x = {"w": torch.ones(9, requires_grad=True)}, torch.ones((), requires_grad=True)
+        params = fz.shard_tree(whole, level=level, group=group)
+        for tree in (params, whole):
+            with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+                fz.value_and_grad(loss)(tree, tree, x)
+
+    run_ranks(run, 2)
+
+
+def test_a_leaf_that_is_no_tensor_is_named() -> None:
+    with pytest.raises(StructureError, match=r"must be tensors: path a\.b, got int"):
+        fz.shard_tree({"a": {"b": 3}}, level=3, group=fz.groups.SingleRank())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_deep_copy_is_a_tree_of_its_own(level: int) -> None:
+    """As of whole trees: a teacher, say."""
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree({"w": torch.ones(9, requires_grad=True)}, level=level, group=group)
+        first = copy.deepcopy(params)
+        with torch.no_grad():
+            params["w"].add_(1)
+        values = [fz.value_and_grad(square)(tree)[0] for tree in (first, params)]
+        assert values == [9, 36]
+
+    run_ranks(run, 2)
+
+
+def test_a_state_is_unsharded_by_its_step() -> None:
+    """Its optimizer's state stayed in pieces otherwise."""
+    step = fz.train_step(lambda p, b, x: square(p) * x, optim.adam(0.1))
+
+    def run(group: fz.Group) -> None:
+        state = fz.shard(step, level=1, group=group).init({"w": torch.ones(3, requires_grad=True)})
+        with pytest.raises(StructureError, match=r"step\.unshard"):
+            fz.unshard({"run": state})
+        whole = step.init({"w": torch.ones(3, requires_grad=True)})
+        assert fz.unshard(whole).params["w"] is whole.params["w"]
+
+    run_ranks(run, 2)
+
+
+def test_a_gradient_of_nothing_says_so() -> None:
+    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+        fz.value_and_grad(lambda nothing, x: x.sum())({}, torch.ones(2, requires_grad=True))
+
+
+def set_leaf(tree: Any, name: str, leaf: Any) -> Any:
+    changed = tree_map(lambda x: x, tree)
+    changed.tree[name] = leaf
+    return changed
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_leaves_that_are_not_what_the_layout_says_are_refused(level: int) -> None:
+    """Whole trees may change so; sharded ones broadcast, forgot or kept what had been changed."""
+    names = {"a": (5, 3), "b": (3,), "frozen": (4,)}
+    whole = {
+        name: torch.ones(shape, requires_grad=name != "frozen") for name, shape in names.items()
+    }
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree(whole, level=level, group=group)
+        _, grads = fz.value_and_grad(square)(params)
+        sgd = optim.sgd(0.1)
+        state = sgd.init(params)
+        for message, tree in {
+            "another shape: path a": tree_map(torch.sum, params),
+            "another dtype: path a": tree_map(Tensor.double, params),
+            "requires grad, and is frozen: path frozen": tree_map(
+                lambda p: p.clone().requires_grad_(), params
+            ),
+            "is no tensor: path b": set_leaf(params, "b", None),
+        }.items():
+            with pytest.raises((StructureError, PeerError), match=message):
+                fz.value_and_grad(square)(tree)
+        for message, tree in {
+            "another shape: path a": tree_map(torch.sum, grads),
+            "is given for a frozen leaf: path frozen": set_leaf(grads, "frozen", torch.ones(4)),
+        }.items():
+            for call in (
+                lambda tree=tree: fz.apply_updates(params, tree),
+                lambda tree=tree: sgd.update(tree, state, params),
+                lambda tree=tree: fz.unshard(tree),
+            ):
+                with pytest.raises((StructureError, PeerError), match=message):
+                    call()
+        without = set_leaf(grads, "a", None)
+        for call in (lambda: sgd.update(without, state, params), lambda: fz.unshard(without)):
+            with pytest.raises((StructureError, PeerError), match="is no tensor: path a"):
+                call()
+        with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+            fz.value_and_grad(lambda nothing, params: square(params))({}, params)
+
+    run_ranks(run, 2)
+
+
+def test_a_leaf_put_in_the_place_of_another_is_read() -> None:
+    """It lies in no flat, and may require grad."""
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree({"w": torch.ones(4, requires_grad=True)}, level=3, group=group)
+        params.tree["w"] = torch.full_like(params["w"], 3.0, requires_grad=True)
+        value, _ = fz.value_and_grad(square)(params)
+        assert value == 36
+        with torch.no_grad():
+            params["w"].add_(1)
+        assert fz.value_and_grad(square)(params)[0] == 64
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_trees_unlike_layout_like_are_refused(rank: int | None) -> None:
+    """On all ranks, in the first case, or on one, of which the others are told."""
+
+    def tree(dtype: torch.dtype = torch.float64, rows: int = 5) -> Any:
+        w = torch.ones(rows, 3, dtype=dtype)
+        return {"w": w.requires_grad_(), "b": torch.ones(3, dtype=dtype)}
+
+    def run(group: fz.Group) -> None:
+        params = fz.shard_tree(tree(), level=3, group=group)
+        for other in (
+            tree(dtype=torch.float32),
+            tree(rows=1),
+            {name: leaf.detach().requires_grad_() for name, leaf in tree().items()},
+            {"w": torch.ones(5, 3)},
+        ):
+            given = other if rank in (None, group.rank) else tree()
+            with pytest.raises(
+                (StructureError, PeerError), match=r"layout_like|the tree structure"
+            ):
+                fz.shard_tree(given, layout_like=params)
 
     run_ranks(run, 2)
 
