@@ -16,7 +16,7 @@ from .sharded.loop import any_rank, broadcast, equalize_batches
 from .step.evaluate import eval_step
 from .step.loss import Aux
 from .step.nonfinite import LossScale
-from .step.program import apply_updates, unshard, value_and_grad
+from .step.program import apply_updates, dot, unshard, value_and_grad
 from .step.state import State
 from .step.train import train_step
 from .tree import named_leaves
@@ -41,6 +41,7 @@ __all__ = [
     "checkpoint",
     "deferred_init",
     "describe",
+    "dot",
     "equalize_batches",
     "errors",
     "eval_step",

@@ -38,6 +38,10 @@ class Engine(Protocol):
         """params + updates, held as params are."""
         ...
 
+    def dot(self, a: Any, b: Any) -> Any:
+        """The inner product of two trees in pieces, one 0-d tensor."""
+        ...
+
     def unshard(self, tree: Any) -> Any:
         """The whole tree, on every rank."""
         ...

@@ -130,6 +130,8 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
         return str(thing)  # JSON has no infinity
     if isinstance(thing, bool | int | float | str | None):
         return thing
+    if isinstance(thing, complex):
+        return str(thing)
     if isinstance(thing, torch.dtype | enum.Enum):
         return str(thing)
     if isinstance(thing, torch.device):
@@ -145,6 +147,8 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
         return {str(key): described(value, depth - 1) for key, value in thing.items()}
     if isinstance(thing, tuple | list):
         return [described(value, depth - 1) for value in thing]
+    if isinstance(thing, set | frozenset):
+        return sorted((described(value, depth - 1) for value in thing), key=repr)
     if inspect.ismethod(thing):
         return [described(thing.__func__, depth - 1), described(thing.__self__, depth - 1)]
     if isinstance(thing, partial):
@@ -153,6 +157,8 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
         return {_qualified(thing): described(_referred_to(inspect.unwrap(thing)), depth - 1)}
     if isinstance(thing, Real):  # numpy's, say
         return float(thing)
+    if hasattr(thing, "__array_interface__"):  # numpy's arrays
+        return [str(thing.dtype), described(thing.tolist(), depth - 1)]
     attributes = dict(getattr(thing, "__dict__", {}))
     return {type(thing).__qualname__: described(attributes, min(depth - 1, 3))}
 

@@ -129,6 +129,13 @@ class ShardedEngine:
             gather = self.options.gather
             return publish(params, params.flats(), updates.tree, axes, gather, donate=False)
 
+    def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
+        """The inner product of two trees in pieces, 0-d, the same on every rank. One all-reduce."""
+        with sharing_failures(*self.options.axes.groups), torch.no_grad():
+            self._check_pieces(a, a)
+            self._check_pieces(b, a)
+            return self._across_of(a.sharding.layout).dot(a.tree, b.tree)
+
     def unshard(self, tree: ShardedTree) -> PyTree[Tensor]:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket."""
         axes = self.options.axes.at("unshard")

@@ -119,6 +119,7 @@ def shard_state(
     sharding: Sharding,
     rank: int,
     engine: Engine | None = None,
+    number: int = 0,
 ) -> State:
     """The `rank`-th part of a whole state, in tensors of its own."""
     layout, plan = sharding.layout, prepared.plan
@@ -127,7 +128,7 @@ def shard_state(
     part: list[Any] = [
         _scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)
     ]
-    held = hold(whole.params, sharding, engine=engine)
+    held = hold(whole.params, sharding, engine=engine, number=number)
     value = TrainValue(
         held,
         tree_map(torch.clone, whole.buffers),

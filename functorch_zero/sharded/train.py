@@ -162,7 +162,8 @@ class ShardedTrainStep:
             layout = self.options.layout_of(state.params)
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout)
-            return shard_state(state, prepared, sharding, self._rank, self.engine)
+            number = next_number(self.group)
+            return shard_state(state, prepared, sharding, self._rank, self.engine, number)
 
     def parts(self, layout: Layout) -> ReductionParts:
         """What of a state's parts is whose."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import StructureError
 from ..model.casting import CastParams
 from ..model.lazy_param import LazyParam, check_unchanged, make_whole, versions_of
+from ..optim.local import Local
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree
 from .loss import Aux, as_metric, check_loss, if_weighty, independent
@@ -122,6 +123,20 @@ def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> Py
         return p if u is None else (p + u.to(p.dtype)).requires_grad_(p.requires_grad)
 
     return tree_map(add, params, updates, none_is_leaf=True)
+
+
+def dot(a: Any, b: Any) -> Tensor:
+    """The inner product of two trees of gradients or updates, one 0-d tensor.
+
+    Sharded, of the whole trees, the same on every rank, which all call it. One all-reduce. Params
+    are refused there: they have frozen leaves, which gradients don't have.
+
+    >>> grads = {"w": torch.tensor([3.0, 4.0]), "frozen": None}
+    >>> dot(grads, grads).sqrt()
+    tensor(5.)
+    """
+    engine = engine_of(a, b)
+    return engine.dot(a, b) if engine is not None else Local(a).dot(a, b)
 
 
 def unshard(tree: PyTree[Any]) -> PyTree[Any]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optree import tree_map
@@ -179,3 +180,16 @@ def test_infinities_are_json() -> None:
 
 def test_ranks_may_have_devices_of_their_own() -> None:
     assert described(torch.device("cuda", 0)) == described(torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({1, 2}, {1, 3}),
+        (1 + 2j, 1 + 3j),
+        (np.arange(3), np.arange(1, 4)),
+        (np.arange(40.0), np.arange(1.0, 41.0)),
+    ],
+)
+def test_values_of_any_kind_differ(a: Any, b: Any) -> None:
+    assert described(a) != described(b) and described(a) == described(copy.deepcopy(a))

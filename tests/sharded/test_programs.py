@@ -111,7 +111,7 @@ def displaced(shard: Shard, parts: Callable[[Tensor], Tensor]) -> Any:
     state = adam.init(params)
     for x in batches(4, 4):
         value, grads = fz.value_and_grad(loss)(params, parts(x))
-        scale = 0.05 / value
+        scale = 0.05 / fz.dot(grads, grads).sqrt()
         away = fz.apply_updates(params, tree_map(scale.mul, grads))
         _, grads = fz.value_and_grad(loss)(away, parts(x))
         updates, state = adam.update(grads, state, params)
@@ -284,6 +284,7 @@ def test_what_is_refused() -> None:
             r"expected updates in pieces": lambda: fz.apply_updates(params, params),
             r"got dict": lambda: sgd.update(grads, state, tree()),
             r"pickled has no group": lambda: fz.unshard(pickle.loads(pickle.dumps(params))),
+            r"expected updates in pieces, cut as": lambda: fz.dot(params, grads),
             r"either a level or layout_like": lambda: fz.shard_tree(tree(), group=group),
             r"the tree does not have the tree structure": lambda: fz.shard_tree(
                 {"w": torch.ones(5)}, layout_like=params
@@ -532,3 +533,19 @@ def test_a_pickled_tree_has_the_same_leaves() -> None:
     again = pickle.loads(pickle.dumps(params))
     assert torch.equal(again["w"], params["w"])
     assert optree.tree_structure(again) == optree.tree_structure(params)
+
+
+def test_states_that_are_cut_anew_are_told_apart() -> None:
+    """Ranks that differentiate other trees are told, also where `shard_state` made the trees."""
+    step = fz.train_step(lambda p, b, x: square(p) * x, optim.sgd(0.1))
+
+    def run(group: fz.Group) -> None:
+        sharded = fz.shard(step, level=3, group=group)
+        trees = []
+        for value in (1.0, 2.0):
+            whole = step.init({"w": torch.full((4,), value, requires_grad=True)})
+            trees.append(sharded.shard_state(whole).params)
+        with pytest.raises(GroupError, match="not started the same collectives"):
+            fz.value_and_grad(square)(trees[group.rank])
+
+    run_ranks(run, 2)
