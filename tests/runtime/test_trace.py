@@ -40,7 +40,7 @@ DOORS = {
     Enter.backward: "backward",
     GradientReduction.finish: "finish",
 }
-COLLECTIVES = ("all_gather", "sum_to_pieces")
+COLLECTIVES = ("all_gather", "reduce_scatter")
 
 
 class Walk:
@@ -126,7 +126,7 @@ def walk_of_one_unit(group: Any) -> Walk:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_file_is_entered_often(ranks: int) -> None:
     for walk in run_ranks(walk_of_one_unit, ranks):
-        assert walk.collectives == ["all_gather", "all_gather", "sum_to_pieces"]
+        assert walk.collectives == ["all_gather", "all_gather", "reduce_scatter"]
         doors = [name for name, _ in groupby(walk.doors)]
         assert doors == ["enter", "watch", "save", "leave", "ask", "backward", "finish"]
         entries = Counter(walk.files)
