@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import THOROUGH
+
 PACKAGE = "functorch_zero"
 ROOT = Path(__file__).parents[1] / PACKAGE
 MAX_ENTRIES = 26  # a newcomer sees at the top of the package
@@ -404,6 +406,7 @@ def test_import_is_quick() -> None:
     raise AssertionError(f"import functorch_zero took {times} of the time that torch takes")
 
 
+@THOROUGH
 def test_import_shows_no_warning() -> None:
     command = [sys.executable, "-W", "error", "-c", "import functorch_zero"]
     subprocess.run(command, check=True, timeout=60)

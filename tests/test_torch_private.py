@@ -280,6 +280,7 @@ run(TorchDispatchMode)
 """
 
 
+@THOROUGH
 def test_a_quick_dispatch_mode_does_without_dynamo() -> None:
     """The second line is why there is one: without it, `TorchDispatchMode` would do."""
     assert in_new_process(MODES) == ["True False", "True True"]

@@ -10,6 +10,7 @@ from functorch_zero.layout import build
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.program import unshard
 from functorch_zero.testing import assert_sharded_equals_unsharded
+from tests.tiers import tiers
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"reshard_after_forward": False}, {"reduce_gradients": "once"}]
+    "options", tiers([{}], [{"reshard_after_forward": False}, {"reduce_gradients": "once"}])
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -38,6 +38,7 @@ from tests.runtime.test_unit import (
     some_rows_reach,
     with_negative_half,
 )
+from tests.tiers import tiers
 
 OVERLAPS: list[Any] = ["memory", "time"]
 
@@ -233,7 +234,7 @@ def trained(group: Any, level: int, remat: bool, **options: Any) -> tuple[Run, l
     return run, [call for call in watched.calls if call.kind != "exchange"]
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", tiers([False], [True]))
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_the_same_bits_and_collectives(level: int, remat: bool) -> None:
     first, *others = [

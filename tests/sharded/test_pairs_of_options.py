@@ -519,7 +519,10 @@ def drawn_case(names: tuple[str, ...], choose: Any) -> Case:
 COMPILED = "compiled units"  # the slow one
 
 
-@pytest.mark.parametrize("name", tiers([name for name in OPTIONS if name != COMPILED], [COMPILED]))
+QUICK = [name for name in OPTIONS if name != COMPILED]
+
+
+@pytest.mark.parametrize("name", tiers(QUICK[::2], [*QUICK[1::2], COMPILED]))
 def test_each_alone(name: str) -> None:
     check(drawn_case((name,), random.Random(name).choice))
 

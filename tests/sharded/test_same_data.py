@@ -69,7 +69,7 @@ def make_batches(num: int = 3, rows: int = ROWS) -> list[Tensor]:
         rows=True,
     ),
 )
-@pytest.mark.parametrize("sync", ["mean", "rank0", "local"])
+@pytest.mark.parametrize("sync", tiers(["mean"], ["rank0", "local"]))
 def test_equals_the_unsharded_step(mesh: tuple[int, int, SameData], over: str, sync: Any) -> None:
     ranks, shard_size, same_data = mesh
     step, params, buffers = build(accumulate=2)

@@ -115,7 +115,8 @@ TRANSFORMS = [author(make) for author in AUTHORS for make in CONSTRUCTORS]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mask"), [(1, None), (2, None), (2, lambda path, leaf: leaf.ndim > 1)]
+    ("ranks", "mask"),
+    tiers([(2, lambda path, leaf: leaf.ndim > 1)], [(1, None), (2, None)], rows=True),
 )
 @pytest.mark.parametrize("levels", tiers([(0, 3)], [(1, 2)]), ids=str)
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from functorch_zero.testing import (
     models,
     strategies,
 )
-from tests.tiers import drawn, tiers
+from tests.tiers import THOROUGH, drawn, tiers
 
 F64 = torch.float64
 
@@ -574,6 +574,7 @@ def test_drawn_steps_are_equal_on_ranks(data: st.DataObject) -> None:
 # The package
 
 
+@THOROUGH
 def test_hypothesis_is_imported_only_for_strategies() -> None:
     code = (
         "import sys; sys.modules['hypothesis'] = None\n"
