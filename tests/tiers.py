@@ -7,6 +7,7 @@ Each is a set of its own. A test or a parameter without a mark is quick.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,6 +34,25 @@ def tiers(
         return [pytest.param(*(value if rows else (value,)), marks=mark) for value in values]
 
     return [*quick, *marked(thorough, THOROUGH), *marked(full, FULL)]
+
+
+def thinned(values: Iterable[Any], n: int = 2) -> list[Any]:
+    """Values for `parametrize`: every n-th is quick, the others are thorough."""
+    values = [*values]
+    return tiers(values[::n], [value for i, value in enumerate(values) if i % n])
+
+
+def crossed(*axes: Iterable[Any], n: int = 2) -> list[Any]:
+    """Rows for `parametrize`: all combinations of the axes' values, one of n of them quick.
+
+    Each value of an axis is among the quick rows, if the others have n combinations or more.
+    """
+    rows = [[*enumerate(axis)] for axis in axes]
+    quick, thorough = [], []
+    for row in itertools.product(*rows):
+        chosen = quick if sum(i for i, _ in row) % n == 0 else thorough
+        chosen.append(tuple(value for _, value in row))
+    return tiers(quick, thorough, rows=True)
 
 
 def drawn(

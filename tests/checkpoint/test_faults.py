@@ -24,6 +24,7 @@ from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import State
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
+from tests.tiers import thinned
 
 CALLS = ("mkdir", "open", "writev", "fsync", "rename")  # that change the disk
 CLEANING = ("unlink", "rmdir")
@@ -97,7 +98,7 @@ def in_child(fn: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("at", range(1, 20))
+@pytest.mark.parametrize("at", thinned(range(1, 20)))
 def test_killed_at_every_call(saved: Any, tmp_path: Path, at: int) -> None:
     """C2. Both ranks, as threads, die before the call. What is left loads as step 1 or 2, and can
     be saved into."""

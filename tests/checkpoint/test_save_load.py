@@ -26,10 +26,10 @@ from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.tree import named_leaves
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
 from tests.models import ZOO, even, split
+from tests.tiers import crossed
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "level"), crossed([1, 2, 3, 4], [0, 1, 2, 3]))
 def test_saved_anywhere_loads_anywhere(tmp_path: Path, ranks: int, level: int) -> None:
     """C1. Each (ranks, level) loads at every number of ranks, and the four tests of a number at
     each level there."""
@@ -61,8 +61,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS])
-@pytest.mark.parametrize("path", [((2, 0), (3, 3)), ((4, 3), (3, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("name", "path"), crossed(OPTIMIZERS, [((2, 0), (3, 3)), ((4, 3), (3, 1))])
+)
 def test_every_kind_of_optimizer_state(tmp_path: Path, name: str, path: Any) -> None:
     """Whole-leaf states move to their new owners, statistics and counters are on every rank."""
     (ranks, level), (to_ranks, to_level) = path

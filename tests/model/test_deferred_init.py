@@ -20,7 +20,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, ConvNet
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import tiers
+from tests.tiers import crossed, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -154,8 +154,7 @@ def prepared(units: Any = Block, trainable: Any = None) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, [1, 2, 3]))
 def test_the_same_at_every_level_and_world_size(level: int, ranks: int) -> None:
     start, end = train(*prepared())
     for got_start, got_end in run_ranks(

@@ -31,7 +31,7 @@ from tests.parity.cases import (
     stacked,
 )
 from tests.reference import pointwise as reference
-from tests.tiers import tiers
+from tests.tiers import crossed, thinned, tiers
 
 ORACLES: dict[str, tuple[optim.Transform, Any]] = {
     "adam": (
@@ -104,8 +104,9 @@ def cut(tree: Any, seed: int) -> Any:
     return {str(rank): pieces[i].clone() for rank, i in enumerate(order)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.parametrize(
+    ("name", "dtype"), crossed(POINTWISE, [torch.float32, torch.float64, torch.bfloat16], n=3)
+)
 def test_the_same_bits_however_cut(name: str, dtype: torch.dtype) -> None:
     if name == "from_torch" and dtype == torch.bfloat16:
         pytest.xfail(
@@ -223,7 +224,7 @@ def test_purity(name: str) -> None:
         state = new
 
 
-@pytest.mark.parametrize("name", tiers([*POINTWISE][::3], [*POINTWISE][1::3] + [*POINTWISE][2::3]))
+@pytest.mark.parametrize("name", thinned(POINTWISE, 3))
 def test_claims(name: str) -> None:
     check_claims(POINTWISE[name](), hostile_tree())
 

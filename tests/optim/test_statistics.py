@@ -29,7 +29,7 @@ from tests.reference import (
     trajectory,
 )
 from tests.reference import statistics as oracles
-from tests.tiers import tiers
+from tests.tiers import crossed, thinned
 
 PARAMS = tensors(HOSTILE, 0)
 GRADIENTS = gradients_for(HOSTILE)
@@ -186,7 +186,7 @@ OPTAX: dict[str, tuple[optim.Transform, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiers([*OPTAX][::3], [*OPTAX][1::3] + [*OPTAX][2::3]))
+@pytest.mark.parametrize("name", thinned(OPTAX, 3))
 def test_optax_agrees(name: str) -> None:
     jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
     jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time
@@ -210,12 +210,15 @@ def test_optax_agrees(name: str) -> None:
     assert_same(run(transform, params, gradients), expected, 1e-6 if single else 1e-12)
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_pieces_give_the_same(name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), crossed(TABLE, [(1, 3), (2, 5)]))
+def test_pieces_give_the_same(name: str, ranks: tuple[int, ...]) -> None:
     empty = torch.zeros(0, 3, dtype=torch.float64)
     params = PARAMS | {"empty": empty, "nothing": None}
     assert_sharded(
-        TABLE[name][0], params, [g | {"empty": empty.clone(), "nothing": None} for g in GRADIENTS]
+        TABLE[name][0],
+        params,
+        [g | {"empty": empty.clone(), "nothing": None} for g in GRADIENTS],
+        ranks=ranks,
     )
 
 

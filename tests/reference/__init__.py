@@ -159,13 +159,16 @@ def run_on(ranks: int, transform: Transform, params: Any, gradients: Sequence[An
 
 
 def assert_sharded(
-    transform: Transform, params: Any, gradients: Sequence[Any], tolerance: float = 1e-12
+    transform: Transform,
+    params: Any,
+    gradients: Sequence[Any],
+    tolerance: float = 1e-12,
+    ranks: Sequence[int] = (1, 2, 3, 5),
 ) -> None:
-    """On 1, 2, 3 and 5 ranks as in one process."""
+    """On each of these numbers of ranks as in one process."""
     whole = [dict(enumerate(tensors_of(step))) for step in run(transform, params, gradients)]
-    for ranks in (1, 2, 3, 5):
+    for size in ranks:
         pieces = [
-            dict(enumerate(tensors_of(step)))
-            for step in run_on(ranks, transform, params, gradients)
+            dict(enumerate(tensors_of(step))) for step in run_on(size, transform, params, gradients)
         ]
         assert_same(pieces, whole, tolerance)

@@ -22,6 +22,7 @@ from functorch_zero.step.program import unshard
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, MLP, Block, Shared, even, rows, tokens, uneven
+from tests.tiers import crossed
 
 LEVELS = (0, 1, 2, 3)
 Loss = Callable[[Any, Any, Any], Any]
@@ -125,8 +126,7 @@ FORWARD = (
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )  # torch's own use of it
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("transform", "level"), crossed(TRANSFORMS, LEVELS))
 def test_torch_func_inside(transform: str, level: int) -> None:
     ranks = 1 if level == 3 and any(name in transform for name in FORWARD) else 2
     check(derivatives(transform), MLP, rows(7, 3), level, ranks)
@@ -201,8 +201,7 @@ def next_token(apply: Any) -> Loss:
     return loss_fn
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("where", ["around", "inside", "all"])
+@pytest.mark.parametrize(("where", "level"), crossed(["around", "inside", "all"], LEVELS))
 def test_checkpoint(where: str, level: int) -> None:
     check(next_token, lambda: Checkpointed(where), tokens, level, 2, units=Block)
 
@@ -311,9 +310,11 @@ def test_touching_params_in_many_ways(level: int) -> None:
     check(make_loss, MLP, rows(7, 3), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    "how", ["plain", "changed", "one changed", "detached", "dict", "deep", "functional_call"]
+    ("how", "level"),
+    crossed(
+        ["plain", "changed", "one changed", "detached", "dict", "deep", "functional_call"], LEVELS
+    ),
 )
 def test_params_in_other_trees(how: str, level: int) -> None:
     """Trees made of params go into `apply` as params do."""
@@ -611,8 +612,7 @@ def half_chosen(n: int) -> Any:
 SKIPPED = ["a* b?", "a b?* c*", "a* b? c?", "a?* a* a?*", "a* bb?*", "a* bc?*", "a* ab?* ab* c?"]
 
 
-@pytest.mark.parametrize("level", (2, 3))
-@pytest.mark.parametrize("regions", SKIPPED[:5])
+@pytest.mark.parametrize(("regions", "level"), crossed(SKIPPED[:5], (2, 3)))
 def test_a_unit_that_one_ranks_loss_leaves_out_next_to_one_that_runs_again(
     regions: str, level: int
 ) -> None:

@@ -25,7 +25,7 @@ from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import GPT, Block
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import tiers
+from tests.tiers import crossed, tiers
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LEVELS = (0, 1, 2, 3)
@@ -245,8 +245,7 @@ def test_writing_to_what_the_loss_sees_is_refused() -> None:
 # Sharded = unsharded
 
 
-@pytest.mark.parametrize("ranks", tiers([3], [1]))
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("name", "ranks"), crossed(POLICIES, [3, 1]))
 def test_each_policy(name: str, ranks: int) -> None:
     check(*gpt_step(POLICIES[name]), ranks=(ranks,))
 

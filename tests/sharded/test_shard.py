@@ -36,6 +36,7 @@ from tests.compare import (
     train_sharded,
 )
 from tests.models import ZOO, Batch, even, split, uneven
+from tests.tiers import crossed
 
 LEVELS = (0, 1, 2, 3)
 SECONDS = 10  # in which a failure must have reached every rank; in practice milliseconds
@@ -167,9 +168,9 @@ def test_donation_uses_the_old_storage(level: int) -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("name", ["gpt", "shared", "frozen"])
+@pytest.mark.parametrize(
+    ("name", "keeps", "donate"), crossed(["gpt", "shared", "frozen"], [True, False], [True, False])
+)
 def test_options_do_not_change_results(name: str, keeps: bool, donate: bool) -> None:
     step, params, buffers = build(name)
     batches = ZOO[name].batches(3, 12)

@@ -11,7 +11,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.strategies import public_functions
-from tests.tiers import tiers
+from tests.tiers import crossed, tiers
 
 
 def zeros(params):
@@ -164,8 +164,9 @@ def pass_on(updates, state, params, across):
     return tree_map(lambda u: u * 1.5, updates), state
 
 
-@pytest.mark.parametrize("name", ["muon", "soap", "full_matrix_adagrad"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("name", "seed"), crossed(["muon", "soap", "full_matrix_adagrad"], range(3), n=3)
+)
 def test_what_owners_send_back_is_not_taken_for_a_bucket(name, seed):
     """The received pieces once lay in a buffer that had a bucket's size, and padding there was
     another leaf."""
