@@ -23,31 +23,30 @@ from ..groups.mesh import axes_of
 from ..groups.protocol import Group
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
-from ..layout.sharded_tree import ShardedTree, hold, in_a_loss
+from ..layout.sharded_tree import ShardedTree, hold
 from ..optim.base import Transform
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
-from ..runtime.unit import Pass
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import plan_state
-from ..step.loss import Outcome, check_loss, independent
+from ..step.loss import Aux, Outcome, check_loss
 from ..step.program import refuse_buffers
 from ..step.train import check_tensors
 from ..tree import PyTree, content_digests, same_structure
 from . import agreement
 from .failures import sharing_failures
-from .grad_mean import loss_seed_of, to_means
-from .options import OVERLAPS, Options
+from .grad_mean import LossSeed, loss_seed_of, to_means
+from .options import Options
 from .params import (
     all_gather_params,
     all_gather_pieces,
     grads_like,
     make_reduction,
-    make_unit_flats,
     publish,
 )
+from .passes import run_pass
 from .state import lay_out_state
 
 
@@ -199,40 +198,32 @@ class ShardedEngine:
         # A program has no State.parts, so no reduction that keeps something
         summing = replace(options, reduction=SUMMED, reduce_gradients=None)
         reduction = make_reduction(layout, summing, log, {})
-        one_pass = Pass(
-            layout,
-            make_unit_flats(flats, layout, axes, log, options.gather),
-            reduction,
-            device=flats[0].device,
-            order=order,
-            overlap=OVERLAPS[options.overlap],
-            keeps=not options.reshard_after_forward,
-        )
-        rank = axes.world.rank
-        with torch.enable_grad():
-            lazy = one_pass.lazy_params()
-            with in_a_loss():
-                value, aux = check_loss(call(lazy), rank)
+        has_aux = False
+
+        def run_loss(lazy: Any) -> Outcome:
+            nonlocal has_aux
+            value, aux = check_loss(call(lazy), axes.world.rank)
             refuse_buffers(aux)
-            if not one_pass.entered:
-                raise independent(rank)
-            weight = None if aux is None else aux.weight
-            outcome = Outcome(value, {}, {}, weight)
-            seed, grad_scale = loss_seed_of(outcome, layout, axes.data.size, 1, None)
-            one_pass.loss_ended(grad_scale)
-            torch.autograd.grad(value, [one_pass.anchor], seed, allow_unused=True)
-        one_pass.finish()
-        order.record(one_pass.following.gathered)
+            has_aux = aux is not None
+            given = aux or Aux()
+            return Outcome(value, {}, given.metrics, given.weight)
+
+        def seed_of(outcome: Outcome) -> LossSeed:
+            return loss_seed_of(outcome, layout, axes.data.size, 1, None)
+
+        outcome = run_pass(run_loss, seed_of, flats, layout, reduction, order, options, log)
         reduced = reduction.finish()
-        given = {} if aux is None else aux.metrics
-        group = labelled(axes.world, "gradient/metrics")
         report = agreement.average(
-            {"loss": value.detach(), **given}, weight, group, log, copy=axes.copy
+            {"loss": outcome.loss.detach(), **outcome.metrics},
+            outcome.weight,
+            labelled(axes.world, "gradient/metrics"),
+            log,
+            copy=axes.copy,
         )
         with torch.no_grad():
-            to_means(reduced, None if weight is None else report.weight, None)
+            to_means(reduced, None if outcome.weight is None else report.weight, None)
         mean = report.metrics.pop("loss")
-        return (mean if aux is None else (mean, report.metrics)), reduced
+        return ((mean, report.metrics) if has_aux else mean), reduced
 
     def _join(
         self, trees: Sequence[ShardedTree], trained: Sequence[bool]

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from ..groups import labelled
 from ..layout.layout import Layout
-from ..layout.sharded_tree import ShardedTree, in_a_loss, pieces_of
+from ..layout.sharded_tree import ShardedTree, pieces_of
 from ..layout.sharding import Sharding
 from ..optim.across import Across
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction, Kept
-from ..runtime.unit import Pass
-from ..step.loss import Metrics, Outcome, as_metric, call_loss, independent, joined, micro_batches
+from ..step.loss import Metrics, Outcome, as_metric, call_loss, joined, micro_batches
 from ..step.metrics import UpdateMetrics
 from ..step.nonfinite import NonFiniteState, all_finite
 from ..step.rng import replayed
@@ -35,10 +34,11 @@ from . import agreement
 from .background import BackgroundTasks
 from .buffers import apart, replaced, synchronize
 from .checks import check_not_empty
-from .grad_mean import in_range, loss_seed_of, to_means
-from .options import OVERLAPS, Options
-from .params import grads_like, make_reduction, make_unit_flats, publish
+from .grad_mean import LossSeed, in_range, loss_seed_of, to_means
+from .options import Options
+from .params import grads_like, make_reduction, publish
 from .parts import ReductionParts
+from .passes import run_pass
 
 
 class Updater(Protocol):
@@ -140,35 +140,31 @@ def _on_micro_batch(
     log: list[str],
     order: PrefetchOrder,
 ) -> Outcome:
-    """One pass, whose gradients go to the reduction."""
-    options, state, count = run.options, run.state, run.step.accumulate
-    device, rank = run.flats[0].device, options.group.rank
-    flats = make_unit_flats(run.flats, run.layout, options.axes, log, options.gather, state.params)
-    one_pass = Pass(
-        run.layout,
-        flats,
-        reduction,
-        device=device,
-        order=order,
-        overlap=OVERLAPS[options.overlap],
-        keeps=not options.reshard_after_forward,
-        last=i == count - 1,
-    )
-    with replayed(state.seed, state.step, options.axes.data.rank, device, i), torch.enable_grad():
-        params = one_pass.lazy_params()
-        with ranged("loss"), in_a_loss():
-            outcome = call_loss(run.step.loss_fn, params, buffers, batch, rank)
-        if not one_pass.entered:
-            raise independent(rank)
+    """One pass over the i-th part of the batch."""
+    state, axes, count = run.state, run.options.axes, run.step.accumulate
+    rank = axes.world.rank
+
+    def loss(params: PyTree[Tensor]) -> Outcome:
+        return call_loss(run.step.loss_fn, params, buffers, batch, rank)
+
+    def seed_of(outcome: Outcome) -> LossSeed:
         check_not_empty(batch, outcome.loss, outcome.weight, rank)
         scale = run.step.finite.scale(state.finite)
-        num_data = options.axes.data.size
-        seed, grad_scale = loss_seed_of(outcome, run.layout, num_data, count, scale)
-        one_pass.loss_ended(grad_scale)
-        with ranged("backward"):
-            torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
-    one_pass.finish()
-    order.record(one_pass.following.gathered)
+        return loss_seed_of(outcome, run.layout, axes.data.size, count, scale)
+
+    with replayed(state.seed, state.step, axes.data.rank, run.flats[0].device, i):
+        outcome = run_pass(
+            loss,
+            seed_of,
+            run.flats,
+            run.layout,
+            reduction,
+            order,
+            run.options,
+            log,
+            held=state.params,
+            last=i == count - 1,
+        )
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
     return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
 

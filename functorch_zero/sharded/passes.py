@@ -1,0 +1,75 @@
+"""One pass: a loss forward and backward through the units of sharded params."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout.layout import Layout
+from ..layout.sharded_tree import in_a_loss
+from ..profiling import ranged
+from ..runtime.prefetch import PrefetchOrder
+from ..runtime.reduce import GradientReduction
+from ..runtime.unit import Pass
+from ..step.loss import Outcome, independent
+from ..tree import PyTree
+from .grad_mean import LossSeed
+from .options import OVERLAPS, Options
+from .params import make_unit_flats
+
+
+def run_pass(
+    loss: Callable[[PyTree[Tensor]], Outcome],
+    seed_of: Callable[[Outcome], LossSeed],
+    flats: Sequence[Tensor],
+    layout: Layout,
+    reduction: GradientReduction,
+    order: PrefetchOrder,
+    options: Options,
+    log: list[str],
+    *,
+    held: PyTree[Tensor] = None,
+    last: bool = True,
+) -> Outcome:
+    """Run a loss forward and backward. Its gradients go to the reduction, while backward runs.
+
+    Collectives: the units' gathers and reductions, as the level's row says.
+
+    Args:
+        loss: called with lazy parameters, in the structure of the layout.
+        seed_of: this rank's share of the mean, from the loss's outcome. It may refuse the outcome.
+        flats: that hold the params between steps, (numel,) or (piece,), bucket by bucket.
+        order: in which the last pass gathered units. This pass's own order takes its place.
+        log: of the collectives started, which ranks compare.
+        held: leaves that were cut from the flats already; else they are cut anew.
+        last: whether no other pass will give gradients to the same reduction.
+
+    Raises:
+        StructureError: the loss depends on no trained leaf.
+    """
+    device, rank = flats[0].device, options.axes.world.rank
+    one_pass = Pass(
+        layout,
+        make_unit_flats(flats, layout, options.axes, log, options.gather, held),
+        reduction,
+        device=device,
+        order=order,
+        overlap=OVERLAPS[options.overlap],
+        keeps=not options.reshard_after_forward,
+        last=last,
+    )
+    with torch.enable_grad():
+        params = one_pass.lazy_params()
+        with ranged("loss"), in_a_loss():
+            outcome = loss(params)
+        if not one_pass.entered:
+            raise independent(rank)
+        seed, scale = seed_of(outcome)
+        one_pass.loss_ended(scale)
+        with ranged("backward"):
+            torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
+    one_pass.finish()
+    order.record(one_pass.following.gathered)
+    return outcome
