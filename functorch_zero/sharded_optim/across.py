@@ -66,8 +66,8 @@ class Sharded(Across):
         mask = layout.trainable if mask is None else mask
         self.extents = select(layout.extents(group.rank), mask)
         self._is_cut = select(tree_map(lambda cut: cut.num_pieces > 1, layout.cuts), mask)
-        self._bunches = PointwiseOnFlats(layout, mask, group.rank, donate=donate)
-        self._numbers = self._bunches.numbers
+        self._on_flats = PointwiseOnFlats(layout, mask, group.rank, donate=donate)
+        self._numbers = self._on_flats.numbers
         self._exchange = Exchange(layout, self._numbers, group)
         self._narrowed: dict[tuple[int, ...], Sharded] = {}
 
@@ -162,27 +162,27 @@ class Sharded(Across):
 
         return tree_map(own, state)
 
-    # Pointwise: bunch by bunch
+    # Pointwise: flat by flat
 
     def run_pointwise(
         self, part: Pointwise, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
-        return self._bunches.pointwise(part, updates, state, params)
+        return self._on_flats.update(part, updates, state, params)
 
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flats that a tree's leaves lie in, as `fused` takes them."""
-        return self._bunches.flats(tree)
+        return self._on_flats.flats(tree)
 
     def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this transform."""
-        return self._bunches.fuses(transform, params)
+        return self._on_flats.fuses(transform, params)
 
     def fused(
         self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
     ) -> Any:
         """Run a transform's kernel on flats of donated params, and on donated state. Returns the
         state."""
-        return self._bunches.fused(transform, updates, state, params)
+        return self._on_flats.fused(transform, updates, state, params)
 
     # Whole leaves: one all-to-all in, one out
 
