@@ -124,7 +124,11 @@ class PointwiseOnFlats:
         num_groups: Counter[int] = Counter()
         for group in self._groups:
             num_groups.update(storages(_at(group.positions, updates)))
-        return {storage for storage, count in num_groups.items() if count == 1}
+        of_one = set()
+        for storage, count in num_groups.items():
+            if count == 1:
+                of_one.add(storage)
+        return of_one
 
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flat (piece,) of each group in a tree; new ones where the leaves lie in none."""
@@ -199,8 +203,8 @@ def _group_leaves(layout: Layout, numbers: Sequence[int], rank: int) -> list[Fla
     for bucket in layout.buckets:
         chosen = tuple(number for number in bucket.leaves if number in positions)
         if len(chosen) == len(bucket.leaves):
-            own = tuple(positions[number] for number in chosen)
-            groups.append(FlatGroup(chosen, own, bucket, rank))
+            own_positions = tuple(map(positions.__getitem__, chosen))
+            groups.append(FlatGroup(chosen, own_positions, bucket, rank))
         else:
             for number in chosen:
                 groups.append(FlatGroup((number,), (positions[number],), None, rank))
@@ -217,8 +221,8 @@ class _Place(NamedTuple):
     """Where one leaf of a group's state lies among the leaves of the full state."""
 
     group: FlatGroup
-    follows: bool  # it is a flat: one position per leaf of the group; else there is one position
-    positions: tuple[int, ...]
+    follows: bool  # a param: then it is a flat
+    positions: tuple[int, ...]  # one per leaf of the group where it is a flat; else one
 
 
 class _Regrouping:
@@ -238,28 +242,30 @@ class _Regrouping:
         slots = full.slots()
         shared = [i for i, leaf in enumerate(full.leaves) if leaf.kind != "follows"]
         self.places: list[list[_Place]] = []
+        self.following: list[_Place] = []
+        self._ordered: list[int] = []  # positions of all leaves that follow a param, flat by flat
         for group in groups:
             others = iter(shared)
             own = []
             for leaf in one.leaves:
                 if leaf.kind == "follows":
                     positions = tuple(slots[leaf.slot, number] for number in group.leaves)
+                    place = _Place(group, True, positions)
+                    self.following.append(place)
+                    self._ordered += positions
                 else:
-                    positions = (next(others),)
-                own.append(_Place(group, leaf.kind == "follows", positions))
+                    place = _Place(group, False, (next(others),))
+                own.append(place)
             self.places.append(own)
-        self.following = [place for own in self.places for place in own if place.follows]
-        # The full state's leaves that follow a param, flat by flat
-        self._ordered = [i for place in self.following for i in place.positions]
-        # Next states hold the same leaves only where storage is donated
-        self._recall = Recall(self._find) if remember else self._find
+        # A state that was not donated doesn't come back, so there is nothing to remember
+        self._find = Recall(self._find_ordered) if remember else self._find_ordered
 
     def find_flats(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Of the full state's leaves, the flat (piece,) at each of `following`: the one that the
         leaves lie in, or a new one that they are copied to."""
-        return self._recall([leaves[i] for i in self._ordered])
+        return self._find(_at(self._ordered, leaves))
 
-    def _find(self, ordered: Sequence[Tensor]) -> list[Tensor]:
+    def _find_ordered(self, ordered: Sequence[Tensor]) -> list[Tensor]:
         flats, start = [], 0
         for place in self.following:
             stop = start + len(place.positions)
@@ -273,7 +279,9 @@ class _Regrouping:
         remaining = iter(flats)
         states = []
         for places in self.places:
-            own = [next(remaining) if p.follows else leaves[p.positions[0]] for p in places]
+            own = []
+            for place in places:
+                own.append(next(remaining) if place.follows else leaves[place.positions[0]])
             states.append(own)
         return states
 
