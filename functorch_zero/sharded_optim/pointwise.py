@@ -221,8 +221,8 @@ class _Place(NamedTuple):
     """Where one leaf of a group's state lies among the leaves of the full state."""
 
     group: FlatGroup
-    follows: bool  # a param: then it is a flat
-    positions: tuple[int, ...]  # one per leaf of the group where it is a flat; else one
+    follows: bool  # whether it follows a param, and so is a flat
+    positions: tuple[int, ...]  # of a flat, one per leaf of the group; else one
 
 
 class _Regrouping:
@@ -287,6 +287,7 @@ class _Regrouping:
 
 
 def _at(positions: Sequence[int], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves at these positions."""
     return [leaves[i] for i in positions]
 
 
@@ -311,7 +312,7 @@ def _copy_repeated(leaves: list[Tensor]) -> list[Tensor]:
 class _Operand(NamedTuple):
     """A tensor that an update reads, and that its result replaces."""
 
-    tensor: Tensor  # (piece,) of a flat; else of any shape, as a count of steps
+    tensor: Tensor  # (piece,) if it is a flat; else of any shape: a count of steps, say
     is_flat: bool
     donated: bool  # the result is to be written over it
 
@@ -354,13 +355,13 @@ def _run_in_chunks(
         if not results:
             results = _make_results(operands, made)
 
-        to_write = []
+        of_flats = []
         for k, operand in enumerate(operands):
             if operand.is_flat:
-                to_write.append(_Write(made[k], results[k][here]))
+                of_flats.append(_Result(made[k], results[k][here]))
             else:
                 results[k] = made[k]
-        _write([*given, param[here]], to_write)
+        _write([*given, param[here]], of_flats)
     return results
 
 
@@ -396,22 +397,24 @@ def _make_results(operands: Sequence[_Operand], made: Sequence[Tensor]) -> list[
     return results
 
 
-class _Write(NamedTuple):
+class _Result(NamedTuple):
+    """A chunk of a flat's result, and where it is to lie."""
+
     value: Tensor  # (chunk,)
     target: Tensor  # (chunk,), a view of a flat
 
 
-def _write(given: Sequence[Tensor], writes: Sequence[_Write]) -> None:
-    """Write values to their targets. Values that lie in what was given are copied before anything
+def _write(given: Sequence[Tensor], made: Sequence[_Result]) -> None:
+    """Copy values to their targets. Values that lie in given tensors are cloned before any of these
     is overwritten. See Note [Writing over donated storage]."""
-    overwritten = {storage_id(x) for x in given if x.dim()}
+    given_storages = {storage_id(x) for x in given if x.dim()}
     pending = []
-    for value, target in writes:
+    for value, target in made:
         if _is_at(value, target):
             continue
-        if storage_id(value) in overwritten:
+        if storage_id(value) in given_storages:
             value = value.clone()
-        pending.append(_Write(value, target))
+        pending.append(_Result(value, target))
     for value, target in pending:
         target.copy_(value)
 
