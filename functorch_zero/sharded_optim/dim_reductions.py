@@ -1,9 +1,9 @@
-"""Sums over dims of a tensor of which only a contiguous range of elements is here, and their
-answers put back.
+"""Sums and maxima over dims of a tensor of which a contiguous range of elements is here, and the
+way back: an answer's values put beside the elements.
 
-A full shape is read as (rows, width): `width` is the last run of dims that are all reduced or all
-kept, `rows` the dims before it. Then a piece is a few whole rows with a part of one at each end,
-and each row goes to one place of the answer.
+A full shape is read as (rows, width). `width` is the last run of dims that are all reduced or all
+kept; `rows` are the dims before it. So a piece is a few whole rows with a part of one at each end,
+and each row goes to one row of the answer.
 
 A piece of a box of the tensor is first taken as a piece of a tensor of the box's shape. The answer
 about that is the box's part of the answer about the whole.
@@ -24,30 +24,46 @@ from ..optim.across import sum_dtype, without
 
 
 class _Rows(NamedTuple):
+    """The rows of a tensor that a piece has a part of, and where they go."""
+
     width: int
-    reduced: bool  # whether the width is reduced away
+    is_width_reduced: bool
     start: int  # the first row that is here, in part at least
     stop: int
-    places: Tensor  # (stop - start,) int64: the row of the answer that each row goes to
-    num_places: int
+    answer_rows: Tensor  # (stop - start,) int64: for each row, the row of the answer it goes to
+    num_answer_rows: int
+
+    def in_rows(self, extent: Extent) -> slice:
+        """Where the piece lies in its rows, flattened."""
+        first = self.start * self.width
+        return slice(extent.start - first, extent.stop - first)
 
 
 def _rows(extent: Extent, dims: tuple[int, ...], device: torch.device) -> _Rows:
+    """The rows of a piece that isn't empty, for a question about `dims`."""
     shape = extent.shape
-    reduced = len(shape) - 1 in dims
-    first = len(shape)
-    while first > 0 and (first - 1 in dims) == reduced:
-        first -= 1
-    width = prod(shape[first:])
-    start, stop = (extent.start // width, -(-extent.stop // width)) if width else (0, 0)
+    is_width_reduced = len(shape) - 1 in dims
+    num_row_dims = len(shape)
+    while num_row_dims > 0 and (num_row_dims - 1 in dims) == is_width_reduced:
+        num_row_dims -= 1
+
+    width = prod(shape[num_row_dims:])
+    start = stop = 0
+    if width:
+        start = extent.start // width
+        stop = -(-extent.stop // width)  # rounded up
+
+    # A row's number is an index in all row dims; that of its answer, in those that are kept
     rows = torch.arange(start, stop, device=device)
-    places, stride_in, stride_out = torch.zeros_like(rows), 1, 1
-    for dim in reversed(range(first)):
+    answer_rows = torch.zeros_like(rows)
+    stride, answer_stride = 1, 1
+    for dim in reversed(range(num_row_dims)):
         if dim not in dims:
-            places += rows // stride_in % shape[dim] * stride_out
-            stride_out *= shape[dim]
-        stride_in *= shape[dim]
-    return _Rows(width, reduced, start, stop, places, stride_out)
+            index = rows // stride % shape[dim]
+            answer_rows += index * answer_stride
+            answer_stride *= shape[dim]
+        stride *= shape[dim]
+    return _Rows(width, is_width_reduced, start, stop, answer_rows, answer_stride)
 
 
 def _kept(box: Box, dims: tuple[int, ...]) -> tuple[slice, ...]:
@@ -56,37 +72,67 @@ def _kept(box: Box, dims: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: ReduceOp) -> Tensor:
-    """This piece's share of a sum or maximum over `dims`, in the full reduced shape."""
+    """This piece's share of a sum or maximum over `dims`.
+
+    Args:
+        piece: (extent.num_here,)
+
+    Returns:
+        A tensor of the full reduced shape, the same on all ranks: 0 or -inf where none of the
+        elements is here. Sums are in at least float32.
+    """
     dtype = sum_dtype(piece.dtype) if op == "sum" else piece.dtype
     identity = 0.0 if op == "sum" else -math.inf
+    shape = without(extent.shape, dims)
     if extent.box is not None:
-        out = piece.new_full(without(extent.shape, dims), identity, dtype=dtype)
+        out = piece.new_full(shape, identity, dtype=dtype)
         out[_kept(extent.box, dims)] = reduce_piece(piece, extent.in_box, dims, op)
         return out
-    shape = without(extent.shape, dims)
     if not extent.num_here:
         return piece.new_full(shape, identity, dtype=dtype)
-    if dims and extent.num_here == extent.numel:  # the whole tensor
+    is_whole = extent.num_here == extent.numel
+    if dims and is_whole:
         whole = piece.view(extent.shape)
         return whole.sum(dims, dtype=dtype) if op == "sum" else whole.amax(dims)
     if len(dims) == len(extent.shape) > 0:
         return piece.sum(dtype=dtype) if op == "sum" else piece.max()
+    return _reduce_rows(piece, extent, dims, op, identity, dtype)
+
+
+def _reduce_rows(
+    piece: Tensor,
+    extent: Extent,
+    dims: tuple[int, ...],
+    op: ReduceOp,
+    identity: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same row by row, for a piece of some rows and an answer of several values."""
     r = _rows(extent, dims, piece.device)
     padded = piece.new_full(((r.stop - r.start) * r.width,), identity, dtype=dtype)
-    padded[extent.start - r.start * r.width : extent.stop - r.start * r.width] = piece
+    padded[r.in_rows(extent)] = piece
     rows = padded.view(-1, r.width)
-    if r.reduced:
-        rows = (rows.sum(1) if op == "sum" else rows.amax(1)).unsqueeze(1)
-    out = piece.new_full((r.num_places, rows.shape[1]), identity, dtype=dtype)
+    if r.is_width_reduced:
+        reduced = rows.sum(1) if op == "sum" else rows.amax(1)
+        rows = reduced.unsqueeze(1)
+
+    answer_width = rows.shape[1]
+    out = piece.new_full((r.num_answer_rows, answer_width), identity, dtype=dtype)
     if op == "sum":
-        out.index_add_(0, r.places, rows)
+        out.index_add_(0, r.answer_rows, rows)
     else:
-        out.scatter_reduce_(0, r.places[:, None].expand_as(rows), rows, "amax")
-    return out.view(shape)
+        index = r.answer_rows.unsqueeze(1).expand_as(rows)
+        out.scatter_reduce_(0, index, rows, "amax")
+    return out.view(without(extent.shape, dims))
 
 
 def spread_over_piece(answer: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
-    """The values of an answer beside each element of the piece, 1-D."""
+    """An answer's values beside the elements of a piece, (extent.num_here,); the inverse direction
+    of `reduce_piece`.
+
+    Args:
+        answer: over `dims`, in the full reduced shape.
+    """
     if extent.box is not None:
         whole = answer.reshape(without(extent.shape, dims))
         return spread_over_piece(whole[_kept(extent.box, dims)], extent.in_box, dims)
@@ -95,5 +141,6 @@ def spread_over_piece(answer: Tensor, extent: Extent, dims: tuple[int, ...]) -> 
     if len(dims) == len(extent.shape) > 0:
         return answer.expand(extent.num_here)
     r = _rows(extent, dims, answer.device)
-    rows = answer.reshape(r.num_places, -1)[r.places].expand(-1, r.width)
-    return rows.reshape(-1)[extent.start - r.start * r.width : extent.stop - r.start * r.width]
+    answer_rows = answer.reshape(r.num_answer_rows, -1)
+    rows = answer_rows[r.answer_rows].expand(-1, r.width)
+    return rows.reshape(-1)[r.in_rows(extent)]

@@ -1,143 +1,179 @@
-"""Pointwise updates on pieces: bunch by bunch, where a bunch is what lies in one flat."""
+"""Pointwise updates on pieces, flat by flat: fewer and larger operators than leaf by leaf.
+
+Note [Writing over donated storage]
+-----------------------------------
+Results are written over the updates and the state that were donated. But an update is a pure
+function: it may return a tensor that it was given, or one tensor twice. So before anything is
+overwritten:
+
+- `_copy_repeated` copies a leaf that the given state holds twice: each will be written to;
+- `_storages_of_one_group` leaves out updates whose storage holds something else as well;
+- `_write` copies results that lie in what was given (a state that is the old updates, say).
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import optree
 import torch
 from torch import Tensor
 
-from .._torch_private import base_of, storage_id
+from .._torch_private import storage_id
 from ..layout.flat_buffers import Recall, cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
-from ..optim.across import Pointwise, Tree
+from ..optim.across import Across, Pointwise, Tree
 from ..optim.base import Transform
 from ..tree import PyTree, has_values, select, storages
-from .state_plan import placeholder, plan_of, plan_state
+from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 # Elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
 _CHUNK = 2**17
 
 
+@dataclass(frozen=True)
+class FlatGroup:
+    """Leaves that a pointwise update sees as one flat: all of a bucket, or a single leaf where
+    others of its bucket are masked out."""
+
+    leaves: tuple[int, ...]  # their numbers in the layout
+    positions: tuple[int, ...]  # of the leaves in the masked trees, which lack the other leaves
+    bucket: Bucket | None  # None: a single leaf, whose piece is the flat
+    rank: int
+
+    def find(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The flat (piece,) that the leaves' pieces lie in, or a new one that they are copied
+        to."""
+        if self.bucket is None:
+            return pieces[0]
+        return flat_of_pieces(pieces, self.bucket, self.rank)
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """The inverse of `find`: the pieces, as views of the flat."""
+        if self.bucket is None:
+            return [flat]
+        return cut(flat, self.bucket, self.rank)
+
+
 class PointwiseOnFlats:
-    """The leaves where `mask` is true, as bunches, and pointwise updates of them.
+    """Pointwise updates of the leaves where `mask` is true, on this rank's pieces.
 
     Args:
-        layout: how the params are cut, over `num_ranks` ranks of which this is `rank`.
+        layout: how the params are cut; `rank` is this rank's number among the pieces.
         donate: updates and state may be overwritten.
     """
 
     def __init__(self, layout: Layout, mask: PyTree[bool], rank: int, *, donate: bool):
-        self._layout, self._mask, self._rank, self._donate = layout, mask, rank, donate
+        self._layout, self._mask, self._donate = layout, mask, donate
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
-        # Of the leaves, in tree order
+        # Of the leaves where the mask is true, in tree order
         self.numbers: list[int] = optree.tree_leaves(select(everything, mask))
-        self._position = {n: i for i, n in enumerate(self.numbers)}
-        self._bunches = self._find_bunches()
-        # In the trees given
-        self._at = [[self._position[n] for n in bunch.leaves] for bunch in self._bunches]
+        self._groups = _group_leaves(layout, self.numbers, rank)
+        # None: the transform doesn't treat all leaves alike
         self._regroupings: WeakKeyDictionary[Pointwise, _Regrouping | None] = WeakKeyDictionary()
 
-    def _find_bunches(self) -> list[_Bunch]:
-        chosen = set(self.numbers)
-        bunches = []
-        for bucket in self._layout.buckets:
-            inside = tuple(n for n in bucket.leaves if n in chosen)
-            if len(inside) == len(bucket.leaves):
-                bunches.append(_Bunch(inside, bucket, self._rank))
-            else:
-                bunches += [_Bunch((n,), None, self._rank) for n in inside]
-        return bunches
-
-    def pointwise(
-        self, part: Pointwise, updates: Tree, state: Any, params: Tree
-    ) -> tuple[Tree, Any]:
-        how = self._regrouping(part)
-        if how is None or not self._bunches:  # without leaves, counts go on all the same
+    def update(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        """Run a pointwise update: `(updates, state)`. Donated storage is written over."""
+        regrouping = self._regrouping(part)
+        # Without leaves, counts go on all the same
+        if regrouping is None or not self._groups:
             return part.update(updates, state, params)
-        u, treedef = optree.tree_flatten(updates)
-        p, old = optree.tree_leaves(params), _distinct(optree.tree_leaves(state))
-        new = list(old)
-        owned = self._owned(u, p) if self._donate else set()
-        for bunch, at, places in zip(self._bunches, self._at, how.places, strict=True):
-            flat_u, flat_p = bunch.flat([u[i] for i in at]), bunch.flat([p[i] for i in at])
-            flats = [
-                bunch.flat([old[i] for i in where]) if follows else old[where[0]]
-                for follows, where in places
-            ]
-            donated = [_share(u[at[0]], flat_u) and storage_id(flat_u) in owned]
-            donated += [
-                self._donate and f and _share(old[w[0]], x)
-                for (f, w), x in zip(places, flats, strict=True)
-            ]
-            made_u, *made_s = _stream(
-                part, how.one, flat_u, flat_p, flats, [f for f, _ in places], donated
-            )
-            _put(u, at, bunch, flat_u, made_u)
-            for (follows, where), flat, made in zip(places, flats, made_s, strict=True):
-                if follows:
-                    _put(new, where, bunch, flat, made)
-                else:
-                    new[where[0]] = made
-        return treedef.unflatten(u), how.full.unflatten(new)
 
-    def _owned(self, updates: Sequence[Tensor], params: Sequence[Tensor]) -> set[int]:
-        """The storages that one bunch's updates have for themselves: elsewhere padding may be a
-        leaf."""
-        within = ({storage_id(updates[i]) for i in at} for at in self._at)
-        times = Counter(storage for storages in within for storage in storages)
-        return {storage for storage, count in times.items() if count == 1} - storages(params)
+        # Replaced group by group, so that old updates are freed on the way
+        new_updates, treedef = optree.tree_flatten(updates)
+        param_leaves = optree.tree_leaves(params)
+        old_state = _copy_repeated(optree.tree_leaves(state))
+        new_state = list(old_state)
+        writable = self._writable_storages(new_updates, param_leaves)
+        states = regrouping.group_states(regrouping.find_flats(old_state), old_state)
+        for group, own_state, places in zip(self._groups, states, regrouping.places, strict=True):
+            # Pieces that were copied to a new flat would not change with it
+            pieces = _at(group.positions, new_updates)
+            flat = group.find(pieces)
+            donated = _share(pieces[0], flat) and storage_id(flat) in writable
+            operands = [_Operand(flat, is_flat=True, donated=donated)]
+            for tensor, place in zip(own_state, places, strict=True):
+                lies_in = _share(old_state[place.positions[0]], tensor)
+                donated = self._donate and place.follows and lies_in
+                operands.append(_Operand(tensor, place.follows, donated))
+
+            param = group.find(_at(group.positions, param_leaves))
+            new_flat, *results = _run_in_chunks(part, regrouping.one, operands, param)
+            if new_flat is not flat:
+                _put(group.cut(new_flat), group.positions, new_updates)
+            for old, new, place in zip(own_state, results, places, strict=True):
+                if not place.follows:
+                    new_state[place.positions[0]] = new
+                elif new is not old:
+                    _put(group.cut(new), place.positions, new_state)
+        return treedef.unflatten(new_updates), regrouping.full.unflatten(new_state)
+
+    def _writable_storages(self, updates: list[Tensor], params: list[Tensor]) -> set[int]:
+        """The storages of updates that results may be written to."""
+        if not self._donate:
+            return set()
+        return self._storages_of_one_group(updates) - storages(params)
+
+    def _storages_of_one_group(self, updates: list[Tensor]) -> set[int]:
+        """The storages in which only one group's updates lie: in another, padding of one group may
+        be a leaf of the next."""
+        num_groups: Counter[int] = Counter()
+        for group in self._groups:
+            num_groups.update(storages(_at(group.positions, updates)))
+        of_one = set()
+        for storage, count in num_groups.items():
+            if count == 1:
+                of_one.add(storage)
+        return of_one
 
     def flats(self, tree: Tree) -> list[Tensor]:
-        """The flats that a tree's leaves lie in, one a bunch; packed into new ones where they don't
-        lie in one."""
+        """The flat (piece,) of each group in a tree; new ones where the leaves lie in none."""
         leaves = optree.tree_leaves(tree)
-        return [
-            bunch.flat([leaves[i] for i in at])
-            for bunch, at in zip(self._bunches, self._at, strict=True)
-        ]
+        return [group.find(_at(group.positions, leaves)) for group in self._groups]
 
     def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this transform on these flats."""
         if not self._donate or transform.fused is None or transform.plain is None or not params:
             return False
-        return (
-            all(map(transform.fused.takes, params))
-            and self._regrouping(transform.plain) is not None
-        )
+        if not all(map(transform.fused.takes, params)):
+            return False
+        return self._regrouping(transform.plain) is not None
 
     def fused(
         self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
     ) -> Any:
-        """Run a transform's kernel on flats of donated params and updates and on donated state.
-        Returns the state."""
+        """Run a transform's kernel, which writes over params and state. Returns the next state.
+
+        Args:
+            updates: the flat (piece,) of each group; donated, as are params and state.
+            params: the flats (piece,) of the params, in the same order.
+        """
         assert transform.fused is not None and transform.plain is not None
-        how = self._regrouping(transform.plain)
-        assert how is not None
+        regrouping = self._regrouping(transform.plain)
+        assert regrouping is not None
         if not all(map(has_values, params)):
             return state  # a plan's: a kernel works in place and takes no room
-        old = _distinct(optree.tree_leaves(state))
-        flats = how.recall([*map(old.__getitem__, how.following)])
-        known = [*flats, *old]
-        states = [how.one.unflatten(map(known.__getitem__, row)) for row in how.rows]
-        made = transform.fused.update(params, updates, states)
-        new = list(old)
-        for (bunch, where), flat in zip(how.runs, flats, strict=True):
-            if base_of(old[where[0]]) is not flat and not _share(old[where[0]], flat):
-                _put(new, where, bunch, old[where[0]], flat)
-        for (follows, where), result in zip(
-            how.places[0], optree.tree_leaves(made[0]), strict=True
-        ):
-            if not follows:
-                new[where[0]] = result
-        return how.full.unflatten(new)
+
+        leaves = _copy_repeated(optree.tree_leaves(state))
+        flats = regrouping.find_flats(leaves)
+        states = regrouping.group_states(flats, leaves)
+        trees = [regrouping.one.unflatten(own_state) for own_state in states]
+        next_trees = transform.fused.update(params, updates, trees)
+        for flat, place in zip(flats, regrouping.following, strict=True):
+            # The kernel has written to a copy, where the leaves lay in no flat
+            if not _share(leaves[place.positions[0]], flat):
+                _put(place.group.cut(flat), place.positions, leaves)
+
+        # Leaves that follow no param are the same for all groups
+        shared = optree.tree_leaves(next_trees[0])
+        for result, place in zip(shared, regrouping.places[0], strict=True):
+            if not place.follows:
+                leaves[place.positions[0]] = result
+        return regrouping.full.unflatten(leaves)
 
     def _regrouping(self, part: Pointwise) -> _Regrouping | None:
         if part not in self._regroupings:
@@ -145,182 +181,253 @@ class PointwiseOnFlats:
         return self._regroupings[part]
 
     def _find_regrouping(self, part: Pointwise) -> _Regrouping | None:
-        """Where each bunch's state lies; None where leaves are not treated alike, and nothing can
+        """Where each group's state lies; None where leaves are not treated alike, and nothing can
         be regrouped."""
-        full = plan_state(
-            lambda params, across: part.init(params),
-            self._layout,
-            self._mask,
-            self._layout.num_ranks,
-        )
+
+        def init(params: Tree, across: Across) -> Any:
+            return part.init(params)
+
+        full = plan_state(init, self._layout, self._mask, self._layout.num_ranks)
         one = plan_of(part.init({"": placeholder(0, torch.float32)}))
-        slots = full.slots()
-        rest = [i for i, leaf in enumerate(full.leaves) if leaf.kind != "follows"]
-        num_slots = sum(leaf.kind == "follows" for leaf in one.leaves)
-        if len(slots) != num_slots * len(self.numbers) or len(rest) + num_slots != len(one.leaves):
+        num_following, num_shared = _count_kinds(full)
+        num_slots, num_shared_of_one = _count_kinds(one)
+        if num_following != num_slots * len(self.numbers) or num_shared != num_shared_of_one:
             return None
-        places = []
-        for bunch in self._bunches:
-            others = iter(rest)
-            places.append(
-                [
-                    (True, [slots[leaf.slot, n] for n in bunch.leaves])
-                    if leaf.kind == "follows"
-                    else (False, [next(others)])
-                    for leaf in one.leaves
-                ]
-            )
-        return _Regrouping(full.treedef, one.treedef, places, self._bunches)
+        return _Regrouping(full, one, self._groups, remember=self._donate)
 
 
-@dataclass(frozen=True)
-class _Bunch:
-    """Leaves that a pointwise update sees as one flat: a whole bucket, or where some are masked out
-    a single leaf."""
+def _group_leaves(layout: Layout, numbers: Sequence[int], rank: int) -> list[FlatGroup]:
+    """The groups of the leaves with these numbers, bucket by bucket."""
+    positions = {number: position for position, number in enumerate(numbers)}
+    groups = []
+    for bucket in layout.buckets:
+        chosen = tuple(number for number in bucket.leaves if number in positions)
+        if len(chosen) == len(bucket.leaves):
+            own_positions = tuple(map(positions.__getitem__, chosen))
+            groups.append(FlatGroup(chosen, own_positions, bucket, rank))
+        else:
+            for number in chosen:
+                groups.append(FlatGroup((number,), (positions[number],), None, rank))
+    return groups
 
-    leaves: tuple[int, ...]
-    bucket: Bucket | None
-    rank: int
 
-    def flat(self, pieces: Sequence[Tensor]) -> Tensor:
-        return pieces[0] if self.bucket is None else flat_of_pieces(pieces, self.bucket, self.rank)
-
-    def cut(self, flat: Tensor) -> list[Tensor]:
-        return [flat] if self.bucket is None else cut(flat, self.bucket, self.rank)
+def _count_kinds(plan: StatePlan) -> tuple[int, int]:
+    """The numbers of leaves that follow a param, and of those that don't."""
+    num_following = len(plan.slots())
+    return num_following, len(plan.leaves) - num_following
 
 
-@dataclass(frozen=True)
+class _Place(NamedTuple):
+    """Where one leaf of a group's state lies among the leaves of the full state."""
+
+    group: FlatGroup
+    follows: bool  # whether it follows a param, and so is a flat
+    positions: tuple[int, ...]  # of a flat, one per leaf of the group; else one
+
+
 class _Regrouping:
-    """Where the state of each bunch lies in the full state's leaves."""
+    """A state in two structures: leaf by leaf, and flat by flat.
 
-    full: Any  # structure of the full state
-    one: Any  # structure of the state of a single leaf
-    # For each bunch and leaf of `one`: (follows a param, positions)
-    places: list[list[tuple[bool, list[int]]]]
-    bunches: list[_Bunch]
+    Attributes:
+        full: structure of the full state.
+        one: structure of the state of one flat, as `init` makes it of `{"": flat}`.
+        places: by group and leaf of `one`, where it lies in the full state.
+        following: of all places, those of flats, in order.
+    """
 
-    @cached_property
-    def runs(self) -> list[tuple[_Bunch, list[int]]]:
-        """The leaves that lie in one flat together: of which bunch, and where in the full state."""
-        return [
-            (b, where)
-            for b, places in zip(self.bunches, self.places, strict=True)
-            for f, where in places
-            if f
-        ]
+    def __init__(
+        self, full: StatePlan, one: StatePlan, groups: Sequence[FlatGroup], *, remember: bool
+    ):
+        self.full, self.one = full.treedef, one.treedef
+        slots = full.slots()
+        shared = [i for i, leaf in enumerate(full.leaves) if leaf.kind != "follows"]
+        self.places: list[list[_Place]] = []
+        self.following: list[_Place] = []
+        self._ordered: list[int] = []  # positions of all leaves that follow a param, flat by flat
+        for group in groups:
+            others = iter(shared)
+            own = []
+            for leaf in one.leaves:
+                if leaf.kind == "follows":
+                    positions = tuple(slots[leaf.slot, number] for number in group.leaves)
+                    place = _Place(group, True, positions)
+                    self.following.append(place)
+                    self._ordered += positions
+                else:
+                    place = _Place(group, False, (next(others),))
+                own.append(place)
+            self.places.append(own)
+        # A state that was not donated doesn't come back, so there is nothing to remember
+        self._find = Recall(self._find_ordered) if remember else self._find_ordered
 
-    @cached_property
-    def following(self) -> list[int]:
-        """The positions of all leaves that follow a param, run by run."""
-        return [i for _, where in self.runs for i in where]
+    def find_flats(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Of the full state's leaves, the flat (piece,) at each of `following`: the one that the
+        leaves lie in, or a new one that they are copied to."""
+        return self._find(_at(self._ordered, leaves))
 
-    @cached_property
-    def rows(self) -> list[list[int]]:
-        """For each bunch and leaf of `one`, its position in the list of the runs' flats and then
-        the full state."""
-        runs = iter(range(len(self.runs)))
-        return [
-            [next(runs) if f else len(self.runs) + where[0] for f, where in places]
-            for places in self.places
-        ]
+    def _find_ordered(self, ordered: Sequence[Tensor]) -> list[Tensor]:
+        flats, start = [], 0
+        for place in self.following:
+            stop = start + len(place.positions)
+            flats.append(place.group.find(ordered[start:stop]))
+            start = stop
+        return flats
 
-    @cached_property
-    def recall(self) -> Recall:
-        """Of the leaves at `following`, the flats that they lie in."""
+    def group_states(self, flats: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Per group, the leaves of its state, in the order of `one`: of the flats its own, and of
+        the full state's leaves those that follow no param."""
+        remaining = iter(flats)
+        states = []
+        for places in self.places:
+            own = []
+            for place in places:
+                own.append(next(remaining) if place.follows else leaves[place.positions[0]])
+            states.append(own)
+        return states
 
-        def find(leaves: Sequence[Tensor]) -> list[Tensor]:
-            given = iter(leaves)
-            return [bunch.flat([next(given) for _ in where]) for bunch, where in self.runs]
 
-        return Recall(find)
+def _at(positions: Sequence[int], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves at these positions."""
+    return [leaves[i] for i in positions]
 
 
-def _distinct(leaves: list[Tensor]) -> list[Tensor]:
-    """The leaves of a state, those copied that have come before: each will be written to."""
-    if len({*map(id, leaves)}) == len(leaves):
+def _put(pieces: Sequence[Tensor], positions: Sequence[int], leaves: list[Tensor]) -> None:
+    """The inverse of `_at`."""
+    for i, piece in zip(positions, pieces, strict=True):
+        leaves[i] = piece
+
+
+def _copy_repeated(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves, each a tensor of its own. See Note [Writing over donated storage]."""
+    if len(set(map(id, leaves))) == len(leaves):
         return leaves
-    first = {id(leaf): i for i, leaf in reversed([*enumerate(leaves)])}
-    return [leaf if first[id(leaf)] == i else leaf.clone() for i, leaf in enumerate(leaves)]
+    seen: set[int] = set()
+    distinct = []
+    for leaf in leaves:
+        distinct.append(leaf.clone() if id(leaf) in seen else leaf)
+        seen.add(id(leaf))
+    return distinct
 
 
-def _put(
-    leaves: list[Tensor], where: Sequence[int], bunch: _Bunch, old: Tensor, new: Tensor
-) -> None:
-    """Put a new flat's pieces in the place of the old ones, unless it is the old flat itself."""
-    if new is not old:
-        for i, view in zip(where, bunch.cut(new), strict=True):
-            leaves[i] = view
+class _Operand(NamedTuple):
+    """A tensor that an update reads, and that its result replaces."""
+
+    tensor: Tensor  # (piece,) if it is a flat; else of any shape: a count of steps, say
+    is_flat: bool
+    donated: bool  # the result is to be written over it
+
+    def chunk(self, here: slice) -> Tensor:
+        """The part for one chunk: a view of a flat; else the tensor itself."""
+        return self.tensor[here] if self.is_flat else self.tensor
 
 
-def _stream(
-    part: Pointwise,
-    one: Any,
-    u: Tensor,
-    p: Tensor,
-    state: list[Tensor],
-    follows: list[bool],
-    donated: list[bool],
+def _run_in_chunks(
+    part: Pointwise, one: Any, operands: Sequence[_Operand], param: Tensor
 ) -> list[Tensor]:
-    """A pointwise update of one flat, in chunks that stay in a CPU's cache: the updates, then the
-    state's leaves.
+    """A pointwise update of one flat: the operands' results, in chunks that stay in a CPU's cache.
 
-    Where `donated`, a result is written into the storage of what it replaces.
+    Args:
+        one: structure of the state.
+        operands: the updates, then the state's leaves.
+        param: (piece,), the params' flat.
+
+    Returns:
+        Per operand, its result: the operand's own tensor where that was written over.
     """
-    update, moved = part.update, [True, *follows]
-    if part.in_place and has_values(u) and all(itertools.compress(donated, moved)):
-        update = part.in_place
-    size = _CHUNK if u.device.type in ("cpu", "meta") else u.numel()
-    end = u.numel() if has_values(u) else min(u.numel(), size)  # one chunk stands for all in a plan
-    out: list[Tensor] = []
-    for start in range(0, max(end, 1), max(size, 1)):
-        here = slice(start, start + size)
-        given = [x[here] if f else x for x, f in zip(state, follows, strict=True)]
-        made_u: Any
-        made_u, made_s = update({"": u[here]}, one.unflatten(given), {"": p[here]})
-        made = [made_u[""], *optree.tree_leaves(made_s)]
-        if u.numel() <= size and not any(donated):
-            return [
-                made[0],
-                *(x.clone() if x.dim() and _share(x, made[0]) else x for x in made[1:]),
-            ]
-        if not out:
-            fits = [
-                d and x.dtype == m.dtype for d, x, m in zip(donated, [u, *state], made, strict=True)
-            ]
-            out = [
-                x if fit else m.new_empty(u.numel()) if f else m
-                for x, m, f, fit in zip([u, *state], made, moved, fits, strict=True)
-            ]
-        places = [x[here] if f else m for x, m, f in zip(out, made, moved, strict=True)]
-        made = _apart(made, places, [u[here], p[here], *given])
-        for k, (m, place) in enumerate(zip(made, places, strict=True)):
-            if not moved[k]:
-                out[k] = m
-            elif not _is_at(m, place):
-                place.copy_(m)
-    return out
+    update = operands[0].tensor
+    run = _choose_function(part, operands)
+    numel = update.numel()
+    chunk = _CHUNK if update.device.type in ("cpu", "meta") else numel
+    if numel <= chunk and not any(operand.donated for operand in operands):
+        everything = [operand.chunk(slice(None)) for operand in operands]
+        new_update, *new_state = _run(run, one, everything, param)
+        # The next transform may write over its updates
+        kept = [x.clone() if _share(x, new_update) else x for x in new_state]
+        return [new_update, *kept]
+
+    # A plan's tensors have no values, and one chunk stands for all
+    end = numel if has_values(update) else min(numel, chunk)
+    results: list[Tensor] = []
+    for start in range(0, max(end, 1), max(chunk, 1)):
+        here = slice(start, start + chunk)
+        given = [operand.chunk(here) for operand in operands]
+        made = _run(run, one, given, param[here])
+        if not results:
+            results = _make_results(operands, made)
+
+        of_flats = []
+        for k, operand in enumerate(operands):
+            if operand.is_flat:
+                of_flats.append(_Result(made[k], results[k][here]))
+            else:
+                results[k] = made[k]
+        _write([*given, param[here]], of_flats)
+    return results
 
 
-def _apart(made: list[Tensor], places: list[Tensor], given: list[Tensor]) -> list[Tensor]:
-    """Results that are what was given (a state that is the old updates, say), copied: that may be
-    written to first.
-
-    Not those that are in their places already.
-    """
-    taken = {storage_id(x) for x in given if x.dim()}
-    return [
-        x.clone() if x.dim() and storage_id(x) in taken and not _is_at(x, place) else x
-        for x, place in zip(made, places, strict=True)
-    ]
+def _choose_function(part: Pointwise, operands: Sequence[_Operand]) -> Callable[..., Any]:
+    """`in_place` where it may write over all flats, else `update`."""
+    all_donated = all(operand.donated for operand in operands if operand.is_flat)
+    # In a plan, which measures memory, tensors have no values
+    if part.in_place and all_donated and has_values(operands[0].tensor):
+        return part.in_place
+    return part.update
 
 
-def _is_at(x: Tensor, place: Tensor) -> bool:
+def _run(run: Callable[..., Any], one: Any, given: Sequence[Tensor], param: Tensor) -> list[Tensor]:
+    """Call an author's function with trees of one leaf. Given and returned: the updates, then the
+    state's leaves."""
+    update, *state = given
+    new_updates, new_state = run({"": update}, one.unflatten(state), {"": param})
+    return [new_updates[""], *optree.tree_leaves(new_state)]
+
+
+def _make_results(operands: Sequence[_Operand], made: Sequence[Tensor]) -> list[Tensor]:
+    """Per operand, the tensor that its result is written to: the operand's own, or a new one of the
+    dtype that the first chunk was made in."""
+    numel = operands[0].tensor.numel()
+    results = []
+    for operand, value in zip(operands, made, strict=True):
+        if operand.donated and operand.tensor.dtype == value.dtype:
+            results.append(operand.tensor)
+        elif operand.is_flat:
+            results.append(value.new_empty(numel))
+        else:
+            results.append(value)
+    return results
+
+
+class _Result(NamedTuple):
+    """A chunk of a flat's result, and where it is to lie."""
+
+    value: Tensor  # (chunk,)
+    target: Tensor  # (chunk,), a view of a flat
+
+
+def _write(given: Sequence[Tensor], made: Sequence[_Result]) -> None:
+    """Copy values to their targets. Values that lie in given tensors are cloned before any of these
+    is overwritten. See Note [Writing over donated storage]."""
+    given_storages = {storage_id(x) for x in given if x.dim()}
+    pending = []
+    for value, target in made:
+        if _is_at(value, target):
+            continue
+        if storage_id(value) in given_storages:
+            value = value.clone()
+        pending.append(_Result(value, target))
+    for value, target in pending:
+        target.copy_(value)
+
+
+def _is_at(value: Tensor, target: Tensor) -> bool:
+    """Whether a value lies where it is to be written already."""
     return (
-        _share(x, place)
-        and x.storage_offset() == place.storage_offset()
-        and x.stride() == place.stride()
+        _share(value, target)
+        and value.storage_offset() == target.storage_offset()
+        and value.stride() == target.stride()
     )
 
 
 def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage."""
     return storage_id(a) == storage_id(b)

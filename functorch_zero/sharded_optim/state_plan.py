@@ -1,5 +1,5 @@
-"""Which leaves of an optimizer's state follow a param, found by running `init` on placeholders, not
-by names or shapes.
+"""The plan of an optimizer's state: which of its leaves follow a param. It is found by running
+`init` on placeholders, not by names or shapes.
 
 A placeholder is a 1-D tensor on the meta device whose length names the leaf; no real tensor is that
 long. A state leaf of that length holds one value per element of the param, so it is cut as the
@@ -9,9 +9,10 @@ param is.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import optree
 import torch
@@ -27,18 +28,27 @@ from ..tree import PyTree, select
 
 EVERYONE = -1  # the owner of a leaf that every rank has whole
 
-_LONG = 2**40
+_LONG = 2**40  # a placeholder's length, plus the number of its leaf
 
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """What one leaf of an optimizer's state is."""
+    """One leaf of an optimizer's state. Attributes that its kind lacks have their defaults.
+
+    Attributes:
+        kind: "follows": one value per element of a param, and cut as the param is. "owned": of a
+            whole-leaf transform, and held by one rank. "replicated": the same on all ranks.
+        leaf: the number in the layout of the param that it follows or belongs to.
+        slot: its number among the state's leaves that follow this param, from 0.
+        owner: the rank that holds it.
+        shape, dtype: of an owned leaf, at its owner.
+    """
 
     kind: Literal["follows", "owned", "replicated"]
-    leaf: int = -1  # the param it follows or belongs to, by its number in the layout
-    slot: int = -1  # of those that follow one param, which
-    owner: int = -1  # the rank that holds it
-    shape: tuple[int, ...] = ()  # of an owned leaf, at its owner
+    leaf: int = -1
+    slot: int = -1
+    owner: int = -1
+    shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
 
 
@@ -51,25 +61,41 @@ class StatePlan:
 
     def slots(self) -> dict[tuple[int, int], int]:
         """(slot, param) -> position in flatten order, for the leaves that follow a param."""
-        return {
-            (leaf.slot, leaf.leaf): i
-            for i, leaf in enumerate(self.leaves)
-            if leaf.kind == "follows"
-        }
+        positions = {}
+        for position, leaf in enumerate(self.leaves):
+            if leaf.kind == "follows":
+                positions[leaf.slot, leaf.leaf] = position
+        return positions
 
 
 @dataclass(frozen=True)
 class _AtOwner:
     """A leaf of the planned state that only its owner holds."""
 
-    tensor: Tensor  # on the meta device
-    leaf: int
+    tensor: Tensor  # of the shape and dtype at its owner, on the meta device
+    leaf: int  # the param that it belongs to, by its number in the layout
     owner: int
 
 
+class OwnedParam(NamedTuple):
+    """A param that a whole-leaf transform updates."""
+
+    leaf: int  # its number in the layout
+    owner: int  # a rank or EVERYONE
+    cost: float  # of its update, as the transform says
+
+
 class Planner(Local):
-    """The `across` that `init` is given while a state is planned. `owned` tells of whole leaves
-    afterwards."""
+    """The `across` that `init` is given while a state is planned.
+
+    Args:
+        numbers: a tree of leaves' numbers in the layout.
+        extents: of the whole leaves, in the same structure.
+        whole: the numbers of leaves that are not cut.
+
+    Attributes:
+        owned: the params that `init_whole` was asked for.
+    """
 
     def __init__(
         self,
@@ -80,20 +106,16 @@ class Planner(Local):
     ):
         self._numbers, self._num_ranks, self._whole = numbers, num_ranks, whole
         self.extents = extents
-        self.owned: list[
-            tuple[int, int, float]
-        ] = []  # what `init_whole` was asked for: (leaf, owner, cost)
+        self.owned: list[OwnedParam] = []
 
     def select(self, mask: PyTree[bool]) -> Self:
-        chosen = super().select(mask)  # with the same list of what is owned
+        chosen = super().select(mask)  # a copy, with the same list of owned params
         chosen._numbers = select(self._numbers, mask)
         return chosen
 
     def placeholders(self, dtypes: Sequence[torch.dtype]) -> Tree:
         """A tree of placeholders; `dtypes` by leaf number."""
-        return tree_map(
-            lambda n: torch.empty(_LONG + n, dtype=dtypes[n], device="meta"), self._numbers
-        )
+        return tree_map(lambda n: placeholder(n, dtypes[n]), self._numbers)
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         def reduced(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
@@ -103,28 +125,34 @@ class Planner(Local):
         return tuple(self._per_leaf(reduced, tree, dim) for tree, dim in questions)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
-        return tree_map(
-            lambda n, x: None if x is None else x.new_empty(_LONG + n), self._numbers, tree
-        )
+        def beside_param(number: int, answer: Tensor | None) -> Tensor | None:
+            return None if answer is None else answer.new_empty(_LONG + number)
+
+        return tree_map(beside_param, self._numbers, tree)
 
     def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
-        extents, numbers = optree.tree_leaves(self.extents), optree.tree_leaves(self._numbers)
-        costs = [part.cost(e.shape) for e in extents]
-        owners = owners_of(costs, [n not in self._whole for n in numbers], self._num_ranks)
-        self.owned += zip(numbers, owners, costs, strict=True)
         leaves, treedef = optree.tree_flatten(params)
+        extents = optree.tree_leaves(self.extents)
+        numbers = optree.tree_leaves(self._numbers)
+        costs = [part.cost(extent.shape) for extent in extents]
+        cuts = [number not in self._whole for number in numbers]
+        owners = owners_of(costs, cuts, self._num_ranks)
+        self.owned += map(OwnedParam, numbers, owners, costs)
         states = []
-        for i, (leaf, extent, number, owner) in enumerate(
-            zip(leaves, extents, numbers, owners, strict=True)
-        ):
+        for i, (leaf, extent) in enumerate(zip(leaves, extents, strict=True)):
             state = part.init(leaf.new_empty(extent.shape))
-            if owner != EVERYONE:
-                state = tree_map(lambda x, n=number, o=owner: _AtOwner(x, n, o), state)
-            states.append(Owned(state, i))
+            states.append(Owned(_at_owner(state, numbers[i], owners[i]), i))
         return treedef.unflatten(states)
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
         return [tree_map(lambda x, e: x.new_empty(e.shape), tree, self.extents) for tree in trees]
+
+
+def _at_owner(state: Any, number: int, owner: int) -> Any:
+    """One param's state, whose leaves say which rank holds them."""
+    if owner == EVERYONE:
+        return state
+    return tree_map(lambda tensor: _AtOwner(tensor, number, owner), state)
 
 
 def plan_state(
@@ -132,21 +160,28 @@ def plan_state(
 ) -> StatePlan:
     """Plan the state that `init(params, across)` makes for the leaves where `mask` is true."""
     planner = make_planner(layout, mask, num_ranks)
-    return plan_of(init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner))
+    dtypes = [leaf.dtype for leaf in layout.leaves]
+    return plan_of(init(planner.placeholders(dtypes), planner))
 
 
 def make_planner(layout: Layout, mask: PyTree[bool], num_ranks: int) -> Planner:
     """The planner of the leaves where `mask` is true."""
-    numbers = select(layout.treedef.unflatten(range(len(layout.leaves))), mask)
-    extents = tree_map(lambda n: Extent(layout.leaves[n].shape, 0, layout.leaves[n].numel), numbers)
-    whole = frozenset(n for n, leaf in enumerate(layout.leaves) if leaf.cut.num_pieces == 1)
-    return Planner(numbers, extents, num_ranks, whole)
+    all_numbers = layout.treedef.unflatten(range(len(layout.leaves)))
+    numbers = select(all_numbers, mask)
+
+    def whole_extent(number: int) -> Extent:
+        leaf = layout.leaves[number]
+        return Extent(leaf.shape, 0, leaf.numel)
+
+    extents = tree_map(whole_extent, numbers)
+    whole = [n for n, leaf in enumerate(layout.leaves) if leaf.cut.num_pieces == 1]
+    return Planner(numbers, extents, num_ranks, frozenset(whole))
 
 
 def plan_of(state: Any) -> StatePlan:
     """Read a plan off a state made of placeholders."""
     leaves, treedef = optree.tree_flatten(state)
-    seen: dict[int, int] = {}
+    num_slots: Counter[int] = Counter()  # by param, of the leaves so far that follow it
     plan = []
     for leaf in leaves:
         if isinstance(leaf, _AtOwner):
@@ -154,8 +189,8 @@ def plan_of(state: Any) -> StatePlan:
             plan.append(StateLeaf("owned", leaf.leaf, owner=leaf.owner, shape=shape, dtype=dtype))
         elif isinstance(leaf, Tensor) and leaf.dim() == 1 and leaf.numel() >= _LONG:
             number = leaf.numel() - _LONG
-            seen[number] = seen.get(number, -1) + 1
-            plan.append(StateLeaf("follows", number, slot=seen[number]))
+            plan.append(StateLeaf("follows", number, slot=num_slots[number]))
+            num_slots[number] += 1
         elif isinstance(leaf, Tensor) and is_placeholder(leaf):
             raise TransformError(
                 "a leaf of the optimizer's state holds several values for each element of a param "
@@ -173,24 +208,27 @@ def is_placeholder(x: Tensor) -> bool:
 
 
 def placeholder(number: int, dtype: torch.dtype) -> Tensor:
-    """One placeholder."""
+    """The tensor that stands for the param with this number."""
     return torch.empty(_LONG + number, dtype=dtype, device="meta")
 
 
 def owners_of(costs: Sequence[float], cuts: Sequence[bool], num_ranks: int) -> list[int]:
-    """The owner of each leaf: of those that are cut a rank, of the others everyone."""
-    owners = iter(
-        assign_owners([cost for cost, cut in zip(costs, cuts, strict=True) if cut], num_ranks)
-    )
-    return [next(owners) if cut else EVERYONE for cut in cuts]
+    """The owner of each leaf: a rank if the leaf is cut, else EVERYONE."""
+    owners = [EVERYONE] * len(costs)
+    cut = [i for i, is_cut in enumerate(cuts) if is_cut]
+    assigned = assign_owners([costs[i] for i in cut], num_ranks)
+    for i, owner in zip(cut, assigned, strict=True):
+        owners[i] = owner
+    return owners
 
 
 def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """A rank for each cost, the costliest first, each to the rank with the least so far. The same
-    on every rank."""
-    loads = [(0.0, rank) for rank in range(num_ranks)]
+    """A rank for each cost, the same on every rank: the costliest first, each goes to the rank with
+    the least so far."""
+    loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap: the least load, then rank, first
     owners = [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    costliest_first = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    for i in costliest_first:
         load, rank = heapq.heappop(loads)
         owners[i] = rank
         heapq.heappush(loads, (load + costs[i], rank))

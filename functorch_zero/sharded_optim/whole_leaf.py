@@ -1,9 +1,16 @@
-"""Whole leaves at their owners, or everywhere: one packed all-to-all in, one out."""
+"""Whole-leaf updates: a leaf's pieces travel to its owner, and the result travels back.
+
+A whole-leaf transform (Muon, Shampoo) sees a tensor whole, but between steps each rank holds a
+piece of it. So one rank, the leaf's owner, receives the pieces, runs the update, and sends
+each rank its piece of the result: one all-to-all in and one out per dtype, for all leaves together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from optree import tree_map
@@ -11,151 +18,274 @@ from torch import Tensor
 
 from ..groups.protocol import Group
 from ..layout.extent import Extent
-from ..layout.layout import Layout
-from ..optim.across import WholeLeaf
+from ..layout.layout import Bucket, Layout
+from ..optim.across import Owned, WholeLeaf
 from .state_plan import EVERYONE
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Where a leaf lies: it is the `index`-th of its bucket."""
+
+    bucket: Bucket
+    index: int
+    shape: tuple[int, ...]  # of the whole leaf
+
+    @property
+    def is_cut(self) -> bool:
+        return self.bucket.cut.num_pieces > 1
+
+    def extent(self, rank: int) -> Extent:
+        """The elements that `rank` holds."""
+        return self.bucket.extent(self.index, rank)
+
+    def holders(self) -> range:
+        """The ranks that hold at least one element: neighbours, since a bucket is cut in order."""
+        numel = self.bucket.numels[self.index]
+        if numel == 0:
+            return range(0)
+        first = self.bucket.offsets[self.index]
+        last = first + numel - 1
+        return range(first // self.bucket.piece, last // self.bucket.piece + 1)
+
+
+class _Expected(NamedTuple):
+    """A run of elements that another rank sends."""
+
+    key: Hashable  # the receiver's name for it
+    numel: int
+
+
+class _Mail:
+    """Runs of elements between this rank and all others, for one all-to-all.
+
+    Runs travel without labels. A rank sends its runs in the order in which the receiver expects
+    them: both go through the leaves in the same order.
+    """
+
+    def __init__(self, group: Group):
+        self._group = group
+        # By rank
+        self._outgoing: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._expected: defaultdict[int, list[_Expected]] = defaultdict(list)
+
+    def send(self, receiver: int, run: Tensor) -> None:
+        """Send a run (numel,); of an empty one nothing travels."""
+        if run.numel():
+            self._outgoing[receiver].append(run)
+
+    def expect(self, sender: int, key: Hashable, numel: int) -> None:
+        """Expect a run (numel,), the next one from this sender."""
+        self._expected[sender].append(_Expected(key, numel))
+
+    def exchange(self, like: Tensor) -> Mapping[Any, list[Tensor]]:
+        """Run the all-to-all, in the dtype of `like`. Returns the runs (numel,) for each key,
+        ordered by sender."""
+        # This rank's runs for itself skip the collective, and are not copied
+        own = iter(self._outgoing[self._group.rank])
+        outgoing = [like.new_empty(0)]
+        num_sent, num_received = [], []
+        for rank in range(self._group.size):
+            is_other = rank != self._group.rank
+            runs = self._outgoing[rank] if is_other else []
+            outgoing += runs
+            num_sent.append(sum(map(Tensor.numel, runs)))
+            expected = self._expected[rank] if is_other else []
+            num_received.append(sum(run.numel for run in expected))
+
+        source = torch.cat(outgoing)
+        target = like.new_empty(sum(num_received))
+        self._group.all_to_all(target, num_received, source, num_sent).wait()
+
+        arrived: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
+        start = 0
+        for sender in range(self._group.size):
+            for key, numel in self._expected[sender]:
+                if sender == self._group.rank and numel:
+                    arrived[key].append(next(own))
+                elif sender == self._group.rank:
+                    arrived[key].append(like.new_empty(0))
+                else:
+                    arrived[key].append(target[start : start + numel])
+                    start += numel
+        return arrived
+
+
+class _Travelling(NamedTuple):
+    """A leaf of one of the trees that are to become whole."""
+
+    tree: int
+    position: int  # of the leaf
 
 
 class Exchange:
     """Moves leaves between pieces and owners. Leaves are known by their position among `numbers`.
 
+    Only the ranks that hold something of a leaf are gone through, so its cost does not grow with
+    leaves times ranks.
+
     Args:
         layout: how all leaves are cut over the group.
         numbers: the leaves, by their number in the layout.
-
-    Only the ranks that hold something of a leaf are gone through, so its cost does not grow with
-    leaves times ranks.
     """
 
     def __init__(self, layout: Layout, numbers: Sequence[int], group: Group):
         self._group = group
-        self._shapes = [layout.leaves[n].shape for n in numbers]
-        self._places = [(layout.buckets[b], k) for b, k in (layout.places[n] for n in numbers)]
+        self._leaves: list[_Leaf] = []
+        for number in numbers:
+            b, index = layout.places[number]
+            self._leaves.append(_Leaf(layout.buckets[b], index, layout.leaves[number].shape))
 
-    def to_owners(self, trees: list[list[Tensor]], owners: list[int]) -> list[dict[int, Tensor]]:
-        """Pieces of each tree -> whole leaves at their owners, by position. One all-to-all a dtype.
+    def to_owners(
+        self, trees: Sequence[Sequence[Tensor]], owners: Sequence[int]
+    ) -> list[dict[int, Tensor]]:
+        """Send the pieces of each leaf to its owner. One all-to-all per dtype.
 
-        A leaf that is not cut is whole already.
+        Args:
+            trees: of each, this rank's pieces (n,), by position.
+            owners: by position, a rank or EVERYONE.
+
+        Returns:
+            Of each tree, by position, the leaves that are whole on this rank: those that it owns,
+            and those that are not cut.
         """
-        everyone, shapes = range(self._group.size), self._shapes
-        if self._group.size == 1:
-            return [
-                {i: x.reshape(shape) for i, (x, shape) in enumerate(zip(t, shapes, strict=True))}
-                for t in trees
-            ]
-        whole = [
-            {i: x.reshape(shapes[i]) for i, x in enumerate(t) if not self._is_cut(i)} for t in trees
-        ]
-        items = [
-            (t, i, x)
-            for t, leaves in enumerate(trees)
-            for i, x in enumerate(leaves)
-            if self._is_cut(i)
-        ]
-        for dtype in dict.fromkeys(x.dtype for _, _, x in items):
-            some = [(t, i, x) for t, i, x in items if x.dtype == dtype]
-            like = some[0][2]
-            runs = [
-                (rank, x)
-                for _, i, x in some
-                for rank in (everyone if owners[i] == EVERYONE else (owners[i],))
-            ]
-            mine = [(t, i) for t, i, _ in some if owners[i] in (self._group.rank, EVERYONE)]
-            sizes = [
-                (rank, m, part.num_here)
-                for m, (_, i) in enumerate(mine)
-                for rank, part in self._parts(i)
-            ]
-            parts: list[list[Tensor]] = [[] for _ in mine]
-            for (_, m, _), part in self._swap(runs, sizes, like):
-                parts[m].append(part)
-            for (t, i), found in zip(mine, parts, strict=True):
-                joined = found[0] if len(found) == 1 else torch.cat([like.new_empty(0), *found])
-                whole[t][i] = joined.reshape(shapes[i])
+        whole: list[dict[int, Tensor]] = [{} for _ in trees]
+        by_dtype: defaultdict[torch.dtype, list[_Travelling]] = defaultdict(list)
+        for t, pieces in enumerate(trees):
+            for i, (piece, leaf) in enumerate(zip(pieces, self._leaves, strict=True)):
+                if self._group.size > 1 and leaf.is_cut:
+                    by_dtype[piece.dtype].append(_Travelling(t, i))
+                else:
+                    whole[t][i] = piece.reshape(leaf.shape)
+
+        for travelling in by_dtype.values():
+            self._gather(travelling, trees, owners, whole)
         return whole
 
+    def _gather(
+        self,
+        travelling: Sequence[_Travelling],
+        trees: Sequence[Sequence[Tensor]],
+        owners: Sequence[int],
+        whole: list[dict[int, Tensor]],
+    ) -> None:
+        """Put leaves of one dtype into `whole`, at their owners. One all-to-all."""
+        like = trees[travelling[0].tree][travelling[0].position]
+        mail = _Mail(self._group)
+        for key in travelling:
+            leaf, owner = self._leaves[key.position], owners[key.position]
+            for receiver in range(self._group.size) if owner == EVERYONE else (owner,):
+                mail.send(receiver, trees[key.tree][key.position])
+            if owner in (self._group.rank, EVERYONE):
+                for holder in leaf.holders():
+                    mail.expect(holder, key, leaf.extent(holder).num_here)
+        arrived = mail.exchange(like)
+        for key in travelling:
+            if owners[key.position] in (self._group.rank, EVERYONE):
+                joined = _join(arrived[key], like)
+                whole[key.tree][key.position] = joined.reshape(self._leaves[key.position].shape)
+
     def from_owners(
-        self, results: dict[int, Tensor], leaves: list[Tensor], owners: list[int]
+        self, results: Mapping[int, Tensor], pieces: Sequence[Tensor], owners: Sequence[int]
     ) -> list[Tensor]:
-        """Whole leaves at their owners -> everyone's pieces. One all-to-all a dtype."""
-        here = self._group.rank
-        if self._group.size == 1:
-            return [results[i].reshape(-1) for i in range(len(leaves))]
-        pieces = {i: results[i].reshape(-1) for i in range(len(leaves)) if owners[i] == EVERYONE}
-        for dtype in dict.fromkeys(x.dtype for i, x in enumerate(leaves) if i not in pieces):
-            some = [i for i, x in enumerate(leaves) if x.dtype == dtype and owners[i] != EVERYONE]
-            flat = {i: results[i].reshape(-1) for i in some if owners[i] == here}
-            runs = [(rank, flat[i][part.in_leaf]) for i in flat for rank, part in self._parts(i)]
-            sizes = [(owners[i], i, self._part(i, here).num_here) for i in some]
-            for (_, i, _), part in self._swap(runs, sizes, leaves[some[0]]):
-                # A view of what was received could be taken for a view of a bucket
-                pieces[i] = part.clone()
-        return [pieces[i] for i in range(len(leaves))]
+        """Send each rank its pieces of the results. One all-to-all per dtype.
 
-    def _is_cut(self, i: int) -> bool:
-        return self._places[i][0].cut.num_pieces > 1
+        Args:
+            results: the whole leaves that this rank owns, by position.
+            pieces: by position, this rank's pieces (n,) before the update, for their dtypes.
+            owners: by position, a rank or EVERYONE.
 
-    def _part(self, i: int, rank: int) -> Extent:
-        bucket, k = self._places[i]
-        return bucket.extent(k, rank)
-
-    def _parts(self, i: int) -> list[tuple[int, Extent]]:
-        """The parts of a leaf, by rank, of the ranks that hold something of it."""
-        bucket, k = self._places[i]
-        start, numel = bucket.offsets[k], bucket.numels[k]
-        holders = (
-            range(start // bucket.piece, -(-(start + numel) // bucket.piece)) if numel else range(0)
-        )
-        return [(rank, bucket.extent(k, rank)) for rank in holders]
-
-    def _swap(
-        self, runs: list[tuple[int, Tensor]], sizes: list[tuple[int, int, int]], like: Tensor
-    ) -> list[tuple[tuple[int, int, int], Tensor]]:
-        """One all-to-all of packed `(rank, run)`s. What comes is `sizes`: (from which rank, what,
-        elements).
-
-        What this rank has for itself comes as it is, without a copy.
+        Returns:
+            By position, this rank's pieces (n,) of the results.
         """
-        here, num_ranks = self._group.rank, self._group.size
-        outgoing: list[list[Tensor]] = [[] for _ in range(num_ranks)]
-        for rank, run in runs:
-            outgoing[rank].append(run)
-        own = iter([run for run in outgoing[here] if run.numel()])
-        outgoing[here] = []
-        # Stable: what comes from one rank stays in its order
-        expected = sorted(sizes, key=lambda size: size[0])
-        lengths = [0 if rank == here else size for rank, _, size in expected]
-        received = [0] * num_ranks
-        for (rank, _, _), length in zip(expected, lengths, strict=True):
-            received[rank] += length
-        source = torch.cat([like.new_empty(0), *(run for some in outgoing for run in some)])
-        target = like.new_empty(sum(received))
-        sent = [sum(run.numel() for run in some) for some in outgoing]
-        self._group.all_to_all(target, received, source, sent).wait()
-        came = zip(expected, target.split(lengths), strict=True)
-        return [(what, next(own) if what[0] == here and what[2] else part) for what, part in came]
+        found: dict[int, Tensor] = {}
+        by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+        for i, piece in enumerate(pieces):
+            if self._group.size == 1 or owners[i] == EVERYONE:
+                found[i] = results[i].reshape(-1)
+            else:
+                by_dtype[piece.dtype].append(i)
+
+        for travelling in by_dtype.values():
+            self._scatter(travelling, results, pieces[travelling[0]], owners, found)
+        return list(map(found.__getitem__, range(len(pieces))))
+
+    def _scatter(
+        self,
+        travelling: Sequence[int],
+        results: Mapping[int, Tensor],
+        like: Tensor,
+        owners: Sequence[int],
+        found: dict[int, Tensor],
+    ) -> None:
+        """Put this rank's pieces of results of one dtype into `found`. One all-to-all."""
+        here = self._group.rank
+        mail = _Mail(self._group)
+        for i in travelling:
+            leaf = self._leaves[i]
+            mail.expect(owners[i], i, leaf.extent(here).num_here)
+            if owners[i] == here:
+                flat = results[i].reshape(-1)  # (numel,)
+                for holder in leaf.holders():
+                    mail.send(holder, flat[leaf.extent(holder).in_leaf])
+        arrived = mail.exchange(like)
+        for i in travelling:
+            # A view of the received buffer could be taken for a view of a bucket's flat
+            found[i] = arrived[i][0].clone()
 
 
-def batches(part: WholeLeaf, whole: dict[int, Tensor]) -> list[list[int]]:
-    """Positions of leaves that run together: of one shape and dtype, if the transform takes
-    batches."""
+def _join(runs: list[Tensor], like: Tensor) -> Tensor:
+    """Runs in element order as one flat (numel,); a single run as it is, without a copy."""
+    return runs[0] if len(runs) == 1 else torch.cat([like.new_empty(0), *runs])
+
+
+def batches(part: WholeLeaf, whole: Mapping[int, Tensor]) -> list[list[int]]:
+    """The positions of leaves that run together: those of one shape and dtype, if the transform
+    takes batches."""
     if not part.batched:
         return [[i] for i in whole]
-    alike: dict[Any, list[int]] = {}
-    for i, x in whole.items():
-        alike.setdefault((x.shape, x.dtype), []).append(i)
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for i, leaf in whole.items():
+        alike[leaf.shape, leaf.dtype].append(i)
     return list(alike.values())
 
 
+class Updated(NamedTuple):
+    """One leaf after its whole-leaf update."""
+
+    update: Tensor  # whole
+    state: Any
+
+
 def run_batch(
-    part: WholeLeaf, updates: list[Tensor], states: list[Any], params: list[Tensor | None]
-) -> tuple[list[Tensor], list[Any]]:
+    part: WholeLeaf,
+    batch: Sequence[int],
+    updates: Mapping[int, Tensor],
+    states: Sequence[Owned],
+    params: Mapping[int, Tensor] | None,
+) -> list[Updated]:
+    """Run a whole-leaf update on the leaves at the positions of a batch.
+
+    Args:
+        updates: whole leaves, by position.
+        states: of all leaves, by position; those of the batch are held here.
+        params: whole leaves, by position; None where the update wants none.
+    """
     if not part.batched:
-        new_u, new_s = part.update(updates[0], states[0], params[0])
-        return [new_u], [new_s]
-    stacked = tree_map(lambda *xs: torch.stack(xs), *states)
-    given = torch.stack([p for p in params if p is not None]) if part.wants_param else None
-    new_u, new_s = part.update(torch.stack(updates), stacked, given)
-    return list(new_u.unbind()), [
-        tree_map(lambda x, k=k: x[k].clone(), new_s) for k in range(len(updates))
-    ]
+        (i,) = batch
+        param = None if params is None else params[i]
+        return [Updated(*part.update(updates[i], states[i].state, param))]
+
+    def stack(*leaves: Tensor) -> Tensor:
+        return torch.stack(leaves)
+
+    stacked_updates = stack(*map(updates.__getitem__, batch))
+    stacked_states = tree_map(stack, *[states[i].state for i in batch])
+    stacked_params = None if params is None else stack(*map(params.__getitem__, batch))
+    new_updates, new_states = part.update(stacked_updates, stacked_states, stacked_params)
+    updated = []
+    for k, update in enumerate(new_updates.unbind()):
+        # Copies, since a view would keep the states of the whole batch alive
+        state = tree_map(lambda leaf, k=k: leaf[k].clone(), new_states)
+        updated.append(Updated(update, state))
+    return updated

@@ -95,13 +95,16 @@ def check_steps(
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(level: int, name: str) -> None:
+@pytest.mark.parametrize("metrics", [(), ("update_norm",)])  # with the fused kernel, and without
+def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(
+    level: int, name: str, metrics: tuple[str, ...]
+) -> None:
     def replace(state: fz.State) -> fz.State:
         for leaf, value in ((state.params[name], 1.0), (state.opt_state[0].mu[name], 0.5)):
             leaf.data = torch.full_like(leaf, value)
         return state
 
-    check_steps(level, 2, replace, metrics=())
+    check_steps(level, 2, replace, metrics)
 
 
 @pytest.mark.parametrize("level", [0, 3])
