@@ -17,17 +17,16 @@ from ..errors import StructureError, TransformError
 from ..groups import run_ranks
 from ..groups.protocol import Group
 from ..layout.build import make_layout
-from ..layout.flat_buffers import slice_tree
 from ..optim.across import Owned, Pointwise, Tree, WholeLeaf
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
 from ..optim.claims.cuts import Steps, check_pointwise
 from ..optim.claims.operators import Watch
 from ..optim.local import Local, one_leaf
-from ..sharded.params import all_gather_tree
 from ..sharded_optim.across import Sharded
 from ..tree import PyTree, paths
 from .equality import Equality, Grade, assert_equal_updates, assert_equal_values
+from .slicing import all_gather_tree, slice_tree
 
 BITWISE, REORDERED = Equality("bitwise"), Equality("reordered")
 
