@@ -1,10 +1,5 @@
 """A sharded step on tensors without values: the step itself does what it does on a real rank, and
-is watched.
-
-A loss that is not there has a stand-in, which goes through the layout's units. What units gather
-and reduce, and when, does not depend on the leaves inside. It supposes what only a loss can say:
-each unit is entered once, in the layout's order, and all take part in backward.
-"""
+is watched."""
 
 from __future__ import annotations
 
@@ -16,32 +11,25 @@ from typing import Any
 import optree
 import torch
 from optree import PyTree, tree_map
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch_private import FakeTensorMode, dynamo_imported
-from ..groups.counting import CountedGroup
-from ..groups.debug import LabelledGroup
-from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
-from ..groups.protocol import Done, ReduceOp, Work
-from ..layout.layout import Layout, LeafSpec, Unit
+from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
-from ..model.lazy_param import LazyParam
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unshard import Gathering, UnitFlats
 from ..sharded.background import BackgroundTasks
-from ..sharded.options import Options, check_state_axes
+from ..sharded.options import Options
 from ..sharded.phases import Local, Run, advance, agree_on, differentiate
 from ..sharded.state import shard_state
 from ..sharded.update import PreparedUpdate
 from ..step.loss import Aux, LossFn
 from ..step.state import State
 from ..step.train import TrainStep
-from ..tree import has_values
+from .imagined_ranks import Journal, Recorder
 from .live_bytes import LiveBytes
 from .report import Collective, Sample
-
-Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
 
 
 class ImaginedStep:
@@ -250,132 +238,6 @@ class _Announced:
         return made
 
 
-class Journal:
-    """The one record that all recorders of a step write to.
-
-    Attributes:
-        phase: of the step.
-        unit: in use.
-        recorded: the collectives so far.
-        notice: told which tensors hold gathered params and gradients.
-        on_call: told of each collective.
-    """
-
-    def __init__(self) -> None:
-        self.phase, self.unit = "forward", ""
-        self.recorded: list[Collective] = []
-        self.notice: Notice = lambda kind, tensor: None
-        self.on_call: Callable[[Collective], None] = lambda collective: None
-
-    def enter(self, phase: str) -> None:
-        """The next phase of the step."""
-        self.phase, self.unit = phase, ""
-
-
-class Recorder(LabelledGroup):
-    """Rank `rank` of `size`: every collective is recorded with its phase and unit, and leaves its
-    tensors as they are.
-
-    Args:
-        name: which ranks these are.
-        swaps: whether a reduce-scatter takes room for what the other ranks send, as over gloo.
-    """
-
-    def __init__(
-        self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool, label: str = ""
-    ) -> None:
-        super().__init__(_Silent(rank, size), label)
-        self.journal, self.name, self.swaps = journal, name, swaps
-        self._counting = CountedGroup(self.inner)
-
-    def at(self, label: str) -> Recorder:
-        return Recorder(
-            self.rank, self.size, self.journal, name=self.name, swaps=self.swaps, label=label
-        )
-
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        if self._in_pass:
-            self.journal.notice("gathered", out)
-        return self._noted(self._counting.all_gather(out, piece))
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        self.journal.notice("gradients", out)
-        self.journal.notice("gradients", whole)
-        self._noted(self._counting.reduce_scatter(out, whole))
-        return _Holding(whole.new_empty(whole.numel()) if self.swaps and self.size > 2 else None)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        if has_values(tensor) and op == "sum":
-            tensor.mul_(self.size)  # as if every rank had the same
-        if self._in_pass:
-            self.journal.notice("gradients", tensor)
-        return self._noted(self._counting.all_reduce(tensor, op))
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        return self._noted(self._counting.all_to_all(out, out_sizes, source, in_sizes))
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._noted(self._counting.broadcast(tensor, source))
-
-    @property
-    def _in_pass(self) -> bool:
-        return self.journal.phase in ("forward", "backward")
-
-    def _noted(self, work: Work) -> Work:
-        where = self.label.partition("/")[0].partition("[")[0]
-        phase = "optimizer" if where == "optimizer" else self.journal.phase
-        unit = "" if where in ("step", "optimizer") else where
-        call = self._counting.calls[-1]
-        made = Collective(
-            phase, call.kind, unit, call.dtype, call.num_elements, call.sent_bytes, self.name
-        )
-        self.journal.recorded.append(made)
-        self.journal.on_call(made)
-        return work
-
-
-def imagined_axes(
-    rank: int,
-    size: int,
-    journal: Journal,
-    shard_size: int | None,
-    state_axes: str,
-    *,
-    swaps: bool,
-    same_data: SameData | None = None,
-) -> Axes:
-    """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard_size` ranks along
-    its shard axis."""
-
-    def group(rank: int, size: int, name: str) -> Recorder:
-        return Recorder(
-            rank, size, journal, name=f"{name} {size}" if size > 1 else "itself", swaps=swaps
-        )
-
-    world, both = group(rank, size, "all"), check_state_axes(state_axes) == "both"
-    check_same_data(same_data)
-    if shard_size is None:
-        if same_data is not None:
-            raise ValueError(
-                f"same_data={same_data!r} names an axis of a mesh, and there is one axis only. "
-                "Remedy: plan(..., shard_size=...)"
-            )
-        return axes_of(world, both=both)
-    if shard_size < 1 or size % shard_size:
-        raise ValueError(
-            f"shard_size must divide the number of ranks, {size}, so that all replicas are alike; "
-            f"got {shard_size}"
-        )
-    (replica, place), num_replicas = divmod(rank, shard_size), size // shard_size
-    pieces = group(place, shard_size, "shard")
-    # As `HybridGroup.by_piece`
-    by_piece = group(place * num_replicas + replica, size, "all") if both else pieces
-    copies = group(replica, num_replicas, "replicate")
-    return mesh_axes(world, pieces, copies, by_piece, same_data)
-
-
 class Noted:
     """A unit's flats that say when the unit is in use."""
 
@@ -405,131 +267,3 @@ class Noted:
     def unshard(self) -> list[Tensor]:
         self._journal.unit = self._name
         return self._flats.unshard()
-
-
-class _Holding:
-    """Finished work that held room while it was under way: over gloo, what the other ranks sent."""
-
-    def __init__(self, room: Tensor | None) -> None:
-        self._room = room
-
-    def wait(self) -> None:
-        self._room = None
-
-
-class _Silent:
-    """A group whose collectives do nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return Done()
-
-    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return Done()
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return Done()
-
-    def all_to_all(
-        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
-    ) -> Work:
-        return Done()
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return Done()
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        return [payload] * self.size
-
-    def barrier(self) -> None:
-        return None
-
-    def fail(self, error: BaseException) -> None:
-        return None
-
-
-def one_leaf_a_bucket(layout: Layout) -> Layout:
-    """The same units and buckets, each bucket with one leaf that fills it, or nearly, where several
-    leaves do."""
-    buckets = []
-    for b, bucket in enumerate(layout.buckets):
-        fills = bucket.numels == (bucket.numel,)  # then its gradient needs no copy
-        buckets.append(
-            replace(bucket, leaves=(b,), shapes=((bucket.numel - (not fills),),), offsets=(0,))
-        )
-    leaves = [LeafSpec(b.name, b.shapes[0], b.dtype, b.trainable, b.cut, b.dtypes) for b in buckets]
-    return replace(
-        layout,
-        leaves=tuple(leaves),
-        buckets=tuple(buckets),
-        treedef=optree.tree_structure([0] * len(buckets)),
-    )
-
-
-def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
-    """A loss on such a layout; `num_saved`: how many leaves a unit's backward needs (two stand for
-    more)."""
-
-    def loss(params: list[LazyParam], buffers: Any, batch: Any) -> Tensor:
-        x = torch.zeros(())
-        for unit in layout.units:
-            entrance, saved = params[unit.buckets[0]].entrance, min(num_saved(unit), 2)
-            if not unit.modules:
-                x = _Use.apply(x, saved, *entrance.touch())  # type: ignore[no-untyped-call]
-            for path in unit.modules:
-                leaves = entrance.enter(path)
-                if path == unit.modules[-1]:
-                    with entrance.watch():
-                        x = _Use.apply(x, saved, *leaves)  # type: ignore[no-untyped-call]
-                del leaves  # as a module's places let go of them
-                entrance.leave(path)
-        return x
-
-    return loss
-
-
-def order_of_units(layout: Layout, num_saved: Callable[[Unit], int], *, keeps: bool) -> list[str]:
-    """The order in which this loss fetches units, forward and, unless they are kept, backward."""
-    again = [
-        unit.name or "root"
-        for unit in layout.units
-        if unit.modules and num_saved(unit) and not keeps
-    ]
-    return [*(unit.name or "root" for unit in layout.units), *reversed(again)]
-
-
-class _Use(torch.autograd.Function):
-    """Forward: x. Backward asks for some of the leaves, and gives all of them a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_saved: int, *leaves: Tensor) -> Tensor:
-        ctx.save_for_backward(*(leaves[0] for _ in range(num_saved)))
-        ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        grads = [
-            torch.empty(shape, dtype=dtype, device=device) if need else None
-            for (shape, dtype, device), need in zip(ctx.like, needed, strict=True)
-        ]
-        return grad, None, *grads
-
-
-def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
-    """Linear maps, convolutions and norms need their weights in backward and not their biases; a
-    lookup needs none."""
-    modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    lookups = {f"{path}.weight".lstrip(".") for path, m in modules if isinstance(m, nn.Embedding)}
-
-    def num_saved(unit: Unit) -> int:
-        paths = [layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves]
-        return sum(
-            path not in lookups and not path.rpartition(".")[2].startswith("bias") for path in paths
-        )
-
-    return num_saved
