@@ -1,4 +1,4 @@
-"""Ranks as local processes: starts them, watches them, and brings back what they return or raise.
+"""Ranks as local processes: starts them, watches them, and brings back their results or errors.
 
 A rank's report comes through a pipe, pickled. Parent and ranks run the same code, so that is no
 risk here; ranks never pickle for each other.
@@ -53,17 +53,28 @@ def launch(
     process is started: `ranks`, `timeout`, `start_method` and `threads_per_rank` are torchrun's
     business, fn runs here, and the list holds this rank's result.
 
-    backend: by default gloo, and for CUDA tensors NCCL when there is a GPU for each rank, which is
-    then rank i's current device. start_method: "spawn" needs fn, args and results that can be
-    pickled and a main module guarded by `if __name__ == "__main__"`; "fork" takes lambdas and
-    closures and starts in milliseconds, but is for CPUs only and safe only as long as the parent
-    has no busy threads. Interrupts from the keyboard reach the parent alone.
+    Args:
+        fn: the ranks' function.
+        ranks: how many processes to start.
+        args: for `fn`.
+        timeout: seconds for all ranks to end. None: no limit.
+        start_method: "spawn" needs fn, args and results that can be pickled and a main module
+            guarded by `if __name__ == "__main__"`. "fork" takes lambdas and closures and starts in
+            milliseconds. But it is for CPUs only, and safe only as long as the parent has no busy
+            threads.
+        backend: by default gloo. For CUDA tensors it is NCCL when there is a GPU for each rank,
+            which is then rank i's current device.
+        threads_per_rank: of torch, for operators on a CPU.
 
-    Raises the first failing rank's exception, of its own type where it can be pickled, with a note
-    that carries its rank and traceback; `GroupError` when a process died (killed, say) without a
-    word; `TimeoutError` naming the ranks that still ran after `timeout` seconds. When one rank has
-    failed the others have 2 s to report, then they are killed. No process and no file is left
-    behind, and on Linux the ranks die with the parent.
+    Interrupts from the keyboard reach the parent alone. When one rank has failed the others have
+    2 s to report, then they are killed. No process and no file is left behind, and on Linux the
+    ranks die with the parent.
+
+    Raises:
+        Exception: the first failing rank's, of its own type where it can be pickled, with a note
+            that carries its rank and traceback.
+        GroupError: a process died (killed, say) without a word.
+        TimeoutError: names the ranks that still ran after `timeout` seconds.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return [_call_under_torchrun(fn, args, backend)]
@@ -72,8 +83,9 @@ def launch(
             f"ranks must be the number of processes to start, got {ranks}. Remedy: launch(fn, 2)"
         )
     members: list[_Member] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        meet = partial(_meet, ranks, listener.getsockname()[1], backend, threads_per_rank)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # 0: any free port
+        port = listener.getsockname()[1]
+        meet = partial(_meet, ranks, port, backend, threads_per_rank)
         try:
             for rank in range(ranks):
                 members.append(_start(rank, meet, partial(fn, *args), start_method))
@@ -164,8 +176,8 @@ def _start(
                 raise
             raise TypeError(
                 f"launch can't pickle its function or arguments for a new process: {error}. "
-                "Remedy: "
-                'define the function at the top of a module, or use start_method="fork" (on CPUs)'
+                "Remedy: define the function at the top of a module, or use "
+                'start_method="fork" (on CPUs)'
             ) from error
     return _Member(rank, process, pipe)
 
