@@ -1,4 +1,5 @@
-"""The ranks of a plan: groups that record collectives and do nothing, and the axes made of them."""
+"""The ranks of a plan: groups that record their collectives and do nothing else, and the axes made
+of them."""
 
 from __future__ import annotations
 
@@ -18,18 +19,19 @@ Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind
 
 
 class Journal:
-    """The one record that all recorders of a step write to.
+    """The one record of a step, which the groups of all its axes write to.
 
     Attributes:
-        phase: of the step.
-        unit: in use.
+        phase: of the step: "forward", "backward", "metrics", "buffers", "optimizer" or "publish".
+        unit: the name of the one in use; "" for none.
         recorded: the collectives so far.
         notice: told which tensors hold gathered params and gradients.
         on_call: told of each collective.
     """
 
     def __init__(self) -> None:
-        self.phase, self.unit = "forward", ""
+        self.phase = "forward"
+        self.unit = ""
         self.recorded: list[Collective] = []
         self.notice: Notice = lambda kind, tensor: None
         self.on_call: Callable[[Collective], None] = lambda collective: None
@@ -44,8 +46,8 @@ class Recorder(LabelledGroup):
     tensors as they are.
 
     Args:
-        name: which ranks these are.
-        swaps: whether a reduce-scatter takes room for what the other ranks send, as over gloo.
+        name: of these ranks, for people: "shard 4", say.
+        swaps: whether a reduce-scatter takes room for the other ranks' slices, as over gloo.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class Recorder(LabelledGroup):
         self.journal.notice("gradients", out)
         self.journal.notice("gradients", whole)
         self._noted(self._counting.reduce_scatter(out, whole))
-        return _Holding(whole.new_empty(whole.numel()) if self.swaps and self.size > 2 else None)
+        # Over gloo each rank's slice arrives before they are added; two ranks swap halves in place
+        takes_room = self.swaps and self.size > 2
+        return _Holding(whole.new_empty(whole.numel()) if takes_room else None)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         if has_values(tensor) and op == "sum":
-            tensor.mul_(self.size)  # as if every rank had the same
+            tensor.mul_(self.size)  # as if every rank had the same numbers
         if self._in_pass:
             self.journal.notice("gradients", tensor)
         return self._noted(self._counting.all_reduce(tensor, op))
@@ -91,15 +95,21 @@ class Recorder(LabelledGroup):
         return self.journal.phase in ("forward", "backward")
 
     def _noted(self, work: Work) -> Work:
+        """Put the last call into the journal. The label says where it belongs: "UNIT/..." or
+        "UNIT[...]", or "step" or "optimizer" for no unit."""
         where = self.label.partition("/")[0].partition("[")[0]
-        phase = "optimizer" if where == "optimizer" else self.journal.phase
-        unit = "" if where in ("step", "optimizer") else where
         call = self._counting.calls[-1]
-        made = Collective(
-            phase, call.kind, unit, call.dtype, call.num_elements, call.sent_bytes, self.name
+        collective = Collective(
+            phase="optimizer" if where == "optimizer" else self.journal.phase,
+            kind=call.kind,
+            unit="" if where in ("step", "optimizer") else where,
+            dtype=call.dtype,
+            num_elements=call.num_elements,
+            sent_bytes=call.sent_bytes,
+            group=self.name,
         )
-        self.journal.recorded.append(made)
-        self.journal.on_call(made)
+        self.journal.recorded.append(collective)
+        self.journal.on_call(collective)
         return work
 
 
@@ -116,12 +126,12 @@ def imagined_axes(
     """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard_size` ranks along
     its shard axis."""
 
-    def group(rank: int, size: int, name: str) -> Recorder:
-        return Recorder(
-            rank, size, journal, name=f"{name} {size}" if size > 1 else "itself", swaps=swaps
-        )
+    def group(rank: int, size: int, axis: str) -> Recorder:
+        name = f"{axis} {size}" if size > 1 else "itself"
+        return Recorder(rank, size, journal, name=name, swaps=swaps)
 
-    world, both = group(rank, size, "all"), check_state_axes(state_axes) == "both"
+    world = group(rank, size, "all")
+    both = check_state_axes(state_axes) == "both"
     check_same_data(same_data)
     if shard_size is None:
         if same_data is not None:
@@ -135,16 +145,17 @@ def imagined_axes(
             f"shard_size must divide the number of ranks, {size}, so that all replicas are alike; "
             f"got {shard_size}"
         )
-    (replica, place), num_replicas = divmod(rank, shard_size), size // shard_size
-    pieces = group(place, shard_size, "shard")
-    # As `HybridGroup.by_piece`
-    by_piece = group(place * num_replicas + replica, size, "all") if both else pieces
-    copies = group(replica, num_replicas, "replicate")
-    return mesh_axes(world, pieces, copies, by_piece, same_data)
+    replica, place = divmod(rank, shard_size)
+    num_replicas = size // shard_size
+    shard = group(place, shard_size, "shard")
+    replicate = group(replica, num_replicas, "replicate")
+    # In the order of `HybridGroup.by_piece`
+    optimizer = group(place * num_replicas + replica, size, "all") if both else shard
+    return mesh_axes(world, shard, replicate, optimizer, same_data)
 
 
 class _Holding:
-    """Finished work that held room while it was under way: over gloo, what the other ranks sent."""
+    """Finished work that holds room until it is waited for: over gloo, the other ranks' slices."""
 
     def __init__(self, room: Tensor | None) -> None:
         self._room = room

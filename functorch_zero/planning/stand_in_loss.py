@@ -1,7 +1,8 @@
-"""A loss that is not there has a stand-in, which goes through the layout's units.
+"""A stand-in for a loss that is not there: it goes through the layout's units.
 
-What units gather and reduce, and when, does not depend on the leaves inside. It supposes what only
-a loss can say: each unit is entered once, in the layout's order, and all take part in backward.
+The leaves inside a unit change neither its gathers and reductions nor their times. The stand-in
+supposes the things that only a loss can say: each unit is entered once, in the layout's order, and
+all take part in backward.
 """
 
 from __future__ import annotations
@@ -22,32 +23,40 @@ from ..step.loss import LossFn
 def one_leaf_a_bucket(layout: Layout) -> Layout:
     """The same units and buckets, each bucket with one leaf that fills it, or nearly, where several
     leaves do."""
-    buckets = []
+    buckets, leaves = [], []
     for b, bucket in enumerate(layout.buckets):
-        fills = bucket.numels == (bucket.numel,)  # then its gradient needs no copy
-        buckets.append(
-            replace(bucket, leaves=(b,), shapes=((bucket.numel - (not fills),),), offsets=(0,))
+        # A leaf that fills its bucket needs no copy of its gradient, and several leaves need one
+        is_full = bucket.numels == (bucket.numel,)
+        numel = bucket.numel if is_full else bucket.numel - 1
+        joined = replace(bucket, leaves=(b,), shapes=((numel,),), offsets=(0,))
+        buckets.append(joined)
+        leaf = LeafSpec(
+            joined.name,
+            joined.shapes[0],
+            joined.dtype,
+            joined.trainable,
+            joined.cut,
+            joined.dtypes,
         )
-    leaves = [LeafSpec(b.name, b.shapes[0], b.dtype, b.trainable, b.cut, b.dtypes) for b in buckets]
-    return replace(
-        layout,
-        leaves=tuple(leaves),
-        buckets=tuple(buckets),
-        treedef=optree.tree_structure([0] * len(buckets)),
-    )
+        leaves.append(leaf)
+    treedef = optree.tree_structure([0] * len(buckets))
+    return replace(layout, leaves=tuple(leaves), buckets=tuple(buckets), treedef=treedef)
 
 
 def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
-    """A loss on such a layout; `num_saved`: how many leaves a unit's backward needs (two stand for
-    more)."""
+    """A loss on a layout of `one_leaf_a_bucket`.
+
+    `num_saved` says how many leaves a unit's backward needs; two stand for more.
+    """
 
     def loss(params: list[LazyParam], buffers: Any, batch: Any) -> Tensor:
         x = torch.zeros(())
         for unit in layout.units:
-            entrance, saved = params[unit.buckets[0]].entrance, min(num_saved(unit), 2)
+            entrance = params[unit.buckets[0]].entrance
+            saved = min(num_saved(unit), 2)
             if not unit.modules:
                 x = _Use.apply(x, saved, *entrance.touch())  # type: ignore[no-untyped-call]
-            for path in unit.modules:
+            for path in unit.modules:  # all are entered, and the last one computes
                 leaves = entrance.enter(path)
                 if path == unit.modules[-1]:
                     with entrance.watch():
@@ -60,45 +69,58 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
 
 
 def order_of_units(layout: Layout, num_saved: Callable[[Unit], int], *, keeps: bool) -> list[str]:
-    """The order in which this loss fetches units, forward and, unless they are kept, backward."""
-    again = [
-        unit.name or "root"
-        for unit in layout.units
-        if unit.modules and num_saved(unit) and not keeps
-    ]
-    return [*(unit.name or "root" for unit in layout.units), *reversed(again)]
+    """The order in which this loss fetches units: forward and, unless they are kept, backward."""
+    forward = [unit.name or "root" for unit in layout.units]
+    if keeps:
+        return forward
+    again = []
+    for unit in reversed(layout.units):
+        if unit.modules and num_saved(unit):
+            again.append(unit.name or "root")
+    return forward + again
 
 
 class _Use(torch.autograd.Function):
-    """Forward: x. Backward asks for some of the leaves, and gives all of them a gradient."""
+    """One use of a unit's leaves. Forward returns x. Backward asks for some of the leaves, and
+    gives all of them a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_saved: int, *leaves: Tensor) -> Tensor:
-        ctx.save_for_backward(*(leaves[0] for _ in range(num_saved)))
+        ctx.save_for_backward(*[leaves[0]] * num_saved)
         ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        grads = [
-            torch.empty(shape, dtype=dtype, device=device) if need else None
-            for (shape, dtype, device), need in zip(ctx.like, needed, strict=True)
-        ]
+        _ = ctx.saved_tensors  # which gathers the unit again
+        grads: list[Tensor | None] = []
+        for like, is_needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True):
+            shape, dtype, device = like
+            grads.append(torch.empty(shape, dtype=dtype, device=device) if is_needed else None)
         return grad, None, *grads
 
 
 def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
-    """Linear maps, convolutions and norms need their weights in backward and not their biases; a
-    lookup needs none."""
-    modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    lookups = {f"{path}.weight".lstrip(".") for path, m in modules if isinstance(m, nn.Embedding)}
+    """How many of a unit's leaves its backward needs, guessed by their names.
+
+    Linear maps, convolutions and norms need their weights in backward and not their biases; a
+    lookup needs none.
+    """
+    lookups = set()
+    if isinstance(model, nn.Module):
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                lookups.add(f"{path}.weight".lstrip("."))
+
+    def is_saved(path: str) -> bool:
+        name = path.rpartition(".")[2]
+        return path not in lookups and not name.startswith("bias")
 
     def num_saved(unit: Unit) -> int:
-        paths = [layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves]
-        return sum(
-            path not in lookups and not path.rpartition(".")[2].startswith("bias") for path in paths
-        )
+        total = 0
+        for b in unit.buckets:
+            for n in layout.buckets[b].leaves:
+                total += is_saved(layout.leaves[n].path)
+        return total
 
     return num_saved

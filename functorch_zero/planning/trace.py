@@ -1,5 +1,16 @@
-"""A sharded step on tensors without values: the step itself does what it does on a real rank, and
-is watched."""
+"""One rank's step, imagined: the real phases of a sharded step, without values and without ranks.
+
+Three things are imagined, and the rest is the code that trains:
+
+- tensors: on the meta device, or fake ones of a device. `LiveBytes` makes them and counts the bytes
+  that are alive, by kind.
+- the other ranks: a `Recorder` notes each collective, and leaves its tensors as they are.
+- time: a `Journal` knows the phase and the unit in use. Each change of phase, and each growth of
+  memory, makes a sample.
+
+A step goes through `_open`, `differentiate`, `agree_on` and `advance`; the functions below follow
+that order.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +44,18 @@ from .report import Collective, Sample
 
 
 class ImaginedStep:
-    """One step on a rank that is not there: the phases of a sharded step, and a look on between
-    them.
+    """One step on a rank that is not there, sampled between its phases.
 
     Args:
         step: its loss and optimizer.
         options: of `shard`, with a `Recorder` for a group.
         layout: of params and of the optimizer's state.
-        pass_layout: what the loss is run on, of the same units and buckets.
+        pass_layout: of the params that the loss sees, with the same units and buckets. A stand-in
+            loss sees one leaf per bucket.
         fake: the mode of the tensors without values; None: the meta device.
 
     Attributes:
+        live: the bytes alive.
         samples: memory from moment to moment, of the step that was run last.
         reduced: bytes of the gradients that it gave to the optimizer.
     """
@@ -57,12 +69,14 @@ class ImaginedStep:
         fake: FakeTensorMode | None,
     ):
         assert isinstance(options.group, Recorder)
-        self._step = replace(step, loss_fn=self._watched(step.loss_fn))
-        self._options, self._layout, self._pass_layout = options, layout, pass_layout
+        self._step = replace(step, loss_fn=self._announced(step.loss_fn))
+        self._options = options
+        self._layout, self._pass_layout = layout, pass_layout
         self._journal = options.group.journal
+        self._journal.notice, self._journal.on_call = self._adopt, self._name_unit
         self.live = LiveBytes(fake, self._sample)
-        self._journal.notice, self._journal.on_call = self._adopt, self._name
-        # Of an optimizer that treats all elements alike
+        # Both layouts have one leaf per bucket where loss and optimizer treat all elements alike.
+        # Then the update makes nothing that has to be followed.
         self._only_buckets = fake is None and layout is pass_layout
         self.samples: list[Sample] = []
         self._highest = 0  # bytes of the last sample
@@ -83,47 +97,33 @@ class ImaginedStep:
         it out.
         """
         whole = nullcontext() if self._only_buckets else self.live
-        fetched = PrefetchOrder()
         with whole:
             run = self._open(params, buffers, batch)
-            # The step uses up the params of its own
+            # The step uses up the tree that it is given, as donated; this one is for the plan
             state: State = tree_map(lambda x: x, run.state)
         with whole, _uncompiled():
-            if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
-                if order is None:
-                    self._differentiate(run, fetched)
-                else:
-                    fetched.record(order)
-            for kind, tree in (
-                (None, (params, buffers, batch)),
-                ("params", (state.params, state.buffers)),
-                ("state", (state.opt_state, state.parts)),
-                (None, self.stored_in(state)),
-            ):
-                self.live.adopt(
-                    [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)], kind
-                )
-            self._journal.recorded.clear()
-            self.samples.clear()
-            self.live.assumed = 0
+            fetched = self._fetched_before(run, order)
+            self._adopt_held((params, buffers, batch), state)
+            self._begin_counting()
             local = self._differentiate(run, fetched)
             self.reduced = sum(flat.nbytes for flat in local.reduced.values())
             self._enter("metrics")
-            with self.live.paused():
+            with self.live.paused():  # ranks agree on numbers, which have values
                 agreed = agree_on(run, self._with_numbers(run, local), BackgroundTasks())
             self._enter("buffers")
             advance(run, local, agreed)
-        assert order is None or not fetched.units or [*fetched.units] == [*order], (
-            "units came in another order"
-        )
+        if order is not None and fetched.units:
+            assert [*fetched.units] == [*order], "units came in another order"
         return state
 
     def stored_in(self, state: State) -> list[Tensor]:
-        """What of the state lies elsewhere than its params."""
+        """The tensors of the state that lie elsewhere than its params."""
         if self._options.state_storage is None:
             return []
         leaves = optree.tree_leaves(state.opt_state)
         return [x for x in leaves if isinstance(x, Tensor) and x.dim()]
+
+    # The phases, in order
 
     @torch.no_grad()
     def _open(self, params: PyTree[Tensor], buffers: PyTree[Tensor], batch: Any) -> Run:
@@ -137,29 +137,61 @@ class ImaginedStep:
         updater = _Announced(prepared, self._enter, idle=self._only_buckets)
         return Run(step, options, state, batch, sharding, flats, updater, prepared.parts)
 
+    def _fetched_before(self, run: Run, order: Sequence[str] | None) -> PrefetchOrder:
+        """The order of units as the step before has recorded it; empty where no params are cut."""
+        fetched = PrefetchOrder()
+        if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
+            if order is None:
+                self._differentiate(run, fetched)
+            else:
+                fetched.record(order)
+        return fetched
+
+    def _adopt_held(self, given: Any, state: State) -> None:
+        """Give each tensor that is held between steps its kind, before anything is counted."""
+        kinds = (  # the last one counts, where a rank's part is the given tensor itself
+            (None, given),
+            ("params", (state.params, state.buffers)),
+            ("state", (state.opt_state, state.parts)),
+            (None, self.stored_in(state)),
+        )
+        for kind, tree in kinds:
+            leaves = optree.tree_leaves(tree)
+            self.live.adopt([leaf for leaf in leaves if isinstance(leaf, Tensor)], kind)
+
+    def _begin_counting(self) -> None:
+        """Forget the state's making, and the pass that found out the order."""
+        self._journal.recorded.clear()
+        self.samples.clear()
+        self.live.assumed = 0
+
     def _differentiate(self, run: Run, order: PrefetchOrder) -> Local:
-        """The same on the layout of the pass, which may be cut in another way."""
+        """Forward and backward, on the layout of the pass."""
         sharding = replace(run.sharding, layout=self._pass_layout)
         run = replace(run, sharding=sharding, state=run.state.replace(params=None))
-        with self.live if self._only_buckets else nullcontext():  # nothing is made before and after
+        # With buckets alone nothing is made before and after the pass: so it alone is followed
+        with self.live if self._only_buckets else nullcontext():
             return differentiate(run, order)
 
     def _with_numbers(self, run: Run, local: Local) -> Local:
-        """With numbers that are there for the all-reduce, and the buffers that were written to."""
+        """Metrics that have values, for the all-reduce, and only those buffers that were written
+        to."""
         before = optree.tree_leaves(run.state.buffers)
         after, treedef = optree.tree_flatten(local.outcome.buffers)
-        kept = [
-            o if self.live.is_untouched_copy(n, o) else n
-            for o, n in zip(before, after, strict=True)
-        ]
-        known = local.outcome._replace(
+        buffers = []
+        for old, new in zip(before, after, strict=True):
+            # A copy that nobody wrote to is not synchronized on a real rank
+            buffers.append(old if self.live.is_untouched_copy(new, old) else new)
+        outcome = local.outcome._replace(
             loss=torch.zeros(()),
             metrics=dict.fromkeys(local.outcome.metrics, 0.0),
-            buffers=treedef.unflatten(kept),
+            buffers=treedef.unflatten(buffers),
         )
-        return local._replace(outcome=known)
+        return local._replace(outcome=outcome)
 
-    def _watched(self, loss_fn: LossFn) -> LossFn:
+    # Announcements of phases and units, and the samples that they make
+
+    def _announced(self, loss_fn: LossFn) -> LossFn:
         """The loss, before and after which the phase changes. A weight is a number, since nobody
         knows its value."""
 
@@ -169,10 +201,7 @@ class ImaginedStep:
             self._enter("forward")
             result = loss_fn(params, buffers, batch)
             self._enter("backward")
-            if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux):
-                given, aux = result
-                return given, replace(aux, weight=None if aux.weight is None else 1.0)
-            return result
+            return _with_known_weight(result)
 
         return loss
 
@@ -184,25 +213,39 @@ class ImaginedStep:
         self.live.adopt([tensor], kind)
         self._sample()
 
-    def _name(self, collective: Collective) -> None:
-        """Where params are not gathered, the unit in use is known when its gradients are
-        reduced."""
-        if (
-            collective.unit
-            and collective.phase == "backward"
-            and self.samples
-            and self.samples[-1].moment == "backward"
-        ):
-            self.samples[-1] = self.samples[-1]._replace(moment=f"backward of {collective.unit}")
+    def _name_unit(self, collective: Collective) -> None:
+        """Where params are not gathered, the unit in use is known only when its gradients are
+        reduced: the sample that has no name yet gets it then."""
+        if not collective.unit or collective.phase != "backward" or not self.samples:
+            return
+        last = self.samples[-1]
+        if last.moment == "backward":
+            self.samples[-1] = last._replace(moment=f"backward of {collective.unit}")
 
     def _sample(self) -> None:
         """Note the memory of this moment: of each unit in each phase the highest sample is kept."""
         phase, unit = self._journal.phase, self._journal.unit
-        moment = f"{phase} of {unit}" if unit and phase in ("forward", "backward") else phase
-        new = not self.samples or self.samples[-1].moment != moment
-        if new or self.live.total >= self._highest:
-            self._highest = self.live.total
-            self.samples[len(self.samples) - (not new) :] = [Sample(moment, **self.live.now)]
+        in_a_unit = unit and phase in ("forward", "backward")
+        moment = f"{phase} of {unit}" if in_a_unit else phase
+        is_new = not self.samples or self.samples[-1].moment != moment
+        if not is_new and self.live.total < self._highest:
+            return
+        self._highest = self.live.total
+        sample = Sample(moment, **self.live.now)
+        if is_new:
+            self.samples.append(sample)
+        else:
+            self.samples[-1] = sample
+
+
+def _with_known_weight(result: Any) -> Any:
+    """The same result of a loss, its weight 1.0 where it has one."""
+    has_aux = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux)
+    if not has_aux:
+        return result
+    loss, aux = result
+    weight = None if aux.weight is None else 1.0
+    return loss, replace(aux, weight=weight)
 
 
 class Elsewhere:
@@ -221,8 +264,8 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 class _Announced:
-    """An update that says when it begins and ends; an idle one works in place, and takes no
-    room."""
+    """An update that says when it begins and ends. An idle one leaves all as it is: it stands for
+    an update in place, which takes no room."""
 
     def __init__(
         self, prepared: PreparedUpdate, enter: Callable[[str], None], *, idle: bool
@@ -233,9 +276,9 @@ class _Announced:
 
     def update(self, grads: ShardedTree, state: Any, params: ShardedTree) -> Any:
         self._enter("optimizer")
-        made = (None, state) if self._idle else self._prepared.update(grads, state, params)
+        updated = (None, state) if self._idle else self._prepared.update(grads, state, params)
         self._enter("publish")
-        return made
+        return updated
 
 
 class Noted:
