@@ -29,16 +29,19 @@ def check_flat(name: str, tensor: Tensor) -> None:
 
 
 def check_all_gather(size: int, out: Tensor, piece: Tensor) -> None:
+    # out (size * k,), piece (k,)
     _check_pieces(size, "out", out, "piece", piece)
 
 
 def check_reduce_scatter(size: int, out: Tensor, whole: Tensor) -> None:
+    # out (k,), whole (size * k,)
     _check_pieces(size, "whole", whole, "out", out)
 
 
 def check_all_to_all(
     size: int, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
 ) -> None:
+    # Sizes are local: that they fit the other ranks' sizes, only the collective can tell
     _check_alike("out", out, "source", source)
     _check_runs(size, "out_sizes", out_sizes, "out", out)
     _check_runs(size, "in_sizes", in_sizes, "source", source)
@@ -51,6 +54,7 @@ def check_source(size: int, source: int) -> None:
 
 
 def check_subgroup(rank: int, size: int, ranks: Sequence[int]) -> None:
+    # A group asks this before its ranks meet: a wrong list must not make them wait for each other
     in_order = list(ranks) == sorted(set(ranks))
     exist = set(ranks) <= set(range(size))
     if in_order and exist and rank in ranks:
@@ -77,12 +81,12 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 def fold(parts: Sequence[Tensor], op: str) -> Tensor:
     """The sum or the maximum of `parts`, in their order, as a new tensor; NaN stays NaN in both."""
-    total = parts[0].clone()
+    total = parts[0].clone()  # of the parts' shape and dtype
     for part in parts[1:]:
         if op == "sum":
             total += part
         else:
-            total.copy_(total.maximum(part))
+            total.copy_(total.maximum(part))  # `maximum` keeps NaN, as `max` of backends may not
     return total
 
 

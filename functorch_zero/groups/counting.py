@@ -166,6 +166,7 @@ class _MirrorGroup:
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         check_reduce_scatter(self.size, out, whole)
         check_reducible("sum", whole)
+        # All ranks bring the same, so the sum is `size` times this rank's own slice
         start = self.rank * out.numel()
         out.copy_(whole[start : start + out.numel()] * self.size)
         return Done()
@@ -183,6 +184,7 @@ class _MirrorGroup:
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
+        # The run that this rank sends to itself stands for the runs from all ranks
         own = torch.split(source, list(in_sizes))[self.rank].clone()
         for run in torch.split(out, list(out_sizes)):
             _fill(run, own)

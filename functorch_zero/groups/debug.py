@@ -79,7 +79,7 @@ class LabelledGroup(Forwarding):
         self, kind: str, dtype: torch.dtype | None = None, num_elements: int | None = None
     ) -> Entry:
         """Put the collective into this rank's ring, unless a labelled group around this one has."""
-        if not self.label:
+        if not self.label:  # the entry is for nobody
             return Entry(0, "", kind, dtype, num_elements, ())
         ring, ranks = ring_of(self.inner), ranks_of(self.inner)
         return ring.start(self.label, kind, dtype, num_elements, ranks)
@@ -123,6 +123,7 @@ class CheckedGroup(LabelledGroup):
 
     def _call(self, call: Signature, *arguments: Any) -> Any:
         own = f"{self.label or 'a call'}: {call}"
+        # Over bytes, whose sizes may differ: the ranks may disagree about all else
         payloads = super()._call(Signature("exchange"), own.encode())
         calls = [payload.decode() for payload in payloads]
         if len(set(calls)) > 1:

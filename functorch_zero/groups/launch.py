@@ -101,6 +101,7 @@ def launch(
 
 
 def _call_under_torchrun(fn: Callable[..., T], args: tuple[Any, ...], backend: str | None) -> T:
+    """Call `fn` in this process, which is a rank already."""
     if dist.is_initialized():
         return fn(*args)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -164,6 +165,7 @@ class _Report(NamedTuple):
 def _start(
     rank: int, meet: Callable[[int], None], task: Callable[[], Any], start_method: str
 ) -> _Member:
+    """Start one rank's process, which reports through a pipe."""
     context: Any = torch.multiprocessing.get_context(start_method)
     pipe, rank_end = context.Pipe(duplex=False)
     process = context.Process(target=_run_rank, args=(os.getpid(), rank, meet, task, rank_end))
@@ -240,6 +242,7 @@ def _read_report(member: _Member) -> _Report:
 
 
 def _exit_text(code: int | None) -> str:
+    """A process's end in words; negative codes are signals."""
     if code is None or code >= 0:
         return (
             f"exit code {code}. Remedy: look for its output above; with start_method='spawn' the "
@@ -254,12 +257,14 @@ def _exit_text(code: int | None) -> str:
 
 
 def _let_exit(members: list[_Member]) -> None:
+    """Give ranks that have reported a while, so that they may flush and close what they hold."""
     give_up = time.monotonic() + _SECONDS_TO_EXIT
     for member in members:
         member.process.join(max(0.0, give_up - time.monotonic()))
 
 
 def _kill(members: list[_Member]) -> None:
+    """End all processes, of which most have ended by themselves."""
     for member in members:
         member.process.kill()
         member.process.join()
@@ -268,6 +273,7 @@ def _kill(members: list[_Member]) -> None:
 
 
 def _distance_from_cause(report: _Report) -> int:
+    """How likely a failed rank only suffers from another's failure: 0 is a cause itself."""
     if isinstance(report.error, PeerError):
         return 2  # another rank's exception brought it about
     if isinstance(report.error, GroupError) and not report.died:
@@ -280,7 +286,7 @@ def _run_rank(
 ) -> None:
     """A rank's process, from its start to its end."""
     _die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends the ranks
     try:
         meet(rank)
         report = _Report(rank, task())
@@ -298,6 +304,7 @@ def _run_rank(
 
 
 def _die_with_parent(parent: int) -> None:
+    """From now on, end when the parent ends, however it does (Linux only)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -306,8 +313,10 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _meet(ranks: int, port: int, backend: str | None, threads: int, rank: int) -> None:
+    """Initialise torch.distributed at the parent's store."""
     torch.set_num_threads(threads)
     if sys.platform == "linux":
+        # Without it gloo takes an address of the host by its name, which may be out of reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     _init(backend, rank, ranks, store=store, rank=rank, world_size=ranks)

@@ -102,6 +102,7 @@ class HybridGroup(Forwarding):
         return made
 
     def _divide(self, shard: Sequence[int], replicate: Sequence[int]) -> None:
+        """Make the groups of the two axes. Every rank makes both, in this order."""
         if not isinstance(self.inner, Divisible):
             raise TypeError(
                 f"a {type(self.inner).__name__} can't be divided into axes. Remedy: give it a "
@@ -145,7 +146,7 @@ class Reordered(Forwarding):
         gathered = torch.empty_like(out)  # (N * k,), in the inner group's order
         work = self.inner.all_gather(gathered, piece)
 
-        def put() -> None:
+        def put() -> None:  # row n becomes that of the rank whose number here is n
             rows = gathered.view(self.size, -1)
             out.view(self.size, -1).copy_(rows[self._inner_of])
 
@@ -262,7 +263,7 @@ class Axes:
     @cached_property
     def copy(self) -> Copy:
         """This rank among those of the same data."""
-        if self.data is self.world:
+        if self.data is self.world:  # each rank has data of its own
             return Copy(self.world.rank)
         axis = self.replicate if self.shard.holds_different_data else self.shard
         return Copy(self.data.rank, axis.rank, axis.size)

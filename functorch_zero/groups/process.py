@@ -307,6 +307,7 @@ class ProcessGroup:
         return torch_distributed.failure_key(f"{self._token}/{self._times_rejoined}")
 
     def _leave(self) -> None:
+        """Give the torch group back, and with it the connections, on which other ranks may wait."""
         if self._torch_group is None:
             return
         for ref in list(self._works):
@@ -334,11 +335,12 @@ class ProcessGroup:
         return work
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
+        """An all-gather, by way of which small sums and exchanges go, too."""
         if self.size > 2 or self._backend(out) != "gloo":
             return self._launch(kind, torch_distributed.ALL_GATHER, as_bytes(out), as_bytes(piece))
         refuse_in_transform(kind)
         halves = out.chunk(2)
-        if halves[self.rank].data_ptr() != piece.data_ptr():
+        if halves[self.rank].data_ptr() != piece.data_ptr():  # else the piece lies in its place
             halves[self.rank].copy_(piece)
         return self._swap(kind, halves[1 - self.rank], piece)
 
@@ -361,9 +363,10 @@ class ProcessGroup:
         return Then(work, lambda: out.add_(halves[self.rank]))
 
     def _gather_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
+        """An all-reduce of few bytes, or of a dtype that no backend adds."""
         if self.size == 2 and self._backend(tensor) == "gloo":
             return self._swap_and_fold(tensor, op)
-        parts = tensor.new_empty(self.size, tensor.numel())
+        parts = tensor.new_empty(self.size, tensor.numel())  # (N, k), in rank order
         work = self._gather("all_reduce", parts.view(-1), tensor)
         return Then(work, lambda: fold_into(tensor, parts, op))
 
@@ -386,6 +389,7 @@ class ProcessGroup:
         return out.cpu()
 
     def _backend(self, tensor: Tensor) -> str:
+        """The backend for the tensor's device: "gloo" or "nccl", say."""
         name = self._backends.get(tensor.device.type)
         if name is None:
             raise ValueError(
@@ -396,4 +400,5 @@ class ProcessGroup:
         return name
 
     def _must_stage(self, tensor: Tensor) -> bool:
+        """Whether the tensor has to go through the CPU."""
         return self._backend(tensor) == "gloo" and tensor.device.type != "cpu"

@@ -246,6 +246,7 @@ class World:
         return "; ".join(parts)
 
     def _let_others_run(self, rank: int) -> None:
+        """Hand the baton on, and return when it has come back."""
         successor = self._successor(rank)
         if successor is None:
             self._break_deadlock()
@@ -280,6 +281,7 @@ class World:
         return meeting is None or meeting.results is not None or self.broken is not None
 
     def _combine(self, meeting: Meeting, combine: Combine) -> None:
+        """Make all ranks' results. An error in it is every rank's, as an error of a backend is."""
         try:
             meeting.combine(combine)
         except Exception as error:

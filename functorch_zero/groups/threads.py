@@ -196,6 +196,7 @@ class ThreadGroup:
         return _ThreadWork(self._world, self._rank, self._call(call, deposit, combine), out)
 
     def _call(self, call: Signature, deposit: Any, combine: Combine) -> Meeting:
+        """Bring this rank's deposit to the next collective. Nobody waits yet."""
         if threading.get_ident() != self._thread:
             raise GroupError(
                 f"the ThreadGroup of rank {self._rank} was used for {call} outside its rank's "
@@ -288,6 +289,8 @@ class _Run(Generic[T]):
         return f". The thread of {ranks_text(alive)} could not be interrupted and still runs"
 
     def raise_first_failure(self) -> None:
+        """Raise the first error that is a rank's own, with a note of its rank; return if all went
+        well."""
         if not self._failures:
             return
         # A PeerError only tells of another rank's failure; Python's sort keeps their order
@@ -302,6 +305,7 @@ class _Run(Generic[T]):
             del error
 
     def _in_thread(self, rank: int) -> None:
+        """A rank's thread, from its start to its end."""
         with contextlib.suppress(_Interrupted):  # should it come in the last lines, after fn
             try:
                 self._call_fn(rank)
@@ -311,7 +315,7 @@ class _Run(Generic[T]):
     def _call_fn(self, rank: int) -> None:
         try:
             self._world.take_baton(rank)
-            torch.set_rng_state(self._stream)
+            torch.set_rng_state(self._stream)  # the caller's: each rank starts there
             with self._settings.applied():
                 self.results[rank] = self._fn(ThreadGroup(self._world, rank))
         except BaseException as error:
@@ -342,6 +346,7 @@ class _Settings(NamedTuple):
             if self.device.type != "cpu":
                 stack.enter_context(self.device)
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            # Backward in the rank's own thread, which is the one that holds the baton
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
@@ -351,6 +356,7 @@ class _Interrupted(BaseException):
 
 
 def _interrupt(thread: threading.Thread) -> None:
+    """Raise `_Interrupted` in a thread, when it next runs Python code."""
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted)

@@ -51,6 +51,7 @@ def _world_group() -> dist.ProcessGroup:
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of a mesh of one dim."""
     from torch.distributed.device_mesh import DeviceMesh  # here, since it takes a while to import
 
     if not isinstance(mesh, DeviceMesh):

@@ -89,6 +89,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def copied(out: Tensor, source: Tensor) -> Work:
+    """A collective of one rank."""
     out.copy_(source)
     return Done()
 
@@ -103,6 +104,7 @@ def through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, sour
 
 
 def fold_into(out: Tensor, parts: Tensor, op: str) -> None:
+    """`out` (k,) becomes the sum or the maximum of the rows of `parts` (N, k), in rank order."""
     out.copy_(fold(parts.unbind(), op))
 
 
@@ -116,6 +118,7 @@ def nan_apart(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
     if not tensor.is_floating_point():
         return tensor, lambda: None
     is_nan = tensor.isnan()
+    # (2 * k,): the numbers, then 1.0 for each NaN
     doubled = torch.cat([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
     values, mask = doubled.chunk(2)
     return doubled, lambda: tensor.copy_(values.masked_fill_(mask > 0, torch.nan))

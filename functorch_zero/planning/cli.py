@@ -20,7 +20,7 @@ from .api import plan
 from .decoder import Shape, read_config
 from .report import Plan, align, bytes_text, draw_levels, zero_bytes
 
-_GB = 1e9
+_GB = 1e9  # bytes, as devices' memory and links are sold
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -109,6 +109,7 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
     num_params = plans[0].num_params
     model = f"{num_params:,} params in {_dtypes(args)}"
     print(f"{model}, {args.optimizer}, {num_ranks} ranks; of rank 0:\n")
+    # A plan without a batch has no activations
     peaks = [made.peak.total + args.activations * _GB for made in plans]
     print(table(plans, peaks, args.memory, args.bandwidth))
     paper = [zero_bytes(num_params, num_ranks, level=level.number) for level in LEVELS]
@@ -134,11 +135,12 @@ def table(
     if memory:
         head.append(f"fits {memory:g} GB")
     rows = [head]
-    for made, peak, level in zip(plans, peaks, LEVELS, strict=True):
-        held = (made.params, made.gradients, made.state, made.gathered, peak, made.sent_bytes)
-        row = [f"{level.number} {level.name}", *map(bytes_text, held)]
+    for of_level, peak, level in zip(plans, peaks, LEVELS, strict=True):
+        held = (of_level.params, of_level.gradients, of_level.state, of_level.gathered)
+        row = [f"{level.number} {level.name}"]
+        row += map(bytes_text, (*held, peak, of_level.sent_bytes))
         if bandwidth:
-            row.append(f"{made.seconds(bandwidth * _GB):.3g} s")
+            row.append(f"{of_level.seconds(bandwidth * _GB):.3g} s")
         if memory:
             row.append("yes" if peak <= memory * _GB else "no")
         rows.append(row)
@@ -146,6 +148,7 @@ def table(
 
 
 def _positive(text: str) -> float:
+    """An argument's number, which must be above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -160,6 +163,8 @@ def _dtypes(args: argparse.Namespace) -> str:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
+    """The model's counts, from a file or from the arguments."""
+    # Arguments that were not given are not there, so that the defaults are those of `Shape`
     names = [field.name for field in fields(Shape)]
     counts = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if args.config and counts:

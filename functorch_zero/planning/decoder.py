@@ -55,7 +55,7 @@ class Shape:
 
     def _units(self) -> Iterator[_Unit]:
         """The embedding, each block, and the last norm with the head."""
-        table = (self.vocab, self.width)
+        table = (self.vocab, self.width)  # of the embedding, and of a head of its own
         yield _Unit("embed", ("embed",), {"embed.weight": table})
         for i in range(self.layers):
             name = f"blocks.{i}"

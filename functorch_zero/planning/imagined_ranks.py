@@ -55,7 +55,7 @@ class Recorder(LabelledGroup):
     ) -> None:
         super().__init__(_Silent(rank, size), label)
         self.journal, self.name, self.swaps = journal, name, swaps
-        self._counting = CountedGroup(self.inner)
+        self._counting = CountedGroup(self.inner)  # which knows the bytes that each call sends
 
     def at(self, label: str) -> Recorder:
         return Recorder(
@@ -63,7 +63,7 @@ class Recorder(LabelledGroup):
         )
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        if self._in_pass:
+        if self._in_pass:  # an update gathers, too, and those tensors are temporaries
             self.journal.notice("gathered", out)
         return self._noted(self._counting.all_gather(out, piece))
 

@@ -149,20 +149,23 @@ class LiveBytes(QuickDispatchMode):
         return func(*args, **_moved(kwargs, "cpu"))
 
     def _answer(self, question: Tensor) -> Any:
+        """The host asks for a value: a yes-no question gets yes, any other none."""
         if question.dtype != torch.bool:
             raise ValueNeeded
         self.assumed += 1
         return True
 
     def _follow(self, out: Any) -> None:
+        """Count an operator's new tensors as activations, until `adopt` says otherwise."""
         for tensor in _tensors(out if isinstance(out, tuple | list) else (out,)):
-            # Also on a real rank
+            # Those that have no storage on a real rank either
             empty = tensor.device.type == "meta" if self._fake else is_placeholder(tensor)
             if not empty and storage_id(tensor) not in self._kinds:
                 self.adopt([tensor], "activations")
                 self._on_growth()
 
     def _gone(self, key: int, _: Any) -> None:
+        """A storage has gone. Its key may come back as that of another."""
         kind, size = self._kinds.pop(key, (None, 0))
         self._count(kind, -size)
         del self._refs[key]
@@ -176,6 +179,7 @@ class LiveBytes(QuickDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, also in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -208,7 +212,7 @@ class _Kind(NamedTuple):
     writes: tuple[tuple[int, str], ...]  # arguments it writes to: (position, name)
 
 
-@cache
+@cache  # a plan calls few operators, each very often
 def _kind(func: Any) -> _Kind:
     arguments = arguments_of(func)
     writes = []

@@ -153,11 +153,12 @@ def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
     """How evenly whole leaves are spread over owners; None where the optimizer needs none."""
     if optimizer.needs < Needs.WHOLE_LEAF:
         return None
+    # The planner answers `init`'s questions, and notes the leaves that ask for an owner
     planner = make_planner(layout, layout.trainable, layout.num_ranks)
     optimizer.init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner)
     owned = []
     for n, owner, cost in planner.owned:
-        if owner != EVERYONE:
+        if owner != EVERYONE:  # else every rank has it whole
             owned.append(Owned(layout.leaves[n].path, owner, cost))
     return Balance(tuple(owned), layout.num_ranks) if owned else None
 

@@ -263,6 +263,7 @@ def _leaf_updates(
 
 
 def _check_kind(path: str, expected: Tensor, got: Any, context: Mapping[str, Any] | None) -> None:
+    """Raise at once where shapes or dtypes differ: such leaves have no distance."""
     kind = (tuple(expected.shape), expected.dtype)
     other = (tuple(got.shape), got.dtype) if isinstance(got, Tensor) else type(got).__name__
     if kind != other:
@@ -305,6 +306,7 @@ def is_visible(old: Tensor, new: Tensor) -> bool:
 
 
 def _compare_update(leaf: _LeafUpdate, tolerance: float, slack: float) -> Difference | None:
+    """See Note [reordered]; `slack` is allowed besides."""
     expected, got = leaf.expected, leaf.got
     if not tolerance or not leaf.old.numel():
         # Bit by bit goes by the params: a rounded update may hide a difference
@@ -316,6 +318,7 @@ def _compare_update(leaf: _LeafUpdate, tolerance: float, slack: float) -> Differ
 def _compare_values(
     path: str, expected: Tensor, got: Tensor, tolerance: float, slack: float
 ) -> Difference | None:
+    """As for updates, but a value has no last places of a param around it."""
     is_rounded = expected.is_floating_point() or expected.is_complex()
     if not tolerance or not expected.numel() or not is_rounded:
         return _compare_bits(path, expected, got, expected, got)
@@ -354,6 +357,7 @@ def _furthest(
     got: Tensor,
     allowed: Tensor,
 ) -> Difference | None:
+    """Of the bad elements, the one that is furthest above `allowed`; None where there is none."""
     if not bool(bad.any()):
         return None
     error = _distances(expected, got)
@@ -408,6 +412,7 @@ def _last_places(old: Tensor, new: Tensor) -> Tensor:
 def _raise_if(
     found: list[Difference], story: str, equality: Equality, context: Mapping[str, Any] | None
 ) -> None:
+    """Raise an error that tells the first difference, and names some of the other leaves."""
     if not found:
         return
     first, *others = found

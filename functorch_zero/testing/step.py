@@ -136,7 +136,7 @@ def _check(
     try:
         comparison.run()
     except ProvesNothing:
-        raise  # no sharded run would change that
+        raise  # the oracle's update is at fault, and round-off explains nothing
     except AssertionError as error:
         may_be_round_off = comparison.equality.grade != "bitwise"
         explained = may_be_round_off and comparison.holds(oracle.jittered_runs(parts))
@@ -378,7 +378,7 @@ def _slack(expected: Any, *jittered: Any) -> list[float]:
 class Step(NamedTuple):
     """The results of one step."""
 
-    state: State
+    state: State  # whole leaves: gathered, where the step is sharded
     buffers: list[PyTree[Tensor]]  # by rank; one where all have the same
     metrics: Metrics
 
@@ -412,9 +412,9 @@ class Run(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The beginning of a run."""
+    """The beginning of a run: the arguments of `step.init`."""
 
-    params: PyTree[Tensor]
+    params: PyTree[Tensor]  # whole leaves
     buffers: PyTree[Tensor] | None
     seed: int | None
 
@@ -485,6 +485,7 @@ def run_in_parts(
 
 
 def _skipped(old: State, new: State) -> bool:
+    """Whether the step in between was skipped, since its loss or gradients were not finite."""
     return (
         old.finite is not None
         and new.finite is not None
@@ -512,6 +513,7 @@ def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _average_metrics(outcomes: Sequence[Outcome], shares: Sequence[float]) -> Metrics:
+    """The loss and the metrics of all parts, each as its weighted mean."""
     seen = []
     for outcome in outcomes:
         measured = {"loss": outcome.loss, **outcome.metrics}
@@ -540,6 +542,7 @@ def _combine_buffers(
 
 
 def _jittered(grads: PyTree[Tensor], generator: torch.Generator) -> PyTree[Tensor]:
+    """The gradients with noise of the size that sums in another order would make."""
     leaves = optree.tree_leaves(grads)
     # The coarsest dtype counts for all: gradients pass through every dtype of the model
     last_place = max((torch.finfo(leaf.dtype).eps for leaf in leaves), default=0.0)

@@ -155,6 +155,7 @@ def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
 def _check_parts(
     transform: Transform, params: Any, seed: int, steps: int, equality: Equality
 ) -> None:
+    """Each pointwise part by itself, in both dtypes that training uses."""
     for part in simple_parts(transform):
         if part.plain is None:
             continue
@@ -191,6 +192,7 @@ def _as_transform_error(story: str) -> Iterator[None]:
 def _check_ranks(
     transform: Transform, steps: Steps, ranks: Sequence[int], equality: Equality | None
 ) -> None:
+    """Updates on ranks against those in one process, on donated storage and on other."""
     name = name_of(transform)
     story = f"{name} makes other updates on ranks than unsharded"
     expected = _run_unsharded(transform, steps, name, equality or REORDERED)
