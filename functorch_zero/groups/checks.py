@@ -1,7 +1,7 @@
-"""What every group checks about its arguments, and the words in which it reports a failure.
+"""The checks of every group's arguments, and the words in which groups report failures.
 
-These checks are local and come before any communication: a rank that gets one wrong raises, and the
-others hear of it as of any other failure.
+The checks are local and come before any communication. A rank that gets an argument wrong raises,
+and the others hear of it as of any other failure.
 """
 
 from __future__ import annotations
@@ -16,92 +16,110 @@ def check_flat(name: str, tensor: Tensor) -> None:
 
     A lazily conjugated or negated one has other values than lie there.
     """
-    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        is_lazy = tensor.is_conj() or tensor.is_neg()
-        lazy = ", lazily conjugated or negated" if is_lazy else ""
-        raise ValueError(
-            f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)} with strides "
-            f"{tensor.stride()}{lazy}. Remedy: pass a contiguous view of one dim, as from "
-            ".contiguous().view(-1), after .resolve_conj().resolve_neg()."
-        )
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.dim() == 1 and tensor.is_contiguous() and not is_lazy:
+        return
+    got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+    if is_lazy:
+        got += ", lazily conjugated or negated"
+    raise ValueError(
+        f"{name} must be 1-D and contiguous, got {got}. Remedy: pass a contiguous view of one dim, "
+        "as from .contiguous().view(-1), after .resolve_conj().resolve_neg()."
+    )
 
 
 def check_all_gather(size: int, out: Tensor, piece: Tensor) -> None:
+    # out (size * k,), piece (k,)
     _check_pieces(size, "out", out, "piece", piece)
 
 
 def check_reduce_scatter(size: int, out: Tensor, whole: Tensor) -> None:
+    # out (k,), whole (size * k,)
     _check_pieces(size, "whole", whole, "out", out)
 
 
 def check_all_to_all(
     size: int, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
 ) -> None:
+    # Sizes are local: that they fit the other ranks' sizes, only the collective can tell
     _check_alike("out", out, "source", source)
     _check_runs(size, "out_sizes", out_sizes, "out", out)
     _check_runs(size, "in_sizes", in_sizes, "source", source)
 
 
 def check_source(size: int, source: int) -> None:
-    if not 0 <= source < size:
-        raise ValueError(f"source must be a rank of the group, from 0 to {size - 1}, got {source}")
+    if 0 <= source < size:
+        return
+    raise ValueError(f"source must be a rank of the group, from 0 to {size - 1}, got {source}")
 
 
 def check_subgroup(rank: int, size: int, ranks: Sequence[int]) -> None:
-    if list(ranks) != sorted(set(ranks)) or rank not in ranks or not set(ranks) <= set(range(size)):
-        raise ValueError(
-            f"ranks must be some of 0 to {size - 1} in increasing order, and {rank}, this one, "
-            f"among them; got {list(ranks)}"
-        )
+    # A group asks this before its ranks meet: a wrong list must not make them wait for each other
+    in_order = list(ranks) == sorted(set(ranks))
+    exist = set(ranks) <= set(range(size))
+    if in_order and exist and rank in ranks:
+        return
+    raise ValueError(
+        f"ranks must be some of 0 to {size - 1} in increasing order, and {rank}, this one, among "
+        f"them; got {list(ranks)}"
+    )
 
 
 def failure_text(rank: int, error: BaseException) -> str:
-    """What the other ranks are told when `rank` fails, as 'rank 2 failed: ValueError: bad
-    batch'."""
+    """The message to the other ranks when `rank` fails: "rank 2 failed: ValueError: bad batch"."""
     text = f"rank {rank} failed: {type(error).__name__}"
-    return f"{text}: {error}" if str(error) else text
+    words = str(error)
+    return f"{text}: {words}" if words else text
 
 
 def ranks_text(ranks: Collection[int]) -> str:
     """'rank 1', or 'ranks 0, 2'."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"{noun} {numbers}"
 
 
 def fold(parts: Sequence[Tensor], op: str) -> Tensor:
     """The sum or the maximum of `parts`, in their order, as a new tensor; NaN stays NaN in both."""
-    total = parts[0].clone()
+    total = parts[0].clone()  # of the parts' shape and dtype
     for part in parts[1:]:
         if op == "sum":
             total += part
         else:
-            total.copy_(total.maximum(part))
+            total.copy_(total.maximum(part))  # `maximum` keeps NaN, as `max` of backends may not
     return total
 
 
 def _check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     check_flat(name, tensor)
     check_flat(other_name, other)
-    if tensor.dtype != other.dtype or tensor.device != other.device:
-        raise ValueError(
-            f"{name} and {other_name} must have one dtype and device, got {tensor.dtype} on "
-            f"{tensor.device} and {other.dtype} on {other.device}"
-        )
+    if tensor.dtype == other.dtype and tensor.device == other.device:
+        return
+    kind = f"{tensor.dtype} on {tensor.device}"
+    other_kind = f"{other.dtype} on {other.device}"
+    raise ValueError(
+        f"{name} and {other_name} must have one dtype and device, got {kind} and {other_kind}"
+    )
 
 
 def _check_pieces(size: int, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
     _check_alike(long_name, long, short_name, short)
-    if long.numel() != size * short.numel():
-        raise ValueError(
-            f"{long_name} must have {size} times (once a rank) the {short.numel()} elements of "
-            f"{short_name}, got {long.numel()}"
-        )
+    num_long, num_short = long.numel(), short.numel()
+    if num_long == size * num_short:
+        return
+    raise ValueError(
+        f"{long_name} must have {size} times (once per rank) the {num_short} elements of "
+        f"{short_name}, got {num_long}"
+    )
 
 
 def _check_runs(
     size: int, sizes_name: str, sizes: Sequence[int], name: str, tensor: Tensor
 ) -> None:
-    if len(sizes) != size or min(sizes) < 0 or sum(sizes) != tensor.numel():
-        raise ValueError(
-            f"{sizes_name} must be {size} counts (one a rank) that sum to the {tensor.numel()} "
-            f"elements of {name}, got {list(sizes)}"
-        )
+    expected = tensor.numel()
+    if len(sizes) == size and min(sizes) >= 0 and sum(sizes) == expected:
+        return
+    raise ValueError(
+        f"{sizes_name} must be {size} counts (one per rank) that sum to the {expected} elements of "
+        f"{name}, got {list(sizes)}"
+    )

@@ -3,6 +3,7 @@ the other ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,19 +26,20 @@ class Call(NamedTuple):
 
     kind: str  # the method's name
     dtype: torch.dtype  # uint8 for exchange and barrier
-    num_elements: (
-        int  # of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
-    )
+    # Of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
+    num_elements: int
     sent_bytes: float  # what one rank sends at least, on a ring
 
 
 class CountedGroup(Forwarding):
     """Forwards to `inner` and records every collective in `calls`; `counted` makes it.
 
-    Recorded as sent by this rank, for N ranks and B bytes in the longest tensor: all_gather and
-    reduce_scatter B * (N-1) / N, all_reduce twice that, all_to_all the runs for other ranks,
-    broadcast B, exchange this rank's payload to each other rank, barrier nothing; nothing at all
-    for one rank.
+    Bytes recorded as sent by this rank, for N ranks and B bytes in the longest tensor:
+
+    - all_gather and reduce_scatter: B * (N-1) / N; all_reduce: twice that.
+    - all_to_all: the runs for other ranks; broadcast: B.
+    - exchange: this rank's payload to each other rank; barrier: nothing.
+    - one rank: nothing at all.
     """
 
     def __init__(self, inner: Group) -> None:
@@ -58,26 +60,26 @@ class CountedGroup(Forwarding):
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         work = self.inner.all_gather(out, piece)
-        self._record("all_gather", out, out.nbytes * self._others / self.size)
+        self._record("all_gather", out, self._round_the_ring(out))
         return work
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         work = self.inner.reduce_scatter(out, whole)
-        self._record("reduce_scatter", whole, whole.nbytes * self._others / self.size)
+        self._record("reduce_scatter", whole, self._round_the_ring(whole))
         return work
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         work = self.inner.all_reduce(tensor, op)
-        self._record("all_reduce", tensor, 2 * tensor.nbytes * self._others / self.size)
+        # A reduce-scatter, then an all-gather
+        self._record("all_reduce", tensor, 2 * self._round_the_ring(tensor))
         return work
 
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
         work = self.inner.all_to_all(out, out_sizes, source, in_sizes)
-        self._record(
-            "all_to_all", source, (sum(in_sizes) - in_sizes[self.rank]) * source.element_size()
-        )
+        num_sent = sum(in_sizes) - in_sizes[self.rank]
+        self._record("all_to_all", source, num_sent * source.element_size())
         return work
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -87,7 +89,8 @@ class CountedGroup(Forwarding):
 
     def exchange(self, payload: bytes) -> list[bytes]:
         payloads = self.inner.exchange(payload)
-        self.calls.append(Call("exchange", torch.uint8, len(payload), len(payload) * self._others))
+        length = len(payload)
+        self.calls.append(Call("exchange", torch.uint8, length, length * self._others))
         return payloads
 
     def barrier(self) -> None:
@@ -95,7 +98,7 @@ class CountedGroup(Forwarding):
         self.calls.append(Call("barrier", torch.uint8, 0, 0))
 
     def subgroup(self, ranks: Sequence[int]) -> CountedGroup:
-        """The inner group's, whose calls are recorded here, too."""
+        """The inner group's, whose calls are recorded here too."""
         made = CountedGroup(self.inner.subgroup(ranks))  # type: ignore[attr-defined]
         made.calls = self.calls
         return made
@@ -103,6 +106,10 @@ class CountedGroup(Forwarding):
     @property
     def _others(self) -> int:
         return self.size - 1
+
+    def _round_the_ring(self, tensor: Tensor) -> float:
+        """Bytes that each rank sends when all parts of a tensor but one pass through it."""
+        return tensor.nbytes * self._others / self.size
 
     def _record(self, kind: str, tensor: Tensor, sent_bytes: float) -> None:
         self.calls.append(Call(kind, tensor.dtype, tensor.numel(), sent_bytes))
@@ -112,7 +119,7 @@ class CountedGroup(Forwarding):
 
 
 class CountingGroup(CountedGroup):
-    """Rank `rank` of `size`, alone: each collective gives what it would if every other rank had the
+    """Rank `rank` of `size`, alone: each collective gives the result of ranks that all have the
     same data.
 
     An all-to-all's `out` takes from each rank this rank's run for itself, repeated or cut to the
@@ -139,7 +146,7 @@ def counted(group: Group) -> CountedGroup:
 
 
 class _MirrorGroup:
-    """A group whose other ranks all hold what this rank holds. Outputs are there at once."""
+    """A group whose other ranks all hold the same as this rank. Outputs are there at once."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -151,13 +158,15 @@ class _MirrorGroup:
     @torch.no_grad()
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         check_all_gather(self.size, out, piece)
-        out.view(self.size, piece.numel()).copy_(piece.clone())  # it may lie in out
+        rows = out.view(self.size, piece.numel())
+        rows.copy_(piece.clone())  # a copy, since the piece may lie in out
         return Done()
 
     @torch.no_grad()
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
         check_reduce_scatter(self.size, out, whole)
         check_reducible("sum", whole)
+        # All ranks bring the same, so the sum is `size` times this rank's own slice
         start = self.rank * out.numel()
         out.copy_(whole[start : start + out.numel()] * self.size)
         return Done()
@@ -175,6 +184,7 @@ class _MirrorGroup:
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
+        # The run that this rank sends to itself stands for the runs from all ranks
         own = torch.split(source, list(in_sizes))[self.rank].clone()
         for run in torch.split(out, list(out_sizes)):
             _fill(run, own)
@@ -196,7 +206,9 @@ class _MirrorGroup:
 
 
 def _fill(run: Tensor, own: Tensor) -> None:
-    if own.numel():
-        run.copy_(own.repeat(-(-run.numel() // own.numel()))[: run.numel()])
-    else:
+    """Fill a run with the elements of `own`, repeated or cut to its size."""
+    if not own.numel():
         run.zero_()
+        return
+    num_repeats = math.ceil(run.numel() / own.numel())
+    run.copy_(own.repeat(num_repeats)[: run.numel()])

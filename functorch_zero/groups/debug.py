@@ -4,7 +4,7 @@ it runs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,11 @@ from .thread_scheduler import Signature
 
 
 class LabelledGroup(Forwarding):
-    """Forwards to `inner`; the errors of its collectives begin with `label`, "blocks.1/gather", and
-    its rank's ring remembers them; `labelled` makes it."""
+    """Forwards to `inner`; `labelled` makes it.
+
+    The errors of its collectives begin with `label`, a unit and a phase ("blocks.1/gather"). Its
+    rank's ring remembers the collectives.
+    """
 
     def __init__(self, inner: Group, label: str = "") -> None:
         self.inner, self.label = inner, label
@@ -30,64 +33,72 @@ class LabelledGroup(Forwarding):
         return type(self)(self.inner, label)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return self._start("all_gather", piece, out, piece)
+        call = Signature("all_gather", piece.dtype, piece.numel())
+        return self._start(call, piece, out, piece)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return self._start("reduce_scatter", whole, out, whole)
+        call = Signature("reduce_scatter", whole.dtype, whole.numel())
+        return self._start(call, whole, out, whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._start("all_reduce", tensor, tensor, op)
+        call = Signature("all_reduce", tensor.dtype, tensor.numel(), op)
+        return self._start(call, tensor, tensor, op)
 
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        return self._start("all_to_all", source, out, out_sizes, source, in_sizes)
+        call = Signature("all_to_all", source.dtype)  # ranks need not agree on sizes
+        return self._start(call, source, out, out_sizes, source, in_sizes)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._start("broadcast", tensor, tensor, source)
+        call = Signature("broadcast", tensor.dtype, tensor.numel(), f"source={source}")
+        return self._start(call, tensor, tensor, source)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         entry = self._remember("exchange", torch.uint8, len(payload))
-        entry.state = "waiting"
-        payloads: list[bytes] = self._call("exchange", payload)
-        entry.state = "ended"
+        payloads: list[bytes] = self._call_and_wait(entry, payload)
         return payloads
 
     def barrier(self) -> None:
         entry = self._remember("barrier")
-        entry.state = "waiting"
-        self._call("barrier")
-        entry.state = "ended"
+        self._call_and_wait(entry)
 
-    def _start(self, kind: str, brought: Tensor, *arguments: Any) -> Work:
-        entry = self._remember(kind, brought.dtype, brought.numel())
-        return _LabelledWork(self._call(kind, *arguments), entry, self)
+    def _start(self, call: Signature, brought: Tensor, *arguments: Any) -> Work:
+        """Call a collective to which this rank brings the tensor `brought`."""
+        entry = self._remember(call.kind, brought.dtype, brought.numel())
+        work = self._call(call, *arguments)
+        return _LabelledWork(work, entry, self)
+
+    def _call_and_wait(self, entry: Entry, *arguments: Any) -> Any:
+        entry.state = "waiting"
+        result = self._call(Signature(entry.kind), *arguments)
+        entry.state = "ended"
+        return result
 
     def _remember(
         self, kind: str, dtype: torch.dtype | None = None, num_elements: int | None = None
     ) -> Entry:
         """Put the collective into this rank's ring, unless a labelled group around this one has."""
-        if not self.label:
+        if not self.label:  # the entry is for nobody
             return Entry(0, "", kind, dtype, num_elements, ())
         ring, ranks = ring_of(self.inner), ranks_of(self.inner)
         return ring.start(self.label, kind, dtype, num_elements, ranks)
 
-    def _call(self, kind: str, *arguments: Any) -> Any:
-        """What `inner` makes of this collective."""
+    def _call(self, call: Signature, *arguments: Any) -> Any:
+        """Call `inner`'s collective of this kind; its errors say where in the step it belongs."""
         try:
-            return getattr(self.inner, kind)(*arguments)
+            return getattr(self.inner, call.kind)(*arguments)
         except GroupError as error:
             _tell_where(error, self)
             raise
 
 
 class CheckedGroup(LabelledGroup):
-    """A debug mode: before each collective, ranks compare what they are about to call, and for
-    which unit and phase.
+    """A debug mode: before each collective, ranks compare the calls that they are about to make.
 
-    Ranks that call different things, or the same for different units, all raise `GroupError` with
-    every rank's label, where gloo would add up the wrong tensors. Each collective costs an
-    `exchange` more, and waits for all ranks.
+    Where ranks make different calls, or the same for different units or phases, all raise
+    `GroupError` with every rank's label. Without the check gloo would add up the wrong tensors.
+    Each collective costs one `exchange` more, and waits for all ranks.
 
     >>> from functorch_zero.groups import run_ranks
     >>> def meet(group):
@@ -110,37 +121,26 @@ class CheckedGroup(LabelledGroup):
             )
         return CheckedGroup(divide(ranks), self.label)
 
-    def _call(self, kind: str, *arguments: Any) -> Any:
-        call = Signature(kind, *_FACTS[kind](*arguments))
-        calls = [
-            text.decode()
-            for text in super()._call("exchange", f"{self.label or 'a call'}: {call}".encode())
-        ]
+    def _call(self, call: Signature, *arguments: Any) -> Any:
+        own = f"{self.label or 'a call'}: {call}"
+        # Over bytes, whose sizes may differ: the ranks may disagree about all else
+        payloads = super()._call(Signature("exchange"), own.encode())
+        calls = [payload.decode() for payload in payloads]
         if len(set(calls)) > 1:
-            callers = {
-                text: [r for r, other in enumerate(calls) if other == text]
-                for text in dict.fromkeys(calls)
-            }
             raise GroupError(
-                "the ranks called different collectives: "
-                + "; ".join(f"{ranks_text(who)}: {text}" for text, who in callers.items())
-                + ". Remedy: make every rank's loss use the same units in the same order, and its "
-                "loop make the same calls"
+                f"the ranks called different collectives: {_callers_text(calls)}. Remedy: make "
+                "every rank's loss use the same units in the same order, and its loop make the "
+                "same calls"
             )
-        return super()._call(kind, *arguments)
+        return super()._call(call, *arguments)
 
 
-_FACTS: dict[
-    str, Callable[..., tuple[Any, ...]]
-] = {  # what ranks must agree on, of a collective's arguments
-    "all_gather": lambda out, piece: (piece.dtype, piece.numel()),
-    "reduce_scatter": lambda out, whole: (whole.dtype, whole.numel()),
-    "all_reduce": lambda tensor, op: (tensor.dtype, tensor.numel(), op),
-    "all_to_all": lambda out, out_sizes, source, in_sizes: (source.dtype,),  # sizes differ by rank
-    "broadcast": lambda tensor, source: (tensor.dtype, tensor.numel(), f"source={source}"),
-    "exchange": lambda payload: (),
-    "barrier": lambda: (),
-}
+def _callers_text(calls: Sequence[str]) -> str:
+    """Each rank's call -> "rank 0: CALL; ranks 1, 2: OTHER CALL"."""
+    callers: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        callers.setdefault(call, []).append(rank)
+    return "; ".join(f"{ranks_text(ranks)}: {call}" for call, ranks in callers.items())
 
 
 def labelled(group: Group, label: str) -> Group:
@@ -148,7 +148,9 @@ def labelled(group: Group, label: str) -> Group:
     "blocks.1/gather"."""
     if group.size == 1:
         return group
-    return group.at(label) if isinstance(group, LabelledGroup) else LabelledGroup(group, label)
+    if isinstance(group, LabelledGroup):  # its own kind stays: checked, or recorded
+        return group.at(label)
+    return LabelledGroup(group, label)
 
 
 class _LabelledWork:
@@ -177,7 +179,8 @@ def _tell_where(error: GroupError, group: LabelledGroup, entry: Entry | None = N
     if not label or isinstance(error, PeerError):
         return
     if isinstance(error, LostPeerError):
-        last = ring_of(group).near(math.inf if entry is None else entry.number)
+        number = math.inf if entry is None else entry.number
+        last = ring_of(group).near(number)
         error.args = (f"lost peer in {label}: {error}\n{last}",)
     else:
         error.args = (f"{label}: {error}",)

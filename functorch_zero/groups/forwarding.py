@@ -1,4 +1,4 @@
-"""Groups around another group, and what only some kinds of groups can do."""
+"""Groups around another group, and the abilities that only some kinds of groups have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as local processes: starts them, watches them, and brings back what they return or raise.
+"""Ranks as local processes: starts them, watches them, and brings back their results or errors.
 
 A rank's report comes through a pipe, pickled. Parent and ranks run the same code, so that is no
 risk here; ranks never pickle for each other.
@@ -53,17 +53,28 @@ def launch(
     process is started: `ranks`, `timeout`, `start_method` and `threads_per_rank` are torchrun's
     business, fn runs here, and the list holds this rank's result.
 
-    backend: by default gloo, and for CUDA tensors NCCL when there is a GPU for each rank, which is
-    then rank i's current device. start_method: "spawn" needs fn, args and results that can be
-    pickled and a main module guarded by `if __name__ == "__main__"`; "fork" takes lambdas and
-    closures and starts in milliseconds, but is for CPUs only and safe only as long as the parent
-    has no busy threads. Interrupts from the keyboard reach the parent alone.
+    Args:
+        fn: the ranks' function.
+        ranks: how many processes to start.
+        args: for `fn`.
+        timeout: seconds for all ranks to end. None: no limit.
+        start_method: "spawn" needs fn, args and results that can be pickled and a main module
+            guarded by `if __name__ == "__main__"`. "fork" takes lambdas and closures and starts in
+            milliseconds. But it is for CPUs only, and safe only as long as the parent has no busy
+            threads.
+        backend: by default gloo. For CUDA tensors it is NCCL when there is a GPU for each rank,
+            which is then rank i's current device.
+        threads_per_rank: of torch, for operators on a CPU.
 
-    Raises the first failing rank's exception, of its own type where it can be pickled, with a note
-    that carries its rank and traceback; `GroupError` when a process died (killed, say) without a
-    word; `TimeoutError` naming the ranks that still ran after `timeout` seconds. When one rank has
-    failed the others have 2 s to report, then they are killed. No process and no file is left
-    behind, and on Linux the ranks die with the parent.
+    Interrupts from the keyboard reach the parent alone. When one rank has failed the others have
+    2 s to report, then they are killed. No process and no file is left behind, and on Linux the
+    ranks die with the parent.
+
+    Raises:
+        Exception: the first failing rank's, of its own type where it can be pickled, with a note
+            that carries its rank and traceback.
+        GroupError: a process died (killed, say) without a word.
+        TimeoutError: names the ranks that still ran after `timeout` seconds.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return [_call_under_torchrun(fn, args, backend)]
@@ -72,8 +83,9 @@ def launch(
             f"ranks must be the number of processes to start, got {ranks}. Remedy: launch(fn, 2)"
         )
     members: list[_Member] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        meet = partial(_meet, ranks, listener.getsockname()[1], backend, threads_per_rank)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # 0: any free port
+        port = listener.getsockname()[1]
+        meet = partial(_meet, ranks, port, backend, threads_per_rank)
         try:
             for rank in range(ranks):
                 members.append(_start(rank, meet, partial(fn, *args), start_method))
@@ -89,6 +101,7 @@ def launch(
 
 
 def _call_under_torchrun(fn: Callable[..., T], args: tuple[Any, ...], backend: str | None) -> T:
+    """Call `fn` in this process, which is a rank already."""
     if dist.is_initialized():
         return fn(*args)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -152,6 +165,7 @@ class _Report(NamedTuple):
 def _start(
     rank: int, meet: Callable[[int], None], task: Callable[[], Any], start_method: str
 ) -> _Member:
+    """Start one rank's process, which reports through a pipe."""
     context: Any = torch.multiprocessing.get_context(start_method)
     pipe, rank_end = context.Pipe(duplex=False)
     process = context.Process(target=_run_rank, args=(os.getpid(), rank, meet, task, rank_end))
@@ -164,8 +178,8 @@ def _start(
                 raise
             raise TypeError(
                 f"launch can't pickle its function or arguments for a new process: {error}. "
-                "Remedy: "
-                'define the function at the top of a module, or use start_method="fork" (on CPUs)'
+                "Remedy: define the function at the top of a module, or use "
+                'start_method="fork" (on CPUs)'
             ) from error
     return _Member(rank, process, pipe)
 
@@ -228,6 +242,7 @@ def _read_report(member: _Member) -> _Report:
 
 
 def _exit_text(code: int | None) -> str:
+    """A process's end in words; negative codes are signals."""
     if code is None or code >= 0:
         return (
             f"exit code {code}. Remedy: look for its output above; with start_method='spawn' the "
@@ -242,12 +257,14 @@ def _exit_text(code: int | None) -> str:
 
 
 def _let_exit(members: list[_Member]) -> None:
+    """Give ranks that have reported a while, so that they may flush and close what they hold."""
     give_up = time.monotonic() + _SECONDS_TO_EXIT
     for member in members:
         member.process.join(max(0.0, give_up - time.monotonic()))
 
 
 def _kill(members: list[_Member]) -> None:
+    """End all processes, of which most have ended by themselves."""
     for member in members:
         member.process.kill()
         member.process.join()
@@ -256,6 +273,7 @@ def _kill(members: list[_Member]) -> None:
 
 
 def _distance_from_cause(report: _Report) -> int:
+    """How likely a failed rank only suffers from another's failure: 0 is a cause itself."""
     if isinstance(report.error, PeerError):
         return 2  # another rank's exception brought it about
     if isinstance(report.error, GroupError) and not report.died:
@@ -268,7 +286,7 @@ def _run_rank(
 ) -> None:
     """A rank's process, from its start to its end."""
     _die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends the ranks
     try:
         meet(rank)
         report = _Report(rank, task())
@@ -286,6 +304,7 @@ def _run_rank(
 
 
 def _die_with_parent(parent: int) -> None:
+    """From now on, end when the parent ends, however it does (Linux only)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -294,8 +313,10 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _meet(ranks: int, port: int, backend: str | None, threads: int, rank: int) -> None:
+    """Initialise torch.distributed at the parent's store."""
     torch.set_num_threads(threads)
     if sys.platform == "linux":
+        # Without it gloo takes an address of the host by its name, which may be out of reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     _init(backend, rank, ranks, store=store, rank=rank, world_size=ranks)

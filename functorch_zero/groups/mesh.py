@@ -4,7 +4,7 @@ axis, their copies along the other.
 Note [same data]: the ranks along an axis hold different parts of the batch, or all the same one.
 Means, random numbers and buffers are made over the ranks whose data differ. Ranks with the same
 data compute the same gradients, so along their axis nothing is summed: each takes its own slice.
-What ranks must agree on, and failures, concern all of them.
+Agreement on steps, and failures, concern all of them.
 """
 
 from __future__ import annotations
@@ -84,31 +84,32 @@ class HybridGroup(Forwarding):
                 f"are alike; got {shard_size}"
             )
         super().__init__(group)
-        first = group.rank - group.rank % shard_size
-        self._divide(
-            range(first, first + shard_size), range(group.rank % shard_size, group.size, shard_size)
-        )
+        replica, place = divmod(group.rank, shard_size)
+        first = replica * shard_size
+        shard = range(first, first + shard_size)
+        replicate = range(place, group.size, shard_size)
+        self._divide(shard, replicate)
 
     @classmethod
     def of_rows(cls, group: Group, rows: Sequence[Sequence[int]]) -> HybridGroup:
         """The same of a mesh given as its rows, each the ranks of one replica."""
         made = cls.__new__(cls)
         Forwarding.__init__(made, group)
-        row = next(row for row in rows if group.rank in row)
+        row = next(row for row in rows if group.rank in row)  # this rank's replica
         place = row.index(group.rank)
-        made._divide(sorted(row), sorted(other[place] for other in rows))
+        column = [other[place] for other in rows]
+        made._divide(sorted(row), sorted(column))
         return made
 
     def _divide(self, shard: Sequence[int], replicate: Sequence[int]) -> None:
+        """Make the groups of the two axes. Every rank makes both, in this order."""
         if not isinstance(self.inner, Divisible):
             raise TypeError(
                 f"a {type(self.inner).__name__} can't be divided into axes. Remedy: give it a "
                 "method `subgroup(ranks) -> Group`"
             )
-        self.shard, self.replicate = (
-            self.inner.subgroup(tuple(shard)),
-            self.inner.subgroup(tuple(replicate)),
-        )
+        self.shard = self.inner.subgroup(tuple(shard))
+        self.replicate = self.inner.subgroup(tuple(replicate))
 
     @property
     def data(self) -> Group:
@@ -118,8 +119,9 @@ class HybridGroup(Forwarding):
     def by_piece(self) -> Group:
         """All ranks in the order of their pieces when each replica's pieces are cut over the
         replicas: one exchange."""
-        number = self.shard.rank * self.replicate.size + self.replicate.rank
-        return Reordered(self.inner, [int(n) for n in self.inner.exchange(str(number).encode())])
+        own = self.shard.rank * self.replicate.size + self.replicate.rank
+        numbers = self.inner.exchange(str(own).encode())
+        return Reordered(self.inner, [int(number) for number in numbers])
 
 
 class Reordered(Forwarding):
@@ -132,6 +134,7 @@ class Reordered(Forwarding):
     def __init__(self, inner: Group, numbers: Sequence[int]):
         super().__init__(inner)
         self._numbers = list(numbers)
+        # The other way round: of each number here, the rank of `inner`
         self._inner_of = sorted(range(inner.size), key=self._numbers.__getitem__)
 
     @property
@@ -140,25 +143,29 @@ class Reordered(Forwarding):
         return self._numbers[self.inner.rank]
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        gathered = torch.empty_like(out)
+        gathered = torch.empty_like(out)  # (N * k,), in the inner group's order
         work = self.inner.all_gather(gathered, piece)
-        return Then(
-            work,
-            lambda: out.view(self.size, -1).copy_(gathered.view(self.size, -1)[self._inner_of]),
-        )
+
+        def put() -> None:  # row n becomes that of the rank whose number here is n
+            rows = gathered.view(self.size, -1)
+            out.view(self.size, -1).copy_(rows[self._inner_of])
+
+        return Then(work, put)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return self.inner.reduce_scatter(out, whole.view(self.size, -1)[self._numbers].view(-1))
+        slices = whole.view(self.size, -1)[self._numbers]  # (N, k), in the inner group's order
+        return self.inner.reduce_scatter(out, slices.view(-1))
 
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        sent, received = ([sizes[n] for n in self._numbers] for sizes in (in_sizes, out_sizes))
+        # By the inner group's ranks
+        sent = [in_sizes[number] for number in self._numbers]
+        received = [out_sizes[number] for number in self._numbers]
         runs = source.split(list(in_sizes))
+        reordered = torch.cat([runs[number] for number in self._numbers])
         arrived = torch.empty_like(out)
-        work = self.inner.all_to_all(
-            arrived, received, torch.cat([runs[n] for n in self._numbers]), sent
-        )
+        work = self.inner.all_to_all(arrived, received, reordered, sent)
 
         def put() -> None:
             by_rank = arrived.split(received)
@@ -256,7 +263,7 @@ class Axes:
     @cached_property
     def copy(self) -> Copy:
         """This rank among those of the same data."""
-        if self.data is self.world:
+        if self.data is self.world:  # each rank has data of its own
             return Copy(self.world.rank)
         axis = self.replicate if self.shard.holds_different_data else self.shard
         return Copy(self.data.rank, axis.rank, axis.size)
@@ -271,10 +278,10 @@ class Axes:
     def at(self, label: str) -> Axes:
         """The same, for collectives that belong to `label`."""
         return Axes(
-            labelled(self.world, label),
-            self.shard.at(label),
-            self.replicate.at(label),
-            labelled(self.optimizer, label),
+            world=labelled(self.world, label),
+            shard=self.shard.at(label),
+            replicate=self.replicate.at(label),
+            optimizer=labelled(self.optimizer, label),
         )
 
     @property
@@ -290,7 +297,7 @@ class Axes:
 
 
 def axes_of(group: Group, *, both: bool = False) -> Axes:
-    """Those of a group; `both` cuts the state over the replicate axis, too.
+    """Those of a group; `both` cuts the state over the replicate axis too.
 
     Raises:
         ValueError: the group has one axis, and can't.
@@ -301,9 +308,8 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
     if both:
         raise ValueError(
             'state_axes="both" needs a group with a replicate and a shard axis, and this one '
-            "has one axis, over "
-            "which state is cut at levels 1 to 3. Remedy: HybridGroup(group, shard_size=...), or a "
-            "DeviceMesh of two dims"
+            "has one axis, over which state is cut at levels 1 to 3. Remedy: "
+            "HybridGroup(group, shard_size=...), or a DeviceMesh of two dims"
         )
     return mesh_axes(group, group, SingleRank(), group, None)
 
@@ -312,12 +318,9 @@ def mesh_axes(
     world: Group, shard: Group, replicate: Group, optimizer: Group, same_data: SameData | None
 ) -> Axes:
     """The axes of a mesh; along `same_data` all ranks have the same part of the batch."""
-    return Axes(
-        world,
-        Axis("shard", shard, same_data != "shard"),
-        Axis("replicate", replicate, same_data != "replicate"),
-        optimizer,
-    )
+    shard_axis = Axis("shard", shard, same_data != "shard")
+    replicate_axis = Axis("replicate", replicate, same_data != "replicate")
+    return Axes(world, shard_axis, replicate_axis, optimizer)
 
 
 def check_same_data(value: SameData | None) -> SameData | None:
@@ -337,10 +340,11 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
     """
     if isinstance(group, Group):
         return group
-    if group is not None and (rows := rows_of_mesh(group)) is not None:
-        everyone = sorted(rank for row in rows for rank in row)
-        parent = part_of(parent_group(None), everyone)
-        return HybridGroup.of_rows(
-            ProcessGroup(parent), [[everyone.index(rank) for rank in row] for row in rows]
-        )
-    return ProcessGroup(group)
+    rows = None if group is None else rows_of_mesh(group)
+    if rows is None:
+        return ProcessGroup(group)
+    everyone = sorted(rank for row in rows for rank in row)
+    parent = part_of(parent_group(None), everyone)
+    # The mesh's ranks may be some of the world's: here they are numbered from 0
+    numbered = [[everyone.index(rank) for rank in row] for row in rows]
+    return HybridGroup.of_rows(ProcessGroup(parent), numbered)

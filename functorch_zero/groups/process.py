@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _KNOWN_TO_BACKENDS = (*_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64)
 
-# bytes gathered in all, up to which gloo's all-gather and a local sum take no longer than its
+# Up to so many bytes gathered in all, gloo's all-gather and a local sum take no longer than its
 # all-reduce
 _SMALL = 2**16
 
@@ -58,7 +58,7 @@ class ProcessGroup:
         size: the number of ranks.
         ranks: their numbers in the default process group.
 
-    What is done where (N ranks, S bytes in the whole tensor, sent by each rank):
+    The way of each collective (N ranks, S bytes in the whole tensor, sent by each rank):
 
     - all_gather, all_to_all, broadcast: the backend's own, on bytes; an all-gather of two ranks
       over gloo is an all-to-all, which does not copy this rank's own half.
@@ -66,9 +66,7 @@ class ProcessGroup:
       `wait`. gloo's own moves as much as an all-reduce and takes twice as long.
     - all_reduce: the backend's own, but for small tensors on CPUs and dtypes no backend adds, which
       are gathered (two ranks over gloo: swapped) and summed in rank order. A maximum keeps NaN, by
-      reducing a mask of
-          NaN along with the
-      values.
+      reducing a mask of NaN along with the values.
     - gloo with tensors on another device than the CPU: through copies on the CPU, made at the call
       and in `wait`, since gloo does not have all collectives for them.
     - one rank: copies, no communication.
@@ -87,9 +85,8 @@ class ProcessGroup:
     ) -> None:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._works: set[weakref.ref[TorchWork]] = set()
-        self._errors: dict[
-            int, GroupError
-        ] = {}  # why this rank left, by how often it had come back before
+        # Why this rank left, by how often it had come back before (the *era*)
+        self._errors: dict[int, GroupError] = {}
         self._closed = False
         refuse_collectives_in_transforms()
         self._parent = parent = torch_distributed.parent_group(group)
@@ -98,7 +95,7 @@ class ProcessGroup:
         self.ranks = dist.get_process_group_ranks(parent)
         self._torch_group: dist.ProcessGroup | None = None
         self._token, self._times_rejoined = "", 0
-        self._known_as = self.rank  # in what others are told
+        self._known_as = self.rank  # in messages to other ranks: a subgroup keeps its parent's
         if self.size > 1:
             try:
                 self._torch_group = torch_distributed.own_group(parent, self._timeout)
@@ -134,8 +131,7 @@ class ProcessGroup:
             return self._launch("reduce_scatter", torch_distributed.REDUCE_SCATTER, out, whole)
         if self.size == 2:
             return self._swap_halves(out, whole)
-        # (N, k): what each rank has for this one
-        slices = torch.empty_like(whole).view(self.size, -1)
+        slices = torch.empty_like(whole).view(self.size, -1)  # (N, k), each rank's for this one
         runs = [as_bytes(out).numel()] * self.size
         work = self._all_to_all("reduce_scatter", slices.view(-1), runs, whole, runs)
         return Then(work, lambda: fold_into(out, slices, "sum"))
@@ -162,18 +158,21 @@ class ProcessGroup:
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j
-        sent."""
+        """Rank j gets the j-th run of `source` (in_sizes[j] elements), and `out` takes the runs
+        from all ranks j (out_sizes[j] elements)."""
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
         out, source = out.detach(), source.detach()
         if self.size == 1:
             return copied(out, source)
         if self._must_stage(out):
-            return through_host(
-                lambda o, s: self.all_to_all(o, out_sizes, s, in_sizes), out, source
-            )
+
+            def collective(host_out: Tensor, host_source: Tensor) -> Work:
+                return self.all_to_all(host_out, out_sizes, host_source, in_sizes)
+
+            return through_host(collective, out, source)
         width = source.element_size()
-        out_runs, in_runs = [n * width for n in out_sizes], [n * width for n in in_sizes]
+        out_runs = [num * width for num in out_sizes]
+        in_runs = [num * width for num in in_sizes]
         return self._all_to_all("all_to_all", out, out_runs, source, in_runs)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -192,15 +191,17 @@ class ProcessGroup:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload` in rank order; sizes may differ. Two all-gathers: the sizes, then
         padded bytes."""
-        sizes = self._gather_host("exchange", torch.tensor([len(payload)], device="cpu")).tolist()
+        own_size = torch.tensor([len(payload)], device="cpu")
+        sizes = self._gather_host("exchange", own_size).tolist()
         longest = max(sizes)
         if not longest:
             return [b""] * self.size
-        padded = torch.frombuffer(bytearray(payload.ljust(longest, b"\0")), dtype=torch.uint8)
-        rows = self._gather_host("exchange", padded).view(self.size, longest)
-        return [
-            ctypes.string_at(row.data_ptr(), size) for row, size in zip(rows, sizes, strict=True)
-        ]
+        padded = bytearray(payload.ljust(longest, b"\0"))
+        gathered = self._gather_host("exchange", torch.frombuffer(padded, dtype=torch.uint8))
+        payloads = []
+        for row, size in zip(gathered.view(self.size, longest), sizes, strict=True):
+            payloads.append(ctypes.string_at(row.data_ptr(), size))
+        return payloads
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -222,8 +223,8 @@ class ProcessGroup:
         self._leave()
 
     def rejoin(self) -> None:
-        """After a failure that every rank has caught: connect again. Every rank calls this; nothing
-        failed: no-op.
+        """After a failure that every rank has caught: connect again. Every rank calls this. It does
+        nothing where nothing failed.
 
         Sharded steps call it when they begin, so that a retry is the same call once more.
 
@@ -275,7 +276,7 @@ class ProcessGroup:
         """Leave the group after a collective failed on this rank, so that nobody waits for it, and
         return the error.
 
-        That is what the rank at fault has published, if it had the time, else `text`.
+        Its text is the one that the rank at fault has published, if it had the time, else `text`.
         """
         if self._error is None:
             self._leave()
@@ -292,28 +293,29 @@ class ProcessGroup:
         self._errors[self._times_rejoined] = error
 
     def why_left(self, era: int | None = None) -> GroupError:
-        """The error for whatever is asked of this group after it was left, or of what was under way
-        in that era."""
-        reason = self._errors.get(self._times_rejoined if era is None else era) or GroupError(
-            f"rank {self.rank} has left this group"
-        )
+        """The error for calls of this group after it was left, or for collectives that were under
+        way in that era."""
+        reason = self._errors.get(self._times_rejoined if era is None else era)
+        if reason is None:
+            return GroupError(f"rank {self.rank} has left this group")
         return type(reason)(*reason.args)  # a new one each time, without the traceback of the last
 
     @property
     def _failure_key(self) -> str:
-        """Where in torch's store this group's next failure is told, and nobody looks for an older
-        one."""
+        """The key in torch's store for this group's next failure; nobody looks for an older one
+        there."""
         return torch_distributed.failure_key(f"{self._token}/{self._times_rejoined}")
 
     def _leave(self) -> None:
+        """Give the torch group back, and with it the connections, on which other ranks may wait."""
         if self._torch_group is None:
             return
-        for ref in list(
-            self._works
-        ):  # a torch Work, even a finished one, keeps the connections open
-            if (work := ref()) is not None:
+        for ref in list(self._works):
+            work = ref()
+            if work is not None:
+                # A torch Work, even a finished one, keeps the connections open
                 work.abandon(self._times_rejoined)
-        holder = [self._torch_group]
+        holder = [self._torch_group]  # `destroy` needs the last reference
         self._torch_group = None
         torch_distributed.destroy(holder)
 
@@ -333,16 +335,17 @@ class ProcessGroup:
         return work
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
+        """An all-gather, by way of which small sums and exchanges go, too."""
         if self.size > 2 or self._backend(out) != "gloo":
             return self._launch(kind, torch_distributed.ALL_GATHER, as_bytes(out), as_bytes(piece))
         refuse_in_transform(kind)
         halves = out.chunk(2)
-        if halves[self.rank].data_ptr() != piece.data_ptr():
+        if halves[self.rank].data_ptr() != piece.data_ptr():  # else the piece lies in its place
             halves[self.rank].copy_(piece)
         return self._swap(kind, halves[1 - self.rank], piece)
 
     def _swap(self, kind: str, out: Tensor, source: Tensor) -> Work:
-        """Two ranks: the other's `source` comes into `out`, with no copy of what stays here."""
+        """Two ranks: the other's `source` comes into `out`, with no copy of one's own."""
         runs = [0, out.nbytes] if self.rank == 0 else [out.nbytes, 0]
         return self._all_to_all(kind, out, runs, source, runs)
 
@@ -360,31 +363,33 @@ class ProcessGroup:
         return Then(work, lambda: out.add_(halves[self.rank]))
 
     def _gather_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
+        """An all-reduce of few bytes, or of a dtype that no backend adds."""
         if self.size == 2 and self._backend(tensor) == "gloo":
             return self._swap_and_fold(tensor, op)
-        parts = tensor.new_empty(self.size, tensor.numel())
-        return Then(
-            self._gather("all_reduce", parts.view(-1), tensor), lambda: fold_into(tensor, parts, op)
-        )
+        parts = tensor.new_empty(self.size, tensor.numel())  # (N, k), in rank order
+        work = self._gather("all_reduce", parts.view(-1), tensor)
+        return Then(work, lambda: fold_into(tensor, parts, op))
 
     def _swap_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
         theirs = torch.empty_like(tensor)
-        # In rank order, as on the other rank
-        pair = (tensor, theirs) if self.rank == 0 else (theirs, tensor)
+        # In rank order, so that both ranks get the same bits
+        first, second = (tensor, theirs) if self.rank == 0 else (theirs, tensor)
+        fold_pair = torch.add if op == "sum" else torch.maximum
         work = self._swap("all_reduce", theirs, tensor)
-        return Then(work, lambda: (torch.add if op == "sum" else torch.maximum)(*pair, out=tensor))
+        return Then(work, lambda: fold_pair(first, second, out=tensor))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
-        """All ranks' `part`s, on the CPU like `part`, by way of whatever device this group's
-        backend works on."""
-        device = torch.device("cpu") if "cpu" in self._backends else torch.device(*self._backends)
-        out = torch.empty(self.size * part.numel(), dtype=part.dtype, device=device)
+        """All ranks' `part`s, on the CPU like `part`, by way of a device on which this group's
+        backend works."""
         if self.size == 1:
             return part
+        device = torch.device("cpu") if "cpu" in self._backends else torch.device(*self._backends)
+        out = torch.empty(self.size * part.numel(), dtype=part.dtype, device=device)
         self._gather(kind, out, part.to(device)).wait()
         return out.cpu()
 
     def _backend(self, tensor: Tensor) -> str:
+        """The backend for the tensor's device: "gloo" or "nccl", say."""
         name = self._backends.get(tensor.device.type)
         if name is None:
             raise ValueError(
@@ -395,4 +400,5 @@ class ProcessGroup:
         return name
 
     def _must_stage(self, tensor: Tensor) -> bool:
+        """Whether the tensor has to go through the CPU."""
         return self._backend(tensor) == "gloo" and tensor.device.type != "cpu"

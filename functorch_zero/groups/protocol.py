@@ -1,4 +1,4 @@
-"""What a group is: some ranks, and the collectives among them.
+"""The protocol of a group: some ranks, and the collectives among them.
 
 Every collective may be asynchronous: it returns a `Work` at once and the tensors it was given must
 not be touched until `Work.wait()` has returned. All ranks call the same collectives in the same
@@ -21,7 +21,7 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Return when the outputs are ready to read; raise what the collective raised."""
+        """Return when the outputs are ready to read, or raise the collective's error."""
         ...
 
 
@@ -64,8 +64,8 @@ class Group(Protocol):
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        """Rank j gets the j-th run of `source` (in_sizes[j]); `out` takes what each rank j sent
-        (out_sizes[j])."""
+        """Rank j gets the j-th run of `source` (in_sizes[j] elements), and `out` takes the runs
+        from all ranks j (out_sizes[j] elements)."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -82,13 +82,13 @@ class Group(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed: none waits for it, their collectives raise
-        `PeerError`."""
+        """Tell the other ranks that this one has failed: none waits for it, and their collectives
+        raise `PeerError`."""
         ...
 
 
 def check_reducible(op: str, tensor: Tensor) -> None:
-    """Refuse what no backend reduces the same way."""
+    """Refuse operations and dtypes that backends do not all reduce in the same way."""
     if op not in ("sum", "max"):
         raise ValueError(f"op must be 'sum' or 'max', got {op!r}")
     if tensor.dtype == torch.bool:

@@ -2,8 +2,8 @@
 signal.
 
 Note [a signal inside a collective]: Python runs a signal's handler when the main thread is back in
-the interpreter, and a thread that waits in gloo or NCCL is not. What the interpreter does at once,
-in C, is to write the signal's number to its wakeup file. A thread reads that file, and prints.
+the interpreter, and a thread that waits in gloo or NCCL is not. But the interpreter writes the
+signal's number to its wakeup file at once, in C. A thread reads that file, and prints.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class Entry:
     state: Literal["started", "waiting", "ended"] = "started"  # "waiting": this rank waits for it
 
     def __str__(self) -> str:
-        mark, state = (" ", "") if self.state == "ended" else (">", f" ({self.state})")
-        some = len(self.ranks) <= _MAX_RANKS
-        ranks = ranks_text(self.ranks) if some else f"{len(self.ranks)} ranks"
+        has_ended = self.state == "ended"
+        mark = " " if has_ended else ">"
+        state = "" if has_ended else f" ({self.state})"
+        few = len(self.ranks) <= _MAX_RANKS
+        ranks = ranks_text(self.ranks) if few else f"{len(self.ranks)} ranks"
         call = Signature(self.kind, self.dtype, self.num_elements)
         return f"{mark} {self.number} {self.label}: {call} on {ranks}{state}"
 
@@ -146,7 +148,10 @@ def _is_caught(signum: int) -> bool:
     if sys.platform != "linux":
         return False
     mask = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return mask is not None and bool(int(mask[1], 16) >> (signum - 1) & 1)
+    if mask is None:
+        return False
+    caught = int(mask[1], 16)  # one bit per signal, the lowest for signal 1
+    return bool(caught >> (signum - 1) & 1)
 
 
 def _leave_to_thread(signum: int, frame: FrameType | None) -> None:
@@ -174,8 +179,9 @@ def _print_rings(reader: int) -> None:
     """The thread: prints whenever a signal comes that is to be heard."""
     while number := os.read(reader, 1):
         if signal.getsignal(number[0]) is _leave_to_thread:
-            rings = [ring for ref in list(_rings) if (ring := ref()) is not None and ring.entries]
-            text = "\n".join(sorted(map(str, rings))) or "No collective has been started."
+            alive = [ref() for ref in list(_rings)]
+            told = sorted(str(ring) for ring in alive if ring is not None and ring.entries)
+            text = "\n".join(told) or "No collective has been started."
             # not by sys.stderr, whose lock a blocked thread may hold
             os.write(2, f"Process {os.getpid()}. {text}\n".encode())
 

@@ -13,8 +13,8 @@ class SingleRank:
     """One rank, alone: every collective is a copy at most.
 
     `shard(step, level=0, group=SingleRank())` is the unsharded step on donated state, in one
-    process and without torch.distributed: it holds params and optimizer state once, where the
-    unsharded step makes new ones beside the old, and known chains run as fused kernels.
+    process and without torch.distributed. It holds params and optimizer state once, where the
+    unsharded step makes new ones beside the old. Known chains run as fused kernels.
 
     >>> SingleRank().size
     1
@@ -54,6 +54,6 @@ class SingleRank:
 
 
 def _copied(out: Tensor, source: Tensor) -> Work:
-    if out.data_ptr() != source.data_ptr():
+    if out.data_ptr() != source.data_ptr():  # a piece may be its own place in `out`
         out.copy_(source)
     return Done()

@@ -1,9 +1,9 @@
 """The baton: which of the ranks that are threads executes, and how they meet in a collective.
 
 One rank at a time holds the baton and executes. It hands it on when it has to wait for the others,
-or ends, to the next rank (in circular order) that can go on. So what the ranks share needs no lock,
-two runs of the same function do the same things in the same order, and a wait that nobody can end
-is seen at once instead of hanging.
+or ends, to the next rank (in circular order) that can go on. So the ranks' shared data need no
+lock, and two runs of the same function do the same things in the same order. A wait that nobody can
+end is seen at once instead of hanging.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ Combine = Callable[[list[Any]], Sequence[Any]]  # all ranks' deposits -> each ra
 
 
 class Signature(NamedTuple):
-    """What all ranks must agree on about one collective."""
+    """The facts of one collective that all ranks must agree on."""
 
-    kind: str
+    kind: str  # the group's method
     dtype: torch.dtype | None = None
-    num_elements: int | None = None
-    option: str = ""
+    num_elements: int | None = None  # that each rank brings; None where that may differ
+    option: str = ""  # a reduction's operation, a broadcast's source
 
     def __str__(self) -> str:
         name = f"{self.kind}({self.option})" if self.option else self.kind
+        if self.dtype is None:
+            return name
         count = "" if self.num_elements is None else f"{self.num_elements} "
-        return (
-            name
-            if self.dtype is None
-            else f"{name} of {count}{str(self.dtype).removeprefix('torch.')}"
-        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{name} of {count}{dtype}"
 
 
 class Meeting:
@@ -60,8 +59,8 @@ class Meeting:
         self.deposits.clear()
 
     def __str__(self) -> str:
-        called = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(self.calls.items()))
-        return f"{called} (collective number {self.position} of each)"
+        calls = [f"rank {rank}: {call}" for rank, call in sorted(self.calls.items())]
+        return f"{'; '.join(calls)} (collective number {self.position} of each)"
 
 
 class Circle:
@@ -70,9 +69,8 @@ class Circle:
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self.open: dict[
-            int, Meeting
-        ] = {}  # by position: collectives that some rank has yet to call
+        # By position: collectives that some rank has yet to call
+        self.open: dict[int, Meeting] = {}
         self._num_calls = dict.fromkeys(ranks, 0)
 
     def next_meeting(self, rank: int) -> Meeting:
@@ -95,24 +93,27 @@ class Break(NamedTuple):
 
 
 class World:
-    """What the ranks share. Only the rank with the baton touches it (and `run_ranks`, to stop
+    """The ranks' shared data. Only the rank with the baton touches it (and `run_ranks`, to stop
     everything)."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.broken: Break | None = None
+        self.everyone = Circle(tuple(range(size)))
         self.all_ended = threading.Event()
+        # Turns: a rank that waits for the baton waits for its queue's next item
         self.holder = 0
         self._batons: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(size)]
         self._ended: set[int] = set()
-        self._waiting: dict[int, Meeting] = {}
-        self.everyone = Circle(tuple(range(size)))
+        self._stopped = False
+        # Meetings
+        self._waiting: dict[int, Meeting] = {}  # by rank
         self._circles = [self.everyone]
-        self._num_circles: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        self._num_circles: Counter[tuple[int, tuple[int, ...]]] = Counter()  # asked for by a rank
+        # Failures, and beginning anew after them
+        self.broken: Break | None = None
         self._told: set[int] = set()  # of a broken world: who knows
         self._back: set[int] = set()  # and who waits for the others to begin anew
         self._times_rejoined = 0
-        self._stopped = False
 
     def circle(self, rank: int, ranks: tuple[int, ...]) -> Circle:
         """The next circle of these ranks that this rank hasn't asked for: each of them gets the
@@ -143,7 +144,7 @@ class World:
         return meeting
 
     def result_of(self, meeting: Meeting, rank: int) -> Any:
-        """This rank's result; other ranks run until it is there."""
+        """This rank's result. The other ranks run until it is there."""
         while meeting.results is None:
             self._raise_if_broken(rank)
             self._waiting[rank] = meeting
@@ -182,7 +183,7 @@ class World:
         times = self._times_rejoined
         while rank in self._back:
             self._let_others_run(rank)
-            if self._times_rejoined > times:  # whatever has happened since then
+            if self._times_rejoined > times:  # all came, whatever has happened since then
                 return
         self._raise_if_broken(rank)
 
@@ -235,17 +236,17 @@ class World:
         for rank in sorted(set(range(self.size)) - self._ended):
             meeting = self._waiting.get(rank)
             if meeting is not None:
-                parts.append(
-                    f"rank {rank} waits in {meeting.calls[rank]} (its collective number "
-                    f"{meeting.position})"
-                )
+                call = meeting.calls[rank]
+                does = f"waits in {call} (its collective number {meeting.position})"
+            elif rank == self.holder:
+                does = "runs"
             else:
-                parts.append(
-                    f"rank {rank} {'runs' if rank == self.holder else 'is ready to go on'}"
-                )
+                does = "is ready to go on"
+            parts.append(f"rank {rank} {does}")
         return "; ".join(parts)
 
     def _let_others_run(self, rank: int) -> None:
+        """Hand the baton on, and return when it has come back."""
         successor = self._successor(rank)
         if successor is None:
             self._break_deadlock()
@@ -256,7 +257,7 @@ class World:
                 "threads share, so thread ranks can't take turns here. Remedy: make params whole "
                 "first, fz.unshard(params), or use real processes, fz.launch"
             )
-        stream = torch.get_rng_state()
+        stream = torch.get_rng_state()  # all threads share the generator: each rank has its own
         self._pass_baton_to(successor)
         self.take_baton(rank)
         torch.set_rng_state(stream)
@@ -280,6 +281,7 @@ class World:
         return meeting is None or meeting.results is not None or self.broken is not None
 
     def _combine(self, meeting: Meeting, combine: Combine) -> None:
+        """Make all ranks' results. An error in it is every rank's, as an error of a backend is."""
         try:
             meeting.combine(combine)
         except Exception as error:

@@ -1,5 +1,5 @@
-"""Ranks as threads of one process: for property tests and for trying things out; milliseconds a
-case, no ports.
+"""Ranks as threads of one process: for property tests and for trying things out. A case takes
+milliseconds and no port.
 
 One rank at a time executes (thread_scheduler.py says how), so runs are repeatable. Outputs are
 written by `Work.wait()`, never before: code that reads too early sees old values every time, not
@@ -47,9 +47,11 @@ def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60
     the caller's; backward runs in the rank's own thread. Python's `random`, numpy's and CUDA's
     generators are shared by all ranks.
 
-    Raises what the first failing rank raised, with a note naming the rank; the others get
-    `PeerError`. Raises `GroupError` when the ranks call different collectives or none of them can
-    go on, and `TimeoutError` after `timeout` seconds.
+    Raises:
+        Exception: the first failing rank's, with a note naming the rank; the others get
+            `PeerError`.
+        GroupError: the ranks call different collectives, or none of them can go on.
+        TimeoutError: after `timeout` seconds.
 
     >>> def mean_of_ranks(group):
     ...     rank = torch.tensor([float(group.rank)])
@@ -128,12 +130,12 @@ class ThreadGroup:
         check_reduce_scatter(self.size, out, whole)
         check_reducible("sum", whole)
         call = Signature("reduce_scatter", whole.dtype, whole.numel())
-        return self._start(
-            call,
-            whole,
-            out,
-            lambda wholes: fold(wholes, "sum").view(self.size, out.numel()).unbind(),
-        )
+        size, num_here = self.size, out.numel()
+
+        def combine(wholes: list[Tensor]) -> Sequence[Tensor]:
+            return fold(wholes, "sum").view(size, num_here).unbind()
+
+        return self._start(call, whole, out, combine)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """`tensor` (k,) becomes the sum (in rank order) or the maximum over ranks, in place."""
@@ -145,8 +147,8 @@ class ThreadGroup:
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        """Rank j gets the j-th run of `source` (in_sizes[j] elements); `out` takes what each rank j
-        sent."""
+        """Rank j gets the j-th run of `source` (in_sizes[j] elements), and `out` takes the runs
+        from all ranks j (out_sizes[j] elements)."""
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
         call = Signature("all_to_all", source.dtype, None)
         deposit = _Runs(source, tuple(in_sizes), tuple(out_sizes))
@@ -157,15 +159,17 @@ class ThreadGroup:
         check_flat("tensor", tensor)
         check_source(self.size, source)
         call = Signature("broadcast", tensor.dtype, tensor.numel(), f"source={source}")
-        return self._start(
-            call, tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors)
-        )
+
+        def combine(tensors: list[Tensor]) -> list[Tensor]:
+            copy = tensors[source].clone()  # its rank may write to it before others have waited
+            return [copy] * len(tensors)
+
+        return self._start(call, tensor, tensor, combine)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload` in rank order; sizes may differ."""
-        meeting = self._call(
-            Signature("exchange"), bytes(payload), lambda payloads: [payloads] * len(payloads)
-        )
+        call = Signature("exchange")
+        meeting = self._call(call, bytes(payload), lambda payloads: [payloads] * len(payloads))
         return list(self._world.result_of(meeting, self._rank))
 
     def barrier(self) -> None:
@@ -179,11 +183,12 @@ class ThreadGroup:
         self._world.fail(self._rank, failure_text(self._rank, error))
 
     def rejoin(self) -> None:
-        """After a failure that every rank has caught: begin anew. Every rank calls this; nothing
-        failed: no-op.
+        """After a failure that every rank has caught: begin anew. Every rank calls this. It does
+        nothing where nothing failed.
 
-        Raises: what the others raise, when this can't be: a rank has ended, or the ranks called
-            different collectives.
+        Raises:
+            GroupError: this can't be, since a rank has ended or the ranks called different
+                collectives. Every rank gets the same error.
         """
         self._world.rejoin(self._rank)
 
@@ -191,6 +196,7 @@ class ThreadGroup:
         return _ThreadWork(self._world, self._rank, self._call(call, deposit, combine), out)
 
     def _call(self, call: Signature, deposit: Any, combine: Combine) -> Meeting:
+        """Bring this rank's deposit to the next collective. Nobody waits yet."""
         if threading.get_ident() != self._thread:
             raise GroupError(
                 f"the ThreadGroup of rank {self._rank} was used for {call} outside its rank's "
@@ -201,23 +207,25 @@ class ThreadGroup:
 
 
 class _Runs(NamedTuple):
-    """What one rank brings to an all-to-all."""
+    """One rank's part of an all-to-all."""
 
-    source: Tensor
+    source: Tensor  # (sum of in_sizes,)
     in_sizes: tuple[int, ...]
     out_sizes: tuple[int, ...]
 
 
 def _trade_runs(deposits: list[_Runs]) -> list[Tensor]:
+    """All ranks' parts of an all-to-all -> each rank's `out`."""
     for sender, sent in enumerate(deposits):
         for receiver, received in enumerate(deposits):
-            if sent.in_sizes[receiver] != received.out_sizes[sender]:
+            num_sent, num_expected = sent.in_sizes[receiver], received.out_sizes[sender]
+            if num_sent != num_expected:
                 raise GroupError(
-                    f"all_to_all: rank {sender} sends {sent.in_sizes[receiver]} elements to rank "
-                    f"{receiver}, which expects {received.out_sizes[sender]}"
+                    f"all_to_all: rank {sender} sends {num_sent} elements to rank {receiver}, "
+                    f"which expects {num_expected}"
                 )
-    runs = [torch.split(deposit.source, list(deposit.in_sizes)) for deposit in deposits]
-    return [torch.cat([run[receiver] for run in runs]) for receiver in range(len(deposits))]
+    runs = [torch.split(sent.source, list(sent.in_sizes)) for sent in deposits]  # by sender
+    return [torch.cat(received) for received in zip(*runs, strict=True)]
 
 
 class _ThreadWork:
@@ -239,7 +247,7 @@ class _ThreadWork:
 
 
 class _Run(Generic[T]):
-    """The threads of one `run_ranks`, and what came of them."""
+    """The threads of one `run_ranks`, and their results and failures."""
 
     def __init__(self, world: World, fn: Callable[[ThreadGroup], T], stream: Tensor) -> None:
         self.results: dict[int, T] = {}
@@ -248,15 +256,12 @@ class _Run(Generic[T]):
         self._stream = stream
         self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
         self._settings = _Settings.now()
-        self._threads = [
-            threading.Thread(
-                target=contextvars.copy_context().run,
-                args=(self._in_thread, rank),
-                name=f"rank {rank}",
-                daemon=True,
-            )
-            for rank in range(world.size)
-        ]
+        self._threads: list[threading.Thread] = []
+        for rank in range(world.size):
+            in_context = contextvars.copy_context().run
+            name, arguments = f"rank {rank}", (self._in_thread, rank)
+            thread = threading.Thread(target=in_context, args=arguments, name=name, daemon=True)
+            self._threads.append(thread)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -264,8 +269,8 @@ class _Run(Generic[T]):
         self._world.begin()
 
     def stop(self) -> str:
-        """End every thread: at once when all ranks have ended, else by breaking what they wait for
-        or do.
+        """End every thread: at once when all ranks have ended, else by breaking their collectives
+        and interrupting the one that runs.
 
         Return the words to add to an error about a thread that could not be ended, if any.
         """
@@ -279,29 +284,28 @@ class _Run(Generic[T]):
             if thread.ident is not None:
                 thread.join(_SECONDS_TO_END)
         alive = [rank for rank, thread in enumerate(self._threads) if thread.is_alive()]
-        return (
-            f". The thread of {ranks_text(alive)} could not be interrupted and still runs"
-            if alive
-            else ""
-        )
+        if not alive:
+            return ""
+        return f". The thread of {ranks_text(alive)} could not be interrupted and still runs"
 
     def raise_first_failure(self) -> None:
+        """Raise the first error that is a rank's own, with a note of its rank; return if all went
+        well."""
         if not self._failures:
             return
-        real = [(rank, error) for rank, error in self._failures if not isinstance(error, PeerError)]
-        rank, error = (real or self._failures)[0]
+        # A PeerError only tells of another rank's failure; Python's sort keeps their order
+        self._failures.sort(key=lambda failure: isinstance(failure[1], PeerError))
+        rank, error = self._failures[0]
         self._failures.clear()
         error.add_note(f"Raised on rank {rank} of {self._world.size}.")
         try:
             raise error
         finally:
             # An exception and a frame that hold each other would keep the ranks' tensors alive
-            del (
-                real,
-                error,
-            )
+            del error
 
     def _in_thread(self, rank: int) -> None:
+        """A rank's thread, from its start to its end."""
         with contextlib.suppress(_Interrupted):  # should it come in the last lines, after fn
             try:
                 self._call_fn(rank)
@@ -311,7 +315,7 @@ class _Run(Generic[T]):
     def _call_fn(self, rank: int) -> None:
         try:
             self._world.take_baton(rank)
-            torch.set_rng_state(self._stream)
+            torch.set_rng_state(self._stream)  # the caller's: each rank starts there
             with self._settings.applied():
                 self.results[rank] = self._fn(ThreadGroup(self._world, rank))
         except BaseException as error:
@@ -320,7 +324,7 @@ class _Run(Generic[T]):
 
 
 class _Settings(NamedTuple):
-    """What torch keeps per thread and a rank should have as its caller had it."""
+    """The settings that torch keeps per thread: a rank has them as its caller had them."""
 
     grad: bool
     inference: bool
@@ -329,7 +333,9 @@ class _Settings(NamedTuple):
     @classmethod
     def now(cls) -> _Settings:
         return cls(
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            device=torch.get_default_device(),
         )
 
     @contextlib.contextmanager
@@ -340,6 +346,7 @@ class _Settings(NamedTuple):
             if self.device.type != "cpu":
                 stack.enter_context(self.device)
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            # Backward in the rank's own thread, which is the one that holds the baton
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
@@ -349,6 +356,7 @@ class _Interrupted(BaseException):
 
 
 def _interrupt(thread: threading.Thread) -> None:
+    """Raise `_Interrupted` in a thread, when it next runs Python code."""
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted)

@@ -1,5 +1,5 @@
-"""What `ProcessGroup` needs of torch.distributed besides collectives: making and destroying a
-group, and a last word.
+"""torch.distributed for `ProcessGroup`, besides collectives: making and destroying a group, and a
+last word.
 
 The last word, why a rank failed, goes through torch's store, since a broken group can't carry it.
 """
@@ -30,7 +30,7 @@ _MAX_TEXT = 4000  # characters of an error that are passed on
 
 
 def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The torch group that a user means; an error that says what to do when there is none."""
+    """The torch group that a user means; an error with a remedy when there is none."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised in this process. Remedy: start the ranks with "
@@ -51,6 +51,7 @@ def _world_group() -> dist.ProcessGroup:
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of a mesh of one dim."""
     from torch.distributed.device_mesh import DeviceMesh  # here, since it takes a while to import
 
     if not isinstance(mesh, DeviceMesh):
@@ -68,7 +69,7 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def rows_of_mesh(group: Any) -> list[list[int]] | None:
-    """The ranks of each replica of a mesh (replicate, shard); None for what is no DeviceMesh of two
+    """The ranks of each replica of a mesh (replicate, shard); None for all but a DeviceMesh of two
     dims."""
     if getattr(group, "ndim", None) != 2:
         return None
@@ -117,17 +118,18 @@ def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
 def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
     """As `own_group`, under a name that the ranks have agreed upon before.
 
-    torch's own names count the groups that a rank has made, or has at the moment, and ranks that
-    fail at different moments may count differently; a name that comes back finds the addresses of
+    torch's own names count the groups that a rank has made, or has at the moment. Ranks that fail
+    at different moments may count differently, and a name that comes back finds the addresses of
     those who had it before.
     """
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
+    backend = c10d.Backend(str(dist.get_backend_config(parent)))
     made, _ = c10d._new_process_group_helper(
         len(ranks),
         dist.get_rank(parent),
         ranks,
-        c10d.Backend(str(dist.get_backend_config(parent))),
+        backend,
         _store(),
         name,
         timeout=timeout,
@@ -141,8 +143,8 @@ def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dis
 def destroy(holder: list[dist.ProcessGroup]) -> None:
     """Destroy the group in `holder`, which must be the last reference to it, and empty `holder`.
 
-    gloo closes its connections when the last reference goes, and before that waits for this rank's
-    own collectives under way, which may take until the other ranks call them: so it is a thread
+    gloo closes its connections when the last reference goes. Before that it waits for this rank's
+    own collectives under way, which may take until the other ranks call them. So it is a thread
     that waits.
     """
     thread = threading.Thread(
@@ -168,9 +170,8 @@ def failure_key(token: str) -> str:
 
 def publish_failure(key: str, text: str) -> None:
     """Leave `text` in the store for the other ranks, unless another rank has been quicker."""
-    with contextlib.suppress(
-        Exception
-    ):  # the store may have died with its host: then nobody can be told
+    # The store may have died with its host: then nobody can be told
+    with contextlib.suppress(Exception):
         _store().compare_set(key, "", text[:_MAX_TEXT])
 
 
@@ -191,7 +192,7 @@ def read_failure(key: str) -> str | None:
 
 
 def world_failure() -> str | None:
-    """What `launch` has published of a rank that has ended."""
+    """The error that `launch` has published of a rank that has ended."""
     with contextlib.suppress(Exception):
         store = _store()
         if store.check([WORLD_FAILURE_KEY]):

@@ -27,7 +27,7 @@ class Losing(Protocol):
         ...
 
     def why_left(self, era: int) -> GroupError:
-        """Why what was under way in that era has no result."""
+        """The error for a collective that was under way in that era."""
         ...
 
 
@@ -71,7 +71,7 @@ class TorchWork:
 
 
 class Then:
-    """A collective, and what remains to be done here once it has finished."""
+    """A collective, and a function to call here once it has finished."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work
@@ -89,6 +89,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def copied(out: Tensor, source: Tensor) -> Work:
+    """A collective of one rank."""
     out.copy_(source)
     return Done()
 
@@ -97,26 +98,27 @@ def through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, sour
     """`collective(out, source)` on copies on the CPU; when they are one tensor, it works in place
     on one copy."""
     host_source = source.cpu()
-    host_out = (
-        host_source if out is source else torch.empty(out.shape, dtype=out.dtype, device="cpu")
-    )
+    in_place = out is source
+    host_out = host_source if in_place else torch.empty(out.shape, dtype=out.dtype, device="cpu")
     return Then(collective(host_out, host_source), lambda: out.copy_(host_out))
 
 
 def fold_into(out: Tensor, parts: Tensor, op: str) -> None:
+    """`out` (k,) becomes the sum or the maximum of the rows of `parts` (N, k), in rank order."""
     out.copy_(fold(parts.unbind(), op))
 
 
 def nan_apart(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
-    """What backends may reduce to a maximum in place of `tensor`, and what then makes it
-    `tensor`'s, with NaN kept.
+    """A tensor to reduce to a maximum in place of `tensor`, and a function that then brings the
+    maximum into `tensor`, with NaN kept.
 
-    They compare, and every comparison with NaN is false: which rank's NaN survives would be chance.
-    So a mask of NaN goes along.
+    Backends compare, and every comparison with NaN is false: chance would say which rank's NaN
+    survives. So a mask of NaN goes along.
     """
     if not tensor.is_floating_point():
         return tensor, lambda: None
     is_nan = tensor.isnan()
+    # (2 * k,): the numbers, then 1.0 for each NaN
     doubled = torch.cat([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
     values, mask = doubled.chunk(2)
     return doubled, lambda: tensor.copy_(values.masked_fill_(mask > 0, torch.nan))

@@ -13,7 +13,6 @@ from operator import attrgetter, call, is_, is_not, not_
 from typing import Any, TypeGuard
 from weakref import ref
 
-import optree
 import torch
 from torch import Tensor
 
@@ -141,22 +140,6 @@ def by_bucket(leaves: Sequence[Tensor], layout: Layout, b: int) -> list[Tensor]:
 def to_tree(parts: Sequence[Sequence[Any]], layout: Layout) -> PyTree[Any]:
     """The tree of leaves given bucket by bucket."""
     return layout.treedef.unflatten([parts[b][k] for b, k in layout.places])
-
-
-def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
-    """Whole leaves -> copies of this rank's pieces, views of one new flat per bucket. No
-    communication."""
-    leaves = optree.tree_leaves(tree)
-    parts = [
-        slice_bucket(by_bucket(leaves, layout, b), bucket, rank)
-        for b, bucket in enumerate(layout.buckets)
-    ]
-    return to_tree(parts, layout)
-
-
-def slice_bucket(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> list[Tensor]:
-    """A bucket's whole leaves -> copies of the pieces that `rank` keeps, views of one new flat."""
-    return cut(slice_flat(leaves, bucket, rank), bucket, rank)
 
 
 def slice_flat(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a sharded step will hold and send, before it runs. `functorch_zero.plan` makes a `Plan`."""
+"""The memory and traffic of a sharded step, known before it runs: `functorch_zero.plan`."""
 
 from .report import Balance, Collective, Owned, Plan, Sample, zero_bytes
 

@@ -1,4 +1,4 @@
-"""`plan`: what a sharded step will cost, without ranks and without a value."""
+"""`plan`: the cost of a sharded step, without ranks and without a value."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -38,19 +39,13 @@ from ..sharded.options import (
 )
 from ..sharded.storage import StateStorage
 from ..step.loss import Aux, LossFn
+from ..step.state import State
 from ..step.train import TrainStep, mark_trainable
+from .imagined_ranks import Journal, imagined_axes
 from .live_bytes import ValueNeeded
 from .report import Plan, balance_of
-from .trace import (
-    Elsewhere,
-    ImaginedStep,
-    Journal,
-    imagined_axes,
-    loss_through,
-    one_leaf_a_bucket,
-    order_of_units,
-    saved_by_names,
-)
+from .stand_in_loss import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
+from .trace import Elsewhere, ImaginedStep
 
 
 def plan(
@@ -85,17 +80,16 @@ def plan(
     Args:
         model_or_params: a module, or the params that `functionalize` made of one (or any tree of
             tensors).
-        optimizer: a transform, or what `train_step` made of one and a loss.
+        optimizer: a transform, or a step that `train_step` made of one and a loss.
         level: as for `shard`: 0 to 3, a name, or levels by leaf.
         ranks: how many.
         rank: whose plan.
         units, precision: as for `functionalize`, when a module is given; params have theirs.
         batch: a sample of one rank's batch; tensors on the meta device will do. With it the loss is
-            run on fake
-            tensors: activations are measured, and the collectives are those of this loss. A module
-            given without a `train_step` is its own loss: it is called with the batch, or with a
-            tuple's parts. Without a batch, units are taken to be entered once each in the layout's
-            order, and their backward to need their weights.
+            run on fake tensors: activations are measured, and the collectives are those of this
+            loss. A module given without a `train_step` is its own loss: it is called with the
+            batch, or with a tuple's parts. Without a batch, units are taken to be entered once each
+            in the layout's order, and their backward to need their weights.
         buffers: for the loss, when params are given.
         sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, gather,
             state_storage: as for `shard`.
@@ -107,8 +101,8 @@ def plan(
 
     The step planned is the first one of the optimizer, with the order of units known, as from the
     second one on. Its peak counts tensors: params, state, gradients, gathered params, activations
-    and, over gloo, the room of a reduction; not what an operator uses inside, nor the process
-    itself.
+    and, over gloo, the room of a reduction. It counts neither the memory that an operator uses
+    inside, nor the process itself.
 
     Raises:
         TransformError: the optimizer asks for a value on the host. Where it asks yes or no, as
@@ -127,60 +121,50 @@ def plan(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
-    params, given, step = _inputs(model_or_params, optimizer, units, precision)
+    params, own_buffers, step = _inputs(model_or_params, optimizer, units, precision)
     params = mark_trainable(params, step.trainable)
-    device = next(
-        (x.device for x in optree.tree_leaves(params) if not x.is_meta), torch.device("cpu")
-    )
+    buffers = own_buffers if buffers is None else buffers
+    device = _device_of(params)
     journal, levels = Journal(), Levels(level)
-    swaps = device.type == "cpu"
+    over_gloo = device.type == "cpu"
     axes = imagined_axes(
-        rank, ranks, journal, shard_size, state_axes, swaps=swaps, same_data=same_data
+        rank, ranks, journal, shard_size, state_axes, swaps=over_gloo, same_data=same_data
     )
+    loss_scale = step.finite.scaling is not None
+    stored_elsewhere = check_state_storage(state_storage) is not None
     options = Options(
-        levels,
-        axes,
-        True,
-        check_sync_buffers(sync_buffers),
-        reshard_after_forward,
-        check_reduce_gradients(reduce_gradients, levels),
-        check_overlap(overlap),
-        check_reduction(reduction, loss_scale=step.finite.scaling is not None),
-        check_gather(gather),
-        None if check_state_storage(state_storage) is None else Elsewhere(),
+        levels=levels,
+        axes=axes,
+        donate=True,
+        sync_buffers=check_sync_buffers(sync_buffers),
+        reshard_after_forward=reshard_after_forward,
+        reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
+        overlap=check_overlap(overlap),
+        reduction=check_reduction(reduction, loss_scale=loss_scale),
+        gather=check_gather(gather),
+        state_storage=Elsewhere() if stored_elsewhere else None,
     )
-    with nullcontext() if batch is not None else _no_collections():
+    with _no_collections() if batch is None else nullcontext():
         layout = options.layout_of(params)
-        fake, order = None, None
-        buffers = given if buffers is None else buffers
-        work = _Work(params, buffers, batch, replace(step, trainable=None), layout, layout)
-        if batch is None:
-            num_saved = saved_by_names(layout, model_or_params)
-            order = order_of_units(layout, num_saved, keeps=not reshard_after_forward)
-            work = _without_loss(work, num_saved)
-        elif step.loss_fn is _no_loss:
-            raise StructureError(
-                "a plan with a batch needs the step's loss: pass train_step(loss, optimizer)"
-            )
+        # `mark_trainable` has said already which leaves are trained
+        marked = replace(step, trainable=None)
+        work = _Work(params, buffers, batch, marked, layout, pass_layout=layout)
+        if batch is not None:
+            work = _with_fake_tensors(work)
         else:
-            fake = FakeTensorMode(allow_non_fake_inputs=True)
-        imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, fake)
+            num_saved = saved_by_names(layout, model_or_params)
+            work = _without_loss(work, num_saved, keeps=not reshard_after_forward)
+        imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, work.fake)
+        inputs = tree_map(partial(_without_value, work=work, device=device), work[:3])
         with _values_refused(journal):
-            state = imagined.run(
-                *tree_map(lambda x: _without_value(x, device, fake), work[:3]), order=order
-            )
+            state = imagined.run(*inputs, order=work.order)
+    num_params = sum(leaf.numel for leaf in layout.leaves)
     return Plan(
         level=levels.number,
         num_ranks=ranks,
         rank=rank,
-        num_params=sum(leaf.numel for leaf in layout.leaves),
-        params=_held(state.params),
-        gradients=imagined.reduced,
-        state=_held(state.opt_state),
-        buffers=_held(state.buffers),
-        parts=_held(state.parts),
-        stored=_held(imagined.stored_in(state)),
-        gathered=max(sample.gathered for sample in imagined.samples),
+        num_params=num_params,
+        **_bytes_held(state, imagined),
         samples=tuple(imagined.samples),
         collectives=tuple(journal.recorded),
         balance=balance_of(step.optimizer, layout),
@@ -189,15 +173,23 @@ def plan(
     )
 
 
+def _device_of(params: PyTree[Tensor]) -> torch.device:
+    """The device that the params are for; the CPU where all are on the meta device."""
+    devices = [leaf.device for leaf in optree.tree_leaves(params) if not leaf.is_meta]
+    return devices[0] if devices else torch.device("cpu")
+
+
 class _Work(NamedTuple):
-    """The things that a plan runs, and runs them on."""
+    """A step to imagine, and its inputs."""
 
     params: PyTree[Tensor]
     buffers: PyTree[Tensor]
-    batch: Any
+    batch: Any  # one rank's; None: the loss is a stand-in
     step: TrainStep
-    layout: Layout
-    pass_layout: Layout  # of what the loss sees
+    layout: Layout  # of params and of the optimizer's state
+    pass_layout: Layout  # of the params that the loss sees
+    order: list[str] | None = None  # in which the loss fetches units, where that is known
+    fake: FakeTensorMode | None = None  # the mode of tensors without values; None: the meta device
 
 
 def _no_loss(params: Any, buffers: Any, batch: Any) -> Any:
@@ -207,7 +199,7 @@ def _no_loss(params: Any, buffers: Any, batch: Any) -> Any:
 def _inputs(
     given: Any, optimizer: Transform | TrainStep, units: Units, precision: PrecisionRules
 ) -> tuple[Any, Any, TrainStep]:
-    """Params and buffers of a module or of params, and the step."""
+    """The params and buffers of a module, or the params given, and the step."""
     step = optimizer if isinstance(optimizer, TrainStep) else TrainStep(_no_loss, optimizer)
     if not isinstance(given, nn.Module):
         if units is not None or precision is not None:
@@ -217,54 +209,81 @@ def _inputs(
             )
         return given, {}, step
     apply, params, buffers = functionalize(given, units, precision=precision)
-    return (
-        params,
-        buffers,
-        replace(step, loss_fn=_called(apply)) if step.loss_fn is _no_loss else step,
-    )
+    if step.loss_fn is _no_loss:
+        step = replace(step, loss_fn=_called(apply))
+    return params, buffers, step
 
 
 def _called(apply: Apply) -> LossFn:
+    """The module as its own loss."""
+
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
-        output, new = apply(params, buffers, *(batch if isinstance(batch, tuple) else (batch,)))
-        return output, Aux(buffers=new)
+        arguments = batch if isinstance(batch, tuple) else (batch,)
+        output, new_buffers = apply(params, buffers, *arguments)
+        return output, Aux(buffers=new_buffers)
 
     return loss
 
 
-def _without_loss(work: _Work, num_saved: Callable[[Unit], int]) -> _Work:
+def _with_fake_tensors(work: _Work) -> _Work:
+    """The step's own loss, on tensors that stand for those of the device."""
+    if work.step.loss_fn is _no_loss:
+        raise StructureError(
+            "a plan with a batch needs the step's loss: pass train_step(loss, optimizer)"
+        )
+    return work._replace(fake=FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def _without_loss(work: _Work, num_saved: Callable[[Unit], int], *, keeps: bool) -> _Work:
     """A loss that goes through all units stands in. An optimizer that treats all elements alike
     sees buckets only."""
     layout = one_leaf_a_bucket(work.layout)
     step = replace(work.step, loss_fn=loss_through(layout, num_saved))
+    order = order_of_units(work.layout, num_saved, keeps=keeps)
+    work = work._replace(step=step, order=order, pass_layout=layout)
     if step.optimizer.plain is None or step.metrics:
-        return work._replace(step=step, pass_layout=layout)
-    leaves = [
-        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.trainable)
-        for leaf in layout.leaves
-    ]
-    return work._replace(params=leaves, step=step, layout=layout, pass_layout=layout)
+        return work
+    leaves = []
+    for leaf in layout.leaves:
+        on_meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        leaves.append(on_meta.requires_grad_(leaf.trainable))
+    return work._replace(params=leaves, layout=layout)
 
 
-def _without_value(x: Any, device: torch.device, fake: FakeTensorMode | None) -> Any:
+def _without_value(x: Any, work: _Work, device: torch.device) -> Any:
     """A tensor of the same shape that takes no room."""
     if not isinstance(x, Tensor):
         return x
-    if fake is None:
+    if work.fake is None:
+        device = torch.device("meta")
+    elif not x.is_meta:
+        device = x.device
+    with work.fake or nullcontext():
         return torch.empty_strided(
-            x.size(), x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad
+            x.size(), x.stride(), dtype=x.dtype, device=device, requires_grad=x.requires_grad
         )
-    with fake:
-        where = device if x.is_meta else x.device
-        return torch.empty_strided(
-            x.size(), x.stride(), dtype=x.dtype, device=where, requires_grad=x.requires_grad
-        )
+
+
+def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
+    """Bytes of a rank by the name that a `Plan` gives them."""
+    return {
+        "params": _held(state.params),
+        "state": _held(state.opt_state),
+        "buffers": _held(state.buffers),
+        "parts": _held(state.parts),
+        "stored": _held(imagined.stored_in(state)),
+        "gradients": imagined.reduced,
+        "gathered": max(sample.gathered for sample in imagined.samples),
+    }
 
 
 def _held(tree: Any) -> int:
     """Bytes of the storages that a tree lies in."""
-    tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
-    return sum({storage_id(x): x.untyped_storage().nbytes() for x in tensors}.values())
+    sizes = {}  # by storage: several leaves may be views of one
+    for leaf in optree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            sizes[storage_id(leaf)] = leaf.untyped_storage().nbytes()
+    return sum(sizes.values())
 
 
 @contextmanager
@@ -282,6 +301,7 @@ def _no_collections() -> Iterator[None]:
 
 @contextmanager
 def _values_refused(journal: Journal) -> Iterator[None]:
+    """Say who needs a value that is not there: the optimizer, or the loss."""
     try:
         yield
     except (ValueNeeded, *VALUE_NEEDED) as error:

@@ -20,7 +20,7 @@ from .api import plan
 from .decoder import Shape, read_config
 from .report import Plan, align, bytes_text, draw_levels, zero_bytes
 
-_GB = 1e9
+_GB = 1e9  # bytes, as devices' memory and links are sold
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -79,74 +79,76 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plans of all levels, for each number of ranks. Exit code 1 when for one of these
-    none fits."""
+    """Print the plans of all levels, for each number of ranks. The exit code is 1 when none fits
+    for one of these."""
     if not 0 <= args.activations < math.inf:
         raise ValueError(f"--activations must be at least 0, got {args.activations}")
     precision = Precision(compute=getattr(torch, args.compute)) if args.compute else None
     params = _shape(args).params(getattr(torch, args.dtype), precision)
     optimizer = _optimizer(args.optimizer)
-    plans = {
-        n: [plan(params, optimizer, level=level.number, ranks=n) for level in LEVELS]
-        for n in args.ranks
-    }
-    fits = [_show(n, made, args) for n, made in plans.items()]
+    plans: dict[int, list[Plan]] = {}  # by number of ranks: one per level
+    for num_ranks in args.ranks:
+        plans[num_ranks] = []
+        for level in LEVELS:
+            made = plan(params, optimizer, level=level.number, ranks=num_ranks)
+            plans[num_ranks].append(made)
+    fits = [_show(num_ranks, of_levels, args) for num_ranks, of_levels in plans.items()]
+    every = [made for of_levels in plans.values() for made in of_levels]
     if args.json:
-        args.json.write_text(
-            "[" + ",\n".join(p.to_json() for made in plans.values() for p in made) + "]\n"
-        )
+        texts = ",\n".join(made.to_json() for made in every)
+        args.json.write_text(f"[{texts}]\n")
     if args.picture:
-        tops = {
-            f"level {p.level}, {p.num_ranks} ranks": p.peak for made in plans.values() for p in made
-        }
-        draw_levels(
-            tops, str(args.picture), title=f"{args.optimizer}, {_dtypes(args)}, without activations"
-        )
+        peaks = {f"level {made.level}, {made.num_ranks} ranks": made.peak for made in every}
+        title = f"{args.optimizer}, {_dtypes(args)}, without activations"
+        draw_levels(peaks, str(args.picture), title=title)
     return 0 if all(fits) else 1
 
 
 def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bool:
     """Print the plans for one number of ranks. Whether one of them fits, or nobody asked."""
-    peaks = [p.peak.total + args.activations * _GB for p in plans]
-    print(
-        f"{plans[0].num_params:,} params in {_dtypes(args)}, {args.optimizer}, {num_ranks} ranks; "
-        "of rank 0:\n"
-    )
+    num_params = plans[0].num_params
+    model = f"{num_params:,} params in {_dtypes(args)}"
+    print(f"{model}, {args.optimizer}, {num_ranks} ranks; of rank 0:\n")
+    # A plan without a batch has no activations
+    peaks = [made.peak.total + args.activations * _GB for made in plans]
     print(table(plans, peaks, args.memory, args.bandwidth))
-    paper = [zero_bytes(plans[0].num_params, num_ranks, level=level.number) for level in LEVELS]
-    print(
-        "\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes a parameter: "
-        + ", ".join(map(bytes_text, paper))
-    )
+    paper = [zero_bytes(num_params, num_ranks, level=level.number) for level in LEVELS]
+    print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes a parameter:", end=" ")
+    print(", ".join(map(bytes_text, paper)))
     if args.memory is None:
         return True
-    fitting = [
-        level.number for level, peak in zip(LEVELS, peaks, strict=True) if peak <= args.memory * _GB
-    ]
-    if fitting:
-        print(f"\nThe smallest level that fits: {fitting[0]}")
-    else:
-        print(f"\nNo level fits: the least is {bytes_text(min(peaks))}")
-    return bool(fitting)
+    for level, peak in zip(LEVELS, peaks, strict=True):
+        if peak <= args.memory * _GB:
+            print(f"\nThe smallest level that fits: {level.number}")
+            return True
+    print(f"\nNo level fits: the least is {bytes_text(min(peaks))}")
+    return False
 
 
 def table(
     plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, bandwidth: float | None
 ) -> str:
-    """One row a level."""
-    rows = [["level", "params", "gradients", "state", "gathered", "peak", "sent a step"]]
-    rows[0] += ["at least"] if bandwidth else []
-    rows[0] += [f"fits {memory:g} GB"] if memory else []
-    for made, peak, level in zip(plans, peaks, LEVELS, strict=True):
-        held = (made.params, made.gradients, made.state, made.gathered, peak, made.sent_bytes)
-        row = [f"{level.number} {level.name}", *map(bytes_text, held)]
-        row += [f"{made.seconds(bandwidth * _GB):.3g} s"] if bandwidth else []
-        row += ["yes" if peak <= memory * _GB else "no"] if memory else []
+    """One row per level."""
+    head = ["level", "params", "gradients", "state", "gathered", "peak", "sent a step"]
+    if bandwidth:
+        head.append("at least")
+    if memory:
+        head.append(f"fits {memory:g} GB")
+    rows = [head]
+    for of_level, peak, level in zip(plans, peaks, LEVELS, strict=True):
+        held = (of_level.params, of_level.gradients, of_level.state, of_level.gathered)
+        row = [f"{level.number} {level.name}"]
+        row += map(bytes_text, (*held, peak, of_level.sent_bytes))
+        if bandwidth:
+            row.append(f"{of_level.seconds(bandwidth * _GB):.3g} s")
+        if memory:
+            row.append("yes" if peak <= memory * _GB else "no")
         rows.append(row)
     return align(rows)
 
 
 def _positive(text: str) -> float:
+    """An argument's number, which must be above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -161,11 +163,10 @@ def _dtypes(args: argparse.Namespace) -> str:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    counts = {
-        field.name: getattr(args, field.name)
-        for field in fields(Shape)
-        if hasattr(args, field.name)
-    }
+    """The model's counts, from a file or from the arguments."""
+    # Arguments that were not given are not there, so that the defaults are those of `Shape`
+    names = [field.name for field in fields(Shape)]
+    counts = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if args.config and counts:
         raise ValueError(
             f"--config has the model's counts: give no others beside it, got {', '.join(counts)}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,55 +30,77 @@ class Shape:
     tied: bool = False  # the head is the embedding
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "vocab", "hidden", "heads", "kv_heads", "head_dim"):
-            least = 1 if name in ("layers", "width", "vocab", "heads") else 0
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in _FIELDS:
+            least = 1 if name in (*_REQUIRED, "heads") else 0
+            count = getattr(self, name)
+            if count < least:
+                raise ValueError(f"{name} must be at least {least}, got {count}")
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide the heads, {self.heads}; got {self.kv_heads}")
         if not self.head_dim and self.width % self.heads:
             raise ValueError(f"heads must divide the width, {self.width}; got {self.heads}")
 
     def params(self, dtype: torch.dtype, precision: Precision | None = None) -> Params:
-        """The leaves on the meta device; a unit a block, one the embedding, one the head with the
-        last norm."""
-        leaves: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, self.width)}
-        units = [UnitSpec("embed", ("embed",), ("embed.weight",))]
-        for i in range(self.layers):
-            block = {f"blocks.{i}.{name}.weight": shape for name, shape in self._block().items()}
-            units.append(UnitSpec(f"blocks.{i}", (f"blocks.{i}",), tuple(block)))
-            leaves |= block
-        last = {"norm.weight": (self.width,)} | (
-            {} if self.tied else {"head.weight": (self.vocab, self.width)}
-        )
-        units.append(
-            UnitSpec(
-                "norm" if self.tied else "norm+head", ("norm", "head")[: len(last)], tuple(last)
-            )
-        )
-        made = {
-            name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-            for name, shape in (leaves | last).items()
-        }
-        if precision is not None:
-            units = [replace(unit, precisions=(precision,) * len(unit.leaves)) for unit in units]
-        return Params(made, tuple(units))
+        """The leaves on the meta device, with their units, all of one `precision`."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        units = []
+        for unit in self._units():
+            shapes |= unit.shapes
+            precisions = () if precision is None else (precision,) * len(unit.shapes)
+            units.append(UnitSpec(unit.name, unit.modules, tuple(unit.shapes), precisions))
+        leaves = {}
+        for path, shape in shapes.items():
+            leaves[path] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        return Params(leaves, tuple(units))
 
-    def _block(self) -> dict[str, tuple[int, ...]]:
+    def _units(self) -> Iterator[_Unit]:
+        """The embedding, each block, and the last norm with the head."""
+        table = (self.vocab, self.width)  # of the embedding, and of a head of its own
+        yield _Unit("embed", ("embed",), {"embed.weight": table})
+        for i in range(self.layers):
+            name = f"blocks.{i}"
+            shapes = {}
+            for module, shape in (self._attention() | self._feed_forward()).items():
+                shapes[f"{name}.{module}.weight"] = shape
+            yield _Unit(name, (name,), shapes)
+        norm: dict[str, tuple[int, ...]] = {"norm.weight": (self.width,)}
+        if self.tied:
+            yield _Unit("norm", ("norm",), norm)
+        else:
+            yield _Unit("norm+head", ("norm", "head"), norm | {"head.weight": table})
+
+    def _attention(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a block's first half, by module."""
         head_dim = self.head_dim or self.width // self.heads
-        inner, kv = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
-        hidden = self.hidden or 4 * self.width
-        matrices = {
+        inner = self.heads * head_dim
+        kv = (self.kv_heads or self.heads) * head_dim
+        return {
             "norm1": (self.width,),
             "q": (inner, self.width),
             "k": (kv, self.width),
             "v": (kv, self.width),
             "o": (self.width, inner),
+        }
+
+    def _feed_forward(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a block's second half, by module."""
+        hidden = self.hidden or 4 * self.width
+        shapes: dict[str, tuple[int, ...]] = {
             "norm2": (self.width,),
             "up": (hidden, self.width),
             "down": (self.width, hidden),
         }
-        return matrices | ({"gate": (hidden, self.width)} if self.gated else {})
+        if self.gated:
+            shapes["gate"] = (hidden, self.width)
+        return shapes
+
+
+class _Unit(NamedTuple):
+    """A unit of the model, and the shapes of its leaves by path."""
+
+    name: str
+    modules: tuple[str, ...]  # paths, in the order they are called
+    shapes: dict[str, tuple[int, ...]]
 
 
 def read_config(path: Path) -> Shape:
@@ -93,30 +117,37 @@ def read_config(path: Path) -> Shape:
         raise ValueError(f"{path} is no JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(config).__name__}")
-    if odd := [key for key in (*_EXPERTS, "is_encoder_decoder") if config.get(key)]:
-        raise ValueError(
-            f"{path} is no plain decoder: it has {odd[0]}. Remedy: functorch_zero.plan on the "
-            "model itself"
-        )
-    found: dict[str, int] = {}
+    for key in (*_EXPERTS, "is_encoder_decoder"):
+        if config.get(key):
+            raise ValueError(
+                f"{path} is no plain decoder: it has {key}. Remedy: functorch_zero.plan on the "
+                "model itself"
+            )
+    counts: dict[str, int] = {}
     for field, keys in _FIELDS.items():
-        values = [config[key] for key in keys if config.get(key)]
-        if not values and field in ("layers", "width", "vocab"):
+        count = _count(config, keys, path)
+        if count is not None:
+            counts[field] = count
+        elif field in _REQUIRED:
             raise ValueError(f"{path} has none of {', '.join(keys)}")
-        if values and type(values[0]) is not int:
-            found_as = next(key for key in keys if config.get(key))
-            raise ValueError(f"{path}: {found_as} must be an integer, got {values[0]!r}")
-        found |= {field: values[0]} if values else {}
-    gated = str(config.get("hidden_act", "")).lower() in (
-        "silu",
-        "swiglu",
-        "geglu",
-        "gelu_pytorch_tanh",
-    )
-    # As transformers does
-    return Shape(**found, gated=gated, tied=bool(config.get("tie_word_embeddings", True)))
+    activation = str(config.get("hidden_act", "")).lower()
+    tied = bool(config.get("tie_word_embeddings", True))  # where it is not said, as transformers
+    return Shape(**counts, gated=activation in _GATED, tied=tied)
 
 
+def _count(config: dict[str, Any], keys: Sequence[str], path: Path) -> int | None:
+    """The count by the first of these names that the file has; None where it has none, or zeros."""
+    for key in keys:
+        count = config.get(key)
+        if not count:
+            continue
+        if type(count) is not int:
+            raise ValueError(f"{path}: {key} must be an integer, got {count!r}")
+        return count
+    return None
+
+
+# Our counts, and their names in the files of different models
 _FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model"),
@@ -126,4 +157,6 @@ _FIELDS = {
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
 }
+_REQUIRED = ("layers", "width", "vocab")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_GATED = ("silu", "swiglu", "geglu", "gelu_pytorch_tanh")  # activations of gated feed-forwards

@@ -1,9 +1,9 @@
-"""Computing with tensors that have no values, and the bytes of those that are alive, by what they
-are for.
+"""Computing with tensors that have no values, and the bytes of those that are alive, by kind.
 
-A tensor without values is a fake one, which stands for one of a device, or one on the meta device,
-whose operators are ten times as quick and not always those of a device. What depends on no such
-tensor (step counts, learning rates) is computed as ever, so that the host can read it.
+A tensor without values is a fake one, which stands for one of a device, or one on the meta device.
+Operators on the meta device are ten times as quick, and not always those of a device. Numbers that
+depend on no such tensor (step counts, learning rates) are computed as ever, so that the host can
+read them.
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ class LiveBytes(QuickDispatchMode):
         self._fake, self._on_growth = fake, on_growth
         self._paused = False
         self._kinds: dict[int, tuple[str | None, int]] = {}  # by storage: its kind and bytes
-        self._refs: dict[
-            int, weakref.ref[torch.UntypedStorage]
-        ] = {}  # which tell when a storage goes
-        self._copies: dict[int, int] = {}  # storages that are copies, and of what
-        self._written: set[int] = set()
+        # By storage: a reference that tells when it goes
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._copies: dict[int, int] = {}  # storages that are copies, and their sources
+        self._written: set[int] = set()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,22 +87,26 @@ class LiveBytes(QuickDispatchMode):
         if self._fake is None:
             args = _on_meta(args) if num_known else args
             kwargs = _moved({k: _on_meta(v) for k, v in kwargs.items()}, "meta")
-        if (
-            func is _aten.new_empty.default and self._fake is None
-        ):  # which torch does in Python, and slowly
-            out = torch.empty(args[1], dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
+        if func is _aten.new_empty.default and self._fake is None:
+            # Torch does this one in Python, and slowly
+            dtype = kwargs.get("dtype") or args[0].dtype
+            out = torch.empty(args[1], dtype=dtype, device="meta")
         else:
             out = func(*args, **kwargs)
-        for i, name in kind.writes:
-            for x in _tensors([args[i] if i < len(args) else kwargs.get(name)]):
-                self._written.add(storage_id(x))
+        for position, name in kind.writes:
+            written = args[position] if position < len(args) else kwargs.get(name)
+            self._written.update(map(storage_id, _tensors([written])))
         self._follow(out)
         if func is _aten.clone.default:
-            source = storage_id(args[0])
-            self._copies[storage_id(out)] = (
-                source if source in self._written else self._copies.get(source, source)
-            )
+            self._note_copy(out, args[0])
         return out
+
+    def _note_copy(self, copy: Tensor, source: Tensor) -> None:
+        """A copy of a copy is one of the first source, unless something was written in between."""
+        key = storage_id(source)
+        if key not in self._written:
+            key = self._copies.get(key, key)
+        self._copies[storage_id(copy)] = key
 
     def adopt(self, tensors: Iterable[Tensor], kind: str | None) -> None:
         """These storages are of that kind; None: they don't count."""
@@ -133,8 +136,8 @@ class LiveBytes(QuickDispatchMode):
             self._paused = False
 
     def _known(self, func: Any, args: Any, kwargs: Any, *, anew: bool) -> Any:
-        """An operator on values: single numbers, or what a loss brings along. New tensors of more
-        get none."""
+        """An operator on values: single numbers, or tensors that a loss brings along. A new tensor
+        of more than one number gets no values."""
         if anew and self._fake is not None:
             with self._fake:
                 made = func(*args, **kwargs)
@@ -146,20 +149,23 @@ class LiveBytes(QuickDispatchMode):
         return func(*args, **_moved(kwargs, "cpu"))
 
     def _answer(self, question: Tensor) -> Any:
+        """The host asks for a value: a yes-no question gets yes, any other none."""
         if question.dtype != torch.bool:
             raise ValueNeeded
         self.assumed += 1
         return True
 
     def _follow(self, out: Any) -> None:
+        """Count an operator's new tensors as activations, until `adopt` says otherwise."""
         for tensor in _tensors(out if isinstance(out, tuple | list) else (out,)):
-            # Also on a real rank
+            # Those that have no storage on a real rank either
             empty = tensor.device.type == "meta" if self._fake else is_placeholder(tensor)
             if not empty and storage_id(tensor) not in self._kinds:
                 self.adopt([tensor], "activations")
                 self._on_growth()
 
     def _gone(self, key: int, _: Any) -> None:
+        """A storage has gone. Its key may come back as that of another."""
         kind, size = self._kinds.pop(key, (None, 0))
         self._count(kind, -size)
         del self._refs[key]
@@ -173,6 +179,7 @@ class LiveBytes(QuickDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, also in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -184,16 +191,20 @@ def _on_meta(value: Any) -> Any:
     """The same with every tensor on the meta device."""
     if isinstance(value, Tensor) and has_values(value):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-    return type(value)(map(_on_meta, value)) if type(value) in (tuple, list) else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_on_meta, value))
+    return value
 
 
 def _moved(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
     """Keyword arguments with another device, where one is named."""
-    return kwargs | {"device": torch.device(device)} if kwargs.get("device") is not None else kwargs
+    if kwargs.get("device") is None:
+        return kwargs
+    return kwargs | {"device": torch.device(device)}
 
 
 class _Kind(NamedTuple):
-    """What must be known of an operator."""
+    """The facts of an operator that say how to follow its results."""
 
     views: bool  # it makes a view, and nothing new
     makes: bool  # it makes a new tensor, like one that it is given
@@ -201,13 +212,18 @@ class _Kind(NamedTuple):
     writes: tuple[tuple[int, str], ...]  # arguments it writes to: (position, name)
 
 
-@cache
+@cache  # a plan calls few operators, each very often
 def _kind(func: Any) -> _Kind:
     arguments = arguments_of(func)
-    writes = tuple(
-        (i, a.name)
-        for i, a in enumerate(arguments)
-        if (a.alias_info is not None and a.alias_info.is_write) or a.name in _WRITTEN_ANYWAY
+    writes = []
+    for position, argument in enumerate(arguments):
+        alias = argument.alias_info
+        says_so = alias is not None and alias.is_write
+        if says_so or argument.name in _WRITTEN_ANYWAY:
+            writes.append((position, argument.name))
+    return _Kind(
+        views=func.is_view and not writes,
+        makes=func.overloadpacket in _MAKERS,
+        has_device=any(argument.name == "device" for argument in arguments),
+        writes=tuple(writes),
     )
-    has_device = any(a.name == "device" for a in arguments)
-    return _Kind(func.is_view and not writes, func.overloadpacket in _MAKERS, has_device, writes)

@@ -14,13 +14,31 @@ from ..layout.layout import Layout
 from ..optim.base import Needs, Transform
 from ..sharded_optim.state_plan import EVERYONE, make_planner
 
-KINDS = {  # of memory: the field of a `Sample`, and what it is called
+KINDS = {  # of memory: the field of a `Sample`, and its name for people
     "params": "params",
     "state": "optimizer state",
     "gradients": "gradients",
     "gathered": "gathered params",
     "activations": "activations, temporaries",
 }
+# A plan's numbers, in the order of its JSON
+_NUMBERS = (
+    "level",
+    "num_ranks",
+    "rank",
+    "num_params",
+    "params",
+    "gradients",
+    "state",
+    "buffers",
+    "gathered",
+    "parts",
+    "stored",
+    "activations",
+    "sent_bytes",
+    "traced",
+    "assumed",
+)
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -31,11 +49,10 @@ class Collective(NamedTuple):
     kind: str  # the group's method
     unit: str  # whose bucket; empty where it belongs to no unit
     dtype: torch.dtype
-    num_elements: (
-        int  # of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
-    )
-    sent_bytes: float  # what this rank sends at least, on a ring
-    group: str  # which ranks
+    # Of the longest tensor: all_gather's out, reduce_scatter's whole, all_to_all's source
+    num_elements: int
+    sent_bytes: float  # by this rank, at least, on a ring
+    group: str  # its ranks: "all 64", "shard 8"
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +65,7 @@ class Sample(NamedTuple):
 
     moment: str  # "forward of blocks.0", say
     params: int
-    state: int  # the optimizer's, and what parts of the step keep
+    state: int  # the optimizer's, and that of the step's parts
     gradients: int
     gathered: int
     activations: int  # and temporaries
@@ -106,11 +123,13 @@ def bytes_text(nbytes: float) -> str:
 
 def align(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as lines: the first column to the left, the others to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    first_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    for first, *others in rows:
+        cells = [first.ljust(first_width)]
+        for cell, width in zip(others, widths, strict=True):
+            cells.append(cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
@@ -118,15 +137,14 @@ def format_collectives(collectives: Sequence[Collective]) -> str:
     """One line for all calls of a phase, kind and dtype."""
     rows = [["phase", "kind", "dtype", "calls", "bytes", "sent"]]
     grouped: dict[tuple[str, str, str], list[Collective]] = {}
-    for c in collectives:
-        grouped.setdefault((c.phase, c.kind, str(c.dtype).removeprefix("torch.")), []).append(c)
+    for collective in collectives:
+        key = (collective.phase, collective.kind, _dtype_name(collective.dtype))
+        grouped.setdefault(key, []).append(collective)
     for key, calls in grouped.items():
-        sizes = (
-            bytes_text(sum(c.nbytes for c in calls)),
-            bytes_text(sum(c.sent_bytes for c in calls)),
-        )
-        rows.append([*key, str(len(calls)), *sizes])
-    total = bytes_text(sum(c.sent_bytes for c in collectives))
+        nbytes = bytes_text(sum(call.nbytes for call in calls))
+        sent = bytes_text(sum(call.sent_bytes for call in calls))
+        rows.append([*key, str(len(calls)), nbytes, sent])
+    total = bytes_text(sum(call.sent_bytes for call in collectives))
     rows.append(["total", "", "", str(len(collectives)), "", total])
     return "\n".join("  " + line for line in align(rows).splitlines())
 
@@ -135,33 +153,32 @@ def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
     """How evenly whole leaves are spread over owners; None where the optimizer needs none."""
     if optimizer.needs < Needs.WHOLE_LEAF:
         return None
+    # The planner answers `init`'s questions, and notes the leaves that ask for an owner
     planner = make_planner(layout, layout.trainable, layout.num_ranks)
     optimizer.init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner)
-    owned = [
-        Owned(layout.leaves[n].path, owner, cost)
-        for n, owner, cost in planner.owned
-        if owner != EVERYONE
-    ]
+    owned = []
+    for n, owner, cost in planner.owned:
+        if owner != EVERYONE:  # else every rank has it whole
+            owned.append(Owned(layout.leaves[n].path, owner, cost))
     return Balance(tuple(owned), layout.num_ranks) if owned else None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank holds between steps, what it sends in a step, and when its memory is highest.
-    Bytes.
+    """The memory of one rank between steps and in a step, and the bytes that it sends.
 
     Print it for a table; `to_json` has everything; `draw` makes a picture.
 
     Attributes:
         level: 0 to 3; None where leaves may differ in it.
         num_ranks: the ranks.
-        rank: whose plan this is; ranks differ only in the leaves they own and in what of partial
-            buckets is theirs.
+        rank: the one rank. Ranks differ only in the leaves they own and in their parts of buckets
+            that are not full.
         num_params: elements of all leaves.
-        params, gradients, state: a rank's, between steps; gradients: reduced ones, from backward to
-            update.
-        gathered: the most there is of gathered params at a time.
-        buffers: a model's buffers, on every rank.
+        params, state: bytes of a rank, between steps.
+        gradients: bytes of a rank's reduced ones, from backward to update.
+        gathered: the most bytes of gathered params at a time.
+        buffers: bytes of the model's buffers, on every rank.
         samples: memory from unit to unit, in the order of a step in its steady state.
         collectives: all of a step, in order.
         balance: of the owners, where the optimizer has whole-leaf parts.
@@ -169,9 +186,9 @@ class Plan:
             of units is the layout's.
         assumed: how many yes-no questions about values the step asked on the host; answered with
             yes.
-        parts: what parts of the step keep between steps, a rank's.
-        stored: what of the state lies elsewhere, with `state_storage`. The samples don't have it.
-            What the update fetches of it are temporaries.
+        parts: bytes that parts of the step keep between steps, a rank's.
+        stored: bytes of the state that lie elsewhere, with `state_storage`. The samples don't have
+            them. The update fetches them as temporaries.
     """
 
     level: int | None
@@ -203,11 +220,12 @@ class Plan:
 
     @property
     def sent_bytes(self) -> float:
-        """What a rank sends in a step at least, on a ring."""
+        """The bytes that a rank sends in a step at least, on a ring."""
         return sum(c.sent_bytes for c in self.collectives)
 
     def seconds(self, bandwidth: float) -> float:
-        """The least time for a step's communication at so many bytes a second, out of each rank."""
+        """The least time for a step's communication at `bandwidth` bytes per second, out of each
+        rank."""
         return self.sent_bytes / bandwidth
 
     def to_json(self) -> str:
@@ -222,19 +240,21 @@ class Plan:
     def __str__(self) -> str:
         peak = self.peak
         kinds = ["params", "gradients", "state", "buffers", "gathered"]
-        kinds += [kind for kind in ("parts", "stored") if getattr(self, kind)]
+        kinds += [kind for kind in ("parts", "stored") if getattr(self, kind)]  # seldom there
         rows = [[kind, bytes_text(getattr(self, kind))] for kind in kinds]
         if self.traced:
             rows.append(["activations", bytes_text(self.activations)])
         rows.append(["peak", f"{bytes_text(peak.total)} at {peak.moment}"])
-        head = f"{self._title}, {self.num_params:,} params; of rank {self.rank}:"
-        parts = [head, "\n".join(f"  {name:12s} {value}" for name, value in rows)]
-        if (balance := self.balance) is not None:
-            parts.append(
+        lines = [f"{self._title}, {self.num_params:,} params; of rank {self.rank}:"]
+        lines += [f"  {name:12s} {value}" for name, value in rows]
+        balance = self.balance
+        if balance is not None:
+            lines.append(
                 f"  owners of {len(balance.leaves)} leaves: the busiest has "
                 f"{balance.imbalance:.2f} of the mean"
             )
-        return "\n".join([*parts, "a step's collectives:", format_collectives(self.collectives)])
+        lines += ["a step's collectives:", format_collectives(self.collectives)]
+        return "\n".join(lines)
 
     @property
     def _title(self) -> str:
@@ -242,37 +262,25 @@ class Plan:
         return f"{level}, {self.num_ranks} ranks"
 
     def _as_dict(self) -> dict[str, Any]:
-        names = (
-            "level",
-            "num_ranks",
-            "rank",
-            "num_params",
-            "params",
-            "gradients",
-            "state",
-            "buffers",
-            "gathered",
-            "parts",
-            "stored",
-        )
-        peak = self.peak
-        return {
-            **{
-                name: getattr(self, name)
-                for name in (*names, "activations", "sent_bytes", "traced", "assumed")
-            },
-            "peak": {"bytes": peak.total, **peak._asdict()},
-            "samples": [sample._asdict() for sample in self.samples],
-            "collectives": [
-                {**c._asdict(), "dtype": str(c.dtype).removeprefix("torch."), "bytes": c.nbytes}
-                for c in self.collectives
-            ],
-            "balance": None if self.balance is None else _balance(self.balance),
-        }
+        made = {name: getattr(self, name) for name in _NUMBERS}
+        made["peak"] = {"bytes": self.peak.total, **self.peak._asdict()}
+        made["samples"] = [sample._asdict() for sample in self.samples]
+        made["collectives"] = [_collective_as_dict(call) for call in self.collectives]
+        made["balance"] = None if self.balance is None else _balance_as_dict(self.balance)
+        return made
 
 
-def _balance(balance: Balance) -> dict[str, Any]:
+def _collective_as_dict(collective: Collective) -> dict[str, Any]:
+    named = {"dtype": _dtype_name(collective.dtype), "bytes": collective.nbytes}
+    return collective._asdict() | named
+
+
+def _balance_as_dict(balance: Balance) -> dict[str, Any]:
     return {"imbalance": balance.imbalance, "leaves": [leaf._asdict() for leaf in balance.leaves]}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def draw(samples: Sequence[Sample], path: str, *, title: str) -> None:
@@ -287,19 +295,23 @@ def draw_levels(plans: Mapping[str, Sample], path: str, *, title: str) -> None:
 
 
 def figure_of_step(samples: Sequence[Sample], *, title: str) -> Any:
-    """The figure of `draw`: one area a kind, one place a sample, in MB."""
+    """The figure of `draw`: one area per kind, one place per sample, in MB."""
     figure, axes = _figure(title)
-    stacks = [[getattr(s, field) / 1e6 for s in samples] for field in KINDS]
-    axes.stackplot(range(len(samples)), stacks, labels=KINDS.values(), step="mid")
-    shown = range(0, len(samples), max(1, len(samples) // 24))
-    axes.set_xticks(list(shown), [samples[i].moment for i in shown], rotation=90, fontsize=6)
+    areas = []
+    for field in KINDS:
+        areas.append([getattr(sample, field) / 1e6 for sample in samples])
+    axes.stackplot(range(len(samples)), areas, labels=KINDS.values(), step="mid")
+    every = max(1, len(samples) // 24)  # more names than about 24 would overlap
+    named = range(0, len(samples), every)
+    names = [samples[i].moment for i in named]
+    axes.set_xticks(list(named), names, rotation=90, fontsize=6)
     axes.set_ylabel("MB of a rank")
     figure.legend(loc="outside right upper", fontsize=8)
     return figure
 
 
 def figure_of_levels(plans: Mapping[str, Sample], *, title: str) -> Any:
-    """The figure of `draw_levels`: a bar a plan, in GB."""
+    """The figure of `draw_levels`: one bar per plan, in GB."""
     figure, axes = _figure(title)
     bottom = [0.0] * len(plans)
     for field, kind in KINDS.items():
@@ -339,7 +351,7 @@ def zero_bytes(
         num_params: elements.
         ranks: how many share them.
         level: 0 to 3; the paper's stages.
-        params, gradients, state: bytes an element. The defaults are mixed-precision Adam's:
+        params, gradients, state: bytes per element. The defaults are mixed-precision Adam's:
             half-precision params and gradients, and a float32 copy and two moments (the paper's K =
             12).
 

@@ -13,7 +13,6 @@ from ..groups import labelled
 from ..groups.mesh import Axes
 from ..groups.protocol import Group, Work
 from ..layout.flat_buffers import (
-    by_bucket,
     cut,
     flat_of_pieces,
     own_piece,
@@ -251,18 +250,3 @@ def evaluated(
 
 def _trained_numbers(layout: Layout) -> list[int]:
     return [i for i, leaf in enumerate(layout.leaves) if leaf.trainable]
-
-
-def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTree[Tensor]:
-    """Pieces -> whole leaves on every rank. One all-gather per bucket: S bytes arrive in all."""
-    leaves = optree.tree_leaves(tree)
-    started = []
-    for b, bucket in enumerate(layout.buckets):
-        piece = flat_of_pieces(by_bucket(leaves, layout, b), bucket, group.rank)
-        whole = piece.new_empty(bucket.numel)
-        started.append((whole, group.all_gather(whole, piece), piece))
-    for _, work, _ in started:
-        work.wait()
-    return to_tree(
-        [unpack(whole, layout.buckets[b]) for b, (whole, _, _) in enumerate(started)], layout
-    )

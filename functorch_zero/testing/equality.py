@@ -1,21 +1,20 @@
 """The three grades of equality, and comparisons that name the first difference.
 
-What is compared is *updates*, `new - old`, and the expected update must be non-zero on every
-trained leaf: params that have hardly moved would be equal whatever the optimizer does.
+Steps are compared by their *updates*, `new - old`, and the expected update must be non-zero on
+every trained leaf: params that have hardly moved would be equal whatever the optimizer does.
 
 Note [reordered]: the same sums, added in another order, differ by a few roundings of their largest
-terms, so an element that cancels to nearly zero may be wrong relative to itself while nothing is
+terms. So an element that cancels to nearly zero may be wrong relative to itself while nothing is
 wrong. Hence a leaf's differences are measured against the largest magnitude in that leaf's expected
-update. And a param holds `old + update` only to its own last place, so a param large beside its
-update shows differences of that size too; two last places are allowed, and an update that is not
+update. Besides, a param holds `old + update` only to its own last place, so a param large beside
+its update shows differences of that size too. Two last places are allowed. An update that is not
 well above them is refused, because comparing it would say nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, get_args
@@ -31,9 +30,8 @@ Grade = Literal["bitwise", "reordered", "approximate"]
 
 REORDERED = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative; about 4500 and 84 roundings
 LAST_PLACES = 2  # of a param, that its new and its old value may be off by in all
-VISIBLE = (
-    8  # an update's largest magnitude must be this many times what the params' last places allow
-)
+# An update's largest magnitude must be this many times the error that last places may make
+VISIBLE = 8
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,9 @@ class Equality:
 
     - bitwise: the same arithmetic in the same order: the same bits.
     - reordered: the same mathematics, sums in another order: 1e-12 for float64, 1e-5 for float32,
-      relative to the leaf's largest update. Where a tree mixes dtypes, the coarsest counts for all
-      of it, since gradients pass through every dtype. Half precisions are refused: round-off alone
-      may reach any size there, so state a
-          bound.
+      relative to the leaf's largest update; see Note [reordered]. Where a tree mixes dtypes, the
+      coarsest counts for all of it, since gradients pass through every dtype. Half precisions are
+      refused: round-off alone may reach any size there, so state a bound.
     - approximate: compression, low precision: the bound that you state.
     """
 
@@ -59,7 +56,8 @@ class Equality:
             raise ValueError(f"grade must be one of {get_args(Grade)}, got {self.grade!r}")
         if self.grade == "approximate" and not (self.bound and self.reason):
             raise ValueError("grade 'approximate' takes a bound, and the reason for it")
-        if self.grade != "approximate" and (self.bound is not None or self.reason is not None):
+        given = self.bound is not None or self.reason is not None
+        if self.grade != "approximate" and given:
             raise ValueError(f"grade {self.grade!r} takes no bound: only 'approximate' does")
 
     def tolerance(self, dtypes: Iterable[torch.dtype]) -> float:
@@ -68,9 +66,11 @@ class Equality:
             return 0.0
         if self.bound is not None:
             return self.bound
-        kinds = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
-        real = {torch.zeros((), dtype=dtype).abs().dtype for dtype in kinds}
-        if refused := real - set(REORDERED):
+        real = set()
+        for dtype in dtypes:
+            if dtype.is_floating_point or dtype.is_complex:
+                real.add(dtype.to_real())
+        if refused := real - REORDERED.keys():
             names = ", ".join(sorted(map(str, refused)))
             raise ValueError(
                 f"grade 'reordered' is for float64 and float32, got {names}. Remedy: use "
@@ -80,7 +80,7 @@ class Equality:
 
 
 class ProvesNothing(AssertionError):
-    """What was expected is such that a comparison with it would prove nothing."""
+    """The expected update is such that a comparison with it would prove nothing."""
 
 
 class Difference(NamedTuple):
@@ -88,17 +88,16 @@ class Difference(NamedTuple):
 
     path: str
     element: tuple[int, ...]  # index of the element that is furthest off
-    expected: Any
+    expected: Any  # the element's update or value, as a Python number
     got: Any
-    error: float
+    error: float  # their distance
     allowed: float
 
     def __str__(self) -> str:
         place = f"{list(self.element)}" if self.element else ""
-        return (
-            f"leaf {self.path or '(root)'}{place}: expected {self.expected}, got {self.got}, "
-            f"{self.error:.3g} apart, {self.allowed:.3g} allowed"
-        )
+        values = f"expected {self.expected}, got {self.got}"
+        distance = f"{self.error:.3g} apart, {self.allowed:.3g} allowed"
+        return f"leaf {self.path or '(root)'}{place}: {values}, {distance}"
 
 
 def assert_equal_updates(
@@ -130,34 +129,30 @@ def assert_equal_updates(
         resting: the same of leaves whose expected update may be zero in this step: those that move
             in another.
         slack: for each leaf, in order, how far its elements may be apart besides.
-        context: what to say in an error: step, level, ranks.
+        context: step, level, ranks and the like, for error texts.
 
     Raises:
         AssertionError: naming the first leaf that differs, by how much, and the context. Also where
             the expected update of a trained leaf is zero, not finite, or too small to be told from
             round-off: then the comparison would prove nothing.
     """
-    equality = grade if isinstance(grade, Equality) else Equality(grade)
+    equality = as_equality(grade)
     same_structure(expected, got, what="the tree compared")
     same_structure(expected, old, what="the tree before")
-    mask = _trained(old) if trained is None else optree.tree_leaves(trained)
     tolerance = equality.tolerance(leaf.dtype for leaf in optree.tree_leaves(old))
-    rows = zip(
-        paths(old),
-        mask,
-        *map(_leaves, (old, old if old_got is None else old_got, expected, got)),
-        strict=True,
-    )
-    slacks, unused, resting = slack or [0.0] * len(mask), tuple(unused), tuple(resting)
+    mask = _trained(old) if trained is None else optree.tree_leaves(trained)
+    slacks = slack or [0.0] * len(mask)
+    may_rest = (*unused, *resting)
     found = []
-    for number, (path, moves, before, before_got, after, after_got) in enumerate(rows):
-        _check_kind(path, after, after_got, context)
+    leaves = _leaf_updates(old, expected, old if old_got is None else old_got, got)
+    for leaf, moves, extra in zip(leaves, mask, slacks, strict=True):
+        _check_kind(leaf.path, leaf.new, leaf.new_got, context)
         if moves:
-            _check_update(path, before, after, (unused, resting), equality, context)
-        more = slacks[number] if moves else 0.0
-        difference = _compare_update(
-            path, before, before_got, after, after_got, tolerance if moves else 0.0, more
-        )
+            excused = any(fnmatchcase(leaf.path, pattern) for pattern in may_rest)
+            _check_update(leaf, equality, context, excused=excused)
+            difference = _compare_update(leaf, tolerance, extra)
+        else:
+            difference = _compare_update(leaf, tolerance=0.0, slack=0.0)  # frozen: bit by bit
         if difference is not None:
             found.append(difference)
     _raise_if(found, "the updates differ", equality, context)
@@ -186,34 +181,44 @@ def assert_equal_values(
         dtypes: those that the values were computed from; the coarsest of them and of the leaves'
             own counts.
         slack: for each leaf, in order, how far its elements may be apart besides.
-        context: what to say in an error: step, level, ranks.
+        context: step, level, ranks and the like, for error texts.
     """
-    equality = grade if isinstance(grade, Equality) else Equality(grade)
+    equality = as_equality(grade)
     same_structure(expected, got, what=what)
-    everything = [*dtypes, *(leaf.dtype for leaf in _leaves(expected) if isinstance(leaf, Tensor))]
-    tolerance = equality.tolerance(everything)
-    leaves = zip(paths(expected), _leaves(expected), _leaves(got), strict=True)
+    wanted, given = _leaves(expected), _leaves(got)
+    tolerance = equality.tolerance([*dtypes, *_dtypes(wanted)])
+    slacks = slack or [0.0] * len(wanted)
     found = []
-    for (path, a, b), more in zip(leaves, slack or itertools.repeat(0.0), strict=False):
+    for path, a, b, extra in zip(paths(expected), wanted, given, slacks, strict=True):
         if isinstance(a, Tensor):
             _check_kind(path, a, b, context)
-            difference = _compare_values(path, a, b, tolerance, more)
+            difference = _compare_values(path, a, b, tolerance, extra)
+        elif a == b:
+            difference = None
         else:
-            difference = None if a == b else Difference(path, (), a, b, math.nan, 0.0)
+            difference = Difference(path, (), a, b, error=math.nan, allowed=0.0)
         if difference is not None:
             found.append(difference)
     _raise_if(found, f"{what} differ", equality, context)
 
 
+def as_equality(grade: Grade | Equality) -> Equality:
+    """A grade's name -> the grade."""
+    return grade if isinstance(grade, Equality) else Equality(grade)
+
+
 def apart(a: Any, b: Any) -> float:
     """How far two leaves are apart at most; infinite where they can't be compared, or where one is
     NaN."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
-        return 0.0 if not isinstance(a, Tensor) and a == b else math.inf
+    if not isinstance(a, Tensor):
+        return 0.0 if not isinstance(b, Tensor) and a == b else math.inf
+    if not isinstance(b, Tensor) or a.shape != b.shape:
+        return math.inf
     if not a.numel():
         return 0.0
     a, b = a.detach(), b.detach()
-    error = (_wide(a) - _wide(b)).abs().masked_fill(a.isnan() & b.isnan(), 0.0)
+    both_nan = a.isnan() & b.isnan()
+    error = _distances(a, b).masked_fill(both_nan, 0.0)
     return float(error.nan_to_num(nan=math.inf).max())
 
 
@@ -221,12 +226,44 @@ def _leaves(tree: PyTree[Any]) -> list[Any]:
     return [x.detach() if isinstance(x, Tensor) else x for x in optree.tree_leaves(tree)]
 
 
+def _dtypes(leaves: Iterable[Any]) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)]
+
+
 def _trained(tree: PyTree[Tensor]) -> list[bool]:
     flags = [leaf.requires_grad for leaf in optree.tree_leaves(tree)]
     return flags if any(flags) else [True] * len(flags)
 
 
+class _LeafUpdate(NamedTuple):
+    """One param's update, the oracle's and the other's; all four tensors are detached."""
+
+    path: str
+    old: Tensor  # the oracle's, before, in the param's shape and dtype
+    new: Tensor  # and after
+    old_got: Tensor  # the other's, before
+    new_got: Tensor  # and after
+
+    @property
+    def expected(self) -> Tensor:
+        """The oracle's update, in the param's shape, float64 or complex128."""
+        return _wide(self.new) - _wide(self.old)
+
+    @property
+    def got(self) -> Tensor:
+        """The other's update, likewise."""
+        return _wide(self.new_got) - _wide(self.old_got)
+
+
+def _leaf_updates(
+    old: PyTree[Tensor], new: PyTree[Tensor], old_got: PyTree[Tensor], new_got: PyTree[Tensor]
+) -> list[_LeafUpdate]:
+    trees = [_leaves(tree) for tree in (old, new, old_got, new_got)]
+    return [_LeafUpdate(*row) for row in zip(paths(old), *trees, strict=True)]
+
+
 def _check_kind(path: str, expected: Tensor, got: Any, context: Mapping[str, Any] | None) -> None:
+    """Raise at once where shapes or dtypes differ: such leaves have no distance."""
     kind = (tuple(expected.shape), expected.dtype)
     other = (tuple(got.shape), got.dtype) if isinstance(got, Tensor) else type(got).__name__
     if kind != other:
@@ -236,105 +273,121 @@ def _check_kind(path: str, expected: Tensor, got: Any, context: Mapping[str, Any
 
 
 def _check_update(
-    path: str,
-    old: Tensor,
-    new: Tensor,
-    excused: tuple[tuple[str, ...], tuple[str, ...]],  # unused, resting
-    equality: Equality,
-    context: Mapping[str, Any] | None,
+    leaf: _LeafUpdate, equality: Equality, context: Mapping[str, Any] | None, *, excused: bool
 ) -> None:
-    """Refuse an expected update that would prove nothing."""
-    unused, resting = (
-        any(fnmatchcase(path, pattern) for pattern in patterns) for patterns in excused
-    )
-    if not old.numel():
+    """Refuse an expected update that would prove nothing; an excused one may be zero or invisible,
+    but must be finite."""
+    if not leaf.old.numel():
         return
-    update = _update(old, new)
+    update = leaf.expected
     if not bool(torch.isfinite(update).all()):
-        story, remedy = "the expected update is not finite", "look at the oracle's loss first"
-    elif unused or resting:
+        story = "the expected update is not finite"
+        remedy = "look at the oracle's loss first"
+    elif excused:
         return
     elif not bool(update.any()):
         story = "the expected update is zero, so the comparison would prove nothing"
         remedy = "give this leaf a gradient, freeze it, or name it in `unused`"
-    elif equality.grade == "reordered" and not is_visible(old, new):
-        story = (
-            f"the expected update, at most {_largest(update):.3g}, is lost in the param's "
-            "last places"
-        )
+    elif equality.grade == "reordered" and not is_visible(leaf.old, leaf.new):
+        size = _largest(update)
+        story = f"the expected update, at most {size:.3g}, is lost in the param's last places"
         remedy = "take a larger learning rate, or float64"
     else:
         return
-    raise ProvesNothing(explain(story + _told(context), path=path, remedy=remedy))
+    raise ProvesNothing(explain(story + _told(context), path=leaf.path, remedy=remedy))
 
 
 def is_visible(old: Tensor, new: Tensor) -> bool:
-    """Whether an update is well above what the params' last places hide."""
+    """Whether an update is well above the error that the params' last places may make."""
     old, new = old.detach(), new.detach()
-    size = _largest(_update(old, new))
-    return size > 0 and size >= VISIBLE * float(_last_places(old, new).max())
+    size = _largest(_wide(new) - _wide(old))
+    hidden = float(_last_places(old, new).max())
+    return size > 0 and size >= VISIBLE * hidden
 
 
-def _compare_update(
-    path: str,
-    old: Tensor,
-    old_got: Tensor,
-    new: Tensor,
-    new_got: Tensor,
-    tolerance: float,
-    slack: float,
-) -> Difference | None:
-    expected, got = _update(old, new), _update(old_got, new_got)
-    if not tolerance or not old.numel():
-        return _compare(path, new, new_got, expected, got, None)
-    allowed = tolerance * _largest(expected) + slack + _last_places(old, new)
-    return _compare(path, new, new_got, expected, got, allowed)
+def _compare_update(leaf: _LeafUpdate, tolerance: float, slack: float) -> Difference | None:
+    """See Note [reordered]; `slack` is allowed besides."""
+    expected, got = leaf.expected, leaf.got
+    if not tolerance or not leaf.old.numel():
+        # Bit by bit goes by the params: a rounded update may hide a difference
+        return _compare_bits(leaf.path, leaf.new, leaf.new_got, expected, got)
+    allowed = tolerance * _largest(expected) + slack + _last_places(leaf.old, leaf.new)
+    return _compare_within(leaf.path, expected, got, allowed)
 
 
 def _compare_values(
-    path: str, a: Tensor, b: Tensor, tolerance: float, slack: float
+    path: str, expected: Tensor, got: Tensor, tolerance: float, slack: float
 ) -> Difference | None:
-    if not tolerance or not a.numel() or not (a.is_floating_point() or a.is_complex()):
-        return _compare(path, a, b, a, b, None)
-    return _compare(
-        path, a, b, a, b, torch.full(a.shape, tolerance * _largest(a) + slack, dtype=torch.float64)
-    )
+    """As for updates, but a value has no last places of a param around it."""
+    is_rounded = expected.is_floating_point() or expected.is_complex()
+    if not tolerance or not expected.numel() or not is_rounded:
+        return _compare_bits(path, expected, got, expected, got)
+    distances = _distances(expected, got)
+    allowed = torch.full_like(distances, tolerance * _largest(expected) + slack)
+    return _compare_within(path, expected, got, allowed)
 
 
-def _compare(
-    path: str, new: Tensor, new_got: Tensor, expected: Tensor, got: Tensor, allowed: Tensor | None
+def _compare_bits(
+    path: str, new: Tensor, new_got: Tensor, expected: Tensor, got: Tensor
 ) -> Difference | None:
-    """The element that is furthest off; None where all are as near as `allowed` (None: bitwise, of
-    the new values)."""
+    """The element that is furthest off, of those whose new values aren't the same bits."""
     if not new.numel():
         return None
-    error = (_wide(expected) - _wide(got)).abs()
-    if allowed is None:
-        bad = ~_same_bits(new, new_got)
-        allowed = torch.zeros_like(error)
-    else:
-        alike = (expected == got) | (expected.isnan() & got.isnan())  # infinities and NaN too
-        bad = ~(alike | (error <= allowed))
+    bad = ~_same_bits(new, new_got)
+    nothing = torch.zeros_like(_distances(expected, got))
+    return _furthest(path, bad, expected, got, nothing)
+
+
+def _compare_within(
+    path: str,
+    expected: Tensor,
+    got: Tensor,
+    allowed: Tensor,  # elementwise, float64
+) -> Difference | None:
+    """The element that is furthest off, of those that are further apart than `allowed`."""
+    alike = (expected == got) | (expected.isnan() & got.isnan())  # infinities and NaN too
+    near = _distances(expected, got) <= allowed
+    return _furthest(path, ~(alike | near), expected, got, allowed)
+
+
+def _furthest(
+    path: str,
+    bad: Tensor,  # elementwise, bool: the elements that differ
+    expected: Tensor,
+    got: Tensor,
+    allowed: Tensor,
+) -> Difference | None:
+    """Of the bad elements, the one that is furthest above `allowed`; None where there is none."""
     if not bool(bad.any()):
         return None
-    badness = torch.where(bad, torch.nan_to_num(error - allowed, nan=torch.inf), -torch.inf)
-    at = tuple(int(i) for i in torch.unravel_index(badness.argmax(), error.shape))
+    error = _distances(expected, got)
+    excess = torch.nan_to_num(error - allowed, nan=torch.inf)
+    excess = torch.where(bad, excess, -torch.inf)
+    index = torch.unravel_index(excess.argmax(), excess.shape)
+    at = tuple(int(i) for i in index)
     return Difference(
-        path, at, expected[at].item(), got[at].item(), float(error[at]), float(allowed[at])
+        path,
+        at,
+        expected=expected[at].item(),
+        got=got[at].item(),
+        error=float(error[at]),
+        allowed=float(allowed[at]),
     )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     """Elementwise, bit by bit: NaN equals the same NaN, and 0.0 differs from -0.0."""
 
-    def bits(x: Tensor) -> Tensor:
-        return x.contiguous().reshape(-1, 1).view(torch.uint8).reshape(*x.shape, -1)
+    def bits(x: Tensor) -> Tensor:  # (*x.shape, bytes per element), uint8
+        elements = x.contiguous().reshape(-1, 1)
+        return elements.view(torch.uint8).reshape(*x.shape, -1)
 
     return (bits(a) == bits(b)).all(-1)
 
 
-def _update(old: Tensor, new: Tensor) -> Tensor:
-    return _wide(new) - _wide(old)
+def _distances(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise, float64."""
+    return (_wide(a) - _wide(b)).abs()
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -342,8 +395,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> float:
-    """The largest finite magnitude: a NaN or an infinity must not widen what the other elements may
-    differ by."""
+    """The largest finite magnitude: a NaN or an infinity must not widen the bound for the other
+    elements."""
     sizes = _wide(x).abs()
     return float(sizes.where(sizes.isfinite(), 0.0).max())
 
@@ -352,28 +405,32 @@ def _last_places(old: Tensor, new: Tensor) -> Tensor:
     """How far apart two roundings of `new - old` may be, elementwise, float64."""
     if not (old.is_floating_point() or old.is_complex()):
         return torch.zeros(old.shape, dtype=torch.float64)
-    return (
-        LAST_PLACES * torch.finfo(old.dtype).eps * torch.maximum(_wide(old).abs(), _wide(new).abs())
-    )
+    sizes = torch.maximum(_wide(old).abs(), _wide(new).abs())
+    return LAST_PLACES * torch.finfo(old.dtype).eps * sizes
 
 
 def _raise_if(
     found: list[Difference], story: str, equality: Equality, context: Mapping[str, Any] | None
 ) -> None:
-    if found:
-        more = (
-            f", and {len(found) - 1} more leaves: {_some(d.path for d in found[1:])}"
-            if len(found) > 1
-            else ""
-        )
-        raise AssertionError(f"{story}{_told(context)}: {found[0]}{more}. Grade: {equality.grade}.")
+    """Raise an error that tells the first difference, and names some of the other leaves."""
+    if not found:
+        return
+    first, *others = found
+    more = ""
+    if others:
+        names = _some([difference.path for difference in others])
+        more = f", and {len(others)} more leaves: {names}"
+    raise AssertionError(f"{story}{_told(context)}: {first}{more}. Grade: {equality.grade}.")
 
 
-def _some(names: Iterator[str], limit: int = 4) -> str:
-    listed = list(names)
-    return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "")
+def _some(names: list[str], limit: int = 4) -> str:
+    """The first names, as "a, b, c, d, ..."."""
+    shown = ", ".join(names[:limit])
+    return shown + ", ..." if len(names) > limit else shown
 
 
 def _told(context: Mapping[str, Any] | None) -> str:
     """The context in words: " at step 2, level 3, ranks 4"."""
-    return " at " + ", ".join(f"{key} {value}" for key, value in context.items()) if context else ""
+    if not context:
+        return ""
+    return " at " + ", ".join(f"{key} {value}" for key, value in context.items())

@@ -32,9 +32,9 @@ class Case:
     """A model with all that training it takes.
 
     Attributes:
-        name: what it is.
+        name: the kind of model and its sizes, for error texts.
         model: makes the module.
-        make_batch: `(rows, generator) -> batch`.
+        make_batch: `(rows, generator) -> batch`; "x" goes into the model.
         criterion: `(output, batch) -> loss`, a mean over rows.
         units: for `functionalize`.
         unused: patterns of paths of trained leaves that the loss does not use.
@@ -61,7 +61,7 @@ class Case:
             model = self.model()
             with torch.no_grad():
                 for leaf in model.parameters():
-                    # Biases, and norms' shifts, start at zero
+                    # Norms' shifts start at zero, and zeros would hide wrong updates
                     leaf.add_(torch.randn_like(leaf), alpha=0.1)
             return model
 
@@ -90,7 +90,9 @@ class MLP(nn.Module):
 
     def __init__(self, dims: Sequence[int]):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(dims))
+        self.layers = nn.ModuleList()
+        for num_in, num_out in itertools.pairwise(dims):
+            self.layers.append(nn.Linear(num_in, num_out))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
@@ -104,19 +106,25 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        hidden = 2 * width + 1  # odd, so that no even number of ranks divides it
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)  # a bias of keys would have no gradient
         self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        q, k, v = (
-            self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        )
+    def forward(self, x: Tensor) -> Tensor:  # (rows, length, width), and so is the result
+        x = x + self._attend(self.norm1(x))
+        hidden = F.gelu(self.up(self.norm2(x)))
+        return x + self.down(hidden)  # type: ignore[no-any-return]
+
+    def _attend(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        heads = self.qkv(x).view(rows, length, 3, self.heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (rows, heads, length, width / heads)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+        return self.out(attended.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
@@ -124,14 +132,17 @@ class GPT(nn.Module):
 
     def __init__(self, vocab: int, width: int, heads: int, depth: int, length: int, tied: bool):
         super().__init__()
-        self.embed, self.place = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.embed = nn.Embedding(vocab, width)
+        self.place = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+    def forward(self, tokens: Tensor) -> Tensor:  # (rows, length) int64 -> (rows, length, vocab)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embed(tokens) + self.place(places)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
@@ -142,18 +153,18 @@ class ConvNet(nn.Module):
 
     def __init__(self, channels: int, kernel: int, classes: int):
         super().__init__()
-        self.first = nn.Sequential(
-            nn.Conv2d(1, channels, kernel, bias=False), nn.BatchNorm2d(channels), nn.Softplus()
-        )
-        self.second = nn.Sequential(
-            nn.Conv2d(channels, channels + 1, 2, bias=False),
-            nn.BatchNorm2d(channels + 1),
-            nn.Softplus(),
-        )
-        self.head = nn.LazyLinear(classes)
+        self.first = _convolution(1, channels, kernel)
+        self.second = _convolution(channels, channels + 1, 2)
+        self.head = nn.LazyLinear(classes)  # the first image tells its width
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)).flatten(1))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:  # (rows, 1, size, size) -> (rows, classes)
+        x = self.second(self.first(x))
+        return self.head(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def _convolution(num_in: int, num_out: int, kernel: int) -> nn.Sequential:
+    convolution = nn.Conv2d(num_in, num_out, kernel, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(num_out), nn.Softplus())
 
 
 class Shared(nn.Module):
@@ -161,16 +172,15 @@ class Shared(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.block, self.between, self.head = (
-            nn.Linear(width, width),
-            nn.Linear(width, width),
-            nn.Linear(width, 2),
-        )
+        self.block = nn.Linear(width, width)
+        self.between = nn.Linear(width, width)
+        self.head = nn.Linear(width, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.block(x))
         x = torch.tanh(self.between(x))
-        return self.head(torch.tanh(self.block(x)))  # type: ignore[no-any-return]
+        x = torch.tanh(self.block(x))  # its second call
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 class Unused(nn.Module):
@@ -178,7 +188,9 @@ class Unused(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.used, self.never, self.head = nn.Linear(width, 4), nn.Linear(4, width), nn.Linear(4, 2)
+        self.used = nn.Linear(width, 4)
+        self.never = nn.Linear(4, width)
+        self.head = nn.Linear(4, 2)
         self.head.register_parameter("spare", nn.Parameter(torch.randn(3)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,12 +202,14 @@ class Scalars(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([0.3]))
+        self.gain = nn.Parameter(torch.tensor(1.5))  # 0-d
+        self.shift = nn.Parameter(torch.tensor([0.3]))
         self.nothing = nn.Parameter(torch.zeros(0, 3))
         self.line = nn.Linear(1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gain * torch.tanh(self.line(x)) + self.shift + self.nothing.sum()
+        x = self.gain * torch.tanh(self.line(x))
+        return x + self.shift + self.nothing.sum()
 
 
 class Mixed(nn.Module):
@@ -203,19 +217,21 @@ class Mixed(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.first, self.last = nn.Linear(width, width).double(), nn.Linear(width, 2).double()
+        self.first = nn.Linear(width, width).double()
+        self.last = nn.Linear(width, 2).double()
         self.single = nn.Linear(width, width).float()
 
     def forward(self, x: Tensor) -> Tensor:
-        middle = self.single(torch.tanh(self.first(x)).float())
-        return self.last(torch.tanh(middle.double()))  # type: ignore[no-any-return]
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.single(x.float()).double())
+        return self.last(x)  # type: ignore[no-any-return]
 
 
 def mlp(dims: Sequence[int] = (7, 5, 3), seed: int = 0) -> Case:
     """An MLP for regression."""
-    return _regression(
-        f"mlp{tuple(dims)}", lambda: MLP(dims).double(), dims[0], dims[-1], seed, units=nn.Linear
-    )
+    make = lambda: MLP(dims).double()
+    name = f"mlp{tuple(dims)}"
+    return _regression(name, make, dims[0], dims[-1], seed, units=nn.Linear)
 
 
 def frozen_mlp(dims: Sequence[int] = (7, 6, 5, 3), seed: int = 0) -> Case:
@@ -240,16 +256,15 @@ def gpt(
     tied: bool = True,
     seed: int = 0,
 ) -> Case:
-    """A GPT for next tokens; its blocks are units."""
+    """A GPT that predicts the next token; its blocks are units."""
 
     def make_batch(rows: int, g: torch.Generator) -> Batch:
         tokens = torch.randint(vocab, (rows, length + 1), generator=g)
-        return {"x": tokens[:, :-1], "y": tokens[:, 1:]}
+        inputs, nexts = tokens[:, :-1], tokens[:, 1:]  # (rows, length), int64
+        return {"x": inputs, "y": nexts}
 
-    name = (
-        f"gpt(vocab={vocab}, width={width}, heads={heads}, depth={depth}, length={length}, "
-        f"tied={tied})"
-    )
+    sizes = f"vocab={vocab}, width={width}, heads={heads}, depth={depth}, length={length}"
+    name = f"gpt({sizes}, tied={tied})"
     make = lambda: GPT(vocab, width, heads, depth, length, tied).double()
     return Case(name, make, make_batch, _cross_entropy, units=Block, seed=seed)
 
@@ -262,12 +277,14 @@ def convnet(
     def make() -> nn.Module:
         model = ConvNet(channels, kernel, classes)
         with torch.no_grad():
+            # Makes the lazy head; in eval mode, so that BatchNorm's statistics stay as they are
             model.eval()(torch.zeros(1, 1, size, size))
         return model.train().double()
 
     def make_batch(rows: int, g: torch.Generator) -> Batch:
-        x = torch.randn(rows, 1, size, size, generator=g, dtype=torch.float64)
-        return {"x": x, "y": torch.randint(classes, (rows,), generator=g)}
+        images = torch.randn(rows, 1, size, size, generator=g, dtype=torch.float64)
+        labels = torch.randint(classes, (rows,), generator=g)
+        return {"x": images, "y": labels}
 
     name = f"convnet(channels={channels}, kernel={kernel}, classes={classes}, size={size})"
     return Case(name, make, make_batch, _cross_entropy, per_rank=True, min_rows=2, seed=seed)
@@ -299,7 +316,8 @@ def _regression(
 ) -> Case:
     def make_batch(rows: int, g: torch.Generator) -> Batch:
         x = torch.randn(rows, num_in, generator=g, dtype=torch.float64)
-        return {"x": x, "y": torch.randn(rows, num_out, generator=g, dtype=torch.float64)}
+        y = torch.randn(rows, num_out, generator=g, dtype=torch.float64)
+        return {"x": x, "y": y}
 
     return Case(name, make, make_batch, _squared_error, seed=seed, **rest)
 

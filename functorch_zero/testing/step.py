@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from glob import escape
 from typing import Any, NamedTuple
 
@@ -29,13 +30,17 @@ from .equality import (
     Grade,
     ProvesNothing,
     apart,
+    as_equality,
     assert_equal_updates,
     assert_equal_values,
     is_visible,
 )
 
-JITTER = 16  # last places of a leaf's largest gradient, about what sums in another order differ by
-
+# Last places of a leaf's largest gradient: about the difference that sums in another order make
+JITTER = 16
+JITTERED_RUNS = 4  # of the unsharded step, to see how far round-off carries
+# The sharded step may be this many times as far off as round-off makes the unsharded one
+ROUND_OFF = 10
 
 HINT = (
     "If the loss of a batch is not the mean of its parts' losses (BatchNorm, dropout, a sum "
@@ -46,10 +51,6 @@ AMPLIFIED = (
     "amplify round-off here (sums that cancel, a matrix without full rank, an eps that is too "
     "small). Remedy: other data, a larger eps, or allow_round_off=True."
 )
-ROUND_OFF = (
-    10  # times what round-off does to the unsharded step may be between it and the sharded one
-)
-JITTERED_RUNS = 4
 
 
 def assert_sharded_equals_unsharded(
@@ -73,28 +74,27 @@ def assert_sharded_equals_unsharded(
     """Prove a step: run it unsharded, and at each level on each number of ranks, and compare after
     every batch.
 
-    Compared are the params' updates (each trained leaf must move visibly in some step), the
-    optimizer's state, the buffers and the metrics, and all ranks must agree bit by bit. Ranks are
-    threads of this process.
+    The params' updates are compared, and each trained leaf must move visibly in some step. So are
+    the optimizer's state, the buffers and the metrics, and all ranks must agree bit by bit. Ranks
+    are threads of this process.
 
     Args:
         step: an unsharded step, from `train_step`.
         params, buffers: as for `step.init`.
-        batches: whole batches, one a step: trees of tensors. Each rank gets its part of every
+        batches: whole batches, one per step: trees of tensors. Each rank gets its part of every
             leaf's first dim; 0-d tensors and other things go to all ranks.
         levels, ranks: all combinations are run.
         grade: of equality, see `Equality`.
         per_rank: the oracle averages the ranks' gradients, each from that rank's part, instead of
-            taking the whole
-            batch: for losses that couple the samples of a batch (BatchNorm) or draw random numbers
-            (dropout), and for unequal parts of a loss without a weight.
+            taking the whole batch: for losses that couple the samples of a batch (BatchNorm) or
+            draw random numbers (dropout), and for unequal parts of a loss without a weight.
         unused: paths, or patterns of paths, of trained leaves that the loss does not use, whose
             update may be zero.
-        allow_round_off: leaf by leaf, also allow ten times what round-off makes of the unsharded
-            step: gradients changed in their last places. Some optimizers amplify round-off where a
-            matrix has no full rank (Shampoo, SOAP, full-matrix Adagrad), and eigenvectors are
-            defined up to sign only; a leaf that round-off changes altogether is hardly compared
-            then.
+        allow_round_off: leaf by leaf, also allow ten times the difference that round-off makes in
+            the unsharded step, when its gradients are changed in their last places. Some optimizers
+            amplify round-off where a matrix has no full rank (Shampoo, SOAP, full-matrix Adagrad).
+            Eigenvectors are defined up to sign only. A leaf that round-off changes altogether is
+            hardly compared then.
         seed: for `init`.
         sync_buffers: as for `shard`.
         shard_size: of a mesh of two axes, how many ranks lie along the shard axis (HSDP). It
@@ -114,34 +114,80 @@ def assert_sharded_equals_unsharded(
     >>> params = {"w": torch.zeros(5, dtype=torch.float64, requires_grad=True)}
     >>> assert_sharded_equals_unsharded(step, params, {}, [torch.arange(30.0).view(6, 5)] * 2)
     """
-    equality = grade if isinstance(grade, Equality) else Equality(grade)
-    start, rule = Start(params, buffers, seed), sync_buffers
-    whole = None if per_rank else run_whole(step, start, batches)
+    equality = as_equality(grade)
+    oracle = _Oracle(step, Start(params, buffers, seed), batches, sync_buffers, per_rank)
     for num_ranks in ranks:
         mesh = Mesh(num_ranks, shard_size, same_data)
         parts = [split(batch, mesh.num_parts) for batch in batches]
-        if whole is not None:
-            _check_fair(whole, batches, mesh.num_parts)
-        expected = whole or run_in_parts(step, start, parts, rule=rule)
+        expected = oracle.run(parts)
+        local = mesh.parts_by_rank if sync_buffers == "local" else None
         for level in levels:
-            settings = {"level": level, "sync_buffers": rule, **options}
-            got = _run_sharded(step, start, parts, mesh, settings)
+            settings = {"level": level, "sync_buffers": sync_buffers, **options}
+            got = _run_sharded(step, oracle.start, parts, mesh, settings)
             at = {"level": level, "ranks": num_ranks}
-            local = [mesh.part_of(rank) for rank in range(num_ranks)] if rule == "local" else None
             comparison = Comparison(expected, got, equality, tuple(unused), local, at)
-            try:
-                comparison.run()
-            except ProvesNothing:
-                raise
-            except AssertionError as error:
-                jittered = []
-                for k in range(JITTERED_RUNS):
-                    others = parts if per_rank else [[batch] for batch in batches]
-                    jittered.append(run_in_parts(step, start, others, rule=rule, jitter=k))
-                explained = equality.grade != "bitwise" and comparison.holds(jittered)
-                if not (explained and allow_round_off):
-                    error.add_note(AMPLIFIED if explained else HINT)
-                    raise
+            _check(comparison, oracle, parts, allow_round_off=allow_round_off)
+
+
+def _check(
+    comparison: Comparison, oracle: _Oracle, parts: list[list[Any]], *, allow_round_off: bool
+) -> None:
+    """Raise where the runs differ, with a note that says whether round-off explains it."""
+    try:
+        comparison.run()
+    except ProvesNothing:
+        raise  # the oracle's update is at fault, and round-off explains nothing
+    except AssertionError as error:
+        may_be_round_off = comparison.equality.grade != "bitwise"
+        explained = may_be_round_off and comparison.holds(oracle.jittered_runs(parts))
+        if explained and allow_round_off:
+            return
+        error.add_note(AMPLIFIED if explained else HINT)
+        raise
+
+
+@dataclass(frozen=True)
+class _Oracle:
+    """The unsharded step, which takes the batches whole or, `per_rank`, in the ranks' parts."""
+
+    step: TrainStep
+    start: Start
+    batches: Sequence[Any]  # whole
+    rule: SyncBuffers
+    per_rank: bool
+
+    def run(self, parts: list[list[Any]]) -> Run:
+        """The run expected of ranks that are given these parts, batch by batch."""
+        if self.per_rank:
+            return run_in_parts(self.step, self.start, parts, rule=self.rule)
+        for batch, its_parts in zip(self.batches, parts, strict=True):
+            self._check_fair(batch, len(its_parts))
+        return self._whole
+
+    def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
+        """The same several times, with gradients that are off in their last places."""
+        given = parts if self.per_rank else [[batch] for batch in self.batches]
+        runs = []
+        for seed in range(JITTERED_RUNS):
+            runs.append(run_in_parts(self.step, self.start, given, rule=self.rule, jitter=seed))
+        return runs
+
+    @cached_property
+    def _whole(self) -> Run:
+        return run_whole(self.step, self.start, self.batches)
+
+    def _check_fair(self, batch: Any, num_parts: int) -> None:
+        """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean
+        of the whole."""
+        for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
+            uneven = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % num_parts
+            if uneven and not self._whole.weighted:
+                raise ValueError(
+                    f"a batch of {leaf.shape[0]} ({path or 'the batch'}) does not divide over "
+                    f"{num_parts} ranks, and the loss returns no weight, so each rank's mean "
+                    "would count the same. Remedy: return Aux(weight=...), pass batches that "
+                    "divide, or compare with per_rank=True"
+                )
 
 
 class Mesh(NamedTuple):
@@ -153,8 +199,13 @@ class Mesh(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """The parts of a batch."""
-        return 1 + max(self.part_of(rank) for rank in range(self.num_ranks))
+        """How many parts a batch is split into."""
+        return 1 + max(self.parts_by_rank)
+
+    @property
+    def parts_by_rank(self) -> list[int]:
+        """The number of each rank's part of the batch."""
+        return [self.part_of(rank) for rank in range(self.num_ranks)]
 
     def part_of(self, rank: int) -> int:
         """The part of the batch that a rank is given."""
@@ -184,9 +235,11 @@ def _run_sharded(
     def run(group: Group) -> Run:
         sharded = shard(step, group=mesh.of(group), **settings)
         state = sharded.init(start.params, start.buffers, seed=start.seed)
-        first, steps = sharded.unshard(state), []
+        first = sharded.unshard(state)
+        steps = []
         for parts in batches:
-            state, metrics = sharded(state, parts[mesh.part_of(group.rank)])
+            own = parts[mesh.part_of(group.rank)]
+            state, metrics = sharded(state, own)
             whole = sharded.unshard(state)
             steps.append(Step(whole, [whole.buffers], metrics))
         return Run(first, steps)
@@ -197,21 +250,6 @@ def _run_sharded(
         at = f"level {settings['level']}, ranks {mesh.num_ranks}"
         error.add_note(f"While running the sharded step at {at}.")
         raise
-
-
-def _check_fair(whole: Run, batches: Sequence[Any], num_ranks: int) -> None:
-    """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean of
-    the whole."""
-    for batch in batches:
-        for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
-            uneven = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % num_ranks
-            if uneven and not whole.weighted:
-                raise ValueError(
-                    f"a batch of {leaf.shape[0]} ({path or 'the batch'}) does not divide over "
-                    f"{num_ranks} ranks, and the loss returns no weight, so each rank's mean "
-                    "would count the same. Remedy: return Aux(weight=...), pass batches that "
-                    "divide, or compare with per_rank=True"
-                )
 
 
 @dataclass(frozen=True)
@@ -226,25 +264,14 @@ class Comparison:
     at: dict[str, Any]  # for errors: level and ranks
 
     def run(self, jittered: Sequence[Run] = ()) -> None:
-        """Raise at the first difference that is more than the grade allows, or round-off as in
+        """Raise at the first difference that the grade does not allow, nor round-off as in the
         `jittered` runs."""
         moving = self._moving()
-        for k, (want, *have) in enumerate(
-            zip(self.expected.steps, *(run.steps for run in self.got), strict=True)
-        ):
+        for k, want in enumerate(self.expected.steps):
+            have = [run.steps[k] for run in self.got]
             at = {"step": k, **self.at}
             self._compare_updates(k, moving, jittered, at)
-            for what in ("opt_state", "buffers", "metrics", "counters"):
-                slack = _slack(*(_part(run.steps[k], what) for run in (self.expected, *jittered)))
-                pair = _part(want, what), _part(have[0], what)
-                assert_equal_values(
-                    *pair,
-                    grade=self.equality,
-                    what=what,
-                    dtypes=self._dtypes(),
-                    slack=slack,
-                    context=at,
-                )
+            self._compare_others(want, have[0], [run.steps[k] for run in jittered], at)
             self._compare_ranks(want, have, at)
 
     def holds(self, jittered: Sequence[Run]) -> bool:
@@ -255,58 +282,78 @@ class Comparison:
             return False
         return True
 
-    def _dtypes(self) -> set[torch.dtype]:
-        return {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
-
     def _moving(self) -> list[str]:
         """The paths of the leaves that some step moves visibly: in another they may rest, as with
         Rprop and SOAP."""
         moved = set()
         for before, after in itertools.pairwise(state.params for state in self.expected.states):
-            rows = zip(
-                paths(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True
-            )
-            moved |= {escape(path) for path, a, b in rows if a.numel() and self._moves(a, b)}
+            leaves = optree.tree_leaves(before), optree.tree_leaves(after)
+            for path, old, new in zip(paths(before), *leaves, strict=True):
+                if old.numel() and self._moves(old, new):
+                    moved.add(escape(path))
         return sorted(moved)
 
-    def _moves(self, a: Tensor, b: Tensor) -> bool:
-        return is_visible(a, b) if self.equality.grade == "reordered" else not torch.equal(a, b)
+    def _moves(self, old: Tensor, new: Tensor) -> bool:
+        if self.equality.grade == "reordered":
+            return is_visible(old, new)
+        return not torch.equal(old, new)
 
     def _compare_updates(
         self, k: int, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]
     ) -> None:
         before, after = self.expected.states[k : k + 2]
         got_before, got_after = self.got[0].states[k : k + 2]
-        updates = [
-            tree_map(torch.sub, run.states[k + 1].params, run.states[k].params) for run in jittered
-        ]
-        expected = tree_map(torch.sub, after.params, before.params)
+        updates = [run.update(k) for run in (self.expected, *jittered)]
         assert_equal_updates(
             before.params,
             after.params,
             got_after.params,
             grade=self.equality,
             old_got=got_before.params,
-            trained=tree_map(lambda leaf: leaf.requires_grad, before.params),
+            trained=tree_map(_is_trained, before.params),
             unused=self.unused,
             resting=moving,
-            slack=_slack(expected, *updates),
+            slack=_slack(*updates),
             context=at,
         )
+
+    def _compare_others(
+        self, want: Step, have: Step, jittered: Sequence[Step], at: dict[str, Any]
+    ) -> None:
+        """All results of a step but its params."""
+        dtypes = {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
+        got, off = have.others(), [step.others() for step in jittered]
+        for name, expected in want.others().items():
+            assert_equal_values(
+                expected,
+                got[name],
+                grade=self.equality,
+                what=name,
+                dtypes=dtypes,
+                slack=_slack(expected, *(others[name] for others in off)),
+                context=at,
+            )
 
     def _compare_ranks(self, want: Step, have: Sequence[Step], at: dict[str, Any]) -> None:
         """All ranks against rank 0, bit by bit; buffers that are each rank's own against the
         oracle's."""
-        first = have[0]
-        for rank, other in list(enumerate(have))[1:]:
+        first, *others = have
+        for rank, other in enumerate(others, start=1):
             here = {**at, "rank": rank}
-            pair = [self._shared(step) for step in (first, other)]
             assert_equal_values(
-                *pair, grade="bitwise", what="rank 0's results and this rank's", context=here
+                self._shared(first),
+                self._shared(other),
+                grade="bitwise",
+                what="rank 0's results and this rank's",
+                context=here,
             )
+            # The oracle has buffers of each part only where it takes the batch in parts
             if self.local and len(want.buffers) > self.local[rank]:
-                own = (want.buffers[self.local[rank]], other.buffers[0])
-                assert_equal_values(*own, grade=self.equality, what="buffers", context=here)
+                expected = want.buffers[self.local[rank]]
+                got = other.buffers[0]
+                assert_equal_values(
+                    expected, got, grade=self.equality, what="buffers", context=here
+                )
 
     def _shared(self, step: Step) -> Any:
         """The results that all ranks must have alike."""
@@ -314,31 +361,36 @@ class Comparison:
         return {"state": state, "metrics": step.metrics}
 
 
-def _part(step: Step, what: str) -> Any:
-    parts: dict[str, Any] = {
-        "opt_state": step.state.opt_state,
-        "buffers": step.buffers[0],
-        "metrics": step.metrics,
-        "counters": (step.state.step, step.state.seed, step.state.finite),
-    }
-    return parts[what]
+def _is_trained(leaf: Tensor) -> bool:
+    return leaf.requires_grad
 
 
 def _slack(expected: Any, *jittered: Any) -> list[float]:
-    """For each leaf, what round-off may do to it."""
-    leaves = [optree.tree_leaves(tree) for tree in (expected, *jittered)]
-    return [
-        ROUND_OFF * max((apart(first, other) for other in rest), default=0.0)
-        for first, *rest in zip(*leaves, strict=True)
-    ]
+    """For each leaf, the difference that round-off may make."""
+    others = [optree.tree_leaves(tree) for tree in jittered]
+    slack = []
+    for n, leaf in enumerate(optree.tree_leaves(expected)):
+        largest = max((apart(leaf, other[n]) for other in others), default=0.0)
+        slack.append(ROUND_OFF * largest)
+    return slack
 
 
 class Step(NamedTuple):
     """The results of one step."""
 
-    state: State
+    state: State  # whole leaves: gathered, where the step is sharded
     buffers: list[PyTree[Tensor]]  # by rank; one where all have the same
     metrics: Metrics
+
+    def others(self) -> dict[str, Any]:
+        """All results but the params, by the names that errors give them."""
+        state = self.state
+        return {
+            "opt_state": state.opt_state,
+            "buffers": self.buffers[0],
+            "metrics": self.metrics,
+            "counters": (state.step, state.seed, state.finite),
+        }
 
 
 class Run(NamedTuple):
@@ -353,11 +405,16 @@ class Run(NamedTuple):
         """The first state, and the one after each step."""
         return [self.start, *(step.state for step in self.steps)]
 
+    def update(self, k: int) -> PyTree[Tensor]:
+        """Step k's update of the params."""
+        before, after = self.states[k : k + 2]
+        return tree_map(torch.sub, after.params, before.params)
+
 
 class Start(NamedTuple):
-    """The beginning of a run."""
+    """The beginning of a run: the arguments of `step.init`."""
 
-    params: PyTree[Tensor]
+    params: PyTree[Tensor]  # whole leaves
     buffers: PyTree[Tensor] | None
     seed: int | None
 
@@ -371,11 +428,11 @@ def split(batch: Any, num_ranks: int) -> list[Any]:
             f"a batch of {min(rows)} can't be split over {num_ranks} ranks. Remedy: pass larger "
             "batches"
         )
-    cut = [
-        x.tensor_split(num_ranks) if isinstance(x, Tensor) and x.dim() else [x] * num_ranks
-        for x in leaves
-    ]
-    return [treedef.unflatten([parts[rank] for parts in cut]) for rank in range(num_ranks)]
+    by_leaf: list[Sequence[Any]] = []  # each leaf's parts, in rank order
+    for leaf in leaves:
+        has_rows = isinstance(leaf, Tensor) and leaf.dim()
+        by_leaf.append(leaf.tensor_split(num_ranks) if has_rows else [leaf] * num_ranks)
+    return [treedef.unflatten([parts[rank] for parts in by_leaf]) for rank in range(num_ranks)]
 
 
 def run_whole(step: TrainStep, start: Start, batches: Sequence[Any]) -> Run:
@@ -403,29 +460,32 @@ def run_in_parts(
     `jitter` seeds changes of the gradients in their last places.
     """
     first = state = step.init(start.params, start.buffers, seed=start.seed)
-    held = [state.buffers] * (len(batches[0]) if batches else 1)
-    g = None if jitter is None else torch.Generator().manual_seed(jitter)
+    num_parts = len(batches[0]) if batches else 1
+    held = [state.buffers] * num_parts  # each rank's
+    generator = None if jitter is None else torch.Generator().manual_seed(jitter)
     steps = []
     for parts in batches:
-        results = []
-        for rank, (own, part) in enumerate(zip(held, parts, strict=True)):
-            results.append(step.loss_and_grads(state.replace(buffers=own), part, rank))
-        outcomes = [outcome for _, outcome in results]
+        gradients, outcomes = [], []
+        for rank, (buffers, part) in enumerate(zip(held, parts, strict=True)):
+            own, outcome = step.loss_and_grads(state.replace(buffers=buffers), part, rank)
+            gradients.append(own)
+            outcomes.append(outcome)
         shares = _shares(outcomes)
-        grads = tree_map(lambda *gs, s=shares: _mean(gs, s), *(grads for grads, _ in results))
-        held, before = (
-            _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares),
-            held,
-        )
-        metrics, old = _average_metrics(outcomes, shares), state
-        grads = grads if g is None else _jittered(grads, g)
-        state, measured = step.update_measured(old, grads, held[0], metrics["loss"])
-        held = before if _skipped(old, state) else held
+        grads = _mean_trees(gradients, shares)
+        if generator is not None:
+            grads = _jittered(grads, generator)
+        metrics = _average_metrics(outcomes, shares)
+        combined = _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares)
+        before = state
+        state, measured = step.update_measured(before, grads, combined[0], metrics["loss"])
+        if not _skipped(before, state):  # after a skipped step each rank has its old buffers
+            held = combined
         steps.append(Step(state, held, metrics | measured))
     return Run(first, steps)
 
 
 def _skipped(old: State, new: State) -> bool:
+    """Whether the step in between was skipped, since its loss or gradients were not finite."""
     return (
         old.finite is not None
         and new.finite is not None
@@ -434,22 +494,30 @@ def _skipped(old: State, new: State) -> bool:
 
 
 def _shares(outcomes: Sequence[Outcome]) -> list[float]:
+    """Each part's share of the mean, by its loss's weight."""
     weights = [1.0 if outcome.weight is None else float(outcome.weight) for outcome in outcomes]
-    return [weight / (sum(weights) or 1.0) for weight in weights]
+    total = sum(weights) or 1.0
+    return [weight / total for weight in weights]
+
+
+def _mean_trees(trees: Sequence[PyTree[Tensor]], shares: Sequence[float]) -> PyTree[Tensor]:
+    return tree_map(lambda *leaves: _mean(leaves, shares), *trees)
 
 
 def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    first, *rest = [value * share for value, share in zip(values, shares, strict=True)]
+    """The weighted mean, added up in rank order, as ranks do."""
+    total, *rest = [value * share for value, share in zip(values, shares, strict=True)]
     for value in rest:
-        first = first + value
-    return first
+        total = total + value
+    return total
 
 
 def _average_metrics(outcomes: Sequence[Outcome], shares: Sequence[float]) -> Metrics:
-    seen = [
-        {"loss": as_metric(o.loss), **{k: as_metric(v) for k, v in o.metrics.items()}}
-        for o in outcomes
-    ]
+    """The loss and the metrics of all parts, each as its weighted mean."""
+    seen = []
+    for outcome in outcomes:
+        measured = {"loss": outcome.loss, **outcome.metrics}
+        seen.append({name: as_metric(value) for name, value in measured.items()})
     return {name: _mean([metrics[name] for metrics in seen], shares) for name in seen[0]}
 
 
@@ -460,24 +528,31 @@ def _combine_buffers(
     of weight 0 isn't averaged."""
 
     def mean(*buffers: Tensor) -> Tensor:
-        counting = [b for b, share in zip(buffers, shares, strict=True) if share] or [buffers[0]]
-        if rule == "rank0":
-            return buffers[0]
-        if not counting[0].is_floating_point() or all(torch.equal(counting[0], b) for b in buffers):
-            return counting[0]
-        return torch.stack(counting).mean(0)
+        counted = [b for b, share in zip(buffers, shares, strict=True) if share] or [buffers[0]]
+        first = counted[0]
+        # A mean of integers, or of equal numbers, could be rounded to another one
+        if not first.is_floating_point() or all(torch.equal(first, b) for b in buffers):
+            return first
+        return torch.stack(counted).mean(0)
 
-    return held if rule == "local" else [tree_map(mean, *held)] * len(held)
+    if rule == "local":
+        return held
+    shared = held[0] if rule == "rank0" else tree_map(mean, *held)
+    return [shared] * len(held)
 
 
-def _jittered(grads: PyTree[Tensor], g: torch.Generator) -> PyTree[Tensor]:
+def _jittered(grads: PyTree[Tensor], generator: torch.Generator) -> PyTree[Tensor]:
+    """The gradients with noise of the size that sums in another order would make."""
     leaves = optree.tree_leaves(grads)
-    coarsest = max((torch.finfo(x.dtype).eps for x in leaves), default=0.0)
+    # The coarsest dtype counts for all: gradients pass through every dtype of the model
+    last_place = max((torch.finfo(leaf.dtype).eps for leaf in leaves), default=0.0)
 
-    def jitter(x: Tensor) -> Tensor:
-        if not x.numel():
-            return x
-        noise = 2 * torch.rand(x.shape, generator=g, dtype=torch.float64) - 1
-        return x + (JITTER * coarsest * x.abs().max() * noise.to(x.device)).to(x.dtype)
+    def jitter(grad: Tensor) -> Tensor:
+        if not grad.numel():
+            return grad
+        drawn = torch.rand(grad.shape, generator=generator, dtype=torch.float64)
+        noise = (2 * drawn - 1).to(grad.device)  # from -1 to 1
+        size = JITTER * last_place * grad.abs().max()
+        return grad + (size * noise).to(grad.dtype)
 
     return tree_map(jitter, grads)

@@ -1,5 +1,24 @@
-"""Hypothesis strategies: trees, world sizes, models with batches, optimizers. Hostile cases are
-drawn by default.
+"""Hypothesis strategies for property tests: trees, numbers of ranks, models with batches,
+optimizers.
+
+A property test draws a model, an optimizer and batches, and proves the step on drawn ranks:
+
+>>> from hypothesis import given, settings
+>>> from functorch_zero.testing import assert_sharded_equals_unsharded
+>>> @settings(max_examples=2, deadline=None, derandomize=True, database=None)
+... @given(data=st.data())
+... def test_any_step_on_any_ranks(data):
+...     case, num_ranks = data.draw(modules(["mlp", "shared"])), data.draw(world_sizes(3))
+...     optimizer = data.draw(optimizers(["adamw", "clip + lamb"]))
+...     step, params, buffers = case.step(optimizer.make())
+...     drawn = data.draw(batches(case, num_ranks))
+...     assert_sharded_equals_unsharded(
+...         step, params, buffers, drawn, levels=[3], ranks=[num_ranks]
+...     )
+>>> test_any_step_on_any_ranks()
+
+Hostile cases are drawn by default: empty leaves, scalars, more ranks than elements, dims that no
+number of ranks divides. Everything drawn is made from a seed, so a failing example repeats.
 
 Needs Hypothesis, which nothing else in functorch_zero imports:
     `pip install 'functorch-zero[test]'`.
@@ -32,80 +51,89 @@ from . import models
 from .models import Batch, Case
 
 FLOATS = (torch.float64, torch.float32)
-# Hardly any divide, and few leaves have more elements than there may be ranks
-DIMS = (
-    1,
-    2,
-    3,
-    5,
-    7,
+# Hardly any number of ranks divides these, and few leaves have more elements than there are ranks
+DIMS = (1, 2, 3, 5, 7)
+HOSTILE_SHAPES = (
+    (),  # a scalar
+    (1,),
+    (0,),  # empty
+    (2,),  # fewer elements than most numbers of ranks
+    (3,),
+    (1, 1),
+    (3, 0),  # empty, and yet with rows
+    (1, 7),
+    (7, 1),
+    (2, 1, 3),
 )
 LEARNING_RATE = 0.01
-# Round-off, where something has no full rank
-AMPLIFYING = {
-    "adabelief",
-    "full_matrix_adagrad",
-    "shampoo",
-    "soap",
-}
+# These amplify round-off where something, such as a gradient matrix, lacks full rank
+AMPLIFYING = {"adabelief", "full_matrix_adagrad", "shampoo", "soap"}
+
+_DIM = st.sampled_from(DIMS)
+_SEED = st.integers(0, 2**16)
+_SMALL_WIDTH = st.sampled_from([2, 3, 5])
+
+
+# Trees
 
 
 def shapes(max_dims: int = 4) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes of 0 to `max_dims` dims: 0-d, of one element, of none, of fewer elements than ranks,
     and larger ones."""
-    hostile = [(), (1,), (0,), (2,), (3,), (1, 1), (3, 0), (1, 7), (7, 1), (2, 1, 3)]
-    drawn = st.lists(st.sampled_from(DIMS), min_size=1, max_size=max_dims).map(tuple)
-    return st.one_of(st.sampled_from([s for s in hostile if len(s) <= max_dims]), drawn)
+    hostile = [shape for shape in HOSTILE_SHAPES if len(shape) <= max_dims]
+    usual = st.lists(_DIM, min_size=1, max_size=max_dims).map(tuple)
+    return st.one_of(st.sampled_from(hostile), usual)
 
 
-def leaves(dtypes: Sequence[torch.dtype] = FLOATS, max_dims: int = 4) -> st.SearchStrategy[Tensor]:
+@st.composite
+def leaves(
+    draw: st.DrawFn, dtypes: Sequence[torch.dtype] = FLOATS, max_dims: int = 4
+) -> Tensor:  # of a drawn shape, on the CPU
     """Tensors of normal random values, one in four of them frozen (without `requires_grad`)."""
-    return st.builds(
-        _leaf,
-        shapes(max_dims),
-        st.sampled_from(list(dtypes)),
-        st.integers(0, 2**16),
-        st.sampled_from([True] * 3 + [False]),
-    )
+    shape = draw(shapes(max_dims))
+    dtype = draw(st.sampled_from(list(dtypes)))
+    generator = torch.Generator().manual_seed(draw(_SEED))
+    trained = draw(st.sampled_from([True, True, True, False]))
+    # Drawn in float64, so that a leaf has the same values, rounded, in every dtype
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return values.to(dtype).requires_grad_(trained)
 
 
-def _leaf(shape: tuple[int, ...], dtype: torch.dtype, seed: int, trained: bool) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_(trained)
-
-
+@st.composite
 def trees(
-    dtypes: Sequence[torch.dtype] = FLOATS, max_leaves: int = 8, max_dims: int = 4
-) -> st.SearchStrategy[PyTree[Tensor]]:
+    draw: st.DrawFn,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    max_leaves: int = 8,
+    max_dims: int = 4,
+) -> PyTree[Tensor]:
     """Params-like trees: dicts, lists and tuples of `leaves`, with None among them; at least one
     leaf is trained."""
-    below = st.one_of(leaves(dtypes, max_dims), st.none())
-
-    def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        keys = st.sampled_from(["a", "b", "c", "weight"])
-        listed = st.lists(inner, min_size=1, max_size=3)
-        return st.one_of(
-            st.dictionaries(keys, inner, min_size=1, max_size=3), listed, listed.map(tuple)
-        )
-
-    drawn = st.recursive(below, nest, max_leaves=max_leaves)
-    return st.builds(
-        lambda tree, last: {"drawn": tree, "last": last}, drawn, leaves(dtypes, max_dims)
-    ).map(_one_trained)
+    leaf = leaves(dtypes, max_dims)
+    nested = st.recursive(st.one_of(leaf, st.none()), _containers, max_leaves=max_leaves)
+    drawn, last = draw(nested), draw(leaf)
+    if not _has_trained_elements([drawn, last]):
+        last = torch.arange(1.0, 7.0, dtype=last.dtype).view(2, 3).requires_grad_()
+    return {"drawn": drawn, "last": last}
 
 
-def _one_trained(tree: Any) -> Any:
-    if any(leaf.requires_grad and leaf.numel() for leaf in optree.tree_leaves(tree)):
-        return tree
-    return {
-        **tree,
-        "last": torch.arange(1.0, 7.0, dtype=tree["last"].dtype).view(2, 3).requires_grad_(),
-    }
+def _containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Dicts, lists and tuples of one to three items, each drawn from `inside`."""
+    keys = st.sampled_from(["a", "b", "c", "weight"])
+    dicts = st.dictionaries(keys, inside, min_size=1, max_size=3)
+    lists = st.lists(inside, min_size=1, max_size=3)
+    return st.one_of(dicts, lists, lists.map(tuple))
+
+
+def _has_trained_elements(tree: PyTree[Tensor]) -> bool:
+    return any(leaf.requires_grad and leaf.numel() for leaf in optree.tree_leaves(tree))
 
 
 def world_sizes(max_ranks: int = 5) -> st.SearchStrategy[int]:
     """Numbers of ranks, one included."""
     return st.integers(1, max_ranks)
+
+
+# Models with their batches
 
 
 def modules(kinds: Sequence[str] | None = None) -> st.SearchStrategy[Case]:
@@ -116,56 +144,85 @@ def modules(kinds: Sequence[str] | None = None) -> st.SearchStrategy[Case]:
         kinds: of "mlp", "frozen_mlp", "gpt", "convnet", "shared", "unused", "scalars", "mixed";
             None for all.
     """
-    seed, dim = st.integers(0, 2**16), st.sampled_from(DIMS)
-    made: dict[str, st.SearchStrategy[Case]] = {
-        "mlp": st.builds(models.mlp, st.lists(dim, min_size=2, max_size=4).map(tuple), seed),
-        "frozen_mlp": st.builds(
-            models.frozen_mlp, st.lists(dim, min_size=4, max_size=5).map(tuple), seed
-        ),
-        "gpt": st.builds(
-            _gpt,
-            st.sampled_from([5, 11]),
-            st.sampled_from([3, 5]),
-            st.sampled_from([1, 2]),
-            st.integers(1, 2),
-            st.sampled_from([2, 3, 5]),
-            st.booleans(),
-            seed,
-        ),
-        "convnet": st.builds(
-            models.convnet,
-            st.integers(1, 4),
-            st.sampled_from([2, 3]),
-            st.sampled_from([2, 3, 5]),
-            st.sampled_from([5, 6]),
-            seed,
-        ),
-        "shared": st.builds(models.shared, st.sampled_from([2, 3, 5]), seed),
-        "unused": st.builds(models.unused, dim, seed),
-        "scalars": st.builds(models.scalars, seed),
-        "mixed": st.builds(models.mixed, st.sampled_from([2, 3, 5]), seed),
-    }
-    return st.one_of([made[kind] for kind in kinds or made])
+    chosen = kinds or list(_STRATEGY_OF_KIND)
+    return st.one_of([_STRATEGY_OF_KIND[kind]() for kind in chosen])
 
 
-def _gpt(
-    vocab: int, per_head: int, heads: int, depth: int, length: int, tied: bool, seed: int
-) -> Case:
-    return models.gpt(vocab, per_head * heads, heads, depth, length, tied, seed)
+def _mlps() -> st.SearchStrategy[Case]:
+    dims = st.lists(_DIM, min_size=2, max_size=4).map(tuple)
+    return st.builds(models.mlp, dims, _SEED)
 
 
+def _frozen_mlps() -> st.SearchStrategy[Case]:
+    dims = st.lists(_DIM, min_size=4, max_size=5).map(tuple)  # the model has at least three layers
+    return st.builds(models.frozen_mlp, dims, _SEED)
+
+
+@st.composite
+def _gpts(draw: st.DrawFn) -> Case:
+    vocab = draw(st.sampled_from([5, 11]))
+    width_of_head = draw(st.sampled_from([3, 5]))
+    num_heads = draw(st.sampled_from([1, 2]))
+    depth = draw(st.integers(1, 2))
+    length = draw(_SMALL_WIDTH)
+    tied = draw(st.booleans())
+    seed = draw(_SEED)
+    return models.gpt(vocab, width_of_head * num_heads, num_heads, depth, length, tied, seed)
+
+
+@st.composite
+def _convnets(draw: st.DrawFn) -> Case:
+    channels = draw(st.integers(1, 4))
+    kernel = draw(st.sampled_from([2, 3]))
+    num_classes = draw(_SMALL_WIDTH)
+    size = draw(st.sampled_from([5, 6]))  # rows and columns of an image
+    return models.convnet(channels, kernel, num_classes, size, draw(_SEED))
+
+
+def _shared() -> st.SearchStrategy[Case]:
+    return st.builds(models.shared, _SMALL_WIDTH, _SEED)
+
+
+def _unused() -> st.SearchStrategy[Case]:
+    return st.builds(models.unused, _DIM, _SEED)
+
+
+def _scalars() -> st.SearchStrategy[Case]:
+    return st.builds(models.scalars, _SEED)
+
+
+def _mixed() -> st.SearchStrategy[Case]:
+    return st.builds(models.mixed, _SMALL_WIDTH, _SEED)
+
+
+_STRATEGY_OF_KIND: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
+    "mlp": _mlps,
+    "frozen_mlp": _frozen_mlps,
+    "gpt": _gpts,
+    "convnet": _convnets,
+    "shared": _shared,
+    "unused": _unused,
+    "scalars": _scalars,
+    "mixed": _mixed,
+}
+
+
+@st.composite
 def batches(
-    case: Case, ranks: int, *, max_steps: int = 3, weighted: bool = False
-) -> st.SearchStrategy[list[Batch]]:
+    draw: st.DrawFn, case: Case, ranks: int, *, max_steps: int = 3, weighted: bool = False
+) -> list[Batch]:
     """Whole batches for a case that `ranks` ranks can split: equally, or, if the loss is
     `weighted`, unequally too."""
+    num_batches = draw(st.integers(min(2, max_steps), max_steps))
     fewest = ranks * case.min_rows
-    rows = st.integers(1, 3).map(lambda k: k * fewest)
     if weighted:
-        rows = st.integers(fewest, 3 * fewest + ranks)
-    return st.builds(
-        case.batches, st.integers(min(2, max_steps), max_steps), rows, st.integers(0, 2**16)
-    )
+        num_rows = draw(st.integers(fewest, 3 * fewest + ranks))
+    else:
+        num_rows = fewest * draw(st.integers(1, 3))
+    return case.batches(num_batches, num_rows, draw(_SEED))
+
+
+# Optimizers
 
 
 class NamedOptimizer(NamedTuple):
@@ -178,40 +235,6 @@ class NamedOptimizer(NamedTuple):
         return self.name
 
 
-def public_functions() -> dict[str, Any]:
-    """The public names of `functorch_zero.optim` and of `optim.contrib`, in one dict."""
-    core = {name: getattr(optim, name) for name in optim.__all__}
-    return core | {name: getattr(optim.contrib, name) for name in optim.contrib.__all__}
-
-
-def known_optimizers() -> dict[str, NamedOptimizer]:
-    """Every function of `functorch_zero.optim` that makes an optimizer from a learning rate, and
-    some chains."""
-    found = {}
-    for name, make in public_functions().items():
-        if inspect.isfunction(make) and not name.startswith("scale_by_") and _takes_a_rate(make):
-            found[name] = NamedOptimizer(name, partial(make, LEARNING_RATE))
-    others = {
-        "prodigy": lambda: optim.prodigy(
-            1.0, estim_lr0=LEARNING_RATE
-        ),  # its own first estimate is 1e-6
-        "sgd, momentum": lambda: optim.sgd(LEARNING_RATE, momentum=0.9),
-        "clip + adamw": lambda: optim.chain(
-            optim.clip_by_global_norm(0.1), optim.adamw(LEARNING_RATE)
-        ),
-        "clip + lamb": lambda: optim.chain(
-            optim.clip_by_global_norm(0.1), optim.lamb(LEARNING_RATE)
-        ),
-    }
-    return found | {name: NamedOptimizer(name, make) for name, make in others.items()}
-
-
-def _takes_a_rate(make: Any) -> bool:
-    parameters = inspect.signature(make).parameters
-    required = [p.name for p in parameters.values() if p.default is p.empty]
-    return "learning_rate" in parameters and required in ([], ["learning_rate"])
-
-
 def optimizers(names: Sequence[str] | None = None) -> st.SearchStrategy[NamedOptimizer]:
     """Optimizers with `name` and `make()`.
 
@@ -220,6 +243,46 @@ def optimizers(names: Sequence[str] | None = None) -> st.SearchStrategy[NamedOpt
             `allow_round_off=True`.
     """
     known = known_optimizers()
-    return st.sampled_from(
-        [known[name] for name in names or known if names or name not in AMPLIFYING]
-    )
+    if not names:
+        names = [name for name in known if name not in AMPLIFYING]
+    return st.sampled_from([known[name] for name in names])
+
+
+def known_optimizers() -> dict[str, NamedOptimizer]:
+    """Every function of `functorch_zero.optim` that makes an optimizer from a learning rate, and
+    some chains."""
+    makers: dict[str, Callable[[], Transform]] = {}
+    for name, function in public_functions().items():
+        is_part = name.startswith("scale_by_")  # of a chain, and no optimizer by itself
+        if inspect.isfunction(function) and not is_part and _needs_only_a_rate(function):
+            makers[name] = partial(function, LEARNING_RATE)
+    makers |= {
+        "prodigy": _prodigy,
+        "sgd, momentum": partial(optim.sgd, LEARNING_RATE, momentum=0.9),
+        "clip + adamw": partial(_clipped, optim.adamw),
+        "clip + lamb": partial(_clipped, optim.lamb),
+    }
+    return {name: NamedOptimizer(name, make) for name, make in makers.items()}
+
+
+def public_functions() -> dict[str, Any]:
+    """The public names of `functorch_zero.optim` and of `optim.contrib`, in one dict."""
+    core = {name: getattr(optim, name) for name in optim.__all__}
+    contrib = {name: getattr(optim.contrib, name) for name in optim.contrib.__all__}
+    return core | contrib
+
+
+def _needs_only_a_rate(function: Any) -> bool:
+    """Whether the function has an argument `learning_rate`, and requires no other."""
+    parameters = inspect.signature(function).parameters
+    required = {name for name, p in parameters.items() if p.default is p.empty}
+    return "learning_rate" in parameters and required <= {"learning_rate"}
+
+
+def _prodigy() -> Transform:
+    # Its own first estimate of a rate, 1e-6, would hardly move a param in a few steps
+    return optim.prodigy(1.0, estim_lr0=LEARNING_RATE)
+
+
+def _clipped(make: Callable[[float], Transform]) -> Transform:
+    return optim.chain(optim.clip_by_global_norm(0.1), make(LEARNING_RATE))

@@ -1,11 +1,12 @@
-"""`check_transform`: whether a transform does what its `needs` says, by its operators and by its
+"""`check_transform`: a transform keeps the promises of its `needs`, by its operators and by its
 numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -17,17 +18,16 @@ from ..errors import StructureError, TransformError
 from ..groups import run_ranks
 from ..groups.protocol import Group
 from ..layout.build import make_layout
-from ..layout.flat_buffers import slice_tree
 from ..optim.across import Owned, Pointwise, Tree, WholeLeaf
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
 from ..optim.claims.cuts import Steps, check_pointwise
 from ..optim.claims.operators import Watch
 from ..optim.local import Local, one_leaf
-from ..sharded.params import all_gather_tree
 from ..sharded_optim.across import Sharded
 from ..tree import PyTree, paths
-from .equality import Equality, Grade, assert_equal_updates, assert_equal_values
+from .equality import Equality, Grade, as_equality, assert_equal_updates, assert_equal_values
+from .slicing import all_gather_tree, slice_tree
 
 BITWISE, REORDERED = Equality("bitwise"), Equality("reordered")
 
@@ -45,9 +45,13 @@ def check_transform(
     falsely tagged.
 
     First its operators are watched (`optim.claims.check.check_claims`). Then its numbers are
-    compared: a pointwise part's on whole leaves, on pieces of them and on all leaves joined, bit by
-    bit; a whole-leaf function's on repetition, with inputs unchanged, and in batches; and the whole
-    transform's updates unsharded with those on ranks, which are threads of this process.
+    compared:
+
+    - a pointwise part's on whole leaves, on pieces of them and on all leaves joined, bit by bit;
+    - a whole-leaf function's on repetition, with inputs unchanged, and in batches;
+    - the whole transform's updates unsharded with those on ranks, which are threads of this
+      process;
+    - a fused kernel's with the plain update.
 
     Args:
         transform: any, also a chain or a wrapper.
@@ -62,18 +66,19 @@ def check_transform(
     >>> from functorch_zero import optim
     >>> check_transform(optim.adamw(1e-3), seeds=(0,))
     """
-    tree = hostile_params(large=transform.needs <= Needs.STATISTICS) if params is None else params
-    held: Any = tree_map(torch.detach, tree)
-    equality = None if grade is None else grade if isinstance(grade, Equality) else Equality(grade)
-    with _bound_to_a_tree(params is None):
+    if params is None:
+        params = hostile_params(large=transform.needs <= Needs.STATISTICS)
+        hint = _BOUND_TO_A_TREE
+    else:
+        hint = None
+    held: Any = tree_map(torch.detach, params)
+    equality = None if grade is None else as_equality(grade)
+    with _noting(hint):
         check_claims(transform, held)
         for seed in seeds:
-            for part in simple_parts(transform):
-                if part.plain is not None:
-                    for dtype in (torch.float64, torch.float32):
-                        cast, name = _cast(held, dtype), name_of(part)
-                        _check_pointwise(part.plain, cast, name, seed, steps, equality or BITWISE)
-            _check_ranks(transform, held, seed, steps, ranks, equality)
+            _check_parts(transform, held, seed, steps, equality or BITWISE)
+            drawn = Steps(held, _draw(held, seed, steps))
+            _check_ranks(transform, drawn, ranks, equality)
             _check_fused(transform, held, seed, steps, equality or REORDERED)
 
 
@@ -81,46 +86,47 @@ def hostile_params(*, large: bool = True, seed: int = 0) -> Any:
     """A tree of shapes on which a wrong transform shows itself, float64.
 
     Some leaves share a bucket, some have one of their own, so that every rank has a part of them.
-    Among them are leaves of equal shape, of one element and of none, and, if `large`, one that is
-    longer than 4096 elements with both dims over 128, since optimizers change their ways there.
+    Among them are leaves of equal shape, of one element and of none. If `large`, one is longer than
+    4096 elements with both dims over 128, since optimizers change their ways there.
     """
-    block = {
-        "empty": (0, 3),
-        "matrix": (7, 5),
-        "one": (1,),
-        "scalar": (),
-        "twin": (7, 5),
-        "vector": (6,),
-    }
-    alone = {
-        "kernel": (4, 3, 2, 2),
-        "stack": (2, 3, 4),
-        "wide": (3, 11),
-        **({"large": (257, 129)} if large else {}),
-    }
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
-    def draw(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=g, dtype=torch.float64)
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    children = {name: {"weight": draw(shape)} for name, shape in alone.items()}
-    return {
-        "block": {name: draw(shape) for name, shape in block.items()},
-        **children,
-        "nothing": None,
+    tree: dict[str, Any] = {
+        # A child with a leaf of its own is a unit, and so has a bucket of its own
+        "kernel": {"weight": draw(4, 3, 2, 2)},
+        "stack": {"weight": draw(2, 3, 4)},
+        "wide": {"weight": draw(3, 11)},
     }
+    if large:
+        tree["large"] = {"weight": draw(257, 129)}
+    tree["block"] = {  # one unit: these share a bucket
+        "empty": draw(0, 3),
+        "matrix": draw(7, 5),
+        "one": draw(1),
+        "scalar": draw(),
+        "twin": draw(7, 5),
+        "vector": draw(6),
+    }
+    tree["nothing"] = None
+    return tree
+
+
+_BOUND_TO_A_TREE = (
+    "If this transform belongs to one tree of params, pass check_transform(..., params=that tree)."
+)
 
 
 @contextmanager
-def _bound_to_a_tree(default: bool) -> Iterator[None]:
+def _noting(hint: str | None) -> Iterator[None]:
+    """Add the hint to errors that a tree of the wrong structure may cause."""
     try:
         yield
     except (StructureError, ValueError) as error:
-        if default and not isinstance(error, TransformError):
-            error.add_note(
-                "If this transform belongs to one tree of params, pass check_transform(..., "
-                "params=that tree)."
-            )
+        if hint is not None and not isinstance(error, TransformError):
+            error.add_note(hint)
         raise
 
 
@@ -130,32 +136,46 @@ def _cast(tree: PyTree[Tensor], dtype: torch.dtype) -> Any:
 
 def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
     """Updates for each step, of several magnitudes, with some zeros."""
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
-    def one(x: Tensor) -> Tensor:
-        drawn = torch.randn(x.shape, generator=g, dtype=torch.float64)
-        return torch.where(torch.rand(x.shape, generator=g) < 0.1, 0.0, drawn).to(x.dtype)
+    def one(leaf: Tensor, scale: float) -> Tensor:
+        drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+        is_zero = torch.rand(leaf.shape, generator=generator) < 0.1
+        return torch.where(is_zero, 0.0, drawn).to(leaf.dtype) * scale
 
-    return [tree_map(lambda x, s=10.0**-k: one(x) * s, tree) for k in range(steps)]
+    updates = []
+    for k in range(steps):
+        updates.append(tree_map(partial(one, scale=10.0**-k), tree))
+    return updates
 
 
-# A pointwise part, on whole leaves and on the same elements cut otherwise
+# Pointwise parts, on whole leaves and on the same elements cut otherwise
 
 
-def _check_pointwise(
-    part: Pointwise, tree: Any, name: str, seed: int, steps: int, equality: Equality
+def _check_parts(
+    transform: Transform, params: Any, seed: int, steps: int, equality: Equality
 ) -> None:
+    """Each pointwise part by itself, in both dtypes that training uses."""
+    for part in simple_parts(transform):
+        if part.plain is None:
+            continue
+        for dtype in (torch.float64, torch.float32):
+            cast = _cast(params, dtype)
+            drawn = Steps(cast, _draw(cast, seed, steps))
+            _check_pointwise(part.plain, drawn, name_of(part), equality)
+
+
+def _check_pointwise(part: Pointwise, steps: Steps, name: str, equality: Equality) -> None:
     """A pointwise update of whole leaves, of pieces of them, and of all joined to one."""
 
     def difference_of(expected: Tensor, got: Tensor) -> str | None:
-        pair: list[Any] = [{"": expected}, {"": got}]
         try:
-            assert_equal_values(*pair, grade=equality, what="updates")
+            assert_equal_values(_tree(expected), _tree(got), grade=equality, what="updates")
         except AssertionError as error:
             return str(error)
         return None
 
-    check_pointwise(part, Steps(tree, _draw(tree, seed, steps)), Watch(name), difference_of)
+    check_pointwise(part, steps, Watch(name), difference_of)
 
 
 @contextmanager
@@ -170,58 +190,55 @@ def _as_transform_error(story: str) -> Iterator[None]:
 
 
 def _check_ranks(
-    transform: Transform,
-    params: Any,
-    seed: int,
-    steps: int,
-    ranks: Sequence[int],
-    equality: Equality | None,
+    transform: Transform, steps: Steps, ranks: Sequence[int], equality: Equality | None
 ) -> None:
-    drawn, name = _draw(params, seed, steps), name_of(transform)
-    expected = _run_unsharded(transform, params, drawn, name, equality or REORDERED)
+    """Updates on ranks against those in one process, on donated storage and on other."""
+    name = name_of(transform)
+    story = f"{name} makes other updates on ranks than unsharded"
+    expected = _run_unsharded(transform, steps, name, equality or REORDERED)
     grade = equality or (BITWISE if transform.needs == Needs.POINTWISE else REORDERED)
     for num_ranks in ranks:
         for donate in (False, True):
-            got = run_ranks(_on_a_rank(transform, params, drawn, donate), num_ranks)
+            by_rank = run_ranks(_on_a_rank(transform, steps, donate), num_ranks)
             for k, want in enumerate(expected):
-                for rank in range(num_ranks):
+                for rank, got in enumerate(by_rank):
                     at = {"step": k, "ranks": num_ranks, "rank": rank}
-                    with _as_transform_error(f"{name} makes other updates on ranks than unsharded"):
-                        assert_equal_values(
-                            want, got[rank][k], grade=grade, what="updates", context=at
-                        )
+                    with _as_transform_error(story):
+                        assert_equal_values(want, got[k], grade=grade, what="updates", context=at)
 
 
 def _on_a_rank(
-    transform: Transform, params: Any, drawn: list[Any], donate: bool
-) -> Callable[[Group], list[Any]]:
+    transform: Transform, steps: Steps, donate: bool
+) -> Callable[[Group], list[PyTree[Tensor]]]:
     """A function of a group: the updates of each step, gathered."""
 
-    def run(group: Group) -> list[Any]:
-        layout = make_layout(params, group.size, trainable=lambda path, leaf: True)
+    def run(group: Group) -> list[PyTree[Tensor]]:
+        layout = make_layout(steps.params, group.size, trainable=lambda path, leaf: True)
         across = Sharded(layout, group, donate=donate)
-        held = slice_tree(params, layout, group.rank)
-        state = transform.init(held, across)
+        params = slice_tree(steps.params, layout, group.rank)
+        state = transform.init(params, across)
         gathered = []
-        for updates in drawn:
-            new, state = transform.update(
-                slice_tree(updates, layout, group.rank), state, held, across
-            )
-            gathered.append(tree_map(torch.clone, all_gather_tree(new, layout, group)))
+        for updates in steps.updates:
+            pieces = slice_tree(updates, layout, group.rank)
+            new, state = transform.update(pieces, state, params, across)
+            whole = all_gather_tree(new, layout, group)
+            # A leaf may be a view of storage that the next step overwrites
+            gathered.append(tree_map(torch.clone, whole))
         return gathered
 
     return run
 
 
 def _run_unsharded(
-    transform: Transform, params: Any, drawn: list[Any], name: str, equality: Equality
-) -> list[Any]:
+    transform: Transform, steps: Steps, name: str, equality: Equality
+) -> list[PyTree[Tensor]]:
     """The updates of each step in one process, with whole-leaf functions and purity checked on the
     way."""
+    params: Any = steps.params
     across = _Checking(params, name, equality)
     state = transform.init(params, across)
     made = []
-    for updates in drawn:
+    for updates in steps.updates:
         with unchanged({"updates": updates, "state": state, "params": params}, name):
             new, state = transform.update(updates, state, params, across)
         made.append(new)
@@ -232,19 +249,33 @@ def _run_unsharded(
 def unchanged(inputs: Any, name: str) -> Iterator[None]:
     """Raise `TransformError` if a tensor in `inputs` has other values, or has been written to,
     afterwards."""
+    before = []
     leaves: list[Any] = optree.tree_leaves(inputs)
-    rows = zip(paths(inputs), leaves, strict=True)
-    before = [(path, x, x.clone(), version_of(x)) for path, x in rows if isinstance(x, Tensor)]
+    for path, leaf in zip(paths(inputs), leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            before.append(_Snapshot(path, leaf, leaf.clone(), version_of(leaf)))
     yield
-    for path, x, copy, version in before:
-        if (
-            version_of(x) != version
-            or x.shape != copy.shape
-            or not torch.equal(x.nan_to_num(), copy.nan_to_num())
-        ):
+    for snapshot in before:
+        if snapshot.is_outdated():
             raise TransformError(
-                f"{name} changes its input {path} in place. Remedy: return new tensors"
+                f"{name} changes its input {snapshot.path} in place. Remedy: return new tensors"
             )
+
+
+class _Snapshot(NamedTuple):
+    """A tensor, and how it was."""
+
+    path: str
+    leaf: Tensor
+    copy: Tensor
+    version: int
+
+    def is_outdated(self) -> bool:
+        """Whether it has been written to, or has other values or another shape."""
+        leaf, copy = self.leaf, self.copy
+        if version_of(leaf) != self.version or leaf.shape != copy.shape:
+            return True
+        return not torch.equal(leaf.nan_to_num(), copy.nan_to_num())
 
 
 class _Checking(Local):
@@ -268,7 +299,8 @@ class _Checking(Local):
         """Repeat one leaf's update, and run it in a batch."""
         who = f"{self._name}, a whole-leaf function,"
         with unchanged({path: {"update": update, "state": owned.state, "param": param}}, who):
-            first, second = (one_leaf(part, update, owned, param) for _ in range(2))
+            first = one_leaf(part, update, owned, param)
+            second = one_leaf(part, update, owned, param)
         if first[0].shape != update.shape:
             raise TransformError(
                 f"{who} makes an update of shape {tuple(first[0].shape)} of leaf {path}"
@@ -277,37 +309,44 @@ class _Checking(Local):
             f"{who} is not a function: the same inputs give different results"
         ):
             _compare_leaf(path, first, second, BITWISE)
-        if part.batched:
-            other = one_leaf(part, update * -0.5, owned, param)
-            both, states = _in_a_batch(part, [update, update * -0.5], owned, param)
-            for k, alone in enumerate((first, other)):
-                with _as_transform_error(
-                    f"{who} makes something else of leaf {path} in a batch of two than alone"
-                ):
-                    _compare_leaf(
-                        path,
-                        alone,
-                        (both[k], Owned(tree_map(lambda x, k=k: x[k], states), 0)),
-                        self._equality,
-                    )
+        if not part.batched:
+            return
+        other = update * -0.5
+        in_batch = _in_a_batch(part, [update, other], owned, param)
+        alone = [first, one_leaf(part, other, owned, param)]
+        story = f"{who} makes something else of leaf {path} in a batch of two than alone"
+        for expected, got in zip(alone, in_batch, strict=True):
+            with _as_transform_error(story):
+                _compare_leaf(path, expected, got, self._equality)
 
 
 def _in_a_batch(
     part: WholeLeaf, updates: list[Tensor], owned: Owned, param: Tensor
-) -> tuple[Tensor, Any]:
-    stacked = tree_map(lambda x: torch.stack([x] * len(updates)), owned.state)
-    return part.update(
-        torch.stack(updates),
-        stacked,
-        torch.stack([param] * len(updates)) if part.wants_param else None,
-    )
+) -> list[tuple[Tensor, Owned]]:
+    """The updates of one leaf as a batch: each one's result."""
+    num = len(updates)
+    states = tree_map(lambda x: torch.stack([x] * num), owned.state)
+    params = torch.stack([param] * num) if part.wants_param else None
+    made, new_states = part.update(torch.stack(updates), states, params)
+    results = []
+    for k, update in enumerate(made):
+        state = tree_map(partial(_row, k=k), new_states)
+        results.append((update, Owned(state, 0)))
+    return results
+
+
+def _row(x: Tensor, k: int) -> Tensor:
+    return x[k]
 
 
 def _compare_leaf(
-    path: str, a: tuple[Tensor, Owned], b: tuple[Tensor, Owned], equality: Equality
+    path: str, expected: tuple[Tensor, Owned], got: tuple[Tensor, Owned], equality: Equality
 ) -> None:
-    pair: list[Any] = [{path: {"update": update, "state": owned.state}} for update, owned in (a, b)]
-    assert_equal_values(*pair, grade=equality, what="results", dtypes={a[0].dtype})
+    """Compare two results of one leaf: its update and its new state."""
+    trees: list[Any] = []
+    for update, owned in (expected, got):
+        trees.append({path: {"update": update, "state": owned.state}})
+    assert_equal_values(*trees, grade=equality, what="results", dtypes={expected[0].dtype})
 
 
 # A transform's kernel for donated storage
@@ -320,25 +359,30 @@ def _check_fused(
     fused, plain = transform.fused, transform.plain
     if fused is None or plain is None:
         return
-    flat = torch.cat([x.reshape(-1) for x in optree.tree_leaves(params)])
+    flat = torch.cat([x.reshape(-1) for x in optree.tree_leaves(params)])  # of all elements
     if not fused.takes(flat):
         return
-    joined: Any = {"": flat}
+    story = f"the fused kernel of {name_of(transform)} does something else than its plain update"
+    joined = _tree(flat)
     expected, got = flat.clone(), flat.clone()
     state, fused_state = plain.init(joined), plain.init(joined)
     for k, drawn in enumerate(_draw(joined, seed, steps)):
         old, old_got = expected.clone(), got.clone()
         made, state = plain.update(drawn, state, _tree(expected))
-        expected = expected + optree.tree_leaves(made)[0]
-        (fused_state,) = fused.update([got], [drawn[""].clone()], [fused_state])
-        with _as_transform_error(
-            f"the fused kernel of {name_of(transform)} does something else than its plain update"
-        ):
-            trees = _tree(old), _tree(expected), _tree(got)
+        (update,) = optree.tree_leaves(made)
+        expected = expected + update
+        (fused_state,) = fused.update([got], [drawn[""].clone()], [fused_state])  # in place
+        with _as_transform_error(story):
             assert_equal_updates(
-                *trees, old_got=_tree(old_got), grade=equality, context={"step": k}
+                _tree(old),
+                _tree(expected),
+                _tree(got),
+                old_got=_tree(old_got),
+                grade=equality,
+                context={"step": k},
             )
 
 
 def _tree(leaf: Tensor) -> Any:
+    """A tree of this one leaf, whose path is empty."""
     return {"": leaf}

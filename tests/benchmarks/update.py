@@ -23,8 +23,8 @@ from torch import Tensor
 from functorch_zero import optim
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
-from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.sharded_optim.across import Sharded
+from functorch_zero.testing.slicing import slice_tree
 
 NUM_LEAVES = 8
 

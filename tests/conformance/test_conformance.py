@@ -22,13 +22,13 @@ from functorch_zero import optim
 from functorch_zero.groups import launch
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.optim.base import split_fused
-from functorch_zero.sharded.params import all_gather_tree
 from functorch_zero.testing import (
     Equality,
     assert_equal_updates,
     assert_equal_values,
     check_transform,
 )
+from functorch_zero.testing.slicing import all_gather_tree
 from functorch_zero.testing.strategies import known_optimizers, public_functions
 from tests.conformance.table import TABLE, Row, decay, rate
 from tests.conformance.tree import batches, hostile, part_of

@@ -18,12 +18,11 @@ from functorch_zero.layout.flat_buffers import (
     flat_of_leaves,
     flat_of_pieces,
     pack,
-    slice_tree,
     to_tree,
     unpack,
 )
 from functorch_zero.layout.layout import Layout
-from functorch_zero.sharded.params import all_gather_tree
+from functorch_zero.testing.slicing import all_gather_tree, slice_tree
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

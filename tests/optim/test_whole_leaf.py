@@ -14,7 +14,6 @@ from functorch_zero.errors import PeerError, TransformError
 from functorch_zero.groups.counting import counted
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.layout.build import make_layout
-from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim import with_whole_leaves
 from functorch_zero.optim.local import Local
 from functorch_zero.optim.transforms import matrix_roots
@@ -22,6 +21,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.sharded_optim.state_plan import plan_state
 from functorch_zero.step.train import train_step
+from functorch_zero.testing.slicing import slice_tree
 from tests.reference import (
     HOSTILE,
     assert_same,

@@ -27,7 +27,7 @@ from functorch_zero.groups.counting import Call, counted
 from functorch_zero.optim import Needs
 from functorch_zero.params import Params, UnitSpec
 from functorch_zero.planning import Collective, Plan, zero_bytes
-from functorch_zero.planning.trace import Journal, imagined_axes
+from functorch_zero.planning.imagined_ranks import Journal, imagined_axes
 from functorch_zero.testing import models, run_ranks
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE

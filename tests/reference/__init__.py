@@ -17,10 +17,10 @@ from torch import Tensor
 
 from functorch_zero.groups.threads import ThreadGroup, run_ranks
 from functorch_zero.layout.build import make_layout
-from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.optim import Transform
 from functorch_zero.optim.local import Local
 from functorch_zero.sharded_optim.across import Sharded
+from functorch_zero.testing.slicing import slice_tree
 
 Arrays = dict[str, np.ndarray]
 Oracle = Callable[[int, Arrays, Arrays], Arrays]

@@ -17,14 +17,13 @@ from functorch_zero.errors import TransformError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
-from functorch_zero.layout.flat_buffers import slice_tree
 from functorch_zero.layout.layout import Layout
 from functorch_zero.optim.across import Across
 from functorch_zero.optim.claims.pretended import PretendedRank
 from functorch_zero.optim.local import Local
-from functorch_zero.sharded.params import all_gather_tree
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.sharded_optim.state_plan import Planner
+from functorch_zero.testing.slicing import all_gather_tree, slice_tree
 from tests.tiers import drawn
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -1,0 +1,197 @@
+"""The ranks of a plan: groups that record their collectives and do nothing else, and the axes made
+of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from ..groups.counting import CountedGroup
+from ..groups.debug import LabelledGroup
+from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
+from ..groups.protocol import Done, ReduceOp, Work
+from ..sharded.options import check_state_axes
+from ..tree import has_values
+from .report import Collective
+
+Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
+
+
+class Journal:
+    """The one record of a step, which the groups of all its axes write to.
+
+    Attributes:
+        phase: of the step: "forward", "backward", "metrics", "buffers", "optimizer" or "publish".
+        unit: the name of the one in use; "" for none.
+        recorded: the collectives so far.
+        notice: told which tensors hold gathered params and gradients.
+        on_call: told of each collective.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "forward"
+        self.unit = ""
+        self.recorded: list[Collective] = []
+        self.notice: Notice = lambda kind, tensor: None
+        self.on_call: Callable[[Collective], None] = lambda collective: None
+
+    def enter(self, phase: str) -> None:
+        """The next phase of the step."""
+        self.phase, self.unit = phase, ""
+
+
+class Recorder(LabelledGroup):
+    """Rank `rank` of `size`: every collective is recorded with its phase and unit, and leaves its
+    tensors as they are.
+
+    Args:
+        name: of these ranks, for people: "shard 4", say.
+        swaps: whether a reduce-scatter takes room for the other ranks' slices, as over gloo.
+    """
+
+    def __init__(
+        self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool, label: str = ""
+    ) -> None:
+        super().__init__(_Silent(rank, size), label)
+        self.journal, self.name, self.swaps = journal, name, swaps
+        self._counting = CountedGroup(self.inner)  # which knows the bytes that each call sends
+
+    def at(self, label: str) -> Recorder:
+        return Recorder(
+            self.rank, self.size, self.journal, name=self.name, swaps=self.swaps, label=label
+        )
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        if self._in_pass:  # an update gathers, too, and those tensors are temporaries
+            self.journal.notice("gathered", out)
+        return self._noted(self._counting.all_gather(out, piece))
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        self.journal.notice("gradients", out)
+        self.journal.notice("gradients", whole)
+        self._noted(self._counting.reduce_scatter(out, whole))
+        # Over gloo each rank's slice arrives before they are added; two ranks swap halves in place
+        takes_room = self.swaps and self.size > 2
+        return _Holding(whole.new_empty(whole.numel()) if takes_room else None)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        if has_values(tensor) and op == "sum":
+            tensor.mul_(self.size)  # as if every rank had the same numbers
+        if self._in_pass:
+            self.journal.notice("gradients", tensor)
+        return self._noted(self._counting.all_reduce(tensor, op))
+
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
+        return self._noted(self._counting.all_to_all(out, out_sizes, source, in_sizes))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return self._noted(self._counting.broadcast(tensor, source))
+
+    @property
+    def _in_pass(self) -> bool:
+        return self.journal.phase in ("forward", "backward")
+
+    def _noted(self, work: Work) -> Work:
+        """Put the last call into the journal. The label says where it belongs: "UNIT/..." or
+        "UNIT[...]", or "step" or "optimizer" for no unit."""
+        where = self.label.partition("/")[0].partition("[")[0]
+        call = self._counting.calls[-1]
+        collective = Collective(
+            phase="optimizer" if where == "optimizer" else self.journal.phase,
+            kind=call.kind,
+            unit="" if where in ("step", "optimizer") else where,
+            dtype=call.dtype,
+            num_elements=call.num_elements,
+            sent_bytes=call.sent_bytes,
+            group=self.name,
+        )
+        self.journal.recorded.append(collective)
+        self.journal.on_call(collective)
+        return work
+
+
+def imagined_axes(
+    rank: int,
+    size: int,
+    journal: Journal,
+    shard_size: int | None,
+    state_axes: str,
+    *,
+    swaps: bool,
+    same_data: SameData | None = None,
+) -> Axes:
+    """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard_size` ranks along
+    its shard axis."""
+
+    def group(rank: int, size: int, axis: str) -> Recorder:
+        name = f"{axis} {size}" if size > 1 else "itself"
+        return Recorder(rank, size, journal, name=name, swaps=swaps)
+
+    world = group(rank, size, "all")
+    both = check_state_axes(state_axes) == "both"
+    check_same_data(same_data)
+    if shard_size is None:
+        if same_data is not None:
+            raise ValueError(
+                f"same_data={same_data!r} names an axis of a mesh, and there is one axis only. "
+                "Remedy: plan(..., shard_size=...)"
+            )
+        return axes_of(world, both=both)
+    if shard_size < 1 or size % shard_size:
+        raise ValueError(
+            f"shard_size must divide the number of ranks, {size}, so that all replicas are alike; "
+            f"got {shard_size}"
+        )
+    replica, place = divmod(rank, shard_size)
+    num_replicas = size // shard_size
+    shard = group(place, shard_size, "shard")
+    replicate = group(replica, num_replicas, "replicate")
+    # In the order of `HybridGroup.by_piece`
+    optimizer = group(place * num_replicas + replica, size, "all") if both else shard
+    return mesh_axes(world, shard, replicate, optimizer, same_data)
+
+
+class _Holding:
+    """Finished work that holds room until it is waited for: over gloo, the other ranks' slices."""
+
+    def __init__(self, room: Tensor | None) -> None:
+        self._room = room
+
+    def wait(self) -> None:
+        self._room = None
+
+
+class _Silent:
+    """A group whose collectives do nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        return Done()
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        return Done()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        return Done()
+
+    def all_to_all(
+        self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
+    ) -> Work:
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return Done()
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return [payload] * self.size
+
+    def barrier(self) -> None:
+        return None
+
+    def fail(self, error: BaseException) -> None:
+        return None

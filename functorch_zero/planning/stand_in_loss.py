@@ -1,0 +1,126 @@
+"""A stand-in for a loss that is not there: it goes through the layout's units.
+
+The leaves inside a unit change neither its gathers and reductions nor their times. The stand-in
+supposes the things that only a loss can say: each unit is entered once, in the layout's order, and
+all take part in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from ..layout.layout import Layout, LeafSpec, Unit
+from ..model.lazy_param import LazyParam
+from ..step.loss import LossFn
+
+
+def one_leaf_a_bucket(layout: Layout) -> Layout:
+    """The same units and buckets, each bucket with one leaf that fills it, or nearly, where several
+    leaves do."""
+    buckets, leaves = [], []
+    for b, bucket in enumerate(layout.buckets):
+        # A leaf that fills its bucket needs no copy of its gradient, and several leaves need one
+        is_full = bucket.numels == (bucket.numel,)
+        numel = bucket.numel if is_full else bucket.numel - 1
+        joined = replace(bucket, leaves=(b,), shapes=((numel,),), offsets=(0,))
+        buckets.append(joined)
+        leaf = LeafSpec(
+            joined.name,
+            joined.shapes[0],
+            joined.dtype,
+            joined.trainable,
+            joined.cut,
+            joined.dtypes,
+        )
+        leaves.append(leaf)
+    treedef = optree.tree_structure([0] * len(buckets))
+    return replace(layout, leaves=tuple(leaves), buckets=tuple(buckets), treedef=treedef)
+
+
+def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
+    """A loss on a layout of `one_leaf_a_bucket`.
+
+    `num_saved` says how many leaves a unit's backward needs; two stand for more.
+    """
+
+    def loss(params: list[LazyParam], buffers: Any, batch: Any) -> Tensor:
+        x = torch.zeros(())
+        for unit in layout.units:
+            entrance = params[unit.buckets[0]].entrance
+            saved = min(num_saved(unit), 2)
+            if not unit.modules:
+                x = _Use.apply(x, saved, *entrance.touch())  # type: ignore[no-untyped-call]
+            for path in unit.modules:  # all are entered, and the last one computes
+                leaves = entrance.enter(path)
+                if path == unit.modules[-1]:
+                    with entrance.watch():
+                        x = _Use.apply(x, saved, *leaves)  # type: ignore[no-untyped-call]
+                del leaves  # as a module's places let go of them
+                entrance.leave(path)
+        return x
+
+    return loss
+
+
+def order_of_units(layout: Layout, num_saved: Callable[[Unit], int], *, keeps: bool) -> list[str]:
+    """The order in which this loss fetches units: forward and, unless they are kept, backward."""
+    forward = [unit.name or "root" for unit in layout.units]
+    if keeps:
+        return forward
+    again = []
+    for unit in reversed(layout.units):
+        if unit.modules and num_saved(unit):
+            again.append(unit.name or "root")
+    return forward + again
+
+
+class _Use(torch.autograd.Function):
+    """One use of a unit's leaves. Forward returns x. Backward asks for some of the leaves, and
+    gives all of them a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_saved: int, *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(*[leaves[0]] * num_saved)
+        ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # which gathers the unit again
+        grads: list[Tensor | None] = []
+        for like, is_needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True):
+            shape, dtype, device = like
+            grads.append(torch.empty(shape, dtype=dtype, device=device) if is_needed else None)
+        return grad, None, *grads
+
+
+def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
+    """How many of a unit's leaves its backward needs, guessed by their names.
+
+    Linear maps, convolutions and norms need their weights in backward and not their biases; a
+    lookup needs none.
+    """
+    lookups = set()
+    if isinstance(model, nn.Module):
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                lookups.add(f"{path}.weight".lstrip("."))
+
+    def is_saved(path: str) -> bool:
+        name = path.rpartition(".")[2]
+        return path not in lookups and not name.startswith("bias")
+
+    def num_saved(unit: Unit) -> int:
+        total = 0
+        for b in unit.buckets:
+            for n in layout.buckets[b].leaves:
+                total += is_saved(layout.leaves[n].path)
+        return total
+
+    return num_saved
