@@ -21,7 +21,7 @@ from ..layout.flat_buffers import slice_tree
 from ..optim.across import Owned, Pointwise, Tree, WholeLeaf
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
-from ..optim.claims.cuts import Steps, check_pointwise
+from ..optim.claims.cuts import CutTest, alone
 from ..optim.claims.operators import Watch
 from ..optim.local import Local, one_leaf
 from ..sharded.params import all_gather_tree
@@ -155,7 +155,8 @@ def _check_pointwise(
             return str(error)
         return None
 
-    check_pointwise(part, Steps(tree, _draw(tree, seed, steps)), Watch(name), difference_of)
+    drawn = _draw(tree, seed, steps)
+    CutTest(alone(part), tree, drawn, Watch(name), difference_of, regroup=True).check()
 
 
 @contextmanager

@@ -21,11 +21,12 @@ from ...errors import TransformError
 from ...tree import PyTree, paths
 from ..across import Pointwise
 from ..base import Needs, Transform
-from .cuts import Cut, Steps, check_cuts, check_pointwise
+from .cuts import FIRST_PIECES, Cut, CutTest, alone
 from .operators import Watch
 from .pretended import PretendedRank, Silent, block_of
 
-NUM_STEPS = 2  # the first step and another: some updates treat the first one differently
+# The first, the second (some updates treat the first differently), and a late one
+NUM_STEPS = 3
 FEW = 64  # leaves: wrappers are run on all leaves of a tree that has no more
 # What round-off may be, relative to a leaf's largest value: kernels compute a tensor's last few
 # elements in another way, a sigmoid's, say
@@ -153,24 +154,27 @@ def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[
     _check_across(transform, params)
 
 
-def _draw(tree: PyTree[Tensor], dtype: torch.dtype | None = None) -> Steps:
-    """Random values for each leaf's block, of this dtype or its own."""
+def _draw(tree: PyTree[Tensor], dtype: torch.dtype | None = None) -> tuple[Any, list[Any]]:
+    """Random params and the updates of each step, a block per leaf, of this dtype or its own."""
     g = torch.Generator().manual_seed(0)
 
     def block(x: Tensor) -> Tensor:
         return torch.randn(block_of(tuple(x.shape)), generator=g).to(dtype or x.dtype)
 
     params, *updates = (tree_map(block, tree) for _ in range(1 + NUM_STEPS))
-    return Steps(params, updates)
+    return params, updates
 
 
 def _check_pointwise(
     transform: Transform, tree: PyTree[Tensor], dtype: torch.dtype, *, operators: bool = False
 ) -> None:
     """A pointwise author's functions as they are, on whole leaves, in pieces, and joined."""
-    steps, watch = _draw(tree, dtype), Watch(name_of(transform))
     assert transform.plain is not None
-    check_pointwise(transform.plain, steps, watch, difference_of, operators=operators)
+    params, updates = _draw(tree, dtype)
+    watch = Watch(name_of(transform))
+    part = alone(transform.plain)
+    test = CutTest(part, params, updates, watch, difference_of, operators=operators, regroup=True)
+    test.check()
 
 
 def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
@@ -178,12 +182,17 @@ def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
     answers: list[Any] = []
     watch = Watch(name_of(transform))
 
-    def across_of(cut: Cut | None) -> Any:
+    def across_of(cut: Cut) -> Any:
+        if cut is FIRST_PIECES:
+            answers.clear()
         rank = PretendedRank(tree, cut, watch, answers)
         return Silent(rank) if transform.needs == Needs.POINTWISE else rank
 
-    steps = _draw(tree)
-    check_cuts(transform, steps, watch, difference_of, operators=True, across_of=across_of)
+    params, updates = _draw(tree)
+    test = CutTest(
+        transform, params, updates, watch, difference_of, operators=True, across_of=across_of
+    )
+    test.check()
 
 
 def difference_of(expected: Tensor, got: Tensor) -> str | None:

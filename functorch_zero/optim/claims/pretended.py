@@ -30,7 +30,7 @@ from ..across import (
     without,
 )
 from ..local import Local
-from .cuts import Cut, first_pieces, middle, second_pieces
+from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, Cut, middle
 from .operators import Watch
 
 MOST = 4096  # elements that are tried of a leaf
@@ -54,18 +54,19 @@ class PretendedRank(Local):
 
     Args:
         tree: of full leaves; only their shapes are read.
-        cut: `first_pieces`, `second_pieces`, or None for the blocks as they are.
+        cut: `FIRST_PIECES`, `SECOND_PIECES`, or `WHOLE` for the blocks as they are.
         answers: empty for the first rank.
     """
 
-    def __init__(self, tree: Tree, cut: Cut | None, watch: Watch, answers: list[Any]):
+    def __init__(self, tree: Tree, cut: Cut, watch: Watch, answers: list[Any]):
         def held(leaf: Tensor) -> Extent:
-            n = math.prod(block_of(leaf.shape))
-            start, stop = middle(n) if cut is second_pieces else 0, n
-            return Extent(tuple(leaf.shape), start, middle(n) if cut is first_pieces else stop)
+            numel = math.prod(block_of(leaf.shape))
+            start = middle(numel) if cut is SECOND_PIECES else 0
+            stop = middle(numel) if cut is FIRST_PIECES else numel
+            return Extent(tuple(leaf.shape), start, stop)
 
         self.extents = tree_map(held, tree)
-        self._is_whole, self._watch, self._answers = cut is None, watch, answers
+        self._is_whole, self._watch, self._answers = cut is WHOLE, watch, answers
         self._told = iter([*answers]) if answers else None
         self._states: dict[Any, Any] = {}  # that others own, by author, shape and dtype
 
