@@ -425,4 +425,9 @@ def _returns_pair(
 
 def tree_zeros_like(tree: PyTree[Tensor]) -> PyTree[Tensor]:
     """Zeros shaped like each leaf."""
-    return tree_map(torch.zeros_like, tree)
+
+    def zeros_like(x: Tensor) -> Tensor:
+        # torch's own imports sympy for the strides of a first meta tensor, half a second
+        return x.new_zeros(x.shape) if x.is_meta else torch.zeros_like(x)
+
+    return tree_map(zeros_like, tree)

@@ -503,23 +503,21 @@ def init(optimizer, group):
     step = fz.shard(fz.train_step(loss_fn, optimizer), group=group, level=3)
     step.init({"w": torch.ones(5, 3).requires_grad_(), "b": torch.ones(3)}, {})
 
-imported = "torch._dynamo" in sys.modules
+SLOW = ("torch._dynamo", "sympy")
+imported = [name in sys.modules for name in SLOW]
 for optimizer in (
     optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)), optim.lamb(1e-3)
 ):
     testing.run_ranks(lambda group: init(optimizer, group), 2)
-    print("torch._dynamo" in sys.modules, imported)
+    print([name in sys.modules for name in SLOW] == imported)
 """
 
 
-def test_the_first_init_does_not_import_the_compiler() -> None:
-    """It takes seconds. The second word: whether torch itself imports it."""
+def test_the_first_init_imports_nothing_slow() -> None:
+    """The compiler takes seconds, and sympy, for the strides of meta tensors, half a second."""
     command = [sys.executable, "-c", FIRST_INIT]
     run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
-    for line in run.stdout.splitlines():
-        after, before = line.split()
-        assert after == before
-    assert len(run.stdout.splitlines()) == 2
+    assert run.stdout.splitlines() == ["True", "True"]
 
 
 def forgets_the_state(updates: Any, *others: Any) -> Any:
