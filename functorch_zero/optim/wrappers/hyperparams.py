@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..across import Across, Pointwise
 from ..arithmetic import Tree, elementwise, number
-from ..base import Transform, pointwise, step_count, value_of
+from ..base import Transform, of_pointwise, pointwise, step_count, value_of
 from ..naming import arguments_of, named
 from ..states import find_states, replace_states
 
@@ -107,34 +107,31 @@ def _injected(
         updates, inner_state = run(build(values))
         return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
 
-    def update_plain(
-        updates: Tree, state: InjectHyperparamsState, params: Tree
-    ) -> tuple[Tree, Any]:
-        def run(inner: Transform) -> tuple[Tree, Any]:
-            assert inner.plain is not None
-            return inner.plain.update(updates, state.inner_state, params)
+    inner = build(numbers | scheduled(step_count()))
+    bare = inner.plain
+    if bare is not None:
 
-        return step(state, run)
+        def update_plain(
+            updates: Tree, state: InjectHyperparamsState, params: Tree
+        ) -> tuple[Tree, Any]:
+            def run(inner: Transform) -> tuple[Tree, Any]:
+                assert inner.plain is not None
+                return inner.plain.update(updates, state.inner_state, params)
+
+            return step(state, run)
+
+        plain = Pointwise(lambda params: begin(bare.init(params)), update_plain)
+        return of_pointwise(plain, inner)
+
+    def init(params: Tree, across: Across) -> InjectHyperparamsState:
+        return begin(inner.init(params, across))
 
     def update(
         updates: Tree, state: InjectHyperparamsState, params: Tree, across: Across
     ) -> tuple[Tree, Any]:
-        if plain is not None:
-            return across.run_pointwise(plain, updates, state, params)
         return step(state, lambda inner: inner.update(updates, state.inner_state, params, across))
 
-    inner = build(numbers | scheduled(step_count()))
-    bare = inner.plain
-    plain = (
-        None if bare is None else Pointwise(lambda params: begin(bare.init(params)), update_plain)
-    )
-    return Transform(
-        lambda params, across: begin(inner.init(params, across)),
-        update,
-        inner.needs,
-        parts=(inner,),
-        plain=plain,
-    )
+    return Transform(init, update, inner.needs, parts=(inner,))
 
 
 def hyperparams(state: Any) -> dict[str, Tensor]:

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from ..across import Across, Pointwise
 from ..arithmetic import Number, Tree, add_scaled, elementwise, ema, pick
-from ..base import Needs, Schedule, Transform, chain, step_count, tree_zeros_like, value_of
+from ..base import (
+    Needs,
+    Schedule,
+    Transform,
+    chain,
+    of_pointwise,
+    step_count,
+    tree_zeros_like,
+    value_of,
+)
 from ..naming import named
 from ..states import find_states
 
@@ -46,17 +55,11 @@ def wrapper(
     def update_across(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
         return update(updates, state, params, lambda u, s, p: inner.update(u, s, p, across))
 
-    if inner.plain is None:
-        return Transform(init_across, update_across, inner.needs, parts=(inner,))
     bare = inner.plain
+    if bare is None:
+        return Transform(init_across, update_across, inner.needs, parts=(inner,))
     plain = Pointwise(lambda p: init(p, bare.init), lambda u, s, p: update(u, s, p, bare.update))
-    return Transform(
-        lambda params, across: plain.init(params),
-        lambda updates, state, params, across: across.run_pointwise(plain, updates, state, params),
-        inner.needs,
-        parts=(inner,),
-        plain=plain,
-    )
+    return of_pointwise(plain, inner)
 
 
 @named
