@@ -21,7 +21,7 @@ from ...errors import TransformError
 from ...tree import PyTree, paths
 from ..across import Pointwise
 from ..base import Needs, Transform
-from .cuts import FIRST_PIECES, Cut, CutTest, alone
+from .cuts import FIRST_PIECES, Cut, CutTest, alone, is_refusal
 from .operators import Watch
 from .pretended import PretendedRank, Silent, block_of
 
@@ -31,6 +31,18 @@ FEW = 64  # leaves: wrappers are run on all leaves of a tree that has no more
 # What round-off may be, relative to a leaf's largest value: kernels compute a tensor's last few
 # elements in another way, a sigmoid's, say
 ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+HOSTILE_SHAPES = {
+    "column": (5, 1),
+    "cube": (2, 3, 4),
+    "empty": (0,),
+    "large": (64, 64),  # of as many elements as are tried of a leaf
+    "matrix": (3, 4),
+    "one": (1,),
+    "row": (1, 7),
+    "vector": (5,),
+}
 
 
 def name_of(transform: Transform) -> str:
@@ -108,28 +120,20 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
 
 def hostile_leaves() -> dict[str, Tensor]:
     """Leaves of shapes on which a wrong transform shows itself, on the meta device."""
-    shapes = {
-        "column": (5, 1),
-        "cube": (2, 3, 4),
-        "empty": (0,),
-        "large": (64, 64),
-        "matrix": (3, 4),
-        "one": (1,),
-        "row": (1, 7),
-        "vector": (5,),
-    }
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return {name: torch.empty(shape, device="meta") for name, shape in HOSTILE_SHAPES.items()}
 
 
 def _representatives(params: PyTree[Tensor]) -> Any:
     """The tree with None for all but the first and the last of leaves that are alike: of one shape
     and dtype, with paths that differ in numbers only."""
     leaves, treedef = optree.tree_flatten(params)
-    ends: dict[Any, tuple[int, int]] = {}
+    first: dict[Any, int] = {}
+    last: dict[Any, int] = {}
     for i, (path, x) in enumerate(zip(paths(params), leaves, strict=True)):
         kind = tuple(x.shape), x.dtype, re.sub(r"\d+", "#", path)
-        ends[kind] = ends.get(kind, (i, i))[0], i
-    kept = {i for both in ends.values() for i in both}
+        first.setdefault(kind, i)
+        last[kind] = i
+    kept = {*first.values(), *last.values()}
     few = treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
     return tree_map(  # None for whole subtrees, too, since it is passed many times
         lambda x: x if isinstance(x, Tensor) else None,
@@ -148,9 +152,9 @@ def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[
                     _check_across(part, few)
             return
         except Exception as error:
-            if isinstance(error, TransformError) and error.__cause__ is None:
+            if is_refusal(error):
                 raise
-            # Else it failed, and may belong to the one tree: all leaves decide
+            # It failed, and may belong to the one tree: all leaves decide
     _check_across(transform, params)
 
 
@@ -208,7 +212,8 @@ def difference_of(expected: Tensor, got: Tensor) -> str | None:
     if bool(close.all()):
         return None
     i = int(close.reshape(-1).logical_not().nonzero()[0])
-    return f"element {i} is {expected.reshape(-1)[i].item()} and {got.reshape(-1)[i].item()}"
+    want, have = expected.reshape(-1)[i].item(), got.reshape(-1)[i].item()
+    return f"element {i} is {want} and {have}"
 
 
 def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
@@ -216,7 +221,9 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
     param."""
     if part.in_place is None:
         return
-    size = 3
+    size = 3  # of the one param
+    wrote = f"{name}: in_place writes over params, or over a state leaf that follows none"
+    differs = f"{name}: in_place and update differ, in {dtype}"
     g = torch.Generator().manual_seed(0)
     params: Any = {"": torch.randn(size, generator=g, dtype=dtype)}
     state, own = part.init(params), part.init(params)
@@ -225,21 +232,16 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
         kept = [params, [x for x in optree.tree_leaves(own) if x.shape != (size,)]]
         before = tree_map(torch.clone, kept)
         got, own = part.in_place(tree_map(torch.clone, updates), own, params)
-        _must_equal(
-            before,
-            kept,
-            f"{name}: in_place writes over params, or over a state leaf that follows none",
-        )
+        _must_equal(before, kept, wrote)
         expected, state = part.update(updates, state, params)
-        _must_equal(
-            (expected, state), (got, own), f"{name}: in_place and update differ, in {dtype}"
-        )
+        _must_equal((expected, state), (got, own), differs)
 
 
 def _must_equal(expected: Any, got: Any, story: str) -> None:
-    pairs = [*zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=False)]
-    alike = all(
-        x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs
-    )
-    if not alike or optree.tree_structure(expected) != optree.tree_structure(got):
+    alike = optree.tree_structure(expected) == optree.tree_structure(got)
+    if alike:
+        for x, y in zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=True):
+            same_bits = torch.equal(x.nan_to_num(), y.nan_to_num())
+            alike = alike and same_bits and x.dtype == y.dtype
+    if not alike:
         raise TransformError(f"{story}. Remedy: the same operators in the same order")

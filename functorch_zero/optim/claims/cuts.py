@@ -45,22 +45,26 @@ def middle(numel: int) -> int:
     return min((numel + 1) // 3, 7) if numel != 1 else 1
 
 
-def _join(tree: PyTree[Tensor]) -> Any:
-    return {"": torch.cat([x.reshape(-1) for x in reversed(optree.tree_leaves(tree))])}
+# Pieces are copies, since no rank holds another one's
+
+
+def _first_piece(x: Tensor) -> Tensor:
+    return x.reshape(-1)[: middle(x.numel())].clone()
+
+
+def _second_piece(x: Tensor) -> Tensor:
+    return x.reshape(-1)[middle(x.numel()) :].clone()
+
+
+def _join(tree: PyTree[Tensor]) -> Tensor:
+    """All leaves as one, the last one first."""
+    return torch.cat([x.reshape(-1) for x in reversed(optree.tree_leaves(tree))])
 
 
 WHOLE = Cut("whole leaves", lambda tree: tree)
-# Copies, since no rank holds another one's piece
-FIRST_PIECES = Cut(
-    "1-D pieces",
-    lambda tree: tree_map(lambda x: x.reshape(-1)[: middle(x.numel())].clone(), tree),
-)
-SECOND_PIECES = Cut(
-    "1-D pieces",
-    lambda tree: tree_map(lambda x: x.reshape(-1)[middle(x.numel()) :].clone(), tree),
-)
-# The last leaf comes first
-JOINED = Cut("all leaves joined to one", _join)
+FIRST_PIECES = Cut("1-D pieces", lambda tree: tree_map(_first_piece, tree))
+SECOND_PIECES = Cut("1-D pieces", lambda tree: tree_map(_second_piece, tree))
+JOINED = Cut("all leaves joined to one", lambda tree: {"": _join(tree)})
 
 
 class _Made(NamedTuple):
@@ -98,8 +102,7 @@ class CutTest:
         try:
             self._check(LATER)
         except Exception as error:
-            refused = isinstance(error, TransformError) and error.__cause__ is None
-            if refused:
+            if is_refusal(error):
                 raise
             self._check(later=0)  # it failed, see Note [later counters]
 
@@ -183,6 +186,11 @@ class CutTest:
             "let each result depend on the values at its own position only, keep in other state "
             "what all ranks have, and ask `across` for the rest",
         )
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether a watch refused something, rather than a run of the transform failed."""
+    return isinstance(error, TransformError) and error.__cause__ is None
 
 
 def alone(part: Pointwise) -> Transform:
