@@ -324,15 +324,10 @@ def chain(*transforms: Transform) -> Transform:
             new.append(across.keep(one, before, updates, params))
         return updates, tuple(new)
 
-    return Chain(
-        init,
-        update,
-        needs=max((t.needs for t in transforms), default=Needs.POINTWISE),
-        parts=tuple(transforms),
-        plain=runs[0].merged if len(runs) == 1 else None,
-        name="chain",
-        hyperparams={str(i): t for i, t in enumerate(transforms)},
-    )
+    needs = max((t.needs for t in transforms), default=Needs.POINTWISE)
+    plain = runs[0].merged if len(runs) == 1 else None
+    made_with = {str(i): t for i, t in enumerate(transforms)}
+    return Chain(init, update, needs, tuple(transforms), plain, name="chain", hyperparams=made_with)
 
 
 def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
