@@ -7,8 +7,6 @@ to it.
 
 from __future__ import annotations
 
-from itertools import compress
-
 import torch
 from torch import Tensor
 
@@ -38,23 +36,20 @@ def fused_adamw(
     def update(
         params: list[Tensor], updates: list[Tensor], states: list[AdamWState]
     ) -> list[AdamWState]:
-        moments, decayed, scaled = states[0]
-        mu, nu = [state[0].mu[""] for state in states], [state[0].nu[""] for state in states]
-        rate, decay = (
-            float(value_of(learning_rate, scaled.count)),
-            float(value_of(weight_decay, decayed.count)),
-        )
+        moments, decayed, scaled = states[0]  # counts are the same in all of them
+        rate = float(value_of(learning_rate, scaled.count))
+        decay = float(value_of(weight_decay, decayed.count))
         step = moments.count + 1
-        for kind in dict.fromkeys((p.dtype, p.device) for p in params):
-            of_kind = [(p.dtype, p.device) == kind for p in params]
-            p, u, m, v = ([*compress(flats, of_kind)] for flats in (params, updates, mu, nu))
+        # The kernel takes lists of one dtype on one device
+        for dtype, device in dict.fromkeys((p.dtype, p.device) for p in params):
+            alike = [i for i, p in enumerate(params) if (p.dtype, p.device) == (dtype, device)]
             torch._fused_adamw_(
-                p,
-                u,
-                m,
-                v,
-                [],
-                [step.to(kind[1], torch.float32)] * len(p),
+                [params[i] for i in alike],
+                [updates[i] for i in alike],
+                [states[i][0].mu[""] for i in alike],
+                [states[i][0].nu[""] for i in alike],
+                [],  # the largest nu, of amsgrad
+                [step.to(device, torch.float32)] * len(alike),
                 amsgrad=False,
                 lr=rate,
                 beta1=b1,
@@ -63,10 +58,8 @@ def fused_adamw(
                 eps=eps,
                 maximize=False,
             )
-        rest = (
-            CountState(decayed.count + 1),
-            ScaleByLearningRateState(scaled.count + 1, number(rate)),
-        )
-        return [(state[0]._replace(count=step), *rest) for state in states]
+        decayed = CountState(decayed.count + 1)
+        scaled = ScaleByLearningRateState(scaled.count + 1, number(rate))
+        return [(state[0]._replace(count=step), decayed, scaled) for state in states]
 
     return Fused(update, _takes)
