@@ -27,6 +27,30 @@ Count = Tensor | int
 Schedule = Callable[[Count], Any]
 
 
+# Shapes: functions of `gone`, the share of a stretch's steps that are gone, 0-d float64, 0 to 1
+
+
+def _half_cosine(gone: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.cos(math.pi * gone))
+
+
+def _rising_cosine(gone: Tensor) -> Tensor:
+    return 0.5 - 0.5 * torch.cos(math.pi * gone)
+
+
+_Shape = Callable[[Tensor], Tensor]
+_FALLING: dict[str, _Shape] = {  # from 1 to 0
+    "linear": lambda gone: 1 - gone,
+    "cosine": _half_cosine,
+    "sqrt": lambda gone: 1 - gone.sqrt(),
+}
+_RISING: dict[str, _Shape] = {  # from 0 to 1
+    "linear": lambda gone: gone,
+    "cosine": _rising_cosine,
+    "constant": lambda gone: (gone >= 1).double(),
+}
+
+
 @named
 def constant_schedule(value: Number) -> Schedule:
     """The same value at every step."""
@@ -127,7 +151,7 @@ def cosine_decay_schedule(
 
     def schedule(count: Count) -> Tensor:
         gone = number(count).clamp(max=decay_steps) / decay_steps
-        falling = (0.5 * (1 + torch.cos(math.pi * gone))) ** exponent
+        falling = _half_cosine(gone) ** exponent
         return init_value * ((1 - alpha) * falling + alpha)
 
     return schedule
@@ -208,20 +232,6 @@ def warmup_exponential_decay_schedule(
         peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value
     )
     return join_schedules([warmup, decay], [warmup_steps])
-
-
-# Shares that are left of a decay, by the share of its steps that are gone, 0 to 1
-_FALLING: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear": lambda gone: 1 - gone,
-    "cosine": lambda gone: 0.5 * (1 + torch.cos(math.pi * gone)),
-    "sqrt": lambda gone: 1 - gone.sqrt(),
-}
-# Shares of the way from a boundary's value to the next one's, likewise
-_RISING: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear": lambda gone: gone,
-    "cosine": lambda gone: 0.5 - 0.5 * torch.cos(math.pi * gone),
-    "constant": lambda gone: (gone >= 1).double(),
-}
 
 
 @named

@@ -7,6 +7,8 @@ to it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,15 @@ from ..states import CountState, ScaleByLearningRateState
 from ..transforms.adam import ScaleByAdamState
 
 AdamWState = tuple[ScaleByAdamState, CountState, ScaleByLearningRateState]
+
+
+class _Flats(NamedTuple):
+    """The tensors of one call of torch's kernel, which changes all but the updates in place."""
+
+    params: list[Tensor]
+    updates: list[Tensor]
+    mu: list[Tensor]
+    nu: list[Tensor]
 
 
 def _takes(param: Tensor) -> bool:
@@ -36,20 +47,24 @@ def fused_adamw(
     def update(
         params: list[Tensor], updates: list[Tensor], states: list[AdamWState]
     ) -> list[AdamWState]:
+        kinds: dict[tuple[torch.dtype, torch.device], _Flats] = {}  # a call takes one kind
+        for param, update, (moments, _, _) in zip(params, updates, states, strict=True):
+            flats = kinds.setdefault((param.dtype, param.device), _Flats([], [], [], []))
+            flats.params.append(param)
+            flats.updates.append(update)
+            flats.mu.append(moments.mu[""])
+            flats.nu.append(moments.nu[""])
         moments, decayed, scaled = states[0]  # counts are the same in all of them
         rate = float(value_of(learning_rate, scaled.count))
         decay = float(value_of(weight_decay, decayed.count))
         step = moments.count + 1
-        # The kernel takes lists of one dtype on one device
-        for dtype, device in dict.fromkeys((p.dtype, p.device) for p in params):
-            alike = [i for i, p in enumerate(params) if (p.dtype, p.device) == (dtype, device)]
+        for (_, device), flats in kinds.items():
+            largest_nu: list[Tensor] = []  # of amsgrad
+            steps = [step.to(device, torch.float32)] * len(flats.params)
             torch._fused_adamw_(
-                [params[i] for i in alike],
-                [updates[i] for i in alike],
-                [states[i][0].mu[""] for i in alike],
-                [states[i][0].nu[""] for i in alike],
-                [],  # the largest nu, of amsgrad
-                [step.to(device, torch.float32)] * len(alike),
+                *flats,
+                largest_nu,
+                steps,
                 amsgrad=False,
                 lr=rate,
                 beta1=b1,

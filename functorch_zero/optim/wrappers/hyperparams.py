@@ -303,12 +303,11 @@ def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
     falls = (plateau >= rules.patience) & ~cooling
     fallen = torch.maximum(state.scale * rules.factor, rules.min_scale)
     one_less = (state.cooldown_count - 1).clamp(min=0)
+    scale = torch.where(falls, fallen, state.scale)
+    best_value = torch.where(better, state.avg_value, state.best_value)
+    plateau_count = torch.where(falls | cooling, 0, plateau)
+    cooldown_count = torch.where(falls, rules.cooldown.long(), one_less)
+    no_values, no_mean = torch.zeros_like(state.count), torch.zeros_like(state.avg_value)
     return ReduceLROnPlateauState(
-        scale=torch.where(falls, fallen, state.scale),
-        best_value=torch.where(better, state.avg_value, state.best_value),
-        plateau_count=torch.where(falls | cooling, 0, plateau),
-        cooldown_count=torch.where(falls, rules.cooldown.long(), one_less),
-        count=torch.zeros_like(state.count),
-        avg_value=torch.zeros_like(state.avg_value),
-        rules=rules,
+        scale, best_value, plateau_count, cooldown_count, no_values, no_mean, rules
     )
