@@ -1,4 +1,4 @@
-"""What a transform is given to ask about whole tensors: `across`.
+"""`across`: the questions of a transform about whole tensors.
 
 `Across` has the questions, each written once over a few primitives. `optim.local.Local` gives these
 in one process with plain torch: it is the oracle. `Sharded` gives them on pieces with a group. All
@@ -55,8 +55,8 @@ class Fused:
 
     Attributes:
         update: `(params, updates, states) -> states` for some flats; each state is that of a tree
-            of one leaf, `{"": flat}`, and what follows no leaf (a count of steps) is the same in
-            all of them.
+            of one leaf, `{"": flat}`. Its leaves that follow no param (a count of steps) are the
+            same in all states.
         takes: whether the kernel takes params of this dtype, on this device.
     """
 
@@ -183,7 +183,7 @@ class Across(ABC):
         """The inverse direction of `sum_dim`: its answers put back beside each element
         (broadcastable to the pieces).
 
-        Leaves without an answer are None in `tree`, and in what is returned.
+        Leaves without an answer are None in `tree`, and in the result.
         """
 
     # For chains and wrappers

@@ -78,7 +78,8 @@ def _is_half(x: Tensor) -> bool:
 
 
 def bias_correction(decay: Number, count: Tensor) -> Tensor:
-    """`1 - decay**count`, 0-d float64: what a mean that began at zero lacks after `count` steps."""
+    """`1 - decay**count`, 0-d float64: the weight of all `count` updates in a mean that began at
+    zero."""
     return 1 - decay ** count.double()
 
 
@@ -89,7 +90,7 @@ def pick(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def is_zero(number: Any) -> bool:
-    """Whether a hyperparameter is the number 0, so that what it scales may be left out."""
+    """Whether a hyperparameter is the number 0, so that its term may be left out."""
     return isinstance(number, int | float) and number == 0
 
 

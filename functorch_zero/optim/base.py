@@ -1,7 +1,7 @@
-"""Transforms: a pure `init`/`update` pair, and what it must see of a tensor (`needs`).
+"""Transforms: a pure `init`/`update` pair, and the part of a tensor that it must see (`needs`).
 
 Every update has the one signature `(updates, state, params, across) -> (updates, state)`. The four
-constructors lift what an author writes to it, once; whatever runs differently on pieces goes
+constructors lift an author's functions to it, once; whatever runs differently on pieces goes
 through `across`, so nothing here knows that ranks exist. Masked-out and frozen leaves are None in
 every tree, which optree skips.
 """
@@ -80,8 +80,8 @@ class Transform(Named):
         """The first state, of the trained leaves of params.
 
         Without `across`, the params are a program's: a sharded tree, whose engine answers, or whole
-        leaves of which those with `requires_grad` are trained. With it, they are what the transform
-        is to see, None where frozen.
+        leaves of which those with `requires_grad` are trained. With it, they are the leaves that
+        the transform is to see, None where frozen.
         """
         if across is not None:
             return self.init_fn(params, across)
@@ -100,7 +100,7 @@ class Transform(Named):
     ) -> tuple[PyTree[Tensor], Any]:
         """New updates, from gradients or the updates of the transform before, and the next state.
 
-        `across`: as in `init`. What is given stays as it is where there is none.
+        `across`: as in `init`. Without it, no argument is written to.
         """
         if across is not None:
             return self.update_fn(updates, state, params, across)
@@ -140,9 +140,8 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
             (1,)); state leaves that aren't shaped like a param (a step count) must not depend on
             the values.
         in_place: the same to the bit, written over the updates and over state leaves shaped like
-            params (over nothing
-            else: not over counts, nor params). A sharded step takes it where these were donated:
-            fewer temporaries, no copies.
+            params, but over no counts and no params. A sharded step takes it where these were
+            donated: fewer temporaries, no copies.
 
     Sharded, it runs on pieces, bucket by bucket, without communication. `testing.check_transform`
     checks the claim.
@@ -242,7 +241,7 @@ def with_whole_leaves(
         update: `(update, state) -> (update, state)` of one leaf, or `(update, state, param)`; the
             third argument costs sending the param too. With `batched`, tensors and state leaves
             have a leading dim that counts leaves of one shape; init is per leaf all the same.
-        cost: what updating a leaf of this full shape costs, for balancing owners.
+        cost: that of an update of a leaf of this full shape, for balancing owners.
 
     Sharded, each leaf has an owner, who alone holds its state and runs it: one all-to-all in, one
     out, about 2S/N bytes per rank (3S/N when `update` wants the param).
@@ -275,8 +274,8 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
             rank runs it and holds its state.
         limit: bytes of updates above which it refuses, naming the size.
 
-    Sharded, one all-to-all a dtype brings every rank what it lacks: S (N-1)/N bytes (twice that
-    with params).
+    Sharded, one all-to-all per dtype brings every rank the elements that it lacks: S (N-1)/N bytes
+    (twice that with params).
     """
     wants_params = _num_positional(update) > 2
     run = _given_params(update)

@@ -66,7 +66,7 @@ class NamedFunction(Named):
 
 
 def named(factory: Callable[P, Made]) -> Callable[P, Made]:
-    """Give what a factory makes, a transform or a schedule, the factory's name and its arguments.
+    """Give a factory's transforms or schedules its name and the arguments of their call.
 
     They print. At `init` they are compared across ranks, so that a learning rate that differs is
     named in the error. They are written into checkpoints.

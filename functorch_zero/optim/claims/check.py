@@ -1,7 +1,7 @@
-"""Whether a transform does what its `needs` says. Milliseconds, without communication.
+"""Whether a transform keeps to its `needs`. Milliseconds, without communication.
 
-On shards a transform's update runs on 1-D pieces, so whatever it does to them itself, outside what
-it asks of `across`, must be elementwise. `check_claims` runs it on a few small leaves, watches its
+On shards a transform's update runs on 1-D pieces. So all that it does to them itself must be
+elementwise; the rest it asks of `across`. `check_claims` runs it on a few small leaves, watches its
 operators (`operators`), and runs it again on the same elements cut otherwise (`cuts`).
 """
 
@@ -28,7 +28,7 @@ from .pretended import PretendedRank, Silent, block_of
 # The first, the second (some updates treat the first differently), and a late one
 NUM_STEPS = 3
 FEW = 64  # leaves: wrappers are run on all leaves of a tree that has no more
-# What round-off may be, relative to a leaf's largest value: kernels compute a tensor's last few
+# The round-off allowed, relative to a leaf's largest value: kernels compute a tensor's last few
 # elements in another way, a sigmoid's, say
 ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -74,8 +74,7 @@ def pointwise_parts(transform: Transform) -> Iterator[Transform]:
 
 
 def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> None:
-    """Raise `TransformError` if the transform's updates do to a piece what only whole tensors
-    allow.
+    """Raise `TransformError` if the transform needs more of a tensor than its `needs` says.
 
     Args:
         transform: any; chains and wrappers are checked through their parts.
@@ -88,10 +87,10 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
             `scale_by_label`).
 
     Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative
-    sums, matrix products), random ones, values read on the host, and changes in place of what was
-    given; results that depend on how leaves are cut, by their shape, position, path, order or
-    number; and an `in_place` that is not `update` to the bit. Nothing is communicated.
-    `testing.check_transform` checks more, on ranks and to the bit.
+    sums, matrix products), random ones, values read on the host, and changes of inputs in place;
+    results that depend on how leaves are cut, by their shape, position, path, order or number, in
+    the first two steps or in a late one; and an `in_place` that is not `update` to the bit. Nothing
+    is communicated. `testing.check_transform` checks more, on ranks and to the bit.
 
     >>> from functorch_zero import optim
     >>> check_claims(optim.adamw(1e-3))

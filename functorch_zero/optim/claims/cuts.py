@@ -1,8 +1,8 @@
 """The cut test: a transform makes the same of whole leaves and of the same elements cut otherwise.
 
 On ranks a transform runs on 1-D pieces of leaves, and a pointwise one on any regrouping of them. So
-what it does itself, outside what it asks of `across`, may depend on no shape, number of elements,
-position, path, order or number of leaves, nor on how often it has been called.
+its own work, beside the answers of `across`, may depend on no shape, number of elements, position,
+path, order or number of leaves, nor on how often it has been called.
 
 Note [later counters]: a transform that changes its ways at a later step, by a counter in its state,
 does as it should in the first steps. So the last step of a test is a late one: the counters in the
@@ -28,7 +28,7 @@ from ..across import Pointwise
 from ..base import Needs, Transform
 from .operators import Watch
 
-# A multiple of 1 to 16: what happens every 10 steps, say, happens when it would have without
+# A multiple of 1 to 16, so that the work of every 10th step, say, comes when it would have come
 LATER = 720_720
 
 
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
     """A way to hold the elements of a tree."""
 
     on: str  # the kind of leaves, for errors
-    of: Callable[[PyTree[Tensor]], Any]  # from a tree of whole leaves to what is held
+    of: Callable[[PyTree[Tensor]], Any]  # from a tree of whole leaves to a tree that is held
 
 
 def middle(numel: int) -> int:
@@ -142,10 +142,10 @@ class CutTest:
             made.append(_Made(optree.tree_leaves(new), state))
         return made
 
-    def _check_number(self, what: str, tree: Any, expected: int) -> None:
+    def _check_number(self, name: str, tree: Any, expected: int) -> None:
         num = optree.tree_structure(tree).num_leaves
         if num != expected:
-            story = f"returns {what} of {num} leaves where {expected} are expected"
+            story = f"returns {name} of {num} leaves where {expected} are expected"
             self.watch.refuse(story, "keep the structure")
 
     def _check_shapes(self, new: Any, updates: PyTree[Tensor], cut: Cut) -> None:
@@ -179,10 +179,10 @@ class CutTest:
             if difference:
                 self._refuse(f"state {paths(whole)[i]}", FIRST_PIECES, difference)
 
-    def _refuse(self, what: str, cut: Cut, difference: str) -> NoReturn:
+    def _refuse(self, result: str, cut: Cut, difference: str) -> NoReturn:
         self.watch.refuse(
-            f"depends on how leaves are cut: the {what} of {cut.on} are not those of whole leaves: "
-            f"{difference}",
+            f"depends on how leaves are cut: the {result} of {cut.on} are not those of whole "
+            f"leaves: {difference}",
             "let each result depend on the values at its own position only, keep in other state "
             "what all ranks have, and ask `across` for the rest",
         )

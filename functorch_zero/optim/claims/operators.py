@@ -50,13 +50,13 @@ _VALUES_OUT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Watch:
-    """Watches the runs of one transform, of this name, and refuses what it may not do."""
+    """Watches the runs of one transform, of this name, and refuses its unfit operators."""
 
     def __init__(self, name: str):
         self.name = name
         # Storages of values of leaves, by id; kept alive, so that an id stays theirs
         self._marked: dict[int, Any] = {}
-        # What the function that runs was given: by name, and by storage with its version
+        # The inputs of the function that runs: by name, and by storage with its version
         self._given: dict[str, PyTree[Tensor]] = {}
         self._inputs: dict[int, tuple[Tensor, int]] = {}
         self._runs, self._paused = False, False
@@ -65,7 +65,7 @@ class Watch:
     def running(
         self, on: str, *, operators: bool = True, **given: PyTree[Tensor]
     ) -> Iterator[None]:
-        """Watch what happens inside.
+        """Watch the operators that run inside.
 
         Args:
             on: the kind of leaves, for errors.
@@ -78,8 +78,8 @@ class Watch:
         if operators:
             self._mark(optree.tree_leaves([given["params"], given.get("updates")]))
         phase = "update" if "updates" in given else "init"
-        # Operators are watched first. What fails only later does so because the leaves are cut
-        # otherwise, whatever the error.
+        # The first run is watched. One that fails only later does so because its leaves are cut
+        # otherwise, or at a later step, whatever the error
         failures = _FAILURES if operators else (Exception,)
         self._runs = True
         try:
@@ -107,7 +107,7 @@ class Watch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let everything pass inside; what is made there is not marked."""
+        """Let everything pass inside; no result is marked there."""
         before, self._paused = self._paused, True
         try:
             yield

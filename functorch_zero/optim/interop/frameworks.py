@@ -34,9 +34,9 @@ def from_optax(transformation: Pair, *, needs: Needs) -> Transform:
 
     Args:
         transformation: the pair; its state may be any tree of tensors.
-        needs: what it must see. POINTWISE, which `testing.check_transform` checks; WHOLE_LEAF if it
-            treats each leaf on its own (it is then called with trees that are one leaf); or
-            WHOLE_TREE. STATISTICS would need `across`, which the form lacks.
+        needs: the part of a tensor that it must see: POINTWISE, which `testing.check_transform`
+            checks; WHOLE_LEAF if it treats each leaf on its own (it is then called with trees that
+            are one leaf); or WHOLE_TREE. STATISTICS would need `across`, which the form lacks.
     """
     init, update = _functions(transformation)
     return _lifted(init, update, needs)

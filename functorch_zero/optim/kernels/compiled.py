@@ -1,9 +1,9 @@
 """`compiled`: a user's own pointwise chain as one kernel, made by torch.compile, for donated
 storage.
 
-Note [handed on]: a new state may be what the kernel was given: the last updates, the params,
-another leaf of the old state. All of these are written to at the kernel's end, one after another,
-and torch 2.13 then copies what has been written to already. It does so for clones, too, which it
+Note [handed on]: a new state may be an input of the kernel: the last updates, the params, another
+leaf of the old state. All of these are written to at the kernel's end, one after another, and torch
+2.13 then copies an input that has been written to already. It does so for clones, too, which it
 removes; a maximum with itself is a copy that it keeps.
 """
 
@@ -44,7 +44,7 @@ def compiled(transform: Transform) -> Transform:
 
     Raises:
         TransformError: the transform is not pointwise, or tells leaves apart (`masked`, say:
-            compile what is inside).
+            compile its inside).
 
     >>> from functorch_zero import optim
     >>> lion = optim.chain(optim.scale_by_lion(), optim.scale_by_learning_rate(1e-4))
@@ -93,8 +93,8 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """Inductor, which would compute what concerns numbers alone (a bias correction's power) anew
-    for each element."""
+    """Inductor for the part of the graph that has elements; it would compute 0-d values (a bias
+    correction's power) anew for each element."""
     from torch.fx.passes.split_module import split_module
 
     split: Any = split_module(graph, graph, lambda node: int(not _is_number(node)))

@@ -185,7 +185,7 @@ def with_hyperparams(state: Any, **values: float | Tensor) -> Any:
 class ReduceLROnPlateauState(NamedTuple):
     """The history of a metric. All 0-d, on the CPU, and the same on every rank."""
 
-    scale: Tensor  # float64: what updates are multiplied by
+    scale: Tensor  # float64: the factor of updates
     best_value: Tensor  # float64: the least mean of the metric so far
     plateau_count: Tensor  # int64: means in a row that weren't better
     cooldown_count: Tensor  # int64: means to come that don't count
