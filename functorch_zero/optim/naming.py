@@ -146,11 +146,11 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
         return _qualified(thing)
     if depth == 0:
         return type(thing).__name__
-    if isinstance(thing, Mapping):
+    if isinstance(thing, Mapping):  # JSON's keys are texts
         return {str(key): described(value, depth - 1) for key, value in thing.items()}
     if isinstance(thing, tuple | list):
         return [described(value, depth - 1) for value in thing]
-    if isinstance(thing, set | frozenset):
+    if isinstance(thing, set | frozenset):  # in one order on every rank
         return sorted((described(value, depth - 1) for value in thing), key=repr)
     if inspect.ismethod(thing):
         return [described(thing.__func__, depth - 1), described(thing.__self__, depth - 1)]

@@ -134,11 +134,12 @@ def _representatives(params: PyTree[Tensor]) -> Any:
         last[kind] = i
     kept = {*first.values(), *last.values()}
     few = treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
-    return tree_map(  # None for whole subtrees, too, since it is passed many times
-        lambda x: x if isinstance(x, Tensor) else None,
-        few,
-        is_leaf=lambda subtree: not optree.tree_leaves(subtree),
-    )
+
+    def is_empty(subtree: Any) -> bool:
+        return not optree.tree_leaves(subtree)
+
+    # None for whole subtrees, too, since the tree is passed many times
+    return tree_map(lambda x: x if isinstance(x, Tensor) else None, few, is_leaf=is_empty)
 
 
 def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[Tensor]) -> None:
@@ -164,8 +165,8 @@ def _draw(tree: PyTree[Tensor], dtype: torch.dtype | None = None) -> tuple[Any, 
     def block(x: Tensor) -> Tensor:
         return torch.randn(block_of(tuple(x.shape)), generator=g).to(dtype or x.dtype)
 
-    params, *updates = (tree_map(block, tree) for _ in range(1 + NUM_STEPS))
-    return params, updates
+    params = tree_map(block, tree)
+    return params, [tree_map(block, tree) for _ in range(NUM_STEPS)]
 
 
 def _check_pointwise(
@@ -203,10 +204,11 @@ def difference_of(expected: Tensor, got: Tensor) -> str | None:
     if expected.dtype == got.dtype and torch.equal(expected, got):
         return None
     dtypes = {expected.dtype, got.dtype}
-    bound = 0.0
+    bound = 0.0  # of the difference, for integers
     if all(dtype.is_floating_point for dtype in dtypes):
         relative = max(ROUND_OFF.get(d, 4 * torch.finfo(d).eps) for d in dtypes)
-        bound = relative * float(expected.double().nan_to_num(0, 0, 0).abs().max())
+        largest = expected.double().nan_to_num(0, 0, 0).abs().max()
+        bound = relative * float(largest)
     close = torch.isclose(expected.double(), got.double(), 0, bound, equal_nan=True)
     if bool(close.all()):
         return None

@@ -110,38 +110,36 @@ def _injected(
         values = {name: value.clone() for name, value in numbers.items()} | scheduled(step_count())
         return InjectHyperparamsState(step_count(), values, inner_state)
 
-    def step(
-        state: InjectHyperparamsState, run: Callable[[Transform], tuple[Tree, Any]]
+    def values_of(state: InjectHyperparamsState) -> dict[str, Tensor]:
+        return state.hyperparams | scheduled(state.count)
+
+    def update_plain(
+        updates: Tree, state: InjectHyperparamsState, params: Tree
     ) -> tuple[Tree, Any]:
-        values = state.hyperparams | scheduled(state.count)
-        updates, inner_state = run(build(values))
+        values = values_of(state)
+        now = build(values).plain
+        assert now is not None
+        updates, inner_state = now.update(updates, state.inner_state, params)
         return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
-
-    inner = build(numbers | scheduled(step_count()))
-    bare = inner.plain
-    if bare is not None:
-
-        def update_plain(
-            updates: Tree, state: InjectHyperparamsState, params: Tree
-        ) -> tuple[Tree, Any]:
-            def run(inner: Transform) -> tuple[Tree, Any]:
-                assert inner.plain is not None
-                return inner.plain.update(updates, state.inner_state, params)
-
-            return step(state, run)
-
-        plain = Pointwise(lambda params: begin(bare.init(params)), update_plain)
-        return of_pointwise(plain, inner)
-
-    def init(params: Tree, across: Across) -> InjectHyperparamsState:
-        return begin(inner.init(params, across))
 
     def update(
         updates: Tree, state: InjectHyperparamsState, params: Tree, across: Across
     ) -> tuple[Tree, Any]:
-        return step(state, lambda inner: inner.update(updates, state.inner_state, params, across))
+        values = values_of(state)
+        now = build(values)
+        updates, inner_state = now.update(updates, state.inner_state, params, across)
+        return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
 
-    return Transform(init, update, inner.needs, parts=(inner,))
+    first = build(numbers | scheduled(step_count()))
+    bare = first.plain
+    if bare is not None:
+        plain = Pointwise(lambda params: begin(bare.init(params)), update_plain)
+        return of_pointwise(plain, first)
+
+    def init(params: Tree, across: Across) -> InjectHyperparamsState:
+        return begin(first.init(params, across))
+
+    return Transform(init, update, first.needs, parts=(first,))
 
 
 def hyperparams(state: Any) -> dict[str, Tensor]:
