@@ -1,4 +1,4 @@
-"""What a transform is given to ask about whole tensors: `across`.
+"""`across`: the questions of a transform about whole tensors.
 
 `Across` has the questions, each written once over a few primitives. `optim.local.Local` gives these
 in one process with plain torch: it is the oracle. `Sharded` gives them on pieces with a group. All
@@ -24,8 +24,9 @@ from ..layout.extent import Extent
 from ..tree import PyTree, paths
 
 Tree = PyTree[Tensor]
+Shape = tuple[int, ...]
 Dims = int | tuple[int, ...]
-Dim = Dims | Callable[[tuple[int, ...]], Dims | None]  # or by a leaf's full shape; None: not asked
+Dim = Dims | Callable[[Shape], Dims | None]  # or by a leaf's full shape; None: not asked
 Question = tuple[Tree, Dim]
 Product = tuple[Tree] | tuple[Tree, Tree]  # element by element
 LeafOp = Literal["sum", "max", "norm"]
@@ -54,8 +55,8 @@ class Fused:
 
     Attributes:
         update: `(params, updates, states) -> states` for some flats; each state is that of a tree
-            of one leaf, `{"": flat}`, and what follows no leaf (a count of steps) is the same in
-            all of them.
+            of one leaf, `{"": flat}`. Its leaves that follow no param (a count of steps) are the
+            same in all states.
         takes: whether the kernel takes params of this dtype, on this device.
     """
 
@@ -65,12 +66,20 @@ class Fused:
 
 @dataclass(frozen=True)
 class WholeLeaf:
-    """A whole-leaf author's functions, as `Across.run_whole` runs them."""
+    """A whole-leaf author's functions, as `Across.run_whole` runs them.
+
+    Attributes:
+        init: `(param) -> state` of one whole leaf.
+        update: `(update, state, param) -> (update, state)`.
+        wants_param: whether `update` reads the param; else it is given None.
+        cost: of an update, by the leaf's full shape, for balancing owners.
+        batched: whether `update` takes leaves of one shape together, in a leading dim.
+    """
 
     init: Callable[[Tensor], Any]
     update: Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
     wants_param: bool
-    cost: Callable[[tuple[int, ...]], float]
+    cost: Callable[[Shape], float]
     batched: bool
 
 
@@ -87,6 +96,7 @@ class Owned:
 
 optree.register_pytree_node(
     Owned,
+    # "owned" is its entry in paths, checkpoint files' among them
     lambda owned: ((owned.state,), owned.leaf, ("owned",)),
     lambda leaf, children: Owned(children[0], leaf),
     namespace=optree.registry.__GLOBAL_NAMESPACE,
@@ -173,7 +183,7 @@ class Across(ABC):
         """The inverse direction of `sum_dim`: its answers put back beside each element
         (broadcastable to the pieces).
 
-        Leaves without an answer are None in `tree`, and in what is returned.
+        Leaves without an answer are None in `tree`, and in the result.
         """
 
     # For chains and wrappers
@@ -236,12 +246,15 @@ class Across(ABC):
         self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
         """Run a whole-tree update; params are None where it wants none."""
-        whole = self.gather([updates] if params is None else [updates, params], limit)
-        made, new_state = update(whole[0], state, None if params is None else whole[1])
+        if params is None:
+            (whole_updates,), whole_params = self.gather([updates], limit), None
+        else:
+            whole_updates, whole_params = self.gather([updates, params], limit)
+        made, new_state = update(whole_updates, state, whole_params)
         return self.cut(made), new_state
 
     def _per_leaf(
-        self, answer: Callable[[Tensor, Extent, tuple[int, ...]], Tensor], tree: Tree, dim: Dim
+        self, answer: Callable[[Tensor, Extent, Shape], Tensor], tree: Tree, dim: Dim
     ) -> Tree:
         """Per leaf, `answer(leaf, extent, dims)`; None where the leaf is None, or is not asked."""
 
@@ -269,7 +282,7 @@ class Refusing:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are taken in: itself, or float32 for the half precisions."""
+    """The dtype of sums over tensors of this one: itself, or float32 for the half precisions."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
@@ -303,24 +316,25 @@ def total_of(sums: Sequence[Tensor]) -> Tensor:
     return torch.stack([x.to(dtype) for x in sums]).sum()
 
 
-def dims_of(dim: Dim, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def dims_of(dim: Dim, shape: Shape) -> Shape | None:
     """The dims, in order, that `dim` names in a tensor of this shape, or None where a function
     `dim` answers None."""
     named = dim(shape) if callable(dim) else dim
     if named is None:
         return None
-    dims = named if isinstance(named, tuple) else (named,)
-    if any(not -len(shape) <= d < len(shape) for d in dims) or len(
-        {d % len(shape) for d in dims}
-    ) < len(dims):
-        raise ValueError(
-            f"expected distinct dims of a leaf of shape {shape}, got {named}. Remedy: a function "
-            f"from a leaf's full shape to its dims, or to None where it is not asked"
-        )
-    return tuple(sorted(d % len(shape) for d in dims))
+    dims: set[int] = set()
+    for d in named if isinstance(named, tuple) else (named,):
+        from_the_front = d if d >= 0 else d + len(shape)
+        if from_the_front in dims or not 0 <= from_the_front < len(shape):
+            raise ValueError(
+                f"expected distinct dims of a leaf of shape {shape}, got {named}. Remedy: a "
+                "function from a leaf's full shape to its dims, or to None where it is not asked"
+            )
+        dims.add(from_the_front)
+    return tuple(sorted(dims))
 
 
-def without(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
+def without(shape: Shape, dims: Shape) -> Shape:
     """`shape` with `dims` gone: the shape of `sum_dim`'s answer."""
     return tuple(size for d, size in enumerate(shape) if d not in dims)
 
@@ -328,24 +342,27 @@ def without(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
 def state_elsewhere(part: WholeLeaf, leaf: Tensor, extent: Extent) -> Any:
     """A leaf's state where another rank owns it: tensors of shape (0,), beside this rank's
     piece."""
-    state = part.init(torch.empty(extent.shape, dtype=leaf.dtype, device="meta"))
-    return tree_map(lambda x: x.new_empty(0, device=leaf.device), state)
+    whole = torch.empty(extent.shape, dtype=leaf.dtype, device="meta")
+    return tree_map(lambda x: x.new_empty(0, device=leaf.device), part.init(whole))
 
 
 def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:
-    """Refuse a whole-leaf author's (update, state) of the i-th leaf, of other shapes than what it
-    was made of."""
-    shapes = [[tuple(x.shape) for x in optree.tree_leaves(pair)] for pair in (before, after)]
-    if shapes[0] != shapes[1]:
+    """Refuse an (update, state) that a whole-leaf author made of the i-th leaf, if its shapes are
+    not those that the author was given."""
+    expected = [tuple(x.shape) for x in optree.tree_leaves(before)]
+    got = [tuple(x.shape) for x in optree.tree_leaves(after)]
+    if expected != got:
         raise TransformError(
             f"a whole-leaf update of leaf {paths(tree)[i]} must make an update and a state of the "
-            f"shapes that it was given: expected {shapes[0]}, got {shapes[1]}"
+            f"shapes that it was given: expected {expected}, got {got}"
         )
 
 
 def check_limit(extents: Sequence[Extent], leaves: Sequence[Tensor], limit: int) -> None:
     """Refuse a tree too large to be gathered."""
-    size = sum(e.numel * leaf.element_size() for e, leaf in zip(extents, leaves, strict=True))
+    size = 0  # bytes
+    for extent, leaf in zip(extents, leaves, strict=True):
+        size += extent.numel * leaf.element_size()
     if size > limit:
         raise TransformError(
             f"a whole-tree transform was given a tree of {size} bytes, above its limit of {limit}. "

@@ -36,7 +36,10 @@ def elementwise(fn: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:
 
 def on_leaf(fn: Callable[..., Tensor], x: Tensor, *rest: Tensor) -> Tensor:
     """An elementwise function of one leaf, which it sees as (1,) if it is 0-d."""
-    return fn(x, *rest) if x.ndim else fn(x.reshape(1), *(y.reshape(1) for y in rest)).reshape(())
+    if x.ndim:
+        return fn(x, *rest)
+    wide = [y.reshape(1) for y in rest]
+    return fn(x.reshape(1), *wide).reshape(())
 
 
 def ema(old: Tensor, new: Tensor, decay: Number) -> Tensor:
@@ -56,7 +59,7 @@ def ema_of_squares(old: Tensor, new: Tensor, decay: Number) -> Tensor:
 def add_scaled(x: Tensor, y: Tensor, factor: Number) -> Tensor:
     """`x + factor * y`. In half precision `torch.add` with alpha has other bits in a tensor's
     tail."""
-    if isinstance(factor, Tensor) or x.element_size() < 4:
+    if isinstance(factor, Tensor) or _is_half(x):
         return x + y * factor
     return torch.add(x, y, alpha=factor)
 
@@ -65,15 +68,18 @@ def add_scaled_(x: Tensor, y: Tensor, factor: Number) -> Tensor:
     """The same to the bit, in `x` where its dtype is the result's."""
     if x.dtype != y.dtype:
         return add_scaled(x, y, factor)
-    return (
-        x.add_(y * factor)
-        if isinstance(factor, Tensor) or x.element_size() < 4
-        else x.add_(y, alpha=factor)
-    )
+    if isinstance(factor, Tensor) or _is_half(x):
+        return x.add_(y * factor)
+    return x.add_(y, alpha=factor)
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.element_size() < 4
 
 
 def bias_correction(decay: Number, count: Tensor) -> Tensor:
-    """`1 - decay**count`, 0-d float64: what a mean that began at zero lacks after `count` steps."""
+    """`1 - decay**count`, 0-d float64: the weight of all `count` updates in a mean that began at
+    zero."""
     return 1 - decay ** count.double()
 
 
@@ -84,7 +90,7 @@ def pick(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def is_zero(number: Any) -> bool:
-    """Whether a hyperparameter is the number 0, so that what it scales may be left out."""
+    """Whether a hyperparameter is the number 0, so that its term may be left out."""
     return isinstance(number, int | float) and number == 0
 
 

@@ -1,7 +1,7 @@
-"""Transforms: a pure `init`/`update` pair, and what it must see of a tensor (`needs`).
+"""Transforms: a pure `init`/`update` pair, and the part of a tensor that it must see (`needs`).
 
 Every update has the one signature `(updates, state, params, across) -> (updates, state)`. The four
-constructors lift what an author writes to it, once; whatever runs differently on pieces goes
+constructors lift an author's functions to it, once; whatever runs differently on pieces goes
 through `across`, so nothing here knows that ranks exist. Masked-out and frozen leaves are None in
 every tree, which optree skips.
 """
@@ -50,20 +50,23 @@ class Transform(Named):
 
     It prints as the call that made it, of the innermost constructor or the outermost factory that
     is `named`.
+
+    Attributes:
+        init_fn: `init` with `across`.
+        update_fn: `update` with `across`.
+        needs: the part of a tensor that it must see.
+        parts: of a chain or wrapper, the transforms inside, for whoever checks them.
+        plain: the same as functions of any grouping of the leaves, if it is pointwise and treats
+            all leaves alike.
+        fused: the same as one kernel, params included, which also has `plain`.
     """
 
     init_fn: Callable[[PyTree[Tensor], Across], Any]
     update_fn: Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[PyTree[Tensor], Any]]
     needs: Needs
-    parts: tuple[
-        Transform, ...
-    ] = ()  # of a chain or wrapper: the transforms inside, for whoever checks them
-    fused: Fused | None = None  # the same, params included, as one kernel
-    plain: Pointwise | None = (
-        None  # of a pointwise transform that treats all leaves alike, whatever their grouping
-    )
-
-    chained: bool = False  # made by `chain`: the state is a tuple of the parts' states
+    parts: tuple[Transform, ...] = ()
+    plain: Pointwise | None = None
+    fused: Fused | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.needs, Needs):
@@ -77,8 +80,8 @@ class Transform(Named):
         """The first state, of the trained leaves of params.
 
         Without `across`, the params are a program's: a sharded tree, whose engine answers, or whole
-        leaves of which those with `requires_grad` are trained. With it, they are what the transform
-        is to see, None where frozen.
+        leaves of which those with `requires_grad` are trained. With it, they are the leaves that
+        the transform is to see, None where frozen.
         """
         if across is not None:
             return self.init_fn(params, across)
@@ -97,7 +100,7 @@ class Transform(Named):
     ) -> tuple[PyTree[Tensor], Any]:
         """New updates, from gradients or the updates of the transform before, and the next state.
 
-        `across`: as in `init`. What is given stays as it is where there is none.
+        `across`: as in `init`. Without it, no argument is written to.
         """
         if across is not None:
             return self.update_fn(updates, state, params, across)
@@ -111,6 +114,10 @@ class Transform(Named):
 
 def _where_given(update: Tensor | None, param: Tensor) -> Tensor | None:
     return None if update is None else param.detach()
+
+
+class Chain(Transform):
+    """Made by `chain`: the state is a tuple of the parts' states."""
 
 
 class EmptyState(NamedTuple):
@@ -133,9 +140,8 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
             (1,)); state leaves that aren't shaped like a param (a step count) must not depend on
             the values.
         in_place: the same to the bit, written over the updates and over state leaves shaped like
-            params (over nothing
-            else: not over counts, nor params). A sharded step takes it where these were donated:
-            fewer temporaries, no copies.
+            params, but over no counts and no params. A sharded step takes it where these were
+            donated: fewer temporaries, no copies.
 
     Sharded, it runs on pieces, bucket by bucket, without communication. `testing.check_transform`
     checks the claim.
@@ -149,33 +155,50 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
     lifted_init = _lift_init(init)
     refusing: Any = Refusing()  # typed as any `across`
 
-    def init_tree(params: PyTree[Tensor]) -> Any:
-        return lifted_init(params, refusing)
-
     def asks_nothing(update: Update) -> Update:
         lifted = _lift_update(update)
         return lambda updates, state, params: lifted(updates, state, params, refusing)
 
     update_tree = asks_nothing(update)
-    part = Pointwise(
-        lambda params: (
-            init_widened(init_tree, params) if has_scalars(params) else init_tree(params)
-        ),
-        lambda u, s, p: (
-            update_widened(update_tree, init_tree, u, s, p)
-            if has_scalars(p)
-            else update_tree(u, s, p)
-        ),
-        asks_nothing(in_place) if in_place else None,
-    )
-    return Transform(
-        lambda params, across: part.init(params),
-        lambda updates, state, params, across: across.run_pointwise(part, updates, state, params),
-        Needs.POINTWISE,
-        plain=part,
-        name="pointwise",
-        hyperparams={"init": init, "update": update, "in_place": in_place},
-    )
+
+    def init_tree(params: PyTree[Tensor]) -> Any:
+        return lifted_init(params, refusing)
+
+    # 0-d leaves are hidden from the author, see `zero_dim`
+    def init_wide(params: PyTree[Tensor]) -> Any:
+        return init_widened(init_tree, params) if has_scalars(params) else init_tree(params)
+
+    def update_wide(
+        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
+    ) -> tuple[PyTree[Tensor], Any]:
+        if has_scalars(params):
+            return update_widened(update_tree, init_tree, updates, state, params)
+        return update_tree(updates, state, params)
+
+    part = Pointwise(init_wide, update_wide, asks_nothing(in_place) if in_place else None)
+    made_with = {"init": init, "update": update, "in_place": in_place}
+    return of_pointwise(part, name="pointwise", hyperparams=made_with)
+
+
+def of_pointwise(part: Pointwise, *inside: Transform, **naming: Any) -> Transform:
+    """The transform of functions of any grouping of the leaves, which `across` therefore runs by
+    the bucket.
+
+    Args:
+        part: the functions.
+        inside: of a wrapper, the transforms that these call.
+        naming: its `name` and `hyperparams`.
+    """
+
+    def init(params: PyTree[Tensor], across: Across) -> Any:
+        return part.init(params)
+
+    def update(
+        updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
+    ) -> tuple[PyTree[Tensor], Any]:
+        return across.run_pointwise(part, updates, state, params)
+
+    return Transform(init, update, Needs.POINTWISE, parts=inside, plain=part, **naming)
 
 
 def with_statistics(init: Init, update: Update) -> Transform:
@@ -218,14 +241,13 @@ def with_whole_leaves(
         update: `(update, state) -> (update, state)` of one leaf, or `(update, state, param)`; the
             third argument costs sending the param too. With `batched`, tensors and state leaves
             have a leading dim that counts leaves of one shape; init is per leaf all the same.
-        cost: what updating a leaf of this full shape costs, for balancing owners.
+        cost: that of an update of a leaf of this full shape, for balancing owners.
 
     Sharded, each leaf has an owner, who alone holds its state and runs it: one all-to-all in, one
     out, about 2S/N bytes per rank (3S/N when `update` wants the param).
     """
     wants_param = _num_positional(update) > 2
-    run = _returns_pair(update, update if wants_param else lambda u, s, p: update(u, s))
-    spec = WholeLeaf(init, run, wants_param, cost, batched)
+    spec = WholeLeaf(init, _given_params(update), wants_param, cost, batched)
 
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
         return across.init_whole(spec, params)
@@ -252,11 +274,11 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
             rank runs it and holds its state.
         limit: bytes of updates above which it refuses, naming the size.
 
-    Sharded, one all-to-all a dtype brings every rank what it lacks: S (N-1)/N bytes (twice that
-    with params).
+    Sharded, one all-to-all per dtype brings every rank the elements that it lacks: S (N-1)/N bytes
+    (twice that with params).
     """
     wants_params = _num_positional(update) > 2
-    run = _returns_pair(update, update if wants_params else lambda u, s, p: update(u, s))
+    run = _given_params(update)
 
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
         return across.init_whole_tree(init, params, limit)
@@ -288,30 +310,23 @@ def chain(*transforms: Transform) -> Transform:
     runs = _runs(transforms)
 
     def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
-        new: list[Any] = []
-        for run, part in runs:
-            old = tuple(state[len(new) : len(new) + len(run)])
-            if part is not None:
-                updates, states = across.run_pointwise(part, updates, old, params)
+        new: list[Any] = []  # the parts' states
+        for run in runs:
+            old = tuple(state[len(new) : len(new) + len(run.transforms)])
+            if run.merged is not None:
+                updates, states = across.run_pointwise(run.merged, updates, old, params)
                 new += states
-            else:
-                before = updates
-                updates, one = run[0].update(before, old[0], params, across)
-                new.append(across.keep(one, before, updates, params))
+                continue
+            before = updates
+            updates, one = run.transforms[0].update(before, old[0], params, across)
+            # The next run may write over updates, which this state may hold
+            new.append(across.keep(one, before, updates, params))
         return updates, tuple(new)
 
     needs = max((t.needs for t in transforms), default=Needs.POINTWISE)
-    plain = runs[0][1] if len(runs) == 1 else None
-    return Transform(
-        init,
-        update,
-        needs,
-        parts=tuple(transforms),
-        plain=plain,
-        chained=True,
-        name="chain",
-        hyperparams={str(i): t for i, t in enumerate(transforms)},
-    )
+    plain = runs[0].merged if len(runs) == 1 else None
+    made_with = {str(i): t for i, t in enumerate(transforms)}
+    return Chain(init, update, needs, tuple(transforms), plain, name="chain", hyperparams=made_with)
 
 
 def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
@@ -319,27 +334,33 @@ def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
     at its last part."""
     if t.fused is not None:
         return None, t
-    if t.chained and t.parts and t.parts[-1].fused is not None:
+    if isinstance(t, Chain) and t.parts and t.parts[-1].fused is not None:
         return chain(*t.parts[:-1]), t.parts[-1]
     return None
 
 
-def _runs(
-    transforms: tuple[Transform, ...],
-) -> list[tuple[tuple[Transform, ...], Pointwise | None]]:
-    """Maximal runs of plain pointwise transforms, each with the one Pointwise that does them all;
-    the rest alone."""
-    runs: list[tuple[tuple[Transform, ...], Pointwise | None]] = []
+class _Run(NamedTuple):
+    """Neighbours in a chain that run together."""
+
+    transforms: tuple[Transform, ...]
+    merged: Pointwise | None  # all of them as one; None for one alone that has no `plain`
+
+
+def _runs(transforms: tuple[Transform, ...]) -> list[_Run]:
+    """The longest runs of transforms that have `plain`; the others alone."""
+    runs: list[_Run] = []
     for t in transforms:
-        if t.plain and runs and runs[-1][1] is not None:
-            run = (*runs[-1][0], t)
-            runs[-1] = (run, _merge(run))
-        else:
-            runs.append(((t,), _merge((t,)) if t.plain else None))
+        if t.plain is None:
+            runs.append(_Run((t,), None))
+            continue
+        follows = runs and runs[-1].merged is not None
+        run = (*runs.pop().transforms, t) if follows else (t,)
+        runs.append(_Run(run, _merge(run)))
     return runs
 
 
 def _merge(run: tuple[Transform, ...]) -> Pointwise:
+    """Pointwise transforms, one after the other, as one."""
     parts = [t.plain for t in run if t.plain is not None]
 
     def init(params: PyTree[Tensor]) -> tuple[Any, ...]:
@@ -347,25 +368,24 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
 
     def update(
         updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
-    ) -> tuple[Any, tuple[Any, ...]]:
+    ) -> tuple[PyTree[Tensor], tuple[Any, ...]]:
         new: list[Any] = []
         for part, old in zip(parts, state, strict=True):
-            updates, s = part.update(updates, old, params)
-            new.append(s)
+            updates, one = part.update(updates, old, params)
+            new.append(one)
         return updates, tuple(new)
 
     def in_place(
         updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
-    ) -> tuple[Any, tuple[Any, ...]]:
+    ) -> tuple[PyTree[Tensor], tuple[Any, ...]]:
         new: list[Any] = []
         donated = storages(updates)
         for part, old in zip(parts, state, strict=True):
-            # Else a part has handed on what it, or its author, keeps
-            own = storages(updates) <= donated - storages(new)
-            updates, s = (part.in_place if own and part.in_place else part.update)(
-                updates, old, params
-            )
-            new.append(s)
+            # Updates that lie elsewhere, or in a new state, are kept by a part or its author
+            may_write = storages(updates) <= donated - storages(new)
+            run_part = part.in_place if may_write and part.in_place else part.update
+            updates, one = run_part(updates, old, params)
+            new.append(one)
         return updates, tuple(new)
 
     return Pointwise(init, update, in_place if any(part.in_place for part in parts) else None)
@@ -383,31 +403,34 @@ def step_count() -> Tensor:
 
 
 def _num_positional(fn: Callable[..., Any]) -> int:
-    """How many positional arguments a function takes; a large number when it takes any."""
+    """The number of positional arguments that a function takes; a large one when it takes any."""
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     kinds = [p.kind for p in inspect.signature(fn).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return 99
-    return sum(
-        k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for k in kinds
-    )
+    return sum(kind in positional for kind in kinds)
 
 
 def _lift_init(init: Init) -> Callable[[PyTree[Tensor], Across], Any]:
+    """An author's `init` as `(params, across) -> state`."""
     return init if _num_positional(init) > 1 else lambda params, across: init(params)
 
 
-def _lift_update(
-    update: Update,
-) -> Callable[[PyTree[Tensor], Any, PyTree[Tensor], Across], tuple[Any, Any]]:
-    return _returns_pair(
-        update, update if _num_positional(update) > 3 else lambda u, s, p, across: update(u, s, p)
-    )
+def _lift_update(update: Update) -> Update:
+    """An author's `update` as `(updates, state, params, across) -> (updates, state)`."""
+    if _num_positional(update) > 3:
+        return _returns_pair(update, update)
+    return _returns_pair(update, lambda u, s, p, across: update(u, s, p))
 
 
-def _returns_pair(
-    author: Callable[..., Any], update: Callable[..., Any]
-) -> Callable[..., tuple[Any, Any]]:
+def _given_params(update: Update) -> Update:
+    """An author's `update`, that may take no params, as one that is given them."""
+    if _num_positional(update) > 2:
+        return _returns_pair(update, update)
+    return _returns_pair(update, lambda u, s, p: update(u, s))
+
+
+def _returns_pair(author: Update, update: Callable[..., Any]) -> Update:
     """`update`, with an error that names its author's function where that forgets the state."""
 
     def run(*args: Any) -> tuple[Any, Any]:
@@ -425,4 +448,9 @@ def _returns_pair(
 
 def tree_zeros_like(tree: PyTree[Tensor]) -> PyTree[Tensor]:
     """Zeros shaped like each leaf."""
-    return tree_map(torch.zeros_like, tree)
+
+    def zeros_like(x: Tensor) -> Tensor:
+        # torch's own imports sympy for the strides of a first meta tensor, half a second
+        return x.new_zeros(x.shape) if x.is_meta else torch.zeros_like(x)
+
+    return tree_map(zeros_like, tree)

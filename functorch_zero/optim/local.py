@@ -22,6 +22,7 @@ from .across import (
     Pointwise,
     Product,
     Question,
+    Shape,
     Tree,
     WholeLeaf,
     check_limit,
@@ -44,18 +45,18 @@ class Local(Across):
         return tuple(tree_map(lambda x: reduce_leaf(x, op), tree) for tree in trees)
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
-        over_dims = _sum_dims if op == "sum" else _max_dims
-        return tuple(
-            self._per_leaf(lambda x, extent, dims: over_dims(x, dims), tree, dim)
-            for tree, dim in questions
-        )
+        def reduced(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
+            return _sum_dims(x, dims) if op == "sum" else _max_dims(x, dims)
+
+        return tuple(self._per_leaf(reduced, tree, dim) for tree, dim in questions)
 
     def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
         return tuple(total_of(sums_of(product)) for product in products)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
-        def put_back(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
-            return x.reshape([1 if d in dims else size for d, size in enumerate(extent.shape)])
+        def put_back(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
+            kept = [1 if d in dims else size for d, size in enumerate(extent.shape)]
+            return x.reshape(kept)  # of size 1 where summed, so that it broadcasts
 
         return self._per_leaf(put_back, tree, dim)
 
@@ -81,15 +82,14 @@ class Local(Across):
     ) -> tuple[Tree, Any]:
         leaves, treedef = optree.tree_flatten(updates)
         states = treedef.flatten_up_to(state)
-        results = [
-            one_leaf(part, *leaf)
-            for leaf in zip(leaves, states, optree.tree_leaves(params), strict=True)
-        ]
-        for i, (update, old, (new, owned)) in enumerate(zip(leaves, states, results, strict=True)):
+        new_updates, new_states = [], []
+        rows = zip(leaves, states, optree.tree_leaves(params), strict=True)
+        for i, (update, old, param) in enumerate(rows):
+            new, owned = one_leaf(part, update, old, param)
             check_whole(updates, i, (update, old.state), (new, owned.state))
-        return treedef.unflatten([u for u, _ in results]), treedef.unflatten(
-            [s for _, s in results]
-        )
+            new_updates.append(new)
+            new_states.append(owned)
+        return treedef.unflatten(new_updates), treedef.unflatten(new_states)
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
         check_limit(optree.tree_leaves(self.extents), optree.tree_leaves(trees[0]), limit)
@@ -99,24 +99,27 @@ class Local(Across):
         return tree
 
 
-def _sum_dims(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _sum_dims(x: Tensor, dims: Shape) -> Tensor:
     dtype = sum_dtype(x.dtype)
-    return x.sum(dims, dtype=dtype) if dims else x.to(dtype, copy=True)
+    if not dims:  # torch would sum over all of them
+        return x.to(dtype, copy=True)
+    return x.sum(dims, dtype=dtype)
 
 
-def _max_dims(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    if not dims:
+def _max_dims(x: Tensor, dims: Shape) -> Tensor:
+    if not dims:  # torch would take the maximum over all of them
         return x.clone()
-    return x.amax(dims) if x.numel() else x.new_full(without(tuple(x.shape), dims), -math.inf)
+    if not x.numel():  # of which torch has no maximum
+        return x.new_full(without(tuple(x.shape), dims), -math.inf)
+    return x.amax(dims)
 
 
 def one_leaf(part: WholeLeaf, update: Tensor, owned: Owned, param: Tensor) -> tuple[Tensor, Owned]:
     """Run a whole-leaf update on one whole leaf; a batched one sees a batch of one."""
+    wanted = param if part.wants_param else None
     if not part.batched:
-        new, state = part.update(update, owned.state, param if part.wants_param else None)
+        new, state = part.update(update, owned.state, wanted)
         return new, Owned(state, owned.leaf)
-    batch = tree_map(lambda x: x.unsqueeze(0), owned.state)
-    new, state = part.update(
-        update.unsqueeze(0), batch, param.unsqueeze(0) if part.wants_param else None
-    )
+    u, s, p = tree_map(lambda x: x.unsqueeze(0), (update, owned.state, wanted))
+    new, state = part.update(u, s, p)
     return new.squeeze(0), Owned(tree_map(lambda x: x.squeeze(0), state), owned.leaf)

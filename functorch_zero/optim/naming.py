@@ -39,11 +39,14 @@ class Named:
 
     def __repr__(self) -> str:
         # Those before the last of *args are positional, too
-        numbered = [i for i, key in enumerate(self.hyperparams) if key.isdigit()]
-        positional = numbered[-1] + 1 if numbered else 0
+        num_positional = 0
+        for i, key in enumerate(self.hyperparams, 1):
+            if key.isdigit():
+                num_positional = i
         arguments = []
         for i, (key, value) in enumerate(self.hyperparams.items()):
-            arguments.append(_printed(value) if i < positional else f"{key}={_printed(value)}")
+            printed = _printed(value)
+            arguments.append(printed if i < num_positional else f"{key}={printed}")
         name = self.name.rpartition(".")[2] or type(self).__name__.lower()
         return f"{name}({', '.join(arguments)})"
 
@@ -63,7 +66,7 @@ class NamedFunction(Named):
 
 
 def named(factory: Callable[P, Made]) -> Callable[P, Made]:
-    """Give what a factory makes, a transform or a schedule, the factory's name and its arguments.
+    """Give a factory's transforms or schedules its name and the arguments of their call.
 
     They print. At `init` they are compared across ranks, so that a learning rate that differs is
     named in the error. They are written into checkpoints.
@@ -143,11 +146,11 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
         return _qualified(thing)
     if depth == 0:
         return type(thing).__name__
-    if isinstance(thing, Mapping):
+    if isinstance(thing, Mapping):  # JSON's keys are texts
         return {str(key): described(value, depth - 1) for key, value in thing.items()}
     if isinstance(thing, tuple | list):
         return [described(value, depth - 1) for value in thing]
-    if isinstance(thing, set | frozenset):
+    if isinstance(thing, set | frozenset):  # in one order on every rank
         return sorted((described(value, depth - 1) for value in thing), key=repr)
     if inspect.ismethod(thing):
         return [described(thing.__func__, depth - 1), described(thing.__self__, depth - 1)]
@@ -166,9 +169,8 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
 def _referred_to(function: FunctionType) -> dict[str, Any]:
     """The things that a function's results may depend on beside its arguments, by name."""
     found: dict[str, Any] = {}
-    for variable, cell in zip(
-        function.__code__.co_freevars, function.__closure__ or (), strict=True
-    ):
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for variable, cell in cells:
         try:
             found[variable] = cell.cell_contents
         except ValueError:  # a cell that is not filled yet
@@ -176,7 +178,9 @@ def _referred_to(function: FunctionType) -> dict[str, Any]:
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
     literals: list[Any] = []
     for code in _code_of(function.__code__):
-        literals += (x for x in code.co_consts if isinstance(x, bool | int | float | tuple))
+        for constant in code.co_consts:
+            if isinstance(constant, bool | int | float | tuple):
+                literals.append(constant)
         for name in code.co_names:
             value = function.__globals__.get(name)
             if isinstance(value, int | float | Named):
@@ -206,7 +210,8 @@ def _printed(value: Any) -> str:
     if isinstance(value, Tensor) and _is_small(value):
         return str(value.tolist())
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_printed(x)}" for key, x in value.items()) + "}"
+        items = ", ".join(f"{key!r}: {_printed(x)}" for key, x in value.items())
+        return "{" + items + "}"
     if isinstance(value, tuple | list):
         inside = ", ".join(map(_printed, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"

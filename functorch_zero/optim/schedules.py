@@ -12,6 +12,7 @@ one; in one of your own, torch makes `0.1 * count` float32, so take `0.1 * count
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,30 @@ from .naming import named
 
 Count = Tensor | int
 Schedule = Callable[[Count], Any]
+
+
+# Shapes: functions of `gone`, the share of a stretch's steps that are gone, 0-d float64, 0 to 1
+
+
+def _half_cosine(gone: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.cos(math.pi * gone))
+
+
+def _rising_cosine(gone: Tensor) -> Tensor:
+    return 0.5 - 0.5 * torch.cos(math.pi * gone)
+
+
+_Shape = Callable[[Tensor], Tensor]
+_FALLING: dict[str, _Shape] = {  # from 1 to 0
+    "linear": lambda gone: 1 - gone,
+    "cosine": _half_cosine,
+    "sqrt": lambda gone: 1 - gone.sqrt(),
+}
+_RISING: dict[str, _Shape] = {  # from 0 to 1
+    "linear": lambda gone: gone,
+    "cosine": _rising_cosine,
+    "constant": lambda gone: (gone >= 1).double(),
+}
 
 
 @named
@@ -58,7 +83,8 @@ def polynomial_schedule(
         if transition_steps <= 0:
             return number(init_value)
         gone = (number(count) - transition_begin).clamp(0, transition_steps)
-        return (init_value - end_value) * (1 - gone / transition_steps) ** power + end_value
+        falling = (1 - gone / transition_steps) ** power
+        return (init_value - end_value) * falling + end_value
 
     return schedule
 
@@ -98,7 +124,9 @@ def exponential_decay(
 
     def schedule(count: Count) -> Tensor:
         exponent = (number(count) - transition_begin).clamp(min=0) / transition_steps
-        value = init_value * number(decay_rate) ** (exponent.floor() if staircase else exponent)
+        if staircase:
+            exponent = exponent.floor()
+        value = init_value * number(decay_rate) ** exponent
         if end_value is None:
             return value
         return value.clamp(min=end_value) if decay_rate < 1 else value.clamp(max=end_value)
@@ -123,7 +151,7 @@ def cosine_decay_schedule(
 
     def schedule(count: Count) -> Tensor:
         gone = number(count).clamp(max=decay_steps) / decay_steps
-        falling = (0.5 * (1 + torch.cos(math.pi * gone))) ** exponent
+        falling = _half_cosine(gone) ** exponent
         return init_value * ((1 - alpha) * falling + alpha)
 
     return schedule
@@ -157,11 +185,9 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 @named
 def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
     """A linear warm-up from `init_value`, then `peak_value`; without steps, `peak_value`."""
-    return (
-        constant_schedule(peak_value)
-        if warmup_steps <= 0
-        else linear_schedule(init_value, peak_value, warmup_steps)
-    )
+    if warmup_steps <= 0:
+        return constant_schedule(peak_value)
+    return linear_schedule(init_value, peak_value, warmup_steps)
 
 
 @named
@@ -184,10 +210,9 @@ def warmup_cosine_decay_schedule(
         exponent: of the cosine part.
     """
     alpha = 0.0 if peak_value == 0 else end_value / peak_value
+    warmup = linear_schedule(init_value, peak_value, warmup_steps)
     decay = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)
-    return join_schedules(
-        [linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps]
-    )
+    return join_schedules([warmup, decay], [warmup_steps])
 
 
 @named
@@ -202,12 +227,11 @@ def warmup_exponential_decay_schedule(
     end_value: float | None = None,
 ) -> Schedule:
     """A linear warm-up, then `exponential_decay`, whose arguments the last five are."""
+    warmup = linear_schedule(init_value, peak_value, warmup_steps)
     decay = exponential_decay(
         peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value
     )
-    return join_schedules(
-        [linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps]
-    )
+    return join_schedules([warmup, decay], [warmup_steps])
 
 
 @named
@@ -232,28 +256,21 @@ def warmup_stable_decay_schedule(
         shape: of the decay: "linear", "cosine", or "sqrt", which is
             `1 - sqrt(steps / decay_steps)`.
     """
-    shapes: dict[str, Callable[[Tensor], Tensor]] = {
-        "linear": lambda gone: 1 - gone,
-        "cosine": lambda gone: 0.5 * (1 + torch.cos(math.pi * gone)),
-        "sqrt": lambda gone: 1 - gone.sqrt(),
-    }
-    if shape not in shapes or decay_steps <= 0:
+    if shape not in _FALLING or decay_steps <= 0:
         raise ValueError(
-            f"expected shape in {list(shapes)} and decay_steps above 0, got {shape!r} and "
+            f"expected shape in {list(_FALLING)} and decay_steps above 0, got {shape!r} and "
             f"{decay_steps}"
         )
-    falling = shapes[shape]
+    falling = _FALLING[shape]
 
     def decay(count: Count) -> Tensor:
         left = falling((number(count) / decay_steps).clamp(0, 1))
         return end_value + (peak_value - end_value) * left
 
-    parts = [
-        linear_schedule(init_value, peak_value, warmup_steps),
-        constant_schedule(peak_value),
-        decay,
-    ]
-    return join_schedules(parts, [warmup_steps, warmup_steps + stable_steps])
+    warmup = linear_schedule(init_value, peak_value, warmup_steps)
+    plateau = constant_schedule(peak_value)
+    boundaries = [warmup_steps, warmup_steps + stable_steps]
+    return join_schedules([warmup, plateau, decay], boundaries)
 
 
 @named
@@ -265,8 +282,9 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
             `decay_steps` is the cycle's length.
     """
     cycles = [dict(kwargs) for kwargs in cosine_kwargs]
-    ends = [sum(c["decay_steps"] for c in cycles[: i + 1]) for i in range(len(cycles))]
-    return join_schedules([warmup_cosine_decay_schedule(**c) for c in cycles], ends[:-1])
+    schedules = [warmup_cosine_decay_schedule(**cycle) for cycle in cycles]
+    ends = [*itertools.accumulate(cycle["decay_steps"] for cycle in cycles)]
+    return join_schedules(schedules, ends[:-1])
 
 
 @named
@@ -291,22 +309,18 @@ def piecewise_interpolate_schedule(
         init_value: the value at step 0.
         boundaries_and_scales: at each boundary, the factor on the value before.
     """
-    weights: dict[str, Callable[[Tensor], Tensor]] = {
-        "linear": lambda gone: gone,
-        "cosine": lambda gone: 0.5 - 0.5 * torch.cos(math.pi * gone),
-        "constant": lambda gone: (gone >= 1).double(),
-    }
-    if interpolate_type not in weights:
-        raise ValueError(f"expected interpolate_type in {list(weights)}, got {interpolate_type!r}")
-    weight = weights[interpolate_type]
+    if interpolate_type not in _RISING:
+        raise ValueError(f"expected interpolate_type in {list(_RISING)}, got {interpolate_type!r}")
+    rising = _RISING[interpolate_type]
     scales = dict(sorted((boundaries_and_scales or {}).items()))
 
     def schedule(count: Count) -> Tensor:
         now = number(count)
-        value, start, last = number(init_value), 0, init_value
+        value = number(init_value)
+        start, last = 0, init_value  # of the stretch before a boundary
         for boundary, factor in scales.items():
             gone = ((now - start) / max(boundary - start, 1)).clamp(0, 1)
-            value = value + (last * factor - last) * weight(gone)
+            value = value + (last * factor - last) * rising(gone)
             start, last = boundary, last * factor
         return value
 
@@ -332,8 +346,8 @@ def linear_onecycle_schedule(
         div_factor: the first value is `peak_value / div_factor`.
         final_div_factor: the last value is the first divided by it.
     """
-    first, last = int(pct_start * transition_steps), int(pct_final * transition_steps)
-    scales = {first: div_factor, last: 1 / div_factor, transition_steps: 1 / final_div_factor}
+    peak, trough = int(pct_start * transition_steps), int(pct_final * transition_steps)
+    scales = {peak: div_factor, trough: 1 / div_factor, transition_steps: 1 / final_div_factor}
     return piecewise_interpolate_schedule("linear", peak_value / div_factor, scales)
 
 
@@ -347,8 +361,6 @@ def cosine_onecycle_schedule(
 ) -> Schedule:
     """One cycle of cosines: up, and down to almost nothing (Smith and Topin, 2018). Arguments: as
     the linear one's."""
-    scales = {
-        int(pct_start * transition_steps): div_factor,
-        transition_steps: 1 / (div_factor * final_div_factor),
-    }
+    peak = int(pct_start * transition_steps)
+    scales = {peak: div_factor, transition_steps: 1 / (div_factor * final_div_factor)}
     return piecewise_interpolate_schedule("cosine", peak_value / div_factor, scales)

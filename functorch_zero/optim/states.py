@@ -16,7 +16,7 @@ State = TypeVar("State")
 
 
 class CountState(NamedTuple):
-    """How many steps have been taken."""
+    """The number of steps taken."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
 
@@ -27,8 +27,7 @@ def init_count(params: PyTree[Tensor]) -> CountState:
 
 
 class ScaleByLearningRateState(NamedTuple):
-    """How many steps have been taken, and what the last one was multiplied by (before the first:
-    what it will be)."""
+    """The number of steps taken, and the factor of the last one (before the first: its own)."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     learning_rate: Tensor  # 0-d float64, on the CPU
@@ -38,20 +37,21 @@ class ScaleByLearningRateState(NamedTuple):
 
 
 def state_metrics(state: Any) -> dict[str, Tensor]:
-    """What the parts of an optimizer's state report, by name: 0-d tensors, the same on every rank.
+    """Reports of the parts of an optimizer's state, by name: 0-d tensors, the same on every rank.
 
     A part reports when its state has a method `report() -> {name: tensor}`. Where several report
     the same name, each is followed by the part's dotted path in `state`.
     """
-    found: dict[str, dict[str, Tensor]] = {}
+    found: dict[str, dict[str, Tensor]] = {}  # by name, then by path
     for path, part in _reporting(state, ""):
         for name, value in part.report().items():
             found.setdefault(name, {})[path] = value
-    return {
-        name if len(values) == 1 or not path else f"{name}.{path}": value
-        for name, values in found.items()
-        for path, value in values.items()
-    }
+    metrics = {}
+    for name, values in found.items():
+        for path, value in values.items():
+            alone = len(values) == 1 or not path
+            metrics[name if alone else f"{name}.{path}"] = value
+    return metrics
 
 
 def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -61,12 +61,9 @@ def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(state, Tensor) or optree.tree_is_leaf(state):
         return
     children, _, entries, _ = optree.tree_flatten_one_level(state)
+    fields = getattr(state, "_fields", None) if isinstance(state, tuple) else None
     for child, entry in zip(children, entries, strict=True):
-        name = (
-            state._fields[entry]
-            if isinstance(state, tuple) and hasattr(state, "_fields")
-            else entry
-        )
+        name = fields[entry] if fields else entry
         yield from _reporting(child, f"{path}.{name}".lstrip("."))
 
 
@@ -79,6 +76,8 @@ def find_states(state: Any, kind: type[State]) -> list[State]:
 
 def replace_states(state: Any, kind: type[State], fn: Callable[[State], State]) -> Any:
     """`state` with `fn` of every state of one kind in it."""
-    return tree_map(
-        lambda s: fn(s) if isinstance(s, kind) else s, state, is_leaf=lambda s: isinstance(s, kind)
-    )
+
+    def is_one(part: Any) -> bool:
+        return isinstance(part, kind)
+
+    return tree_map(lambda part: fn(part) if is_one(part) else part, state, is_leaf=is_one)

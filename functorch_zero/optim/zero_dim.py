@@ -36,8 +36,8 @@ def narrowed(tree: Tree, like: Tree) -> Tree:
 
 def init_widened(init: Callable[[Tree], Any], params: Tree) -> Any:
     """The state of `params`, made from widened ones; its leaves that follow a 0-d param are 0-d."""
-    state, flags = init(widened(params)), followers(init, params)
-    return _map_flagged(lambda x: x.reshape(()), state, flags)
+    state = init(widened(params))
+    return _map_flagged(_to_0d, state, followers(init, params))
 
 
 def update_widened(
@@ -48,28 +48,39 @@ def update_widened(
     params: Tree,
 ) -> tuple[Tree, Any]:
     """An update of widened leaves, narrowed again."""
-    flags = followers(init, params)
-    wide = _map_flagged(lambda x: x.reshape(1), state, flags)
-    new, wide = update(widened(updates), wide, widened(params))
-    return narrowed(new, params), _map_flagged(lambda x: x.reshape(()), wide, flags)
+    follow = followers(init, params)
+    wide_state = _map_flagged(_to_1d, state, follow)
+    new, wide_state = update(widened(updates), wide_state, widened(params))
+    return narrowed(new, params), _map_flagged(_to_0d, wide_state, follow)
 
 
 def followers(init: Callable[[Tree], Any], params: Tree) -> list[bool]:
-    """Which leaves of the state follow a 0-d param: those that are larger when it is. Found on the
-    meta device."""
+    """Per leaf of the state, whether it follows a 0-d param: whether it is larger when the param
+    is. Found on the meta device."""
 
-    def made(size: int) -> list[Any]:
-        metas = tree_map(
-            lambda p: p.new_empty((size,) if p.ndim == 0 else p.shape, device="meta"), params
-        )
-        leaves: list[Any] = optree.tree_leaves(init(metas))
+    def made_of(size: int) -> list[Any]:
+        def resized(p: Tensor) -> Tensor:
+            return p.new_empty((size,) if p.ndim == 0 else p.shape, device="meta")
+
+        leaves: list[Any] = optree.tree_leaves(init(tree_map(resized, params)))
         return leaves
 
-    return [
-        isinstance(a, Tensor) and a.shape != b.shape for a, b in zip(made(1), made(2), strict=True)
-    ]
+    follow = []
+    for one, two in zip(made_of(1), made_of(2), strict=True):
+        follow.append(isinstance(one, Tensor) and one.shape != two.shape)
+    return follow
+
+
+def _to_0d(x: Tensor) -> Tensor:
+    return x.reshape(())
+
+
+def _to_1d(x: Tensor) -> Tensor:
+    return x.reshape(1)
 
 
 def _map_flagged(fn: Callable[[Tensor], Tensor], tree: Any, flags: list[bool]) -> Any:
+    """The tree with `fn` of the leaves that have a flag."""
     leaves, treedef = optree.tree_flatten(tree)
-    return treedef.unflatten([fn(x) if flag else x for x, flag in zip(leaves, flags, strict=True)])
+    rows = zip(leaves, flags, strict=True)
+    return treedef.unflatten([fn(x) if flag else x for x, flag in rows])

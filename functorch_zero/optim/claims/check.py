@@ -1,7 +1,7 @@
-"""Whether a transform does what its `needs` says. Milliseconds, without communication.
+"""Whether a transform keeps to its `needs`. Milliseconds, without communication.
 
-On shards a transform's update runs on 1-D pieces, so whatever it does to them itself, outside what
-it asks of `across`, must be elementwise. `check_claims` runs it on a few small leaves, watches its
+On shards a transform's update runs on 1-D pieces. So all that it does to them itself must be
+elementwise; the rest it asks of `across`. `check_claims` runs it on a few small leaves, watches its
 operators (`operators`), and runs it again on the same elements cut otherwise (`cuts`).
 """
 
@@ -21,15 +21,28 @@ from ...errors import TransformError
 from ...tree import PyTree, paths
 from ..across import Pointwise
 from ..base import Needs, Transform
-from .cuts import Cut, Steps, check_cuts, check_pointwise
+from .cuts import FIRST_PIECES, Cut, CutTest, alone, is_refusal
 from .operators import Watch
 from .pretended import PretendedRank, Silent, block_of
 
-NUM_STEPS = 2  # the first step and another: some updates treat the first one differently
+# The first, the second (some updates treat the first differently), and a late one
+NUM_STEPS = 3
 FEW = 64  # leaves: wrappers are run on all leaves of a tree that has no more
-# What round-off may be, relative to a leaf's largest value: kernels compute a tensor's last few
+# The round-off allowed, relative to a leaf's largest value: kernels compute a tensor's last few
 # elements in another way, a sigmoid's, say
 ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+HOSTILE_SHAPES = {
+    "column": (5, 1),
+    "cube": (2, 3, 4),
+    "empty": (0,),
+    "large": (64, 64),  # of as many elements as are tried of a leaf
+    "matrix": (3, 4),
+    "one": (1,),
+    "row": (1, 7),
+    "vector": (5,),
+}
 
 
 def name_of(transform: Transform) -> str:
@@ -61,8 +74,7 @@ def pointwise_parts(transform: Transform) -> Iterator[Transform]:
 
 
 def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> None:
-    """Raise `TransformError` if the transform's updates do to a piece what only whole tensors
-    allow.
+    """Raise `TransformError` if the transform needs more of a tensor than its `needs` says.
 
     Args:
         transform: any; chains and wrappers are checked through their parts.
@@ -75,10 +87,10 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
             `scale_by_label`).
 
     Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative
-    sums, matrix products), random ones, values read on the host, and changes in place of what was
-    given; results that depend on how leaves are cut, by their shape, position, path, order or
-    number; and an `in_place` that is not `update` to the bit. Nothing is communicated.
-    `testing.check_transform` checks more, on ranks and to the bit.
+    sums, matrix products), random ones, values read on the host, and changes of inputs in place;
+    results that depend on how leaves are cut, by their shape, position, path, order or number, in
+    the first two steps or in a late one; and an `in_place` that is not `update` to the bit. Nothing
+    is communicated. `testing.check_transform` checks more, on ranks and to the bit.
 
     >>> from functorch_zero import optim
     >>> check_claims(optim.adamw(1e-3))
@@ -107,34 +119,27 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
 
 def hostile_leaves() -> dict[str, Tensor]:
     """Leaves of shapes on which a wrong transform shows itself, on the meta device."""
-    shapes = {
-        "column": (5, 1),
-        "cube": (2, 3, 4),
-        "empty": (0,),
-        "large": (64, 64),
-        "matrix": (3, 4),
-        "one": (1,),
-        "row": (1, 7),
-        "vector": (5,),
-    }
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return {name: torch.empty(shape, device="meta") for name, shape in HOSTILE_SHAPES.items()}
 
 
 def _representatives(params: PyTree[Tensor]) -> Any:
     """The tree with None for all but the first and the last of leaves that are alike: of one shape
     and dtype, with paths that differ in numbers only."""
     leaves, treedef = optree.tree_flatten(params)
-    ends: dict[Any, tuple[int, int]] = {}
+    first: dict[Any, int] = {}
+    last: dict[Any, int] = {}
     for i, (path, x) in enumerate(zip(paths(params), leaves, strict=True)):
         kind = tuple(x.shape), x.dtype, re.sub(r"\d+", "#", path)
-        ends[kind] = ends.get(kind, (i, i))[0], i
-    kept = {i for both in ends.values() for i in both}
+        first.setdefault(kind, i)
+        last[kind] = i
+    kept = {*first.values(), *last.values()}
     few = treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
-    return tree_map(  # None for whole subtrees, too, since it is passed many times
-        lambda x: x if isinstance(x, Tensor) else None,
-        few,
-        is_leaf=lambda subtree: not optree.tree_leaves(subtree),
-    )
+
+    def is_empty(subtree: Any) -> bool:
+        return not optree.tree_leaves(subtree)
+
+    # None for whole subtrees, too, since the tree is passed many times
+    return tree_map(lambda x: x if isinstance(x, Tensor) else None, few, is_leaf=is_empty)
 
 
 def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[Tensor]) -> None:
@@ -147,30 +152,33 @@ def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[
                     _check_across(part, few)
             return
         except Exception as error:
-            if isinstance(error, TransformError) and error.__cause__ is None:
+            if is_refusal(error):
                 raise
-            # Else it failed, and may belong to the one tree: all leaves decide
+            # It failed, and may belong to the one tree: all leaves decide
     _check_across(transform, params)
 
 
-def _draw(tree: PyTree[Tensor], dtype: torch.dtype | None = None) -> Steps:
-    """Random values for each leaf's block, of this dtype or its own."""
+def _draw(tree: PyTree[Tensor], dtype: torch.dtype | None = None) -> tuple[Any, list[Any]]:
+    """Random params and the updates of each step, a block per leaf, of this dtype or its own."""
     g = torch.Generator().manual_seed(0)
 
     def block(x: Tensor) -> Tensor:
         return torch.randn(block_of(tuple(x.shape)), generator=g).to(dtype or x.dtype)
 
-    params, *updates = (tree_map(block, tree) for _ in range(1 + NUM_STEPS))
-    return Steps(params, updates)
+    params = tree_map(block, tree)
+    return params, [tree_map(block, tree) for _ in range(NUM_STEPS)]
 
 
 def _check_pointwise(
     transform: Transform, tree: PyTree[Tensor], dtype: torch.dtype, *, operators: bool = False
 ) -> None:
     """A pointwise author's functions as they are, on whole leaves, in pieces, and joined."""
-    steps, watch = _draw(tree, dtype), Watch(name_of(transform))
     assert transform.plain is not None
-    check_pointwise(transform.plain, steps, watch, difference_of, operators=operators)
+    params, updates = _draw(tree, dtype)
+    watch = Watch(name_of(transform))
+    part = alone(transform.plain)
+    test = CutTest(part, params, updates, watch, difference_of, operators=operators, regroup=True)
+    test.check()
 
 
 def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
@@ -178,12 +186,17 @@ def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
     answers: list[Any] = []
     watch = Watch(name_of(transform))
 
-    def across_of(cut: Cut | None) -> Any:
+    def across_of(cut: Cut) -> Any:
+        if cut is FIRST_PIECES:
+            answers.clear()
         rank = PretendedRank(tree, cut, watch, answers)
         return Silent(rank) if transform.needs == Needs.POINTWISE else rank
 
-    steps = _draw(tree)
-    check_cuts(transform, steps, watch, difference_of, operators=True, across_of=across_of)
+    params, updates = _draw(tree)
+    test = CutTest(
+        transform, params, updates, watch, difference_of, operators=True, across_of=across_of
+    )
+    test.check()
 
 
 def difference_of(expected: Tensor, got: Tensor) -> str | None:
@@ -191,15 +204,17 @@ def difference_of(expected: Tensor, got: Tensor) -> str | None:
     if expected.dtype == got.dtype and torch.equal(expected, got):
         return None
     dtypes = {expected.dtype, got.dtype}
-    bound = 0.0
+    bound = 0.0  # of the difference, for integers
     if all(dtype.is_floating_point for dtype in dtypes):
         relative = max(ROUND_OFF.get(d, 4 * torch.finfo(d).eps) for d in dtypes)
-        bound = relative * float(expected.double().nan_to_num(0, 0, 0).abs().max())
+        largest = expected.double().nan_to_num(0, 0, 0).abs().max()
+        bound = relative * float(largest)
     close = torch.isclose(expected.double(), got.double(), 0, bound, equal_nan=True)
     if bool(close.all()):
         return None
     i = int(close.reshape(-1).logical_not().nonzero()[0])
-    return f"element {i} is {expected.reshape(-1)[i].item()} and {got.reshape(-1)[i].item()}"
+    want, have = expected.reshape(-1)[i].item(), got.reshape(-1)[i].item()
+    return f"element {i} is {want} and {have}"
 
 
 def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
@@ -207,7 +222,9 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
     param."""
     if part.in_place is None:
         return
-    size = 3
+    size = 3  # of the one param
+    wrote = f"{name}: in_place writes over params, or over a state leaf that follows none"
+    differs = f"{name}: in_place and update differ, in {dtype}"
     g = torch.Generator().manual_seed(0)
     params: Any = {"": torch.randn(size, generator=g, dtype=dtype)}
     state, own = part.init(params), part.init(params)
@@ -216,21 +233,16 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
         kept = [params, [x for x in optree.tree_leaves(own) if x.shape != (size,)]]
         before = tree_map(torch.clone, kept)
         got, own = part.in_place(tree_map(torch.clone, updates), own, params)
-        _must_equal(
-            before,
-            kept,
-            f"{name}: in_place writes over params, or over a state leaf that follows none",
-        )
+        _must_equal(before, kept, wrote)
         expected, state = part.update(updates, state, params)
-        _must_equal(
-            (expected, state), (got, own), f"{name}: in_place and update differ, in {dtype}"
-        )
+        _must_equal((expected, state), (got, own), differs)
 
 
 def _must_equal(expected: Any, got: Any, story: str) -> None:
-    pairs = [*zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=False)]
-    alike = all(
-        x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs
-    )
-    if not alike or optree.tree_structure(expected) != optree.tree_structure(got):
+    alike = optree.tree_structure(expected) == optree.tree_structure(got)
+    if alike:
+        for x, y in zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=True):
+            same_bits = torch.equal(x.nan_to_num(), y.nan_to_num())
+            alike = alike and same_bits and x.dtype == y.dtype
+    if not alike:
         raise TransformError(f"{story}. Remedy: the same operators in the same order")

@@ -1,13 +1,20 @@
 """The cut test: a transform makes the same of whole leaves and of the same elements cut otherwise.
 
 On ranks a transform runs on 1-D pieces of leaves, and a pointwise one on any regrouping of them. So
-what it does itself, outside what it asks of `across`, may depend on no shape, number of elements,
-position, path, order or number of leaves, nor on how often it has been called.
+its own work, beside the answers of `across`, may depend on no shape, number of elements, position,
+path, order or number of leaves, nor on how often it has been called.
+
+Note [later counters]: a transform that changes its ways at a later step, by a counter in its state,
+does as it should in the first steps. So the last step of a test is a late one: the counters in the
+state are moved on by `LATER` before it, for every cut alike. Some transforms can't run so late: a
+table of learning rates, say, has no row for that step. One that fails then is tested again with its
+counters as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -15,28 +22,21 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from ...errors import TransformError
 from ...tree import PyTree, paths
 from ..across import Pointwise
 from ..base import Needs, Transform
 from .operators import Watch
 
-Compare = Callable[[Tensor, Tensor], str | None]
-"""`(expected, got)` to where they differ, None where they don't."""
-Cut = Callable[[PyTree[Tensor]], Any]
+# A multiple of 1 to 16, so that the work of every 10th step, say, comes when it would have come
+LATER = 720_720
 
 
-class Steps(NamedTuple):
-    """The input of a test: params, and the updates of each step."""
+class Cut(NamedTuple):
+    """A way to hold the elements of a tree."""
 
-    params: PyTree[Tensor]
-    updates: list[PyTree[Tensor]]
-
-
-class _Made(NamedTuple):
-    """The results of one step."""
-
-    updates: list[Tensor]
-    state: Any
+    on: str  # the kind of leaves, for errors
+    of: Callable[[PyTree[Tensor]], Any]  # from a tree of whole leaves to a tree that is held
 
 
 def middle(numel: int) -> int:
@@ -45,128 +45,172 @@ def middle(numel: int) -> int:
     return min((numel + 1) // 3, 7) if numel != 1 else 1
 
 
-def first_pieces(tree: PyTree[Tensor]) -> Any:
-    """The pieces that begin the leaves, 1-D, copied."""
-    return tree_map(lambda x: x.reshape(-1)[: middle(x.numel())].clone(), tree)
+# Pieces are copies, since no rank holds another one's
 
 
-def second_pieces(tree: PyTree[Tensor]) -> Any:
-    """The pieces that end the leaves, 1-D, copied."""
-    return tree_map(lambda x: x.reshape(-1)[middle(x.numel()) :].clone(), tree)
+def _first_piece(x: Tensor) -> Tensor:
+    return x.reshape(-1)[: middle(x.numel())].clone()
 
 
-def joined(tree: PyTree[Tensor]) -> Any:
-    """All leaves, the last one first, as one."""
-    return {"": torch.cat([x.reshape(-1) for x in reversed(optree.tree_leaves(tree))])}
+def _second_piece(x: Tensor) -> Tensor:
+    return x.reshape(-1)[middle(x.numel()) :].clone()
 
 
-def check_cuts(
-    transform: Transform,
-    steps: Steps,
-    watch: Watch,
-    compare: Compare,
-    *,
-    operators: bool = False,
-    regroup: bool = False,
-    across_of: Callable[[Cut | None], Any] = lambda cut: None,
-) -> None:
-    """Run some steps on whole leaves, and on what they are cut to, and compare.
+def _join(tree: PyTree[Tensor]) -> Tensor:
+    """All leaves as one, the last one first."""
+    return torch.cat([x.reshape(-1) for x in reversed(optree.tree_leaves(tree))])
 
-    Args:
-        operators: whether those are watched, too, of one of the pieces: that comes first.
-        regroup: whether to run the steps on all leaves joined, too.
-        across_of: the `across` of each run, in order; None is of whole leaves.
+
+WHOLE = Cut("whole leaves", lambda tree: tree)
+FIRST_PIECES = Cut("1-D pieces", lambda tree: tree_map(_first_piece, tree))
+SECOND_PIECES = Cut("1-D pieces", lambda tree: tree_map(_second_piece, tree))
+JOINED = Cut("all leaves joined to one", lambda tree: {"": _join(tree)})
+
+
+class _Made(NamedTuple):
+    """The results of one step."""
+
+    updates: list[Tensor]  # the leaves
+    state: Any
+
+
+@dataclass(frozen=True)
+class CutTest:
+    """The cut test of one transform on one tree.
+
+    Attributes:
+        params: whole leaves.
+        updates: those of each step, like params. See Note [later counters] for the last step.
+        watch: sees the runs, and refuses.
+        compare: `(expected, got)` to their difference, None where there is none.
+        operators: whether the watch sees each operator, too, on some pieces.
+        regroup: whether to run on all leaves joined, too, as pointwise transforms may be.
+        across_of: the `across` of a run, which begins anew with `FIRST_PIECES`.
     """
 
-    def run(cut: Cut | None, on: str, *, operators: bool = False) -> list[_Made]:
-        given = Steps(cut(steps.params), [*map(cut, steps.updates)]) if cut else steps
-        return _run(transform, given, across_of(cut), watch, on, operators=operators)
+    transform: Transform
+    params: PyTree[Tensor]
+    updates: Sequence[PyTree[Tensor]]
+    watch: Watch
+    compare: Callable[[Tensor, Tensor], str | None]
+    operators: bool = False
+    regroup: bool = False
+    across_of: Callable[[Cut], Any] = lambda cut: None
 
-    def check(step: _Made, updates: Sequence[Tensor], on: str) -> None:
-        for i, (x, y) in enumerate(zip(step.updates, updates, strict=True)):
-            if difference := compare(x.reshape(-1), y):
-                path = paths(steps.params)[i] or "(root)"
-                _refuse(watch, f"updates of leaf {path}", on, difference)
+    def check(self) -> None:
+        """Raise `TransformError` unless the results are the same for all cuts."""
+        try:
+            self._check(LATER)
+        except Exception as error:
+            if is_refusal(error):
+                raise
+            self._check(later=0)  # it failed, see Note [later counters]
 
-    first = run(first_pieces, "1-D pieces", operators=operators)
-    whole = run(None, "whole leaves")
-    second = run(second_pieces, "1-D pieces")
-    for made, a, b in zip(whole, first, second, strict=True):
-        check(made, [*map(_concatenate, a.updates, b.updates)], "1-D pieces")
-        _check_states(made.state, a.state, b.state, watch, compare)
-    if regroup:
-        for made, one in zip(whole, run(joined, "all leaves joined to one"), strict=True):
+    def _check(self, later: int) -> None:
+        # Operators come first, since they tell the author's line
+        first = self._run(FIRST_PIECES, later, operators=self.operators)
+        whole = self._run(WHOLE, later)
+        second = self._run(SECOND_PIECES, later)
+        for made, a, b in zip(whole, first, second, strict=True):
+            together = [_concatenate(x, y) for x, y in zip(a.updates, b.updates, strict=True)]
+            self._compare_updates(made.updates, together, FIRST_PIECES)
+            self._compare_states(made.state, a.state, b.state)
+        if not self.regroup:
+            return
+        for made, joined in zip(whole, self._run(JOINED, later), strict=True):
             sizes = [x.numel() for x in reversed(made.updates)]
-            check(made, one.updates[0].split(sizes)[::-1], "all leaves joined to one")
+            (flat,) = joined.updates
+            self._compare_updates(made.updates, flat.split(sizes)[::-1], JOINED)
+
+    def _run(self, cut: Cut, later: int, *, operators: bool = False) -> list[_Made]:
+        """All steps on one cut."""
+        across, params = self.across_of(cut), cut.of(self.params)
+        with self.watch.running(cut.on, operators=operators, params=params):
+            state = self.transform.init_fn(params, across)
+        num_in_state = optree.tree_structure(state).num_leaves
+        made = []
+        for step, whole_updates in enumerate(self.updates, 1):
+            updates = cut.of(whole_updates)
+            if step == len(self.updates):
+                state = _at_a_later_step(state, later)
+            given = {"updates": updates, "state": state, "params": params}
+            with self.watch.running(cut.on, operators=operators, **given):
+                new, state = self.transform.update_fn(updates, state, params, across)
+            self._check_number("state", state, num_in_state)
+            self._check_number("updates", new, optree.tree_structure(updates).num_leaves)
+            self._check_shapes(new, updates, cut)
+            made.append(_Made(optree.tree_leaves(new), state))
+        return made
+
+    def _check_number(self, name: str, tree: Any, expected: int) -> None:
+        num = optree.tree_structure(tree).num_leaves
+        if num != expected:
+            story = f"returns {name} of {num} leaves where {expected} are expected"
+            self.watch.refuse(story, "keep the structure")
+
+    def _check_shapes(self, new: Any, updates: PyTree[Tensor], cut: Cut) -> None:
+        rows = zip(optree.tree_leaves(new), optree.tree_leaves(updates), strict=True)
+        for i, (x, update) in enumerate(rows):
+            if isinstance(x, Tensor) and x.shape == update.shape:
+                continue
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x)}"
+            story = f"expected shape {tuple(update.shape)}, got {got}"
+            self._refuse(f"updates of leaf {paths(updates)[i] or '(root)'}", cut, story)
+
+    def _compare_updates(self, whole: list[Tensor], others: Sequence[Tensor], cut: Cut) -> None:
+        for i, (x, y) in enumerate(zip(whole, others, strict=True)):
+            if difference := self.compare(x.reshape(-1), y):
+                path = paths(self.params)[i] or "(root)"
+                self._refuse(f"updates of leaf {path}", cut, difference)
+
+    def _compare_states(self, whole: Any, first: Any, second: Any) -> None:
+        """State that follows a leaf follows its pieces; all other state is the same for all."""
+        rows = zip(*map(optree.tree_leaves, (whole, first, second)), strict=True)
+        for i, (x, a, b) in enumerate(rows):
+            if not isinstance(x, Tensor) or x.device.type == "meta":
+                continue
+            if x.shape == a.shape == b.shape:
+                difference = self.compare(x, a) or self.compare(x, b)
+            elif x.numel() == a.numel() + b.numel():
+                difference = self.compare(x.reshape(-1), _concatenate(a, b))
+            else:
+                got = f"{tuple(a.shape)} {tuple(b.shape)}"
+                difference = f"expected shape {tuple(x.shape)}, got {got}"
+            if difference:
+                self._refuse(f"state {paths(whole)[i]}", FIRST_PIECES, difference)
+
+    def _refuse(self, result: str, cut: Cut, difference: str) -> NoReturn:
+        self.watch.refuse(
+            f"depends on how leaves are cut: the {result} of {cut.on} are not those of whole "
+            f"leaves: {difference}",
+            "let each result depend on the values at its own position only, keep in other state "
+            "what all ranks have, and ask `across` for the rest",
+        )
 
 
-def check_pointwise(
-    part: Pointwise, steps: Steps, watch: Watch, compare: Compare, *, operators: bool = False
-) -> None:
-    """`check_cuts` of a pointwise author's functions as they are."""
-    alone = Transform(
+def is_refusal(error: Exception) -> bool:
+    """Whether a watch refused something, rather than a run of the transform failed."""
+    return isinstance(error, TransformError) and error.__cause__ is None
+
+
+def alone(part: Pointwise) -> Transform:
+    """A pointwise author's functions as they are, on the leaves given."""
+    return Transform(
         lambda params, across: part.init(params),
         lambda updates, state, params, across: part.update(updates, state, params),
         Needs.POINTWISE,
     )
-    check_cuts(alone, steps, watch, compare, operators=operators, regroup=True)
 
 
-def _run(
-    transform: Transform, steps: Steps, across: Any, watch: Watch, on: str, *, operators: bool
-) -> list[_Made]:
-    params, made = steps.params, []
-    with watch.running(on, operators=operators, params=params):
-        state = transform.init_fn(params, across)
-    size = optree.tree_structure(state).num_leaves
-    for updates in steps.updates:
-        with watch.running(on, operators=operators, updates=updates, state=state, params=params):
-            new, state = transform.update_fn(updates, state, params, across)
-        leaves, given = optree.tree_leaves(new), optree.tree_leaves(updates)
-        for what, num, want in (
-            ("updates", len(leaves), len(given)),
-            ("state", optree.tree_structure(state).num_leaves, size),
-        ):
-            if num != want:
-                story = f"returns {what} of {num} leaves where {want} are expected"
-                watch.refuse(story, "keep the structure")
-        for i, (x, u) in enumerate(zip(leaves, given, strict=True)):
-            if not isinstance(x, Tensor) or x.shape != u.shape:
-                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x)}"
-                _refuse(
-                    watch,
-                    f"updates of leaf {paths(updates)[i] or '(root)'}",
-                    on,
-                    f"expected shape {tuple(u.shape)}, got {got}",
-                )
-        made.append(_Made(leaves, state))
-    return made
+def _concatenate(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat([first.reshape(-1), second.reshape(-1)])
 
 
-def _concatenate(*pieces: Tensor) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in pieces])
+def _at_a_later_step(state: Any, later: int) -> Any:
+    """The state with its counters, 0-d integers that have room for it, moved on."""
 
+    def moved(x: Any) -> Any:
+        counts = isinstance(x, Tensor) and x.ndim == 0 and x.dtype in (torch.int32, torch.int64)
+        return x + later if counts else x
 
-def _check_states(whole: Any, first: Any, second: Any, watch: Watch, compare: Compare) -> None:
-    """State that follows a leaf follows its pieces; all other state is the same for all of them."""
-    rows = zip(*map(optree.tree_leaves, (whole, first, second)), strict=True)
-    for i, (x, a, b) in enumerate(rows):
-        if not isinstance(x, Tensor) or x.device.type == "meta":
-            continue
-        if x.shape == a.shape == b.shape:
-            difference = compare(x, a) or compare(x, b)
-        elif x.numel() == a.numel() + b.numel():
-            difference = compare(x.reshape(-1), _concatenate(a, b))
-        else:
-            difference = f"expected shape {tuple(x.shape)}, got {tuple(a.shape)} {tuple(b.shape)}"
-        if difference:
-            _refuse(watch, f"state {paths(whole)[i]}", "1-D pieces", difference)
-
-
-def _refuse(watch: Watch, what: str, on: str, difference: str) -> NoReturn:
-    watch.refuse(
-        f"depends on how leaves are cut: the {what} of {on} are not those of whole leaves: "
-        f"{difference}",
-        "let each result depend on the values at its own position only, keep in other state what "
-        "all ranks have, and ask `across` for the rest",
-    )
+    return tree_map(moved, state)

@@ -45,38 +45,41 @@ _MOVES = {
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
 _LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
 _FAILURES = (RuntimeError, IndexError, TypeError, ArithmeticError)
+# Of operators whose result, or its shape, is taken from values on the host
+_VALUES_OUT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Watch:
-    """Watches the runs of one transform, of this name, and refuses what it may not do."""
+    """Watches the runs of one transform, of this name, and refuses its unfit operators."""
 
     def __init__(self, name: str):
         self.name = name
-        self._marked: dict[int, Any] = {}  # storages by id, kept alive so that an id stays theirs
-        self._inputs: dict[int, tuple[Tensor, int]] = {}  # by storage, with its version
+        # Storages of values of leaves, by id; kept alive, so that an id stays theirs
+        self._marked: dict[int, Any] = {}
+        # The inputs of the function that runs: by name, and by storage with its version
         self._given: dict[str, PyTree[Tensor]] = {}
+        self._inputs: dict[int, tuple[Tensor, int]] = {}
         self._runs, self._paused = False, False
 
     @contextmanager
     def running(
         self, on: str, *, operators: bool = True, **given: PyTree[Tensor]
     ) -> Iterator[None]:
-        """Watch what happens inside.
+        """Watch the operators that run inside.
 
         Args:
             on: the kind of leaves, for errors.
             operators: whether to look at each of them; else at the inputs afterwards only.
             given: to `init` or `update`: `params`, or `updates`, `state` and `params`.
         """
-        self._given = given
-        self._inputs = {
-            storage_id(x): (x, version_of(x)) for x in _tensors(optree.tree_leaves(given))
-        }
+        self._given, self._inputs = given, {}
+        for x in _tensors(optree.tree_leaves(given)):
+            self._inputs[storage_id(x)] = x, version_of(x)
         if operators:
             self._mark(optree.tree_leaves([given["params"], given.get("updates")]))
         phase = "update" if "updates" in given else "init"
-        # Operators are watched first. What fails only later does so because the leaves are cut
-        # otherwise, whatever the error.
+        # The first run is watched. One that fails only later does so because its leaves are cut
+        # otherwise, or at a later step, whatever the error
         failures = _FAILURES if operators else (Exception,)
         self._runs = True
         try:
@@ -86,10 +89,10 @@ class Watch:
                     stack.enter_context(_Operators(self))
                 yield
         except TransformError as error:
-            if self.name in str(error):
+            if self.name in str(error):  # this watch's own
                 raise
             raise TransformError(f"{self.name}: {error}") from error
-        except NotImplementedError:
+        except NotImplementedError:  # a known limit, of meta tensors, say
             raise
         except failures as error:
             raise TransformError(
@@ -104,7 +107,7 @@ class Watch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let everything pass inside; what is made there is not marked."""
+        """Let everything pass inside; no result is marked there."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -119,7 +122,9 @@ class Watch:
         if kind.random:
             remedy = "draw random numbers in a whole-leaf transform, from a seed in its state"
             self.refuse(f"runs {func}, which draws random numbers", remedy)
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in kind.written]
+        written = []
+        for i, argument in kind.written:
+            written.append(args[i] if i < len(args) else kwargs.get(argument))
         for x in _tensors(*written):
             self._refuse_change(storage_id(x), f"by {func}")
         given = _tensors(*args, *kwargs.values())
@@ -128,9 +133,10 @@ class Watch:
             if kind.reads_values:
                 self._refuse_reading(str(func))
             if not kind.elementwise:
+                shape = tuple(marked.shape)
                 self.refuse(
-                    f"runs {func} on values of leaves, of shape {tuple(marked.shape)}: that "
-                    "operator is not elementwise",
+                    f"runs {func} on values of leaves, of shape {shape}: that operator is not "
+                    "elementwise",
                     "ask `across` for what concerns more than one element "
                     "(optim.with_statistics), or take whole leaves (optim.with_whole_leaves)",
                 )
@@ -155,10 +161,11 @@ class Watch:
         """Refuse to change the input in this storage, if there is one."""
         if key not in self._inputs:
             return
-        for what, tree in self._given.items():
+        changed, _ = self._inputs[key]
+        for name, tree in self._given.items():
             for path, x in named_leaves(tree).items():
-                if x is self._inputs[key][0]:
-                    story = f"changes its input in place {how}: {what} of leaf {path or '(root)'}"
+                if x is changed:
+                    story = f"changes its input in place {how}: {name} of leaf {path or '(root)'}"
                     self.refuse(story, "return new tensors")
 
     def _refuse_reading(self, how: str) -> NoReturn:
@@ -169,9 +176,8 @@ class Watch:
 
     def refuse(self, story: str, remedy: str) -> NoReturn:
         """Raise a `TransformError` that names the transform and, in a run, the author's line."""
-        raise TransformError(
-            f"{self.name} {story}{_line() if self._runs else ''}. Remedy: {remedy}"
-        )
+        line = _line() if self._runs else ""
+        raise TransformError(f"{self.name} {story}{line}. Remedy: {remedy}")
 
 
 class _Operators(QuickDispatchMode):
@@ -210,22 +216,19 @@ class _Kind(NamedTuple):
 def _kind_of(func: Any) -> _Kind:
     name, tags = func.overloadpacket.__name__, func.tags
     makes_new = name.endswith("_like") or name.startswith("new_")
+    # torch tags neither the foreach operators nor views
     foreach = name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS
+    moves = func.is_view or makes_new or name in _MOVES
+    written = []
+    for i, argument in enumerate(arguments_of(func)):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append((i, argument.name))
     return _Kind(
         random=torch.Tag.nondeterministic_seeded in tags,
-        reads_values=torch.Tag.data_dependent_output in tags
-        or torch.Tag.dynamic_output_shape in tags,
-        elementwise=torch.Tag.pointwise in tags
-        or foreach
-        or func.is_view
-        or makes_new
-        or name in _MOVES,
+        reads_values=bool(_VALUES_OUT & set(tags)),
+        elementwise=torch.Tag.pointwise in tags or foreach or moves,
         makes_new=makes_new,
-        written=[
-            (i, a.name)
-            for i, a in enumerate(arguments_of(func))
-            if a.alias_info is not None and a.alias_info.is_write
-        ],
+        written=written,
     )
 
 
@@ -243,11 +246,8 @@ def _line() -> str:
     frame = sys._getframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if (
-            file != __file__
-            and not file.startswith((*_LIBRARIES, "<"))
-            and "contextlib" not in file
-        ):
+        library = file.startswith((*_LIBRARIES, "<")) or "contextlib" in file
+        if file != __file__ and not library:
             return f" ({os.path.basename(file)}:{frame.f_lineno})"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -30,7 +30,7 @@ from ..across import (
     without,
 )
 from ..local import Local
-from .cuts import Cut, first_pieces, middle, second_pieces
+from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, Cut, middle
 from .operators import Watch
 
 MOST = 4096  # elements that are tried of a leaf
@@ -54,26 +54,30 @@ class PretendedRank(Local):
 
     Args:
         tree: of full leaves; only their shapes are read.
-        cut: `first_pieces`, `second_pieces`, or None for the blocks as they are.
-        answers: empty for the first rank.
+        cut: `FIRST_PIECES`, `SECOND_PIECES`, or `WHOLE` for the blocks as they are.
+        watch: that of the transform, which pauses while an answer is made.
+        answers: empty for the first rank; the others are given the same list.
     """
 
-    def __init__(self, tree: Tree, cut: Cut | None, watch: Watch, answers: list[Any]):
+    def __init__(self, tree: Tree, cut: Cut, watch: Watch, answers: list[Any]):
         def held(leaf: Tensor) -> Extent:
-            n = math.prod(block_of(leaf.shape))
-            start, stop = middle(n) if cut is second_pieces else 0, n
-            return Extent(tuple(leaf.shape), start, middle(n) if cut is first_pieces else stop)
+            numel = math.prod(block_of(leaf.shape))
+            start = middle(numel) if cut is SECOND_PIECES else 0
+            stop = middle(numel) if cut is FIRST_PIECES else numel
+            return Extent(tuple(leaf.shape), start, stop)
 
         self.extents = tree_map(held, tree)
-        self._is_whole, self._watch, self._answers = cut is None, watch, answers
-        self._told = iter([*answers]) if answers else None
+        self._is_whole, self._watch, self._answers = cut is WHOLE, watch, answers
+        self._told = iter([*answers]) if answers else None  # None: this is the first rank
         self._states: dict[Any, Any] = {}  # that others own, by author, shape and dtype
 
     def _answer(self, ask: Callable[[], Any]) -> Any:
         with self._watch.paused():
             if self._told is None:
-                self._answers.append(ask())
-            answer = self._answers[-1] if self._told is None else next(self._told, None)
+                answer = ask()
+                self._answers.append(answer)
+            else:
+                answer = next(self._told, None)
             if answer is None:
                 raise TransformError(
                     "it asks across for more on some pieces of leaves than on others. Remedy: ask "
@@ -102,11 +106,10 @@ class PretendedRank(Local):
             here = torch.arange(extent.start, extent.stop)
             kept = [1 if d in dims else size for d, size in enumerate(extent.shape)]
             full = x.reshape(kept).expand(extent.shape)
-            found = (
-                full[torch.unravel_index(here, full.shape)]
-                if full.ndim
-                else full.expand(here.shape)
-            )
+            if full.ndim:
+                found = full[torch.unravel_index(here, full.shape)]
+            else:
+                found = full.expand(here.shape)
             return found.reshape(block_of(extent.shape) if self._is_whole else here.shape)
 
         with self._watch.paused():
@@ -119,13 +122,13 @@ class PretendedRank(Local):
 
     def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
         leaves, treedef = tree_flatten(params)
-        known, states = self._states, []
+        states = []
         for i, (leaf, extent) in enumerate(zip(leaves, tree_leaves(self.extents), strict=True)):
             kind = part, extent.shape, leaf.dtype
-            if kind not in known:
+            if kind not in self._states:  # else made for a leaf like this one
                 with self._watch.paused():
-                    known[kind] = state_elsewhere(part, leaf, extent)
-            states.append(Owned(known[kind], i))
+                    self._states[kind] = state_elsewhere(part, leaf, extent)
+            states.append(Owned(self._states[kind], i))
         return treedef.unflatten(states)
 
     def run_whole(

@@ -9,12 +9,19 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ...errors import explain
 from ..arithmetic import Tree
-from ..base import Needs, Transform, pointwise, step_count, with_whole_leaves, with_whole_tree
+from ..base import (
+    Needs,
+    Transform,
+    pointwise,
+    step_count,
+    tree_zeros_like,
+    with_whole_leaves,
+    with_whole_tree,
+)
 from ..naming import named
 
 Pair = Any  # a NamedTuple or tuple (init, update), or an object with these attributes
@@ -27,9 +34,9 @@ def from_optax(transformation: Pair, *, needs: Needs) -> Transform:
 
     Args:
         transformation: the pair; its state may be any tree of tensors.
-        needs: what it must see. POINTWISE, which `testing.check_transform` checks; WHOLE_LEAF if it
-            treats each leaf on its own (it is then called with trees that are one leaf); or
-            WHOLE_TREE. STATISTICS would need `across`, which the form lacks.
+        needs: the part of a tensor that it must see: POINTWISE, which `testing.check_transform`
+            checks; WHOLE_LEAF if it treats each leaf on its own (it is then called with trees that
+            are one leaf); or WHOLE_TREE. STATISTICS would need `across`, which the form lacks.
     """
     init, update = _functions(transformation)
     return _lifted(init, update, needs)
@@ -65,15 +72,9 @@ def _lifted(init: Callable[..., Any], update: Callable[..., Any], needs: Needs) 
         Needs.WHOLE_TREE: with_whole_tree,
     }
     if needs not in constructors:
+        story = "a pair of functions can't ask `across`"
         remedy = "write it with optim.with_statistics, whose update is given `across`"
-        raise ValueError(
-            explain(
-                "a pair of functions can't ask `across`",
-                expected=list(constructors),
-                got=needs,
-                remedy=remedy,
-            )
-        )
+        raise ValueError(explain(story, expected=list(constructors), got=needs, remedy=remedy))
 
     def init_params(params: Any) -> Any:
         return init(params)
@@ -113,13 +114,17 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> 
     """
     if "foreach" in inspect.signature(optimizer_class).parameters:
         options = {"foreach": False} | options
-    shapes = _state_of(optimizer_class, options)
+    example = _state_of(optimizer_class, options)
 
     def init(params: Tree) -> FromTorchState:
-        like_params = {k: tree_map(torch.zeros_like, params) for k, v in shapes.items() if v.ndim}
-        return FromTorchState(
-            step_count(), like_params, {k: v.clone() for k, v in shapes.items() if not v.ndim}
-        )
+        like_params: dict[str, Any] = {}
+        numbers: dict[str, Tensor] = {}
+        for key, kept in example.items():
+            if kept.ndim:
+                like_params[key] = tree_zeros_like(params)
+            else:
+                numbers[key] = kept.clone()
+        return FromTorchState(step_count(), like_params, numbers)
 
     def update(updates: Tree, state: FromTorchState, params: Tree) -> tuple[Tree, FromTorchState]:
         treedef = optree.tree_structure(params)
@@ -131,8 +136,10 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> 
         new = optimizer.param_groups[0]["params"]
         moves = [n.detach() - o for n, o in zip(new, old, strict=True)]
         kept = [optimizer.state[n] for n in new]
-        like_params = {k: treedef.unflatten([s[k] for s in kept]) for k in state.like_params}
-        numbers = {k: kept[0][k] for k in state.numbers}
+        like_params = {}
+        for key in state.like_params:
+            like_params[key] = treedef.unflatten([own[key] for own in kept])
+        numbers = {key: kept[0][key] for key in state.numbers}
         return treedef.unflatten(moves), FromTorchState(state.count + 1, like_params, numbers)
 
     return pointwise(init, update)
@@ -145,17 +152,20 @@ def _loaded(
     grads: list[Tensor],
     state: FromTorchState,
 ) -> torch.optim.Optimizer:
-    """The class's object on copies of everything. Before the first step it has no state: it makes
-    its own."""
+    """The class's object on copies of everything; before the first step without state, since it
+    makes its own."""
     copies = [p.detach().clone().requires_grad_() for p in params]
     for copy, grad in zip(copies, grads, strict=True):
         copy.grad = grad.detach().clone()
     optimizer = optimizer_class(copies, **options)
-    if int(state.count) > 0:  # a count, on the CPU
-        trees = {k: optree.tree_leaves(tree) for k, tree in state.like_params.items()}
-        for i, copy in enumerate(copies):
-            own = {k: leaves[i].clone() for k, leaves in trees.items()}
-            optimizer.state[copy] = own | {k: v.clone() for k, v in state.numbers.items()}
+    if int(state.count) == 0:  # on the CPU
+        return optimizer
+    for key, tree in state.like_params.items():
+        for copy, leaf in zip(copies, optree.tree_leaves(tree), strict=True):
+            optimizer.state[copy][key] = leaf.clone()
+    for key, number in state.numbers.items():
+        for copy in copies:
+            optimizer.state[copy][key] = number.clone()
     return optimizer
 
 

@@ -51,7 +51,8 @@ _LIKE_PARAMS: dict[type[Any], dict[str, str]] = {
 }
 _NUMBERS: dict[type[Any], dict[str, str]] = {ScaleByNadamState: {"mu_product": "mu_product"}}
 
-ByName = dict[str, dict[str, Any]]  # a param's dotted path -> torch's state of it
+# A param's dotted path -> torch's state of it: tensors like the param and numbers, by torch's names
+ByName = dict[str, dict[str, Any]]
 
 
 def import_torch_state(
@@ -80,24 +81,18 @@ def import_torch_state(
     """
     by_name = _by_name(state_dict, names)
     count = torch.tensor(_steps(by_name) if step is None else step)
-    for kind, fields in _LIKE_PARAMS.items():
-        numbers = _NUMBERS.get(kind, {})
 
-        def convert(
-            old: Any, fields: dict[str, str] = fields, numbers: dict[str, str] = numbers
-        ) -> Any:
-            new = {
-                field: _import_tree(getattr(old, field), by_name, key)
-                for field, key in fields.items()
-            }
-            new |= {
-                field: _import_number(getattr(old, field), by_name, key)
-                for field, key in numbers.items()
-            }
-            return old._replace(
-                **new, **({"count": count.clone()} if "count" in old._fields else {})
-            )
+    def convert(old: Any) -> Any:
+        new: dict[str, Any] = {}
+        for field, key in _LIKE_PARAMS[type(old)].items():
+            new[field] = _import_tree(getattr(old, field), by_name, key)
+        for field, key in _NUMBERS.get(type(old), {}).items():
+            new[field] = _import_number(getattr(old, field), by_name, key)
+        if "count" in old._fields:
+            new["count"] = count.clone()
+        return old._replace(**new)
 
+    for kind in _LIKE_PARAMS:
         opt_state = replace_states(opt_state, kind, convert)
 
     def convert_wrapped(old: FromTorchState) -> FromTorchState:
@@ -124,10 +119,13 @@ def export_torch_state(
     by_name: ByName = {}
     counts = [0]
     for kind, fields in _LIKE_PARAMS.items():
+        number_fields = _NUMBERS.get(kind, {})
         for state in find_states(opt_state, kind):
-            counts.append(int(getattr(state, "count", 0)) if "count" in state._fields else 0)
-            numbers = {key: getattr(state, field) for field, key in _NUMBERS.get(kind, {}).items()}
-            _export(by_name, {key: getattr(state, field) for field, key in fields.items()}, numbers)
+            if "count" in state._fields:  # all tuples have a method of that name
+                counts.append(int(state.count))
+            trees = {key: getattr(state, field) for field, key in fields.items()}
+            numbers = {key: getattr(state, field) for field, key in number_fields.items()}
+            _export(by_name, trees, numbers)
     for state in find_states(opt_state, FromTorchState):
         counts.append(int(state.count))
         _export(by_name, state.like_params, state.numbers)
@@ -135,67 +133,67 @@ def export_torch_state(
         for kept in by_name.values():
             kept["step"] = torch.tensor(float(max(counts)))
     order = _order(own, names)
-    return {
-        "state": {i: by_name[name] for i, name in order.items() if name in by_name},
-        **{key: value for key, value in own.items() if key != "state"},
-    }
+    state = {i: by_name[name] for i, name in order.items() if name in by_name}
+    return own | {"state": state}
 
 
 def _export(by_name: ByName, trees: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> None:
+    """Add trees like params, and numbers for each param, to torch's state, by torch's names."""
     for key, tree in trees.items():
         for name, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
-            by_name.setdefault(name, {}).update({k: v.float() for k, v in numbers.items()})
-            by_name[name][key] = leaf.detach().clone()
+            kept = by_name.setdefault(name, {})
+            for number_key, value in numbers.items():
+                kept[number_key] = value.float()
+            kept[key] = leaf.detach().clone()
 
 
 def _order(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> dict[int, str]:
     """torch's number of each param -> its dotted path."""
-    groups = state_dict["param_groups"]
-    indices = [i for group in groups for i in group["params"]]
-    if names is None:
-        if not all("param_names" in group for group in groups):
+    indices: list[int] = []
+    own_names: list[str] = []
+    for group in state_dict["param_groups"]:
+        indices += group["params"]
+        own_names += group.get("param_names", [])
+        if names is None and "param_names" not in group:
             raise ValueError(
                 "the torch optimizer was made without names, so which state is whose isn't known. "
                 "Remedy: pass names, the dotted paths of its params in its order"
             )
-        names = [name for group in groups for name in group["param_names"]]
+    if names is None:
+        names = own_names
     if len(names) != len(indices):
         raise ValueError(f"the torch optimizer has {len(indices)} params, got {len(names)} names")
     return dict(zip(indices, names, strict=True))
 
 
 def _by_name(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> ByName:
+    """torch's states by their params' dotted paths, without those that are None."""
     order = _order(state_dict, names)
-    return {
-        order[i]: {k: v for k, v in kept.items() if v is not None}
-        for i, kept in state_dict["state"].items()
-    }
+    by_name: ByName = {}
+    for i, kept in state_dict["state"].items():
+        by_name[order[i]] = {key: value for key, value in kept.items() if value is not None}
+    return by_name
 
 
 def _steps(by_name: ByName) -> int:
+    """The number of steps that all params have taken."""
     steps = {name: int(kept["step"]) for name, kept in by_name.items() if "step" in kept}
-    if len(set(steps.values())) > 1:
-        name = next(n for n, s in steps.items() if s != max(steps.values()))
-        remedy = "pass step, if one count will do for all"
-        raise StructureError(
-            explain(
-                "the params are at different steps",
-                path=name,
-                expected=max(steps.values()),
-                got=steps[name],
-                remedy=remedy,
-            )
-        )
-    return next(
-        iter(steps.values()), int(any("momentum_buffer" in kept for kept in by_name.values()))
-    )
+    most = max(steps.values(), default=0)
+    for name, step in steps.items():
+        if step != most:
+            story = "the params are at different steps"
+            remedy = "pass step, if one count will do for all"
+            raise StructureError(explain(story, path=name, expected=most, got=step, remedy=remedy))
+    if steps:
+        return most
+    # SGD keeps none: only its first step differs from others, in the momentum it makes
+    return int(any("momentum_buffer" in kept for kept in by_name.values()))
 
 
 def _import_tree(tree: Any, by_name: ByName, key: str) -> Any:
     leaves, treedef = optree.tree_flatten(tree)
-    return treedef.unflatten(
-        [_import_leaf(n, x, by_name, key) for n, x in zip(paths(tree), leaves, strict=True)]
-    )
+    rows = zip(paths(tree), leaves, strict=True)
+    return treedef.unflatten([_import_leaf(name, x, by_name, key) for name, x in rows])
 
 
 def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
@@ -204,27 +202,26 @@ def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
         return leaf
     remedy = "check names, and that both optimizers have the same options"
     if key not in kept:
-        raise StructureError(
-            explain(
-                "torch's state lacks a part", path=name, expected=key, got=list(kept), remedy=remedy
-            )
-        )
-    if kept[key].shape != leaf.shape:
-        expected, got = tuple(leaf.shape), tuple(kept[key].shape)
+        story, got = "torch's state lacks a part", list(kept)
+        raise StructureError(explain(story, path=name, expected=key, got=got, remedy=remedy))
+    tensor: Tensor = kept[key]
+    if tensor.shape != leaf.shape:
         raise StructureError(
             explain(
                 f"torch's {key} has another shape",
                 path=name,
-                expected=expected,
-                got=got,
+                expected=tuple(leaf.shape),
+                got=tuple(tensor.shape),
                 remedy=remedy,
             )
         )
-    tensor: Tensor = kept[key]
     return tensor.detach().to(leaf.device, leaf.dtype, copy=True)
 
 
 def _import_number(value: Tensor, by_name: ByName, key: str) -> Tensor:
     """A number that torch keeps for each param, and we once."""
-    found = [kept[key] for kept in by_name.values() if key in kept]
-    return found[0].detach().to("cpu", value.dtype, copy=True) if found else value
+    for kept in by_name.values():
+        if key in kept:
+            number: Tensor = kept[key]
+            return number.detach().to("cpu", value.dtype, copy=True)
+    return value

@@ -1,9 +1,9 @@
 """`compiled`: a user's own pointwise chain as one kernel, made by torch.compile, for donated
 storage.
 
-Note [handed on]: a new state may be what the kernel was given: the last updates, the params,
-another leaf of the old state. All of these are written to at the kernel's end, one after another,
-and torch 2.13 then copies what has been written to already. It does so for clones, too, which it
+Note [handed on]: a new state may be an input of the kernel: the last updates, the params, another
+leaf of the old state. All of these are written to at the kernel's end, one after another, and torch
+2.13 then copies an input that has been written to already. It does so for clones, too, which it
 removes; a maximum with itself is a copy that it keeps.
 """
 
@@ -35,15 +35,16 @@ def compiled(transform: Transform) -> Transform:
     """The same transform; a sharded step that donates its state runs it as one kernel that
     torch.compile makes.
 
-    For pointwise transforms, and chains of them, that treat all leaves alike: AdamW written by
+    It takes pointwise transforms, and chains of them, that treat all leaves alike. AdamW written by
     hand, say, takes as long as torch's fused one then. At the end of a chain, that end is one
     kernel. The numbers are those of the operators up to rounding. It costs some seconds at the
-    first step, once a dtype, and needs what torch.compile needs: a C++ compiler for CPUs, Triton
-    for GPUs. Without one, and in a step that does not donate, the operators run one by one.
+    first step, once per dtype. It needs the compiler that torch.compile needs: a C++ compiler for
+    CPUs, Triton for GPUs. Without one, and in a step that does not donate, the operators run one by
+    one.
 
     Raises:
         TransformError: the transform is not pointwise, or tells leaves apart (`masked`, say:
-            compile what is inside).
+            compile its inside).
 
     >>> from functorch_zero import optim
     >>> lion = optim.chain(optim.scale_by_lion(), optim.scale_by_learning_rate(1e-4))
@@ -71,8 +72,8 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
 
     @functools.cache
     def kernel() -> Any:
-        # code of its own, by a name of its own: what torch learns of numbers, and counts kernels
-        # by, goes by the name
+        # torch counts kernels, and what it learns of numbers, by the code's name. So each kernel
+        # has code of its own, by a name of its own
         code = apply.__code__.replace(co_name=f"apply_{next(_numbers)}")
         own = FunctionType(
             code, apply.__globals__, apply.__name__, apply.__defaults__, apply.__closure__
@@ -92,8 +93,8 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """Inductor, which would compute what concerns numbers alone (a bias correction's power) anew
-    for each element."""
+    """Inductor for the part of the graph that has elements; it would compute 0-d values (a bias
+    correction's power) anew for each element."""
     from torch.fx.passes.split_module import split_module
 
     split: Any = split_module(graph, graph, lambda node: int(not _is_number(node)))
@@ -104,12 +105,11 @@ def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def _is_number(node: torch.fx.Node) -> bool:
+    """Whether a node of the graph is 0-d, and made of such only."""
     value = node.meta.get("example_value")
-    return (
-        isinstance(value, Tensor)
-        and value.dim() == 0
-        and all(_is_number(n) for n in node.all_input_nodes)
-    )
+    if not isinstance(value, Tensor) or value.dim() > 0:
+        return False
+    return all(map(_is_number, node.all_input_nodes))
 
 
 def _takes(param: Tensor) -> bool:

@@ -7,7 +7,7 @@ to it.
 
 from __future__ import annotations
 
-from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ from ..states import CountState, ScaleByLearningRateState
 from ..transforms.adam import ScaleByAdamState
 
 AdamWState = tuple[ScaleByAdamState, CountState, ScaleByLearningRateState]
+
+
+class _Flats(NamedTuple):
+    """The tensors of one call of torch's kernel, which changes all but the updates in place."""
+
+    params: list[Tensor]
+    updates: list[Tensor]
+    mu: list[Tensor]
+    nu: list[Tensor]
 
 
 def _takes(param: Tensor) -> bool:
@@ -38,23 +47,24 @@ def fused_adamw(
     def update(
         params: list[Tensor], updates: list[Tensor], states: list[AdamWState]
     ) -> list[AdamWState]:
-        moments, decayed, scaled = states[0]
-        mu, nu = [state[0].mu[""] for state in states], [state[0].nu[""] for state in states]
-        rate, decay = (
-            float(value_of(learning_rate, scaled.count)),
-            float(value_of(weight_decay, decayed.count)),
-        )
+        kinds: dict[tuple[torch.dtype, torch.device], _Flats] = {}  # a call takes one kind
+        for param, update, (moments, _, _) in zip(params, updates, states, strict=True):
+            flats = kinds.setdefault((param.dtype, param.device), _Flats([], [], [], []))
+            flats.params.append(param)
+            flats.updates.append(update)
+            flats.mu.append(moments.mu[""])
+            flats.nu.append(moments.nu[""])
+        moments, decayed, scaled = states[0]  # counts are the same in all of them
+        rate = float(value_of(learning_rate, scaled.count))
+        decay = float(value_of(weight_decay, decayed.count))
         step = moments.count + 1
-        for kind in dict.fromkeys((p.dtype, p.device) for p in params):
-            of_kind = [(p.dtype, p.device) == kind for p in params]
-            p, u, m, v = ([*compress(flats, of_kind)] for flats in (params, updates, mu, nu))
+        for (_, device), flats in kinds.items():
+            largest_nu: list[Tensor] = []  # of amsgrad
+            steps = [step.to(device, torch.float32)] * len(flats.params)
             torch._fused_adamw_(
-                p,
-                u,
-                m,
-                v,
-                [],
-                [step.to(kind[1], torch.float32)] * len(p),
+                *flats,
+                largest_nu,
+                steps,
                 amsgrad=False,
                 lr=rate,
                 beta1=b1,
@@ -63,10 +73,8 @@ def fused_adamw(
                 eps=eps,
                 maximize=False,
             )
-        rest = (
-            CountState(decayed.count + 1),
-            ScaleByLearningRateState(scaled.count + 1, number(rate)),
-        )
-        return [(state[0]._replace(count=step), *rest) for state in states]
+        decayed = CountState(decayed.count + 1)
+        scaled = ScaleByLearningRateState(scaled.count + 1, number(rate))
+        return [(state[0]._replace(count=step), decayed, scaled) for state in states]
 
     return Fused(update, _takes)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..across import Across, Pointwise
 from ..arithmetic import Tree, elementwise, number
-from ..base import Transform, pointwise, step_count, value_of
+from ..base import Transform, of_pointwise, pointwise, step_count, value_of
 from ..naming import arguments_of, named
 from ..states import find_states, replace_states
 
@@ -52,20 +52,23 @@ def inject_hyperparams(
     def make(*args: Any, **kwargs: Any) -> Transform:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = {name: value for name, value in bound.arguments.items() if name not in static}
-        schedules = {name: value for name, value in given.items() if _is_schedule(value)}
-        numbers = {name: number(value) for name, value in given.items() if _is_number(value)}
+        numbers: dict[str, Tensor] = {}  # each 0-d float64, on the CPU
+        schedules: dict[str, Callable[[Tensor], Any]] = {}
+        for name, value in bound.arguments.items():
+            if name in static:
+                continue
+            if _is_number(value):
+                numbers[name] = number(value)
+            elif _is_schedule(value):
+                schedules[name] = value
 
         def build(values: dict[str, Tensor]) -> Transform:
             again = inspect.BoundArguments(signature, dict(bound.arguments) | values)
             return inner_factory(*again.args, **again.kwargs)
 
         made_with = {"inner_factory": inner_factory} | arguments_of(signature, *args, **kwargs)
-        return replace(
-            _injected(build, numbers, schedules),
-            name="inject_hyperparams",
-            hyperparams=made_with,
-        )
+        injected = _injected(build, numbers, schedules)
+        return replace(injected, name="inject_hyperparams", hyperparams=made_with)
 
     return make
 
@@ -75,13 +78,12 @@ def _is_schedule(value: Any) -> bool:
     not."""
     if not callable(value) or isinstance(value, type):
         return False
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [
-        p
-        for p in inspect.signature(value).parameters.values()
-        if p.kind in kinds and p.default is p.empty
-    ]
-    return len(needed) == 1
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    num_required = 0
+    for parameter in inspect.signature(value).parameters.values():
+        if parameter.kind in positional and parameter.default is parameter.empty:
+            num_required += 1
+    return num_required == 1
 
 
 def _is_number(value: Any) -> bool:
@@ -93,6 +95,14 @@ def _injected(
     numbers: dict[str, Tensor],
     schedules: dict[str, Callable[[Tensor], Any]],
 ) -> Transform:
+    """The transform that `build` makes of hyperparameters, with these kept in its state.
+
+    Args:
+        build: a function of the hyperparameters, by name.
+        numbers: the first values of those that are read from the state.
+        schedules: those that are taken anew at each step.
+    """
+
     def scheduled(count: Tensor) -> dict[str, Tensor]:
         return {name: number(value_of(schedule, count)) for name, schedule in schedules.items()}
 
@@ -100,41 +110,36 @@ def _injected(
         values = {name: value.clone() for name, value in numbers.items()} | scheduled(step_count())
         return InjectHyperparamsState(step_count(), values, inner_state)
 
-    def step(
-        state: InjectHyperparamsState, run: Callable[[Transform], tuple[Tree, Any]]
-    ) -> tuple[Tree, Any]:
-        values = state.hyperparams | scheduled(state.count)
-        updates, inner_state = run(build(values))
-        return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
+    def values_of(state: InjectHyperparamsState) -> dict[str, Tensor]:
+        return state.hyperparams | scheduled(state.count)
 
     def update_plain(
         updates: Tree, state: InjectHyperparamsState, params: Tree
     ) -> tuple[Tree, Any]:
-        def run(inner: Transform) -> tuple[Tree, Any]:
-            assert inner.plain is not None
-            return inner.plain.update(updates, state.inner_state, params)
-
-        return step(state, run)
+        values = values_of(state)
+        now = build(values).plain
+        assert now is not None
+        updates, inner_state = now.update(updates, state.inner_state, params)
+        return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
 
     def update(
         updates: Tree, state: InjectHyperparamsState, params: Tree, across: Across
     ) -> tuple[Tree, Any]:
-        if plain is not None:
-            return across.run_pointwise(plain, updates, state, params)
-        return step(state, lambda inner: inner.update(updates, state.inner_state, params, across))
+        values = values_of(state)
+        now = build(values)
+        updates, inner_state = now.update(updates, state.inner_state, params, across)
+        return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
 
-    inner = build(numbers | scheduled(step_count()))
-    bare = inner.plain
-    plain = (
-        None if bare is None else Pointwise(lambda params: begin(bare.init(params)), update_plain)
-    )
-    return Transform(
-        lambda params, across: begin(inner.init(params, across)),
-        update,
-        inner.needs,
-        parts=(inner,),
-        plain=plain,
-    )
+    first = build(numbers | scheduled(step_count()))
+    bare = first.plain
+    if bare is not None:
+        plain = Pointwise(lambda params: begin(bare.init(params)), update_plain)
+        return of_pointwise(plain, first)
+
+    def init(params: Tree, across: Across) -> InjectHyperparamsState:
+        return begin(first.init(params, across))
+
+    return Transform(init, update, first.needs, parts=(first,))
 
 
 def hyperparams(state: Any) -> dict[str, Tensor]:
@@ -157,9 +162,9 @@ def with_hyperparams(state: Any, **values: float | Tensor) -> Any:
     Raises:
         ValueError: a name that no state there has.
     """
-    known = {
-        name for found in find_states(state, InjectHyperparamsState) for name in found.hyperparams
-    }
+    known: set[str] = set()
+    for found in find_states(state, InjectHyperparamsState):
+        known |= found.hyperparams.keys()
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(
@@ -167,18 +172,18 @@ def with_hyperparams(state: Any, **values: float | Tensor) -> Any:
         )
 
     def change(old: InjectHyperparamsState) -> InjectHyperparamsState:
-        new = {
-            name: number(value).clone() for name, value in values.items() if name in old.hyperparams
-        }
-        return old._replace(hyperparams=old.hyperparams | new)
+        changed = dict(old.hyperparams)
+        for name in changed.keys() & values.keys():
+            changed[name] = number(values[name]).clone()
+        return old._replace(hyperparams=changed)
 
     return replace_states(state, InjectHyperparamsState, change)
 
 
 class ReduceLROnPlateauState(NamedTuple):
-    """How a metric has been doing. All 0-d, on the CPU, and the same on every rank."""
+    """The history of a metric. All 0-d, on the CPU, and the same on every rank."""
 
-    scale: Tensor  # float64: what updates are multiplied by
+    scale: Tensor  # float64: the factor of updates
     best_value: Tensor  # float64: the least mean of the metric so far
     plateau_count: Tensor  # int64: means in a row that weren't better
     cooldown_count: Tensor  # int64: means to come that don't count
@@ -233,15 +238,23 @@ def reduce_on_plateau(
         )
 
     def init(params: Tree) -> ReduceLROnPlateauState:
-        rules = (factor, patience, rtol, atol, cooldown, accumulation_size, min_scale)
+        rules = PlateauRules(
+            factor=number(factor),
+            patience=number(patience),
+            rtol=number(rtol),
+            atol=number(atol),
+            cooldown=number(cooldown),
+            accumulation_size=number(accumulation_size),
+            min_scale=number(min_scale),
+        )
         return ReduceLROnPlateauState(
-            number(1.0),
-            number(math.inf),
-            step_count(),
-            step_count(),
-            step_count(),
-            number(0.0),
-            PlateauRules(*(number(rule) for rule in rules)),
+            scale=number(1.0),
+            best_value=number(math.inf),
+            plateau_count=step_count(),
+            cooldown_count=step_count(),
+            count=step_count(),
+            avg_value=number(0.0),
+            rules=rules,
         )
 
     def update(
@@ -268,14 +281,14 @@ def observe(state: Any, value: float | Tensor) -> Any:
 
 def _observe(state: ReduceLROnPlateauState, value: Tensor) -> ReduceLROnPlateauState:
     count = state.count + 1
-    gathered = state._replace(
-        count=count, avg_value=state.avg_value + (value - state.avg_value) / count
-    )
-    judged, full = _judge(gathered), count >= state.rules.accumulation_size
-    fields = [field for field in state._fields if field != "rules"]
-    chosen: dict[str, Any] = {
-        f: torch.where(full, getattr(judged, f), getattr(gathered, f)) for f in fields
-    }
+    mean = state.avg_value + (value - state.avg_value) / count
+    gathered = state._replace(count=count, avg_value=mean)
+    judged = _judge(gathered)
+    full = count >= state.rules.accumulation_size  # read by `where`, so on no host
+    chosen: dict[str, Any] = {}
+    for field in state._fields:
+        if field != "rules":
+            chosen[field] = torch.where(full, getattr(judged, field), getattr(gathered, field))
     return gathered._replace(**chosen)
 
 
@@ -286,16 +299,13 @@ def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
     plateau = torch.where(better, 0, state.plateau_count + 1)
     cooling = state.cooldown_count > 0
     falls = (plateau >= rules.patience) & ~cooling
+    fallen = torch.maximum(state.scale * rules.factor, rules.min_scale)
+    one_less = (state.cooldown_count - 1).clamp(min=0)
+    scale = torch.where(falls, fallen, state.scale)
+    best_value = torch.where(better, state.avg_value, state.best_value)
+    plateau_count = torch.where(falls | cooling, 0, plateau)
+    cooldown_count = torch.where(falls, rules.cooldown.long(), one_less)
+    no_values, no_mean = torch.zeros_like(state.count), torch.zeros_like(state.avg_value)
     return ReduceLROnPlateauState(
-        scale=torch.where(
-            falls, torch.maximum(state.scale * rules.factor, rules.min_scale), state.scale
-        ),
-        best_value=torch.where(better, state.avg_value, state.best_value),
-        plateau_count=torch.where(falls | cooling, 0, plateau),
-        cooldown_count=torch.where(
-            falls, rules.cooldown.long(), (state.cooldown_count - 1).clamp(min=0)
-        ),
-        count=torch.zeros_like(state.count),
-        avg_value=torch.zeros_like(state.avg_value),
-        rules=rules,
+        scale, best_value, plateau_count, cooldown_count, no_values, no_mean, rules
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...errors import StructureError, explain
 from ...tree import PyTree, merge, paths, select
-from ..across import Across
+from ..across import Across, Shape
 from ..arithmetic import Tree, on_leaf
 from ..base import EmptyState, Needs, Schedule, Transform, step_count, value_of
 from ..naming import named
@@ -36,20 +36,16 @@ def labeller(labels: Labels) -> Callable[[Tree, Across], PyTree[Any]]:
         return lambda params, across: _spread(labels, params)
 
     @lru_cache(maxsize=16)
-    def ask(treedef: Any, leaves: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> list[Any]:
+    def ask(treedef: Any, leaves: tuple[tuple[Shape, torch.dtype], ...]) -> list[Any]:
         metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in leaves]
-        return [
-            labels(path, leaf)
-            for path, leaf in zip(paths(treedef.unflatten(metas)), metas, strict=True)
-        ]
+        return [*map(labels, paths(treedef.unflatten(metas)), metas)]
 
     def label(params: Tree, across: Across) -> PyTree[Any]:
         leaves, treedef = optree.tree_flatten(params)
-        extents = optree.tree_leaves(across.extents)
-        seen = tuple(
-            (extent.shape, leaf.dtype) for extent, leaf in zip(extents, leaves, strict=True)
-        )
-        return treedef.unflatten(ask(treedef, seen))
+        seen = []  # whole shapes, since the leaves may be pieces
+        for extent, leaf in zip(optree.tree_leaves(across.extents), leaves, strict=True):
+            seen.append((extent.shape, leaf.dtype))
+        return treedef.unflatten(ask(treedef, tuple(seen)))
 
     return label
 
@@ -69,9 +65,8 @@ def _spread(labels: PyTree[Any], params: Tree) -> PyTree[Any]:
                 remedy="pass such a tree, or a function (path, leaf) -> label",
             )
         ) from error
-    return treedef.unflatten(
-        [None if leaf is None else label for leaf, label in zip(leaves, spread, strict=True)]
-    )
+    rows = zip(leaves, spread, strict=True)
+    return treedef.unflatten([None if leaf is None else label for leaf, label in rows])
 
 
 @named
@@ -146,9 +141,8 @@ def _run(
     inner: Transform, chosen: PyTree[bool], updates: Tree, state: Any, params: Tree, across: Across
 ) -> tuple[Tree, Any]:
     """`inner` on the chosen leaves, put back among the others."""
-    new, state = inner.update(
-        select(updates, chosen), state, select(params, chosen), across.select(chosen)
-    )
+    given, beside = select(updates, chosen), select(params, chosen)
+    new, state = inner.update(given, state, beside, across.select(chosen))
     return merge(new, updates), state
 
 
@@ -169,15 +163,15 @@ def freeze(mask: Mask) -> Transform:
     """Set the updates of the leaves where `mask` is true to zero, so that they stay as they are. As
     optax.freeze."""
 
+    label = labeller(mask)
+
     def update(
         updates: Tree, state: EmptyState, params: Tree, across: Across
     ) -> tuple[Tree, EmptyState]:
         frozen = label(params, across)
-        return tree_map(
-            lambda u, stays: torch.zeros_like(u) if stays else u, updates, frozen
-        ), state
+        new = tree_map(lambda u, stays: torch.zeros_like(u) if stays else u, updates, frozen)
+        return new, state
 
-    label = labeller(mask)
     return Transform(lambda params, across: EmptyState(), update, Needs.POINTWISE)
 
 
@@ -203,8 +197,11 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
         updates: Tree, state: CountState, params: Tree, across: Across
     ) -> tuple[Tree, CountState]:
         now = {name: value_of(factor, state.count) for name, factor in factors.items()}
-        labels = label(params, across)
-        scaled = tree_map(lambda u, name: on_leaf(lambda x: x * now[name], u), updates, labels)
+
+        def scale(update: Tensor, name: Any) -> Tensor:
+            return on_leaf(lambda u: u * now[name], update)
+
+        scaled = tree_map(scale, updates, label(params, across))
         return scaled, CountState(state.count + 1)
 
     return Transform(init, update, Needs.POINTWISE)

@@ -1,10 +1,10 @@
-"""Transforms around transforms, written once for every kind inside: what a wrapper needs is what
-its inside needs.
+"""Transforms around transforms, written once for every kind inside: a wrapper needs as much of a
+tensor as its inside.
 
-`masked`, `partition` and `freeze` are in `selection`; `inject_hyperparams` is in `hyperparams`.
+`masked`, `partition` and `freeze` are in `masking`; `inject_hyperparams` is in `hyperparams`.
 
 Note: a sharded step that donates lets an inner update overwrite the updates and the state it is
-given, so no wrapper looks at either after running what is inside.
+given, so no wrapper looks at either after its inside has run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from torch import Tensor
 
 from ..across import Across, Pointwise
 from ..arithmetic import Number, Tree, add_scaled, elementwise, ema, pick
-from ..base import Needs, Schedule, Transform, chain, step_count, tree_zeros_like, value_of
+from ..base import (
+    Needs,
+    Schedule,
+    Transform,
+    chain,
+    of_pointwise,
+    step_count,
+    tree_zeros_like,
+    value_of,
+)
 from ..naming import named
 from ..states import find_states
 
@@ -46,17 +55,11 @@ def wrapper(
     def update_across(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
         return update(updates, state, params, lambda u, s, p: inner.update(u, s, p, across))
 
-    if inner.plain is None:
-        return Transform(init_across, update_across, inner.needs, parts=(inner,))
     bare = inner.plain
+    if bare is None:
+        return Transform(init_across, update_across, inner.needs, parts=(inner,))
     plain = Pointwise(lambda p: init(p, bare.init), lambda u, s, p: update(u, s, p, bare.update))
-    return Transform(
-        lambda params, across: plain.init(params),
-        lambda updates, state, params, across: across.run_pointwise(plain, updates, state, params),
-        inner.needs,
-        parts=(inner,),
-        plain=plain,
-    )
+    return of_pointwise(plain, inner)
 
 
 @named
@@ -80,7 +83,7 @@ def named_chain(*transforms: tuple[str, Transform]) -> Transform:
 
 
 class ApplyIfFiniteState(NamedTuple):
-    """How often updates weren't finite."""
+    """Counts of updates that weren't finite."""
 
     notfinite_count: Tensor  # 0-d int64, on the CPU: steps in a row up to now
     last_finite: Tensor  # 0-d bool, on the CPU: whether the last updates were finite
@@ -111,16 +114,13 @@ def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
     def update(
         updates: Tree, state: ApplyIfFiniteState, params: Tree, across: Across
     ) -> tuple[Tree, ApplyIfFiniteState]:
-        num_bad = across.total(
-            tree_map(lambda u: torch.isfinite(u).logical_not().to(torch.float32), updates)
-        )
-        finite = num_bad.cpu() == 0
+        bad = tree_map(lambda u: torch.isfinite(u).logical_not().to(torch.float32), updates)
+        finite = across.total(bad).cpu() == 0
         in_a_row = torch.where(finite, 0, state.notfinite_count + 1)
         total = torch.where(finite, state.total_notfinite, state.total_notfinite + 1)
         inner_state = state.inner_state
-        if bool(
-            finite | (in_a_row > max_consecutive_errors)
-        ):  # an answer of across: the same on every rank
+        # Every rank has the same answer of across, so all ranks branch alike
+        if bool(finite | (in_a_row > max_consecutive_errors)):
             updates, inner_state = inner.update(updates, inner_state, params, across)
         else:
             updates = tree_zeros_like(updates)
@@ -165,27 +165,26 @@ def multi_steps(
     ) -> tuple[Tree, MultiStepsState]:
         mini_step = state.mini_step + 1
         share = 1 / mini_step.double() if use_grad_mean else None
-        acc = elementwise(
-            lambda a, g: a + g if share is None else a + (g - a) * share, state.acc_grads, updates
-        )
-        if int(mini_step) < int(
-            value_of(every_k, state.gradient_step)
-        ):  # counts, on the CPU: the same on every rank
-            return tree_zeros_like(updates), MultiStepsState(
-                mini_step, state.gradient_step, acc, state.inner_state
-            )
+
+        def accumulate(acc: Tensor, update: Tensor) -> Tensor:
+            return acc + update if share is None else acc + (update - acc) * share
+
+        acc = elementwise(accumulate, state.acc_grads, updates)
+        # Counts, on the CPU: all ranks branch alike
+        if int(mini_step) < int(value_of(every_k, state.gradient_step)):
+            waiting = state._replace(mini_step=mini_step, acc_grads=acc)
+            return tree_zeros_like(updates), waiting
+        num_steps = state.gradient_step + 1
         new, inner_state = inner.update(acc, state.inner_state, params, across)
-        return new, MultiStepsState(
-            step_count(), state.gradient_step + 1, tree_zeros_like(acc), inner_state
-        )
+        return new, MultiStepsState(step_count(), num_steps, tree_zeros_like(acc), inner_state)
 
     return Transform(init, update, inner.needs, parts=(inner,))
 
 
 class MaybeUpdateState(NamedTuple):
-    """A step count, and the inner state."""
+    """The number of steps, and the inner state."""
 
-    step: Tensor  # 0-d int64, on the CPU
+    step: Tensor  # 0-d int64, on the CPU: steps before this one
     inner_state: Any
 
 
@@ -208,7 +207,7 @@ def maybe_update(inner: Transform, should_update_fn: Callable[[Tensor], Any]) ->
         updates: Tree, state: MaybeUpdateState, params: Tree, across: Across
     ) -> tuple[Tree, MaybeUpdateState]:
         inner_state = state.inner_state
-        if bool(should_update_fn(state.step)):  # of a count, on the CPU: the same on every rank
+        if bool(should_update_fn(state.step)):  # a count, on the CPU: all ranks branch alike
             updates, inner_state = inner.update(updates, inner_state, params, across)
         return updates, MaybeUpdateState(state.step + 1, inner_state)
 
@@ -246,10 +245,12 @@ def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Numbe
     ) -> tuple[Tree, LookaheadState]:
         updates, fast_state = inner(updates, state.fast_state, params)
         count = state.steps_since_sync + 1
-        meets = count == sync_period
-        met = elementwise(
-            lambda s, p, u: add_scaled(s, p + u - s, slow_step_size), state.slow, params, updates
-        )
+        meets = count == sync_period  # 0-d bool, on the CPU
+
+        def meet(slow: Tensor, param: Tensor, update: Tensor) -> Tensor:
+            return add_scaled(slow, param + update - slow, slow_step_size)
+
+        met = elementwise(meet, state.slow, params, updates)
         slow = tree_map(lambda m, s: pick(meets, m, s), met, state.slow)
         updates = tree_map(lambda m, p, u: pick(meets, m - p, u), met, params, updates)
         return updates, LookaheadState(torch.where(meets, 0, count), slow, fast_state)
@@ -308,7 +309,7 @@ def ema_params(state: Any, params: Any = None) -> Any:
 
 
 class SamState(NamedTuple):
-    """Where the params were before the ascent."""
+    """The params before the ascent."""
 
     step: Tensor  # 0-d int64, on the CPU: even before an ascent
     cache: Any  # like params: the params before the ascent
@@ -352,7 +353,7 @@ def sam(inner: Transform, rho: Number = 0.05) -> Transform:
     def update(
         updates: Tree, state: SamState, params: Tree, across: Across
     ) -> tuple[Tree, SamState]:
-        ascending = int(state.step) % 2 == 0  # a count, on the CPU: the same on every rank
+        ascending = int(state.step) % 2 == 0  # a count, on the CPU: all ranks branch alike
         return (ascend if ascending else descend)(updates, state, params, across)
 
     return Transform(init, update, max(Needs.STATISTICS, inner.needs), parts=(inner,))
