@@ -25,6 +25,7 @@ from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision
 from ..tree import PyTree, ancestors
 from .lazy_param import check_unchanged, make_lazy_params, versions_of
+from .slots import Slot
 from .units import UnitRule, matches
 
 PrecisionRules = Precision | Mapping[UnitRule, Precision] | None
@@ -47,9 +48,8 @@ class Policies:
             (self.given[path] for path in ancestors(module) if path in self.given), Precision()
         )
 
-    def of_leaves(self, slots: Iterable[tuple[str, str, str]]) -> dict[str, Precision]:
-        """The policy of each leaf, from (module path, attribute, leaf path) of every place that one
-        is used in."""
+    def of_leaves(self, slots: Iterable[Slot]) -> dict[str, Precision]:
+        """The policy of each leaf, from every place that one is used in."""
         found: dict[str, Precision] = {}
         for module, _, leaf in slots:
             policy = self.of(module)

@@ -23,7 +23,8 @@ from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import check_options
 from .copying import copy_module, without_values
 from .lazy_param import LazyParam
-from .skeleton import Anatomy, Skeleton, Slot
+from .skeleton import Anatomy, Skeleton
+from .slots import Slot
 from .units import Units, choose_modules, find_units
 
 MAX_SKELETONS = 16

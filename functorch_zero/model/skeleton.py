@@ -28,15 +28,7 @@ from .compile import CompiledForward
 from .copying import functions_of
 from .lazy_param import LazyParam
 from .remat import recomputed
-from .slots import Place, entering, found, put, used
-
-
-class Slot(NamedTuple):
-    """A place in a module where a leaf is used."""
-
-    module: str  # its path
-    attribute: str
-    leaf: str  # the leaf's path
+from .slots import Place, Slot, entering, found, put, used
 
 
 class Anatomy(NamedTuple):

@@ -10,9 +10,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, getitem, is_, itemgetter, setitem
-from typing import Any
+from typing import Any, NamedTuple
 
 from .lazy_param import Entrance
+
+
+class Slot(NamedTuple):
+    """A place in a module where a leaf is used."""
+
+    module: str  # its path
+    attribute: str
+    leaf: str  # the leaf's path
+
 
 # A module's own dict of tensors, the name there, the leaf's path
 Place = tuple[dict[str, Any], str, str]

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..params import UnitSpec
 from ..tree import ancestors, path_matches
+from .slots import Slot
 
 UnitRule = type[nn.Module] | Callable[[str, nn.Module], bool] | str
 Units = UnitRule | Sequence[UnitRule] | None
@@ -26,9 +27,7 @@ class _Draft:
     joinable: bool
 
 
-def find_units(
-    model: nn.Module, units: Units, slots: Iterable[tuple[str, str, str]]
-) -> tuple[UnitSpec, ...]:
+def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[UnitSpec, ...]:
     """Partition the model's leaves into units.
 
     Args:
@@ -36,8 +35,7 @@ def find_units(
             several of them.
             None: each child of the model is a unit, and containers (ModuleList, Sequential,
             ModuleDict) are opened.
-        slots: (module path, attribute, leaf path) of every place a parameter is used; a tied one
-            has several.
+        slots: every place where a parameter is used; a tied one has several.
 
     A leaf belongs to the innermost unit around all its places. What is in none of the chosen units
     forms units of its own, one for each largest module that holds no chosen one; small ones join a
