@@ -154,16 +154,24 @@ def _digest(leaf: Tensor) -> str:
     data = leaf.contiguous().reshape(-1).view(torch.uint8)
     total = 0
     for start in range(0, data.numel(), _CHUNK):
-        chunk = data[start : start + _CHUNK]
-        padding = chunk.new_zeros(-chunk.numel() % 8)
-        words = torch.cat([chunk, padding]).view(torch.int64)
-        # Odd weights, each once in the leaf: a product with an odd number modulo 2**64, to which
-        # int64 wraps, loses no bit. The shift brings high bits, such as signs, down to low ones.
-        weights = torch.arange(1, words.numel() + 1, device=words.device).add_(start // 8)
-        weights = weights.mul_(2).add_(1)
-        mixed = words ^ (words >> 29)
-        total += int((mixed * weights).sum())
+        total += _weighted_sum(data[start : start + _CHUNK], start // 8)
     return f"{total & (2**64 - 1):016x}"
+
+
+def _weighted_sum(data: Tensor, first: int) -> int:
+    """A chunk's share of its leaf's digest.
+
+    Args:
+        data: uint8, 1-D, the chunk's bytes.
+        first: the number of 8-byte words of the leaf before it.
+    """
+    padding = data.new_zeros(-data.numel() % 8)
+    words = torch.cat([data, padding]).view(torch.int64)
+    # Odd weights, each once in the leaf: a product with an odd number modulo 2**64, to which int64
+    # wraps, loses no bit. The shift brings high bits, such as signs, down to low ones.
+    weights = torch.arange(1, words.numel() + 1, device=words.device).add_(first).mul_(2).add_(1)
+    mixed = words ^ (words >> 29)
+    return int((mixed * weights).sum())
 
 
 def path_matches(path: str, pattern: str) -> bool:
