@@ -67,7 +67,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that takes a while to import when it is first used."""
+    """Import those names when they are first used that take long to import."""
     from importlib import import_module
 
     if name == "plan":

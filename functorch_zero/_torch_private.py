@@ -2,7 +2,7 @@
 do.
 
 All of them are in torch 2.11, 2.12 and 2.13. Any release of torch may change one, without notice;
-`tests/test_torch_private.py` checks what each function promises.
+`tests/test_torch_private.py` checks the promise of each function.
 
 Two kinds of names are not here. Those of torch.distributed are in `groups/torch_distributed.py`.
 `torch._foreach_*`, which torch's documentation lists, and `torch._fused_*` count as public.
@@ -75,7 +75,7 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 
 def params_dict(module: nn.Module) -> dict[str, Any]:
-    """A module's own params by attribute, as the module keeps them: what is put there is used.
+    """A module's own params by attribute, as the module keeps them: it uses a tensor put there.
 
     The public ways to set a param refuse plain tensors and tensors with a history.
     """
@@ -83,7 +83,7 @@ def params_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def buffers_dict(module: nn.Module) -> dict[str, Any]:
-    """A module's own buffers by attribute, as the module keeps them: what is put there is used.
+    """A module's own buffers by attribute, as the module keeps them: it uses a tensor put there.
 
     The public `buffers()` and `named_buffers()` are read-only.
     """
@@ -113,7 +113,7 @@ def register_in_torch(
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The same tree with `function` of each tensor, other leaves as they are.
 
-    Trees are what torch's own registry says, which is private; Hugging Face's outputs are in it.
+    Trees are those of torch's own registry, which is private; Hugging Face's outputs are in it.
     """
     return torch_pytree.tree_map_only(Tensor, function, tree)
 

@@ -1,5 +1,5 @@
-"""Exceptions. A message says what is wrong, where (path), what was expected and got, on which rank,
-and the remedy."""
+"""Exceptions. A message names the fault, its path, the expected and the actual value, the rank, and
+the remedy."""
 
 from __future__ import annotations
 
@@ -27,20 +27,30 @@ def explain(
 ) -> str:
     """Format one error message; every part that is None is left out.
 
+    Args:
+        what: the fault, as a clause without a full stop.
+        path: the leaf's dotted path; "" is the root.
+        expected: the value that would do.
+        got: the value that was found.
+        rank: the rank that found it.
+        remedy: the user's next move, as a clause without a full stop.
+
     >>> print(explain("the shape differs", path="w", expected=(3, 4), got=(4, 3), rank=1))
     the shape differs: path w, expected (3, 4), got (4, 3), on rank 1.
     """
-    parts = []
+    facts = []
     if path is not None:
-        parts.append(f"path {path or '(root)'}")
+        facts.append(f"path {path or '(root)'}")
     if expected is not None:
-        parts.append(f"expected {expected}")
+        facts.append(f"expected {expected}")
     if got is not None:
-        parts.append(f"got {got}")
+        facts.append(f"got {got}")
     if rank is not None:
-        parts.append(f"on rank {rank}")
-    text = what + (": " + ", ".join(parts) if parts else "") + "."
-    return text + (f" Remedy: {remedy}." if remedy else "")
+        facts.append(f"on rank {rank}")
+    text = f"{what}: {', '.join(facts)}." if facts else f"{what}."
+    if remedy:
+        text += f" Remedy: {remedy}."
+    return text
 
 
 class FunctorchZeroError(Exception):
@@ -48,11 +58,11 @@ class FunctorchZeroError(Exception):
 
 
 class StructureError(FunctorchZeroError, ValueError):
-    """A tree, a leaf or a batch is not what the step was built for."""
+    """A tree, a leaf or a batch differs from those that the step was built for."""
 
 
 class TransformError(FunctorchZeroError, ValueError):
-    """A transform does what its `needs` says it does not."""
+    """A transform does something that its `needs` rules out."""
 
 
 class MismatchError(FunctorchZeroError, ValueError):
@@ -77,5 +87,5 @@ class PeerError(GroupError):
 
 
 class LostPeerError(GroupError):
-    """Another rank was killed, is stuck or can't be reached; inside a step the message names the
+    """Another rank was killed, is stuck or can't be reached. Inside a step, the message names the
     unit and the phase."""

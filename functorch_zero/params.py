@@ -17,7 +17,11 @@ register: Any = optree.register_pytree_node
 
 class Engine(Protocol):
     """The functions of sharded trees, for the ranks that hold them. Every rank calls them, in the
-    same order."""
+    same order.
+
+    A sharded tree carries its engine, so that functions of trees need not know which they are given
+    and nothing is ambient.
+    """
 
     def init(self, transform: Any, params: Any) -> Any:
         """The first state of an optimizer's transform."""
@@ -48,7 +52,7 @@ class Engine(Protocol):
 
 
 class OnEngine:
-    """A tree that an engine works on."""
+    """A tree that an engine works on: the base class of sharded ones, which `layout` defines."""
 
     @property
     def engine(self) -> Engine:
@@ -64,6 +68,7 @@ def engine_of(*trees: Any) -> Engine | None:
     """
     found: list[Engine] = []
     for node in optree.tree_leaves(trees, is_leaf=is_on_engine):
+        # A list, not a set: engines of one group are equal, and there are few
         if is_on_engine(node) and node.engine not in found:
             found.append(node.engine)
     if len(found) > 1:
@@ -91,8 +96,10 @@ class UnitSpec:
 
     @property
     def policies(self) -> dict[str, Precision]:
-        """By leaf, the policies given."""
-        return dict(zip(self.leaves, self.precisions, strict=True)) if self.precisions else {}
+        """The policies given, by the leaf's path."""
+        if not self.precisions:
+            return {}
+        return dict(zip(self.leaves, self.precisions, strict=True))
 
 
 class Params(dict[str, Any]):
@@ -109,7 +116,7 @@ class Params(dict[str, Any]):
         units: tuple[UnitSpec, ...] = (),
     ):
         super().__init__(leaves)
-        self.units = units
+        self.units = units  # () where nothing is known of the model
 
 
 def _flatten_params(

@@ -28,19 +28,20 @@ class Precision:
     `compute`, `reduce` and `output`.
 
     Attributes:
-        storage: of the params in the state (the masters), which the optimizer sees. None: as the
-            module has them.
-        compute: of the whole leaves that a module's forward works with. Floating-point tensors
-            given to a module that holds leaves are cast to it. None: the storage dtype, and inputs
-            stay as they are.
-        gather: in which leaves travel to be made whole; they are rounded to it. None: storage or
-            compute, whichever takes fewer bytes (compute if neither does), which rounds nothing
-            more.
-        reduce: in which gradients are summed over ranks; they are rounded to it. None: the storage
-            dtype.
-        buffers: of floating-point buffers, in the state and in use. None: as the module has them.
-        output: to which the floating-point outputs of the module that the policy is given for are
-            cast. None: they stay as they are.
+        storage: the dtype of the params in the state (the masters), which the optimizer sees. None:
+            as the module has them.
+        compute: the dtype of the whole leaves that a module's forward works with. Floating-point
+            tensors given to a module that holds leaves are cast to it. None: the storage dtype, and
+            inputs stay as they are.
+        gather: the dtype in which leaves travel to be made whole; they are rounded to it. None:
+            storage or compute, whichever takes fewer bytes (compute if neither does), which rounds
+            nothing more.
+        reduce: the dtype in which gradients are summed over ranks; they are rounded to it. None:
+            the storage dtype.
+        buffers: the dtype of floating-point buffers, in the state and in use. None: as the module
+            has them.
+        output: the dtype that floating-point outputs are cast to, of the module that the policy is
+            given for. None: they stay as they are.
 
     >>> Precision(compute=torch.bfloat16, output=torch.float32).dtypes(torch.float32)
     Dtypes(compute=torch.bfloat16, gather=torch.bfloat16, reduce=torch.float32)
@@ -56,42 +57,42 @@ class Precision:
     def __post_init__(self) -> None:
         for field in fields(self):
             given = getattr(self, field.name)
-            if given is not None and given not in FLOATS:
-                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-                remedy = (
-                    "take one of these: sums and products of other dtypes are not defined on "
-                    "every device"
+            if given is None or given in FLOATS:
+                continue
+            raise ValueError(
+                explain(
+                    f"Precision.{field.name}",
+                    expected=", ".join(map(short, FLOATS)),
+                    got=repr(given),
+                    remedy="take one of these: sums and products of other dtypes are not defined "
+                    "on every device",
                 )
-                raise ValueError(
-                    explain(
-                        f"Precision.{field.name}", expected=known, got=repr(given), remedy=remedy
-                    )
-                )
+            )
 
     def dtypes(self, storage: torch.dtype) -> Dtypes | None:
-        """What becomes of a leaf kept in `storage`; None: nothing, everything is done in that
-        dtype."""
+        """The dtypes that a leaf kept in `storage` takes on; None: it stays in that one
+        throughout."""
         if not storage.is_floating_point:
             return None
         compute = self.compute or storage
+        # Fewer bytes to send; the leaf is rounded to the other dtype on one end or the other
         narrower = storage if storage.itemsize < compute.itemsize else compute
         found = Dtypes(compute, self.gather or narrower, self.reduce or storage)
-        return None if found == Dtypes(storage, storage, storage) else found
+        unchanged = Dtypes(storage, storage, storage)
+        return None if found == unchanged else found
 
 
 @dataclass(frozen=True)
 class Dtypes:
     """The dtypes of a leaf beside the one it is stored in."""
 
-    compute: torch.dtype
-    gather: torch.dtype
-    reduce: torch.dtype
+    compute: torch.dtype  # of the whole leaf in a module's forward, and of its gradient there
+    gather: torch.dtype  # in which the leaf travels to be made whole
+    reduce: torch.dtype  # in which its gradient is summed over ranks
 
     def __str__(self) -> str:
-        return (
-            f"{short(self.compute)}, gathered as {short(self.gather)}, reduced as "
-            f"{short(self.reduce)}"
-        )
+        gather, reduce = short(self.gather), short(self.reduce)
+        return f"{short(self.compute)}, gathered as {gather}, reduced as {reduce}"
 
 
 def short(dtype: torch.dtype) -> str:

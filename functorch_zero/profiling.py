@@ -10,11 +10,11 @@ import torch
 
 from ._torch_private import profiler_enabled
 
-NOTHING: AbstractContextManager[Any] = nullcontext()  # one for all
+NOTHING: AbstractContextManager[Any] = nullcontext()  # one for all, since steps ask often
 
 
-def ranged(what: str, name: str = "") -> AbstractContextManager[Any]:
-    """Around some work: the range "fz.<what> <name>" in a profile."""
+def ranged(work: str, unit: str = "") -> AbstractContextManager[Any]:
+    """Around some work: the range "fz.<work> <unit>" in a profile."""
     if not profiler_enabled():
         return NOTHING
-    return torch.profiler.record_function(f"fz.{what} {name}".rstrip())
+    return torch.profiler.record_function(f"fz.{work} {unit}".rstrip())

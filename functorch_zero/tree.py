@@ -1,4 +1,4 @@
-"""The few pytree helpers that optree does not have: dotted paths, selection, and `Params`."""
+"""The few pytree helpers that optree does not have: dotted paths, selection, digests."""
 
 from __future__ import annotations
 
@@ -26,24 +26,31 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
     >>> paths({"head": {"weight": 1}, "blocks": [2, 3]})
     ['blocks.0', 'blocks.1', 'head.weight']
     """
-    if (
-        is_leaf is None
-        and type(tree) is Params
-        and all(isinstance(leaf, Tensor) for leaf in tree.values())
-    ):
+    if is_leaf is None and _is_flat(tree):
         return list(tree)
-    return [
-        ".".join(filter(None, map(_entry, accessor)))
-        for accessor in optree.tree_accessors(tree, is_leaf=is_leaf)
-    ]
+    found = []
+    for accessor in optree.tree_accessors(tree, is_leaf=is_leaf):
+        names = [_name_of(entry) for entry in accessor]
+        # A node may leave a name out, as a `State` does for its value
+        found.append(".".join(name for name in names if name))
+    return found
 
 
-def _entry(entry: Any) -> str:
+def _is_flat(tree: PyTree[Any]) -> bool:
+    """Whether these are a model's params, each a tensor: their keys are the paths.
+
+    Steps ask for these paths often, and optree's accessors take long.
+    """
+    return type(tree) is Params and all(isinstance(leaf, Tensor) for leaf in tree.values())
+
+
+def _name_of(entry: Any) -> str:
+    """One name of a path: a field of a NamedTuple or dataclass, else a key or an index."""
     return str(getattr(entry, "field", entry.entry))
 
 
 def named_leaves(tree: PyTree[Any]) -> dict[str, Any]:
-    """Leaves by dotted path. For a model's params this is what `Module.load_state_dict` takes.
+    """Leaves by dotted path. For a model's params, `Module.load_state_dict` takes the result.
 
     >>> named_leaves({"b": [1, None], "a": 2})
     {'a': 2, 'b.0': 1}
@@ -57,7 +64,7 @@ def storages(tree: PyTree[Any]) -> set[int]:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether there is more to a tensor than shape and dtype."""
+    """Whether a tensor has elements, and not only a shape and a dtype."""
     return not (x.is_meta or is_fake(x))
 
 
@@ -72,28 +79,27 @@ def select(tree: PyTree[Any], mask: PyTree[bool]) -> PyTree[Any]:
 
 def merge(selected: PyTree[Any], rest: PyTree[Any]) -> PyTree[Any]:
     """Inverse of `select`: where `selected` has None, the leaf of `rest`."""
-    leaves, treedef = optree.tree_flatten(rest)
     chosen = optree.tree_leaves(selected, none_is_leaf=True)
-    whole = optree.tree_leaves(rest, none_is_leaf=True)
-    picked = iter(
-        b if a is None else a for a, b in zip(chosen, whole, strict=True) if b is not None
-    )
-    assert len(leaves) == treedef.num_leaves
-    return treedef.unflatten(picked)
+    others = optree.tree_leaves(rest, none_is_leaf=True)
+    merged = []
+    for leaf, other in zip(chosen, others, strict=True):
+        if other is None:  # part of the structure of `rest`, and no leaf
+            continue
+        merged.append(other if leaf is None else leaf)
+    return optree.tree_structure(rest).unflatten(merged)
 
 
 def mask_of(tree: PyTree[Any], mask: PyTree[bool] | Callable[[str, Any], bool]) -> PyTree[bool]:
     """A tree of bools shaped like `tree`, from such a tree or from a function
     `(path, leaf) -> bool`."""
-    if callable(mask):
-        treedef = optree.tree_structure(tree)
-        values = [
-            bool(mask(path, leaf))
-            for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True)
-        ]
-        return treedef.unflatten(values)
-    same_structure(tree, mask, what="the mask")
-    return mask
+    if not callable(mask):
+        same_structure(tree, mask, what="the mask")
+        return mask
+    leaves, treedef = optree.tree_flatten(tree)
+    values = []
+    for path, leaf in zip(paths(tree), leaves, strict=True):
+        values.append(bool(mask(path, leaf)))
+    return treedef.unflatten(values)
 
 
 def same_structure(
@@ -103,53 +109,81 @@ def same_structure(
     structure."""
     if optree.tree_structure(expected) == optree.tree_structure(got):
         return
-    want, have = paths(expected), paths(got)
-    missing = [p for p in want if p not in set(have)]
-    extra = [p for p in have if p not in set(want)]
-    path = (missing or extra or [""])[0]
-    story = "missing" if missing else "not expected" if extra else f"a {type(got).__name__}"
+    expected_paths, got_paths = paths(expected), paths(got)
+    missing = _without(expected_paths, got_paths)
+    unexpected = _without(got_paths, expected_paths)
+    if missing:
+        path, story = missing[0], "missing"
+    elif unexpected:
+        path, story = unexpected[0], "not expected"
+    else:  # the same paths, through other containers
+        path, story = "", f"a {type(got).__name__}"
     raise StructureError(
         explain(
             f"{what} does not have the tree structure it must have",
             path=path,
-            expected=f"{len(want)} leaves in a {type(expected).__name__}",
-            got=f"{len(have)} leaves in a {type(got).__name__}; this leaf is {story}",
+            expected=f"{len(expected_paths)} leaves in a {type(expected).__name__}",
+            got=f"{len(got_paths)} leaves in a {type(got).__name__}; this leaf is {story}",
             rank=rank,
             remedy="pass a tree with the structure of the params that `init` was given",
         )
     )
 
 
+def _without(names: list[str], others: list[str]) -> list[str]:
+    """The names that are not among the others, in order."""
+    known = set(others)
+    return [name for name in names if name not in known]
+
+
 _CHUNK = 2**20  # bytes that a digest looks at together: it makes some copies of them
 
 
-def content_digests(tree: PyTree[Tensor]) -> dict[str, Any]:
+def content_digests(tree: PyTree[Tensor]) -> dict[str, str]:
     """A digest of each leaf's values, by path; leaves on the meta device have none."""
-    named = zip(paths(tree), optree.tree_leaves(tree), strict=True)
-    return {path: _digest(leaf.detach()) for path, leaf in named if leaf.device.type != "meta"}
+    digests = {}
+    for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
+        if leaf.device.type != "meta":
+            digests[path] = _digest(leaf.detach())
+    return digests
 
 
 def _digest(leaf: Tensor) -> str:
     """Of the bytes, so that NaNs compare equal to themselves; weighted by position, so that a swap
-    shows."""
-    data, total = leaf.contiguous().reshape(-1).view(torch.uint8), 0
+    shows. 16 hexadecimal digits."""
+    data = leaf.contiguous().reshape(-1).view(torch.uint8)
+    total = 0
     for start in range(0, data.numel(), _CHUNK):
-        part = data[start : start + _CHUNK]
-        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
-        position = (
-            torch.arange(1, words.numel() + 1, device=words.device).add_(start // 8).mul_(2).add_(1)
-        )
-        total += int(((words ^ (words >> 29)) * position).sum())
+        total += _weighted_sum(data[start : start + _CHUNK], start // 8)
     return f"{total & (2**64 - 1):016x}"
 
 
+def _weighted_sum(data: Tensor, first: int) -> int:
+    """A chunk's share of its leaf's digest.
+
+    Args:
+        data: uint8, 1-D, the chunk's bytes.
+        first: the number of 8-byte words of the leaf before it.
+    """
+    padding = data.new_zeros(-data.numel() % 8)
+    words = torch.cat([data, padding]).view(torch.int64)
+    # Odd weights, each once in the leaf: a product with an odd number modulo 2**64, to which int64
+    # wraps, loses no bit. The shift brings high bits, such as signs, down to low ones.
+    weights = torch.arange(1, words.numel() + 1, device=words.device).add_(first).mul_(2).add_(1)
+    mixed = words ^ (words >> 29)
+    return int((mixed * weights).sum())
+
+
 def path_matches(path: str, pattern: str) -> bool:
-    """Name by name: "layers.*" is each layer, not what is inside it."""
-    names, patterns = path.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+    """Whether a path fits a pattern, name by name: "layers.*" is each layer, not its insides."""
+    names = path.split(".")
+    patterns = pattern.split(".")
+    if len(names) != len(patterns):
+        return False
+    return all(map(fnmatchcase, names, patterns))
 
 
 def ancestors(path: str) -> list[str]:
     """The path itself, its parents, and the root, innermost first."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+    names = path.split(".") if path else []
+    return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]

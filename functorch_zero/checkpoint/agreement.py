@@ -1,5 +1,5 @@
-"""Doing a part of the work on every rank, and failing together: an error on one rank is the same
-error on all."""
+"""Work done in part by every rank, which fail together: an error on one rank is the same error on
+all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ..groups import labelled, rejoin
 from ..groups.protocol import Group
 from .errors import CheckpointError, CorruptError
 
-KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (CheckpointError, CorruptError, DonatedError, MismatchError, StructureError)
-}
+# Errors that other ranks raise in the same kind; of any other they raise a CheckpointError
+_OURS = (CheckpointError, CorruptError, DonatedError, MismatchError, StructureError)
+KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in _OURS}
 
 
 def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
@@ -23,7 +22,7 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
 
     Args:
         group: the ranks; all of them call this.
-        what: for errors, "save step 3 to /runs/a".
+        what: the work, for errors: "save step 3 to /runs/a".
         work: this rank's part. It issues no collective and returns plain data.
 
     Raises: when `work` raised on some ranks, one error on every rank, of the first one's kind,
@@ -35,24 +34,27 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
     try:
         report: dict[str, Any] = {"ok": work()}
     except GroupError:
-        raise
+        raise  # the ranks can't tell each other anything any more
     except Exception as error:
         failure = error
         report = {"error": type(error).__name__, "text": _words(error)}
-    except BaseException as error:
+    except BaseException as error:  # an interrupt, say: the program ends, and others must not wait
         group.fail(error)
         raise
     reports = [json.loads(data) for data in group.exchange(json.dumps(report).encode())]
     failed = {rank: report for rank, report in enumerate(reports) if "error" in report}
     if failed:
-        kind = KINDS.get(next(iter(failed.values()))["error"], CheckpointError)
+        first = next(iter(failed.values()))
+        kind = KINDS.get(first["error"], CheckpointError)
         raise kind(f"could not {what}: {_by_rank(failed, group.size)}") from failure
     return [report["ok"] for report in reports]
 
 
 def _words(error: Exception) -> str:
-    ours = type(error).__name__ in KINDS
-    return str(error) if ours else f"{type(error).__name__}: {error}"
+    """An error's text, with its kind where the other ranks will not raise that kind."""
+    if type(error).__name__ in KINDS:
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _by_rank(failed: dict[int, dict[str, Any]], size: int) -> str:
@@ -62,8 +64,8 @@ def _by_rank(failed: dict[int, dict[str, Any]], size: int) -> str:
         ranks.setdefault(report["text"], []).append(rank)
     if size == 1:
         return next(iter(ranks))
-    named = (
-        (f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}", text)
-        for text, who in ranks.items()
-    )
-    return "; ".join(f"{who}: {text}" for who, text in named)
+    stories = []
+    for text, numbers in ranks.items():
+        plural = "s" if len(numbers) > 1 else ""
+        stories.append(f"rank{plural} {', '.join(map(str, numbers))}: {text}")
+    return "; ".join(stories)

@@ -20,17 +20,15 @@ from .checksums import CHECKSUMS
 from .errors import CorruptError
 from .files import create, opened, read_into, write_all
 from .manifest import File, Manifest, Piece
-from .safetensors_file import DTYPES, bytes_of, dtype_name, make_header
+from .safetensors_file import DTYPES, Entry, bytes_of, dtype_name, make_header
 from .snapshot import Progress, Snapshot
 
 BLOCK = 2**22  # bytes that one checksum covers, and that are written at once
 CHECKSUM = "crc32"
 _SECONDS_BETWEEN_REPORTS = 10.0
+_THREADS = 2  # of a read: one waits for the disk while the other checks
+_FEW_BLOCKS = 4  # fewer are read in the caller's thread
 log = logging.getLogger("functorch_zero.checkpoint")
-
-
-_THREADS = 2
-_FEW_BLOCKS = 4
 
 
 class Wanted(NamedTuple):
@@ -40,11 +38,16 @@ class Wanted(NamedTuple):
     numel: int
     dtype: str  # in the file
     target: Tensor  # 1-D and contiguous, of any dtype, on any device
-    first: int  # where in the target
+    first: int  # where in the target, in elements
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element in the file."""
+        return DTYPES[self.dtype].itemsize
 
     @property
     def end(self) -> int:
-        return self.offset + self.numel * DTYPES[self.dtype].itemsize
+        return self.offset + self.numel * self.width
 
 
 class _Run(NamedTuple):
@@ -62,10 +65,11 @@ class _Run(NamedTuple):
 
     @property
     def target(self) -> Tensor:
-        w, width = self.wanted, DTYPES[self.wanted.dtype].itemsize
-        return w.target[
-            w.first + (self.start - w.offset) // width : w.first + (self.stop - w.offset) // width
-        ]
+        """The elements that these bytes go to."""
+        wanted = self.wanted
+        start = wanted.first + (self.start - wanted.offset) // wanted.width
+        stop = wanted.first + (self.stop - wanted.offset) // wanted.width
+        return wanted.target[start:stop]
 
 
 def read_wanted(folder: Path, file: File, manifest: Manifest, wanted: Sequence[Wanted]) -> None:
@@ -83,7 +87,7 @@ def read_wanted(folder: Path, file: File, manifest: Manifest, wanted: Sequence[W
     path = folder / file.name
     with opened(path) as (descriptor, size):
         check_size(path, size, file.size)
-        rooms = threading.local()
+        rooms = threading.local()  # one block per thread, for bytes that can't go to their target
 
         def read(block_and_runs: tuple[int, list[_Run]]) -> None:
             start, runs = block_and_runs
@@ -116,7 +120,7 @@ def _for_each(
 
 
 def _convert(room: Tensor, start: int, runs: Sequence[_Run]) -> None:
-    """Bring what was read into `room` to its targets."""
+    """Bring the bytes that were read into `room` to their targets, in the targets' dtypes."""
     for run in runs:
         if not run.direct:
             data = room[run.start - start : run.stop - start]
@@ -124,14 +128,18 @@ def _convert(room: Tensor, start: int, runs: Sequence[_Run]) -> None:
 
 
 def _views(room: Tensor, start: int, stop: int, runs: Sequence[_Run]) -> list[memoryview]:
-    """Where the bytes [start, stop) of a file go: those of direct runs to their targets, the others
-    into `room`."""
-    spare, views, at = bytes_of(room), [], start
+    """The places for the bytes [start, stop) of a file: those of direct runs go to their targets,
+    the others into `room`, each at its distance from `start`."""
+    spare = bytes_of(room)
+    views = []
+    at = start
     for run in runs:
         if run.direct:
-            views += [spare[at - start : run.start - start], bytes_of(run.target)]
+            views.append(spare[at - start : run.start - start])  # the bytes before the run
+            views.append(bytes_of(run.target))
             at = run.stop
-    return [view for view in (*views, spare[at - start : stop - start]) if view]
+    views.append(spare[at - start : stop - start])
+    return [view for view in views if view]
 
 
 def read_through(folder: Path, file: File, manifest: Manifest) -> None:
@@ -175,7 +183,8 @@ def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[
                 yield current * block, runs
                 runs = []
             current = number
-            runs.append(_Run(w, max(w.offset, number * block), min(w.end, (number + 1) * block)))
+            start = number * block
+            runs.append(_Run(w, max(w.offset, start), min(w.end, start + block)))
     if runs:
         yield current * block, runs
 
@@ -189,7 +198,7 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
     for part in parts:
         path_of_leaf = held[part.leaf].path
         dtype = dtype_name(path_of_leaf, part.tensor.dtype)
-        tensors.append((f"{path_of_leaf}@{part.start}", dtype, (part.numel,)))
+        tensors.append(Entry(f"{path_of_leaf}@{part.start}", dtype, (part.numel,)))
     header, offsets = make_header(tensors)
     out = BlockWriter(path, snapshot.progress)
     try:
@@ -211,20 +220,23 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
 def chunks_of(flat: Tensor) -> Iterator[Tensor]:
     """A tensor's elements as 1-D CPU tensors: itself, or copies of a few blocks each from another
     device."""
-    size = max(1, flat.numel() if flat.device.type == "cpu" else 4 * BLOCK // flat.element_size())
-    for run in flat.split(size):
+    size = flat.numel()
+    if flat.device.type != "cpu":
+        size = 4 * BLOCK // flat.element_size()
+    for run in flat.split(max(1, size)):
         yield run.cpu()
 
 
 class BlockWriter:
-    """Writes a new file block by block, with a checksum of each. What is given is not copied."""
+    """Writes a new file block by block, with a checksum of each. Bytes given are not copied."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
-        self.sums: list[str] = []
-        self.size = 0
-        self._path, self._progress = path, progress
+        self.sums: list[str] = []  # of each block written, 8 hexadecimal digits
+        self.size = 0  # bytes written
+        self._path = path
+        self._progress = progress
         self._views: list[memoryview] = []  # of the block under way
-        self._filled = 0
+        self._filled = 0  # bytes in them
         self._file = create(path)
         self._reported = time.monotonic()
 
@@ -239,7 +251,7 @@ class BlockWriter:
                 self._flush()
 
     def finish(self) -> None:
-        """Write what is left, and flush everything to disk."""
+        """Write the last block, and flush everything to disk."""
         self._flush()
         os.fsync(self._file)
 
@@ -259,4 +271,5 @@ class BlockWriter:
             write_all(self._file, *self._views)
             self.sums.append(f"{CHECKSUMS[CHECKSUM](self._views):08x}")
             self.size += self._filled
-            self._views, self._filled = [], 0
+            self._views = []
+            self._filled = 0

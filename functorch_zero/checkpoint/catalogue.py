@@ -1,4 +1,4 @@
-"""The checkpoints of a folder: which there are, which are intact, which to keep."""
+"""The checkpoints of a folder: the list of them, the intact ones, the ones to keep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .block_io import check_size, read_through
 from .errors import CheckpointError, CheckpointWarning, CorruptError
 from .files import counts_in, opened, read_file, remove_folder, step_folder
 from .manifest import MAX_BYTES, NAME, File, Manifest, parse_manifest
-from .safetensors_file import DTYPES, make_header, read_header
+from .safetensors_file import Entry, make_header, read_header
 
 PathLike = str | os.PathLike[str]
 
@@ -21,7 +21,8 @@ def chosen(root: PathLike, count: int | None) -> tuple[Manifest, Path]:
     found = latest(root) if count is None else count
     if found is None:
         raise CheckpointError(f"{root} has no complete checkpoint")
-    return check_sizes(Path(root), found), step_folder(Path(root), found)
+    manifest = check_sizes(Path(root), found)
+    return manifest, step_folder(Path(root), found)
 
 
 def latest(root: PathLike) -> int | None:
@@ -76,8 +77,7 @@ def check_sizes(root: Path, count: int) -> Manifest:
 
 
 def verify(root: PathLike, *, count: int | None = None) -> dict[int, list[str]]:
-    """Read checkpoints from end to end. For each step, what is wrong with it: nothing, for an
-    intact one.
+    """Read checkpoints from end to end. For each step, its faults: none for an intact one.
 
     Checked are manifest, sizes, checksums of every block, that each file's own header says what the
     manifest says, and that nothing else lies in the folder. Run by one rank.
@@ -92,7 +92,8 @@ def verify(root: PathLike, *, count: int | None = None) -> dict[int, list[str]]:
     counts = counts_in(Path(root))
     if count is not None and count not in counts:
         raise CheckpointError(f"{root} has no checkpoint of step {count}; it has {_listed(counts)}")
-    return {n: _problems(Path(root), n) for n in (counts if count is None else [count])}
+    looked_at = counts if count is None else [count]
+    return {n: _problems(Path(root), n) for n in looked_at}
 
 
 def _listed(counts: list[int]) -> str:
@@ -111,20 +112,25 @@ def _problems(root: Path, count: int) -> list[str]:
             _verify_file(folder, file, manifest)
         except (CorruptError, OSError) as error:
             problems.append(str(error))
-    extra = sorted(set(os.listdir(folder)) - {NAME, *(file.name for file in manifest.files)})
-    return problems + [f"{folder / name}: does not belong to the checkpoint" for name in extra[:10]]
+    known = {NAME} | {file.name for file in manifest.files}
+    extra = sorted(set(os.listdir(folder)) - known)
+    for name in extra[:10]:
+        problems.append(f"{folder / name}: does not belong to the checkpoint")
+    return problems
 
 
 def _verify_file(folder: Path, file: File, manifest: Manifest) -> None:
+    """Raise `CorruptError` unless a file has the checksums and the header that its manifest
+    says."""
     read_through(folder, file, manifest)
     tensors = []
     for piece in file.pieces:
         leaf = manifest.leaves[piece.leaf]
-        tensors.append((f"{leaf.path}@{piece.start}", leaf.dtype, (piece.numel,)))
+        tensors.append(Entry(f"{leaf.path}@{piece.start}", leaf.dtype, (piece.numel,)))
     header, offsets = make_header(tensors)
-    promised = [*(piece.offset for piece in file.pieces), file.size]
+    promised = [piece.offset for piece in file.pieces] + [file.size]
     path = folder / file.name
-    if read_header(path) != header[8:] or offsets != promised:
+    if read_header(path) != header[8:] or offsets != promised:  # without the header's length
         remedy = "Remedy: load another step (`count=`)"
         raise CorruptError(f"{path}: its header and the manifest differ. {remedy}")
 
@@ -137,7 +143,7 @@ def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
 
     Args:
         root: the folder of checkpoints.
-        last: how many of the newest to keep, at least 1.
+        last: the number of the newest to keep, at least 1.
         every: keep those of all multiples of this number of steps, too.
     """
     if last < 1 or (every is not None and every < 1):
@@ -160,4 +166,4 @@ def _is_complete(root: Path, count: int) -> bool:
 
 def bytes_in(manifest: Manifest) -> int:
     """The bytes of a checkpoint's tensors."""
-    return sum(leaf.numel * DTYPES[leaf.dtype].itemsize for leaf in manifest.leaves)
+    return sum(leaf.nbytes for leaf in manifest.leaves)

@@ -44,16 +44,16 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _line(root: Path, count: int) -> str:
+    """One checkpoint in a list."""
     try:
         manifest = check_sizes(root, count)
     except (CheckpointError, OSError) as error:
         return f"step {count}  damaged: {error}"
-    level = "unsharded" if manifest.level is None else f"level {manifest.level}"
+    size = f"{bytes_in(manifest) / 1e6:.1f} MB  {len(manifest.leaves)} leaves"
     ranks = f"{manifest.ranks} rank{'s' if manifest.ranks > 1 else ''}"
-    return (
-        f"step {count}  {bytes_in(manifest) / 1e6:.1f} MB  {len(manifest.leaves)} leaves  "
-        f"{ranks}  {level}  {manifest.optimizer or ''}".rstrip()
-    )
+    level = "unsharded" if manifest.level is None else f"level {manifest.level}"
+    optimizer = manifest.optimizer or ""
+    return f"step {count}  {size}  {ranks}  {level}  {optimizer}".rstrip()
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -71,5 +71,6 @@ def _export(args: argparse.Namespace) -> int:
     folder = export_weights(
         args.root, args.out, count=args.count, trees=args.trees, max_file_bytes=args.max_file_bytes
     )
-    print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {folder}")
+    names = sorted(path.name for path in folder.iterdir())
+    print(f"wrote {', '.join(names)} to {folder}")
     return 0

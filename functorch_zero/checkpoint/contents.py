@@ -1,8 +1,8 @@
-"""Which elements of which leaf of a state are on this rank, and which of them this rank is to save.
+"""The elements of a state's leaves on this rank, and those of them that this rank is to save.
 
 A leaf is known by its path in the state, `params.embed.weight` or `opt_state.0.mu.embed.weight`,
-and its elements by their place in the flattened whole leaf. That is the same at every level and
-world size and for every choice of units, so it is what files speak of.
+and its elements by their place in the flattened whole leaf. These are the same at every level and
+world size and for every choice of units, so files speak of them.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ Value = bool | int | float | str
 
 
 class Held(NamedTuple):
-    """What this rank has of one leaf of tensors."""
+    """This rank's elements of one leaf."""
 
     path: str
     tensor: Tensor  # elements [start, stop) of the leaf, in any shape
     shape: tuple[int, ...]  # of the whole leaf
-    start: int
+    start: int  # in elements of the flattened whole leaf
     stop: int
     everywhere: bool  # every rank has all of it
-    saved: bool = (
-        True  # by this rank, unless everywhere: one of those that have the same elements saves them
-    )
+    # By this rank, unless everywhere: one of the ranks that have the same elements saves them
+    saved: bool = True
     # The leaf is a row per rank, of which the sum counts, and this rank has one row
     summed: bool = False
 
     @property
     def whole(self) -> bool:
+        """Whether the whole leaf is here, in its own shape."""
         return tuple(self.tensor.shape) == self.shape
 
 
@@ -73,8 +73,8 @@ class Part(NamedTuple):
 class Contents(NamedTuple):
     """A state, leaf by leaf."""
 
-    held: list[Held]
-    values: dict[str, Value]  # the leaves that are no tensors
+    held: list[Held]  # the leaves that are tensors, in flatten order
+    values: dict[str, Value]  # the others, by path; the same on every rank
 
 
 def group_of(step: Step) -> Group:
@@ -88,14 +88,15 @@ def unsharded_of(step: Step) -> TrainStep:
 
 
 def contents_of(step: Step, state: State) -> Contents:
-    """What this rank has of a state.
+    """This rank's part of a state.
 
     Raises:
         StructureError: the state is not of this step, or has leaves that can't be saved.
         DonatedError: its storage was given away.
     """
     check_state(step, state)
-    held, values = [], {}
+    held: list[Held] = []
+    values: dict[str, Value] = {}
     leaves = optree.tree_leaves(state)
     for path, leaf, spot in zip(_paths(state), leaves, _spots(step, state), strict=True):
         if isinstance(leaf, Tensor):
@@ -117,7 +118,7 @@ def check_state(step: Step, state: Any) -> None:
     """Raise unless `state` is one that `step` takes."""
     if not isinstance(step, TrainStep | ShardedTrainStep):
         raise TypeError(
-            f"step must be what train_step or shard made of it, got {type(step).__name__}"
+            f"step must be one that train_step or shard made, got {type(step).__name__}"
         )
     if not isinstance(state, State):
         raise StructureError(
@@ -125,16 +126,12 @@ def check_state(step: Step, state: Any) -> None:
         )
     if isinstance(step, ShardedTrainStep):
         sharding_of(state, step.options).donations.check(state.step)
-        if (
-            step.options.sync_buffers == "local"
-            and step.group.size > 1
-            and optree.tree_leaves(state.buffers)
-        ):
+        differ = step.options.sync_buffers == "local" and step.group.size > 1
+        if differ and optree.tree_leaves(state.buffers):
             raise StructureError(
                 'buffers differ by rank under sync_buffers="local", and a checkpoint has one of '
                 'each. Remedy: give save a step made with shard(..., sync_buffers="rank0"), which '
-                "takes rank "
-                "0's, or keep yours elsewhere"
+                "takes rank 0's, or keep yours elsewhere"
             )
     elif state.sharding is not None:
         raise StructureError(
@@ -143,16 +140,16 @@ def check_state(step: Step, state: Any) -> None:
 
 
 def _paths(state: State) -> list[str]:
+    """The path of every leaf, in flatten order; raises unless they differ."""
     found = paths(state)
-    twice = [path for path, n in Counter(found).items() if n > 1]
-    if twice:
-        raise StructureError(explain("two leaves of the state have the same path", path=twice[0]))
+    for path, n in Counter(found).items():
+        if n > 1:
+            raise StructureError(explain("two leaves of the state have the same path", path=path))
     return found
 
 
 class _Spot(NamedTuple):
-    """What a rank has of a leaf: elements [start, stop). With `everywhere`, all of it, as all ranks
-    have."""
+    """A rank's elements of a leaf, [start, stop). With `everywhere`, every rank has all of it."""
 
     shape: tuple[int, ...] | None  # of the whole leaf; None: as it is here
     start: int = 0
@@ -169,39 +166,54 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
     if leaf.device.type == "meta":
         raise StructureError(explain("a leaf on the meta device has no values", path=path))
     shape = tuple(leaf.shape) if spot.shape is None else spot.shape
-    start, stop = (0, prod(shape)) if spot.everywhere else (spot.start, spot.stop)
+    start, stop = spot.start, spot.stop
+    if spot.everywhere:
+        start, stop = 0, prod(shape)
     if leaf.numel() != stop - start:
-        expected, got = f"{stop - start} elements", leaf.numel()
         raise StructureError(
-            explain("a leaf is not cut as its layout says", path=path, expected=expected, got=got)
+            explain(
+                "a leaf is not cut as its layout says",
+                path=path,
+                expected=f"{stop - start} elements",
+                got=leaf.numel(),
+            )
         )
     return Held(path, leaf, shape, start, stop, spot.everywhere, spot.saved, spot.summed)
 
 
 def _spots(step: Step, state: State) -> list[_Spot]:
-    """The spot of every leaf, in flatten order. What is neither params nor optimizer state is the
-    same on every rank."""
+    """The spot of every leaf, in flatten order. Buffers, counters and seeds are the same on every
+    rank."""
     spots = tree_map(lambda leaf: _EVERYWHERE, state)
     if isinstance(step, ShardedTrainStep):
-        params, opt_state = _param_spots(step, state), _state_spots(step, state)
         spots = spots.replace(
-            params=optree.tree_structure(state.params).unflatten(params),
-            opt_state=optree.tree_structure(state.opt_state).unflatten(opt_state),
-            parts=optree.tree_structure(state.parts).unflatten(_parts_spots(step, state)),
+            params=_in_tree(state.params, _param_spots(step, state)),
+            opt_state=_in_tree(state.opt_state, _state_spots(step, state)),
+            parts=_in_tree(state.parts, _parts_spots(step, state)),
         )
     listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=lambda spot: isinstance(spot, _Spot))
     return listed
 
 
+def _in_tree(tree: Any, spots: list[_Spot]) -> Any:
+    """The spots of a tree's leaves, in the tree's structure."""
+    return optree.tree_structure(tree).unflatten(spots)
+
+
 def _param_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
+    """The spots of the params: pieces where the level cuts them."""
     assert state.sharding is not None
     layout = state.sharding.layout
     axes = step.options.axes
-    spots = [_held_params(layout, n, axes.number) for n in range(len(layout.leaves))]
-    return [spot._replace(saved=axes.replicate.rank == 0) for spot in spots]
+    saved = axes.replicate.rank == 0  # one of the copies along the replicate axis
+    spots = []
+    for number in range(len(layout.leaves)):
+        spot = _param_spot(layout, number, axes.number)
+        spots.append(spot._replace(saved=saved))
+    return spots
 
 
-def _held_params(layout: Layout, number: int, rank: int) -> _Spot:
+def _param_spot(layout: Layout, number: int, rank: int) -> _Spot:
     b, k = layout.places[number]
     bucket = layout.buckets[b]
     if not level_of(bucket).cuts_params:
@@ -211,6 +223,7 @@ def _held_params(layout: Layout, number: int, rank: int) -> _Spot:
 
 
 def _state_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
+    """The spots of the optimizer's state, as the plan of the step has it."""
     assert state.sharding is not None
     layout = state.sharding.layout
     plan = step.state_plan(layout)
@@ -219,66 +232,89 @@ def _state_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
             "the optimizer's state does not have the structure that its init makes"
         )
     axes = step.options.axes
+    # A state cut over both axes has no copies; else one of those along the replicate axis saves
     saved = axes.both or axes.replicate.rank == 0
-    return [
-        _state_spot(planned, layout, axes.number)._replace(saved=saved) for planned in plan.leaves
-    ]
+    spots = []
+    for planned in plan.leaves:
+        spot = _state_spot(planned, layout, axes.number)
+        spots.append(spot._replace(saved=saved))
+    return spots
 
 
 def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
     if planned.kind == "replicated":
         return _EVERYWHERE
-    shape = planned.shape if planned.kind == "owned" else layout.leaves[planned.leaf].shape
-    if layout.leaves[planned.leaf].cut.num_pieces == 1:
+    leaf = layout.leaves[planned.leaf]
+    shape = planned.shape if planned.kind == "owned" else leaf.shape
+    if leaf.cut.num_pieces == 1:
         return _Spot(shape, everywhere=True)
     if planned.kind == "follows":
         return _cut(layout, planned.leaf, rank)
+    # Owned: the owner has all of it, the others nothing
     return _Spot(shape, 0, prod(shape) if planned.owner == rank else 0)
 
 
 def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
+    """The spots of the tensors that parts of the step keep between steps."""
     assert state.sharding is not None
-    layout, axes = state.sharding.layout, step.options.axes
+    layout = state.sharding.layout
+    axes = step.options.axes
     parts = step.parts(layout)
     parts.check(state.parts)
     spots = []
     for kind, x in zip(parts.kinds(), optree.tree_leaves(state.parts), strict=True):
         if kind.carried == "sum":
-            shape, n, row = (axes.data.size, *x.shape[1:]), x.numel(), axes.data.rank
+            # A row per rank of the data axes; x is this rank's, (1, ...)
+            row, n = axes.data.rank, x.numel()
+            shape = (axes.data.size, *x.shape[1:])
             saved = axes.copy.number == 0
             spots.append(_Spot(shape, row * n, (row + 1) * n, saved=saved, summed=True))
             continue
         bucket = layout.buckets[kind.bucket]
-        cut = kind.carried == "pieces" and bucket.cut.num_pieces > 1
-        spots.append(_cut(layout, bucket.leaves[kind.k], axes.number) if cut else _EVERYWHERE)
+        if kind.carried == "pieces" and bucket.cut.num_pieces > 1:
+            spots.append(_cut(layout, bucket.leaves[kind.k], axes.number))
+        else:
+            spots.append(_EVERYWHERE)
     return spots
 
 
 def _cut(layout: Layout, number: int, rank: int) -> _Spot:
+    """This rank's piece of leaf `number`."""
     b, k = layout.places[number]
     extent = layout.buckets[b].extent(k, rank)
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
 
 def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
-    """What this rank saves, so that all ranks together save each element once: what only this rank
-    has, and an equal share, in bytes, of what every rank has."""
+    """This rank's share of the elements, so that all ranks together save each element once.
+
+    It is all that only this rank has, and an equal share, in bytes, of all that every rank has.
+    """
     total = sum(h.tensor.nbytes for h in held if h.everywhere)
-    low, high = total * rank // num_ranks, total * (rank + 1) // num_ranks
-    parts, position = [], 0
+    # The leaves that every rank has, one after the other: this rank saves bytes [low, high) of them
+    low = total * rank // num_ranks
+    high = total * (rank + 1) // num_ranks
+    parts = []
+    position = 0  # of the leaf, among those bytes
     for i, h in enumerate(held):
         start, stop = h.start, h.stop
         if h.everywhere:
-            width, n = h.tensor.element_size(), h.tensor.numel()
-            start, stop = (min(max(-(-(edge - position) // width), 0), n) for edge in (low, high))
+            start = _first_element(h.tensor, low - position)
+            stop = _first_element(h.tensor, high - position)
             position += h.tensor.nbytes
         if start < stop and (h.saved or h.everywhere):
             parts.append(Part(i, start, stop - start, h.tensor, start - h.start))
     return parts
 
 
+def _first_element(tensor: Tensor, byte: int) -> int:
+    """The number of the first element that begins at or after a byte; `numel` if none does."""
+    number = -(-byte // tensor.element_size())
+    return min(max(number, 0), tensor.numel())
+
+
 def digest_of(contents: Contents, *more: Any) -> str:
-    """What ranks compare before they save: the leaves' paths, shapes and dtypes, and whatever else
-    they must share."""
+    """For ranks to compare before they save: a digest of the leaves' paths, shapes and dtypes, and
+    of all else that they must share."""
     rows = [(h.path, h.shape, str(h.tensor.dtype)) for h in contents.held]
     return hashlib.sha256(repr((rows, contents.values, more)).encode()).hexdigest()

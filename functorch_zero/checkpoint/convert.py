@@ -1,5 +1,5 @@
 """Weights from and to other people's files: whole leaves under the model's own names, in
-safetensors. An import goes straight into pieces, without any rank holding the whole.
+safetensors. An import goes straight into pieces: no rank holds the whole.
 """
 
 from __future__ import annotations
@@ -24,17 +24,24 @@ from .catalogue import chosen
 from .contents import Held, Step, contents_of, group_of
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
-from .load import blank_state
+from .load import Allowed, blank_state
 from .manifest import Leaf, Manifest
-from .safetensors_file import DTYPES, INTACT, bytes_of, make_header, read_header, strict_json
-
-MAX_INDEX = 2**26  # bytes
-TREES = ("params", "buffers")
-
+from .safetensors_file import (
+    DTYPES,
+    INTACT,
+    Entry,
+    bytes_of,
+    make_header,
+    read_header,
+    strict_json,
+)
 
 PathLike = str | os.PathLike[str]
 Aliases = Mapping[str, str] | Apply | None
 
+TREES = ("params", "buffers")  # paths in the state
+MAX_INDEX = 2**26  # bytes
+# Names that Hugging Face's loaders look for
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -72,8 +79,8 @@ def export_weights(
         root: the folder of checkpoints.
         out: a new folder; it gets its name when everything is on disk.
         count: the step; None: the newest complete one.
-        trees: paths in the state. Names are what follows them, so `("opt_state.1.ema", "buffers")`
-            exports averages under the model's names.
+        trees: paths in the state. A leaf's name is the rest of its path after one of them, so
+            `("opt_state.1.ema", "buffers")` exports averages under the model's names.
         aliases: names under which to write a leaf once more: for tied weights, which a state holds
             once and `load_state_dict` asks for twice. A dict from name to leaf, or the `apply` that
             `functionalize` made.
@@ -84,7 +91,8 @@ def export_weights(
         CorruptError: the checkpoint is damaged; the file is named.
     """
     manifest, folder = chosen(root, count)
-    files = _split(list(named_leaves_in(manifest, trees, aliases_of(aliases))), max_file_bytes)
+    named = named_leaves_in(manifest, trees, aliases_of(aliases))
+    files = _split(named, max_file_bytes)
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         names = _file_names(len(files))
@@ -99,18 +107,19 @@ def export_weights(
 
 
 def aliases_of(given: Aliases) -> dict[str, str]:
-    """Names by which a leaf also goes -> the leaf's name."""
-    if isinstance(given, Apply):
-        slots = (
-            (f"{s.module}.{s.attribute}".lstrip("."), s.leaf)
-            for s in (*given.slots, *given.buffer_slots)
-        )
-        return {name: leaf for name, leaf in slots if name != leaf}
-    return dict(given or {})
+    """The leaf's name, by each other name of a leaf."""
+    if not isinstance(given, Apply):
+        return dict(given or {})
+    found = {}
+    for slot in (*given.slots, *given.buffer_slots):
+        name = f"{slot.module}.{slot.attribute}".lstrip(".")
+        if name != slot.leaf:
+            found[name] = slot.leaf
+    return found
 
 
 def name_in(path: str, trees: Sequence[str]) -> str | None:
-    """What follows one of `trees` in a leaf's path; None when it lies in none of them."""
+    """A leaf's name: the rest of its path after one of `trees`; None when it lies in none."""
     for tree in trees:
         if path == tree:
             return tree.rpartition(".")[2]
@@ -121,28 +130,28 @@ def name_in(path: str, trees: Sequence[str]) -> str | None:
 
 def named_leaves_in(
     manifest: Manifest, trees: Sequence[str], aliases: Mapping[str, str]
-) -> Iterator[Named]:
+) -> list[Named]:
     """The leaves under `trees` by the names that a model has for them, aliases included."""
     found: dict[str, Named] = {}
     for number, leaf in enumerate(manifest.leaves):
         name = name_in(leaf.path, trees)
-        if name is not None:
-            if name in found:
-                raise CheckpointError(
-                    f"two leaves would have the name {name}: {found[name].leaf.path} and "
-                    f"{leaf.path}"
-                )
-            found[name] = Named(name, number, leaf)
+        if name is None:
+            continue
+        if name in found:
+            other = found[name].leaf.path
+            raise CheckpointError(f"two leaves would have the name {name}: {other} and {leaf.path}")
+        found[name] = Named(name, number, leaf)
     if not found:
         raise CheckpointError(f"the checkpoint has no leaf under {', '.join(trees)}")
+
+    again = []
     for name, target in aliases.items():
-        if target not in found or name in found:
-            problem = (
-                "is a leaf itself" if name in found else f"stands for {target}, which is no leaf"
-            )
-            raise CheckpointError(f"the alias {name} {problem}")
-    yield from found.values()
-    yield from (found[target]._replace(name=name) for name, target in aliases.items())
+        if name in found:
+            raise CheckpointError(f"the alias {name} is a leaf itself")
+        if target not in found:
+            raise CheckpointError(f"the alias {name} stands for {target}, which is no leaf")
+        again.append(found[target]._replace(name=name))
+    return [*found.values(), *again]
 
 
 def _split(tensors: Sequence[Named], limit: int) -> list[list[Named]]:
@@ -165,18 +174,21 @@ def _file_names(num_files: int) -> list[str]:
 
 
 def _index(names: Sequence[str], files: Sequence[Sequence[Named]]) -> bytes:
-    total = sum(tensor.nbytes for tensors in files for tensor in tensors)
-    where = {
-        tensor.name: name for name, tensors in zip(names, files, strict=True) for tensor in tensors
-    }
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode()
+    """The file that says in which file each tensor is."""
+    total = 0
+    file_of: dict[str, str] = {}
+    for name, tensors in zip(names, files, strict=True):
+        for tensor in tensors:
+            total += tensor.nbytes
+            file_of[tensor.name] = name
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
+    return json.dumps(index, indent=2).encode()
 
 
 def _write(path: Path, tensors: Sequence[Named], manifest: Manifest, folder: Path) -> None:
     ordered = sorted(tensors, key=lambda tensor: -tensor.leaf.width)  # so that each is aligned
-    header, _ = make_header(
-        [(t.name, t.leaf.dtype, t.leaf.shape) for t in ordered], {"format": "pt"}
-    )
+    entries = [Entry(tensor.name, tensor.leaf.dtype, tensor.leaf.shape) for tensor in ordered]
+    header, _ = make_header(entries, {"format": "pt"})
     descriptor = create(path)
     try:
         write_all(descriptor, memoryview(header))
@@ -193,11 +205,11 @@ def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
     leaf = manifest.leaves[number]
     whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype])
     for file in manifest.files:
-        runs = [
-            Wanted(piece.offset, piece.numel, leaf.dtype, whole, piece.start)
-            for piece in file.pieces
-            if piece.leaf == number
-        ]
+        runs = []
+        for piece in file.pieces:
+            if piece.leaf == number:
+                run = Wanted(piece.offset, piece.numel, leaf.dtype, whole, piece.start)
+                runs.append(run)
         if runs:
             read_wanted(folder, file, manifest, runs)
     return whole
@@ -208,7 +220,7 @@ class Source(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    whole: Callable[[], Tensor]  # all of it; of a mapped file, what is looked at is read
+    whole: Callable[[], Tensor]  # all of it; of a mapped file, only pages in use are read
 
 
 def import_weights(
@@ -227,7 +239,7 @@ def import_weights(
     Each rank reads the elements it is to hold, and no others. The optimizer's state is made anew
     from them, since it may begin as a copy of the weights. The safetensors package maps the files:
     they must stay as they are meanwhile. No memory beyond the state. Two exchanges of JSON, and the
-    optimizer's.
+    collectives of the optimizer's init.
 
     Args:
         source: a `.safetensors` file, a folder with `model.safetensors` or
@@ -242,19 +254,19 @@ def import_weights(
 
     Raises:
         StructureError: on every rank: names, shapes or dtypes are not `like`'s; they are named.
-        CorruptError: a file is not what it should be; it is named.
+        CorruptError: a file is damaged, or no safetensors file; it is named.
         CheckpointError: the safetensors package is not installed.
     """
-    what = "import a state_dict" if isinstance(source, Mapping) else f"import {os.fspath(source)}"
-    job = Import(what, lambda: _sources(source), step, like, aliases_of(aliases))
-    return job.run(allow_missing, allow_extra, cast)
+    name = "a state_dict" if isinstance(source, Mapping) else os.fspath(source)
+    job = Import(f"import {name}", lambda: _sources(source), step, like, aliases_of(aliases))
+    return job.run(Allowed(missing=allow_missing, extra=allow_extra, cast=cast))
 
 
 class Import:
     """One import, on one rank.
 
     Args:
-        what: for errors, "import weights.safetensors".
+        what: the work, for errors: "import weights.safetensors".
         find: finds the tensors by name.
         step: the step function that the state is for.
         like: a state of it.
@@ -269,58 +281,51 @@ class Import:
         like: State,
         aliases: dict[str, str],
     ):
-        self._what, self._find, self._step, self._like, self._aliases = (
-            what,
-            find,
-            step,
-            like,
-            aliases,
-        )
-        self._sources: dict[str, Source] = {}
-        self._state: State | None = None
+        self._what = what
+        self._find = find
+        self._step = step
+        self._like = like
+        self._aliases = aliases
+        self._sources: dict[str, Source] = {}  # those that `like` has leaves for
+        self._state: State | None = None  # the result, but for the optimizer's state
 
     @torch.no_grad()
-    def run(self, missing: bool, extra: bool, cast: bool) -> State:
+    def run(self, allowed: Allowed) -> State:
         """Find, compare and read: each on all ranks or on none."""
         group = group_of(self._step)
-        together(group, self._what, lambda: self._prepare(missing, extra, cast))
+        together(group, self._what, lambda: self._prepare(allowed))
         together(group, self._what, self._read)
         assert self._state is not None
         return first_optimizer_state(self._step, self._state.replace(opt_state=None))
 
-    def _prepare(self, missing: bool, extra: bool, cast: bool) -> None:
+    def _prepare(self, allowed: Allowed) -> None:
+        """Check all that can be checked before a tensor is written to."""
         found = self._find()
-        named = _by_name(contents_of(self._step, self._like).held)
+        leaves = _by_name(contents_of(self._step, self._like).held)
+        aliases = {name for name, leaf in self._aliases.items() if leaf in leaves}
+        lacking = sorted(set(leaves) - set(found))
+        extra = sorted(set(found) - set(leaves) - aliases)
         problems = []
-        lacking = sorted(set(named) - set(found))
-        more = sorted(
-            set(found) - set(named) - {a for a, leaf in self._aliases.items() if leaf in named}
-        )
-        if lacking and not missing:
+        if lacking and not allowed.missing:
             problems.append(
                 f"it lacks {', '.join(lacking[:5])} of {len(lacking)} (allow_missing=True keeps "
                 "`like`'s)"
             )
-        if more and not extra:
+        if extra and not allowed.extra:
             problems.append(
-                f"it has {', '.join(more[:5])} of {len(more)} that `like` lacks "
+                f"it has {', '.join(extra[:5])} of {len(extra)} that `like` lacks "
                 "(allow_extra=True; aliases=)"
             )
-        for name in sorted(set(named) & set(found)):
-            held, given = named[name], found[name]
-            if held.shape != given.shape:
-                problems.append(f"{name} has shape {given.shape}, expected {held.shape}")
-            elif held.tensor.dtype != given.dtype and not cast:
-                problems.append(
-                    f"{name} is {given.dtype}, expected {held.tensor.dtype} (cast=True converts)"
-                )
+        for name in sorted(set(leaves) & set(found)):
+            problems += _misfits(name, leaves[name], found[name], allowed)
         if problems:
             raise StructureError(
                 "the weights are those of another model: " + "; ".join(problems[:5])
             )
-        self._sources = {name: found[name] for name in named if name in found}
+        self._sources = {name: found[name] for name in leaves if name in found}
 
     def _read(self) -> None:
+        """Make the state and fill it. From here on, a step that donates has used `like` up."""
         reuse = isinstance(self._step, ShardedTrainStep) and self._step.options.donate
         old = _by_name(contents_of(self._step, self._like).held)
         self._state = state = blank_state(self._like, reuse=reuse)
@@ -333,32 +338,46 @@ class Import:
             if name in self._sources:
                 _fill(held, self._sources[name])
             elif held.tensor is not old[name].tensor:
-                held.tensor.copy_(old[name].tensor)
+                held.tensor.copy_(old[name].tensor)  # missing, and allowed to be
+
+
+def _misfits(name: str, held: Held, given: Source, allowed: Allowed) -> list[str]:
+    """The difference in shape or dtype between a leaf and its source, if any."""
+    if held.shape != given.shape:
+        return [f"{name} has shape {given.shape}, expected {held.shape}"]
+    if held.tensor.dtype != given.dtype and not allowed.cast:
+        return [f"{name} is {given.dtype}, expected {held.tensor.dtype} (cast=True converts)"]
+    return []
 
 
 def first_optimizer_state(step: Step, state: State) -> State:
     """The state with the optimizer's state as `init` makes it of these params. The collectives that
     `init` needs."""
     if isinstance(step, TrainStep):
-        return state.replace(opt_state=step.optimizer.init(*optimizer_view(state.params)))
+        trained, across = optimizer_view(state.params)
+        return state.replace(opt_state=step.optimizer.init(trained, across))
     assert state.sharding is not None
-    return state.replace(opt_state=step.first_optimizer_state(state.params, state.sharding.layout))
+    opt_state = step.first_optimizer_state(state.params, state.sharding.layout)
+    return state.replace(opt_state=opt_state)
 
 
 def _by_name(held: Sequence[Held]) -> dict[str, Held]:
+    """The leaves of params and buffers, by the model's names for them."""
     named: dict[str, Held] = {}
     for h in held:
         name = name_in(h.path, TREES)
-        if name is not None:
-            if name in named:
-                raise StructureError(
-                    f"two leaves have the name {name}: {named[name].path} and {h.path}"
-                )
-            named[name] = h
+        if name is None:
+            continue
+        if name in named:
+            raise StructureError(
+                f"two leaves have the name {name}: {named[name].path} and {h.path}"
+            )
+        named[name] = h
     return named
 
 
 def _sources(source: Any) -> dict[str, Source]:
+    """The tensors of files or of a `state_dict`, by name."""
     tensors = source if isinstance(source, Mapping) else dict(_tensors_in(Path(source)))
     found = {}
     for name, tensor in tensors.items():
@@ -404,7 +423,7 @@ def map_file(file: Path) -> dict[str, Tensor]:
 
 
 def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """The files to read, and which tensors of each: None for all."""
+    """The files to read, and the names of the tensors to read of each; None: all."""
     if not path.is_dir():
         return [(path, None)]
     if not (path / INDEX).exists():
@@ -413,7 +432,7 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CorruptError(f"{path / INDEX}: has no weight_map from names to files")
-    files: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}  # names by file
     for name, file in where.items():
         if file != os.path.basename(file) or file in ("", ".", ".."):
             raise CorruptError(f"{path / INDEX}: {file[:80]!r} is not the name of a file beside it")

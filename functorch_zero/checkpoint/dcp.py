@@ -18,6 +18,7 @@ from .catalogue import chosen
 from .contents import Step
 from .convert import Aliases, Import, PathLike, Source, aliases_of, named_leaves_in, read_leaf
 from .files import Temporary
+from .load import Allowed
 
 
 def export_dcp(
@@ -48,10 +49,10 @@ def export_dcp(
         CorruptError: the checkpoint is damaged; the file is named.
     """
     manifest, folder = chosen(root, count)
-    named = list(named_leaves_in(manifest, trees, aliases_of(aliases)))
-    tensors = {
-        prefix + t.name: read_leaf(manifest, t.number, folder).view(t.leaf.shape) for t in named
-    }
+    tensors = {}
+    for named in named_leaves_in(manifest, trees, aliases_of(aliases)):
+        whole = read_leaf(manifest, named.number, folder)
+        tensors[prefix + named.name] = whole.view(named.leaf.shape)
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         write_tensors(temporary.path, tensors)
@@ -76,12 +77,12 @@ def import_dcp(
     calls this.
 
     **Reading such a folder unpickles its metadata, which can run any code, and checks no checksum:
-        only folders that
-    you trust.** Weights only: optimizer states of others have other structures. Each rank reads
-    whole leaves, one after the other, and keeps what it is to hold.
+    read only folders that you trust.** Weights only: optimizer states of others have other
+    structures. Each rank reads whole leaves, one after the other, and keeps the elements that it is
+    to hold.
 
     Args:
-        folder: what `dcp.save` wrote, sharded in any way.
+        folder: one that `dcp.save` wrote, sharded in any way.
         step: the step function that the state is for.
         like: a state of `step`, from `step.init`. If `step` donates, it can't be used again.
         prefix: of the names that are taken, "model." for torchtitan, say; others are not looked at.
@@ -97,18 +98,15 @@ def import_dcp(
     path = Path(folder)
 
     def sources() -> dict[str, Source]:
-        found = list_tensors(path)
-        return {
-            name.removeprefix(prefix): Source(
-                t.shape, t.dtype, partial(read_tensor, path, name, *t)
-            )
-            for name, t in found.items()
-            if name.startswith(prefix)
-        }
+        found = {}
+        for name, (shape, dtype) in list_tensors(path).items():
+            if name.startswith(prefix):
+                whole = partial(read_tensor, path, name, shape, dtype)
+                found[name.removeprefix(prefix)] = Source(shape, dtype, whole)
+        return found
 
-    return Import(f"import {path}", sources, step, like, aliases_of(aliases)).run(
-        allow_missing, allow_extra, cast
-    )
+    job = Import(f"import {path}", sources, step, like, aliases_of(aliases))
+    return job.run(Allowed(missing=allow_missing, extra=allow_extra, cast=cast))
 
 
 class DcpTensor(NamedTuple):
@@ -119,19 +117,16 @@ class DcpTensor(NamedTuple):
 
 
 def list_tensors(folder: Path) -> dict[str, DcpTensor]:
-    """The tensors of a folder by name. This unpickles its metadata, and so runs whatever it
-    says."""
+    """The tensors of a folder by name. This unpickles its metadata, which can run any code."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {
-        name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
-    }
-    return {
-        name: DcpTensor(tuple(entry.size), entry.properties.dtype)
-        for name, entry in tensors.items()
-    }
+    tensors = {}
+    for name, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):  # others are no tensors
+            tensors[name] = DcpTensor(tuple(entry.size), entry.properties.dtype)
+    return tensors
 
 
 def read_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

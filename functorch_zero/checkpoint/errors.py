@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints."""
+"""Exceptions and warnings of checkpoints."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     was killed
 
 A folder is written under its temporary name, flushed to disk, and renamed. Who writes to a root
-holds a lock on it, so whatever temporary folder is found there by the next one is nobody's, and is
-deleted.
+holds a lock on it. So a temporary folder that the next one finds there is nobody's, and is deleted.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MAX_VIEWS = 512  # that one call reads into or writes from; Linux takes 1024
 
 
 def step_folder(root: Path, count: int) -> Path:
-    """Where the checkpoint of a step is, or will be."""
+    """The folder of a step's checkpoint, there or not."""
     return root / f"step-{count:012d}"
 
 
@@ -40,10 +39,13 @@ def counts_in(root: Path) -> list[int]:
         names = os.listdir(root)
     except FileNotFoundError:
         return []
-    found = [match for match in map(_STEP.fullmatch, names) if match]
-    return sorted(
-        int(match[1]) for match in found if step_folder(root, int(match[1])).name == match[0]
-    )
+    counts = []
+    for name in names:
+        match = _STEP.fullmatch(name)
+        # Longer numbers than 12 digits must not begin with a zero: one step has one name
+        if match and step_folder(root, int(match[1])).name == name:
+            counts.append(int(match[1]))
+    return sorted(counts)
 
 
 def _temporary_name(target: Path) -> Path:
@@ -55,12 +57,12 @@ class Temporary:
 
     Args:
         target: its name to come.
-        lock: lock the folder it is in until `commit` or `discard`, and delete what others have left
-            there.
+        lock: lock the folder it is in until `commit` or `discard`, and delete leftovers there.
     """
 
     def __init__(self, target: Path, *, lock: bool = True) -> None:
-        self._root, self._target = target.parent, target
+        self._root = target.parent
+        self._target = target
         self._root.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self._root) if lock else None
         self._gone = False  # it has its name, or was deleted
@@ -119,7 +121,7 @@ def _lock(root: Path) -> int:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete what killed processes have left. The root must be locked."""
+    """Delete the temporary folders of killed processes. The root must be locked."""
     for name in os.listdir(root):
         if _LEFTOVER.fullmatch(name):
             shutil.rmtree(root / name, ignore_errors=True)
@@ -165,11 +167,12 @@ def write_all(descriptor: int, *views: memoryview) -> None:
     given."""
     rest = list(views)
     while rest:
-        rest = _after(rest, os.writev(descriptor, rest[:_MAX_VIEWS]))
+        count = os.writev(descriptor, rest[:_MAX_VIEWS])
+        rest = _after(rest, count)
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What remains of some views after their first `count` bytes."""
+    """The rest of some views after their first `count` bytes."""
     for i, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[i + 1 :]]
@@ -225,4 +228,5 @@ def read_into(descriptor: int, offset: int, path: Path, *views: memoryview) -> N
         count = os.preadv(descriptor, rest[:_MAX_VIEWS], offset)
         if not count:
             raise CorruptError(f"{path}: ends at byte {offset}, before it should")
-        rest, offset = _after(rest, count), offset + count
+        rest = _after(rest, count)
+        offset += count

@@ -1,4 +1,4 @@
-"""Loading: each rank reads what it is to hold, whatever the state was cut into when it was
+"""Loading: each rank reads the elements that it is to hold, however the state was cut when it was
 saved."""
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .safetensors_file import DTYPES
 
 
 class Restored(NamedTuple):
-    """What `load` gives."""
+    """The results of `load`."""
 
     state: State
-    user: Any  # what `save` was given
+    user: Any  # the data that `save` was given
 
 
 class Allowed(NamedTuple):
-    """By how much a checkpoint may differ from the state it is loaded into."""
+    """The differences allowed between a checkpoint and the state it is loaded into."""
 
-    missing: bool
-    extra: bool
-    cast: bool
+    missing: bool  # leaves that the checkpoint lacks
+    extra: bool  # leaves that the state lacks
+    cast: bool  # other dtypes
 
 
 def load(
@@ -78,18 +78,22 @@ def load(
         StructureError: leaves, shapes or dtypes are not `like`'s; they are named.
         DonatedError: `like` was used up by a step.
     """
-    return _Load(Path(root), step, like, Allowed(allow_missing, allow_extra, cast)).run(count)
+    allowed = Allowed(allow_missing, allow_extra, cast)
+    return _Load(Path(root), step, like, allowed).run(count)
 
 
 class _Load:
     """One load, on one rank."""
 
     def __init__(self, root: Path, step: Step, like: State, allowed: Allowed):
-        self._root, self._step, self._like, self._allowed = root, step, like, allowed
+        self._root = root
+        self._step = step
+        self._like = like
+        self._allowed = allowed
         self._group = group_of(step)
         self._manifest: Manifest | None = None
         self._old: Contents | None = None  # of `like`
-        self._state: State | None = None
+        self._state: State | None = None  # the result
 
     @torch.no_grad()
     def run(self, count: int | None) -> Restored:
@@ -128,40 +132,59 @@ class _Load:
         return hashlib.sha256(encode_manifest(self._manifest)).hexdigest()
 
     def _read(self) -> None:
-        manifest, reuse = (
-            self._manifest,
-            isinstance(self._step, ShardedTrainStep) and self._step.options.donate,
-        )
+        """Make the state and fill it. From here on, a step that donates has used `like` up."""
+        manifest = self._manifest
         assert manifest is not None and self._old is not None
+        reuse = isinstance(self._step, ShardedTrainStep) and self._step.options.donate
         state = blank_state(self._like, reuse=reuse)
         if reuse and self._like.sharding is not None:
             self._like.sharding.donations.take(self._like.step)
-        tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-        new = [
-            before._replace(tensor=tensor)
-            for before, tensor in zip(self._old.held, tensors, strict=True)
-        ]
-        known = {leaf.path: n for n, leaf in enumerate(manifest.leaves)}
-        wanted: dict[int, list[Wanted]] = {}
-        pieces = _pieces_by_leaf(manifest)
-        more_rows: list[tuple[Tensor, Tensor]] = []  # (a row, what is to be added to it)
+        tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, Tensor)]
+        new: list[Held] = []
+        for before, tensor in zip(self._old.held, tensors, strict=True):
+            new.append(before._replace(tensor=tensor))
+
+        reading = _Reading(manifest)
         for before, held in zip(self._old.held, new, strict=True):
-            if held.path in known:
-                number = known[held.path]
-                leaf = manifest.leaves[number]
-                own, *others = _rows(held, leaf) if held.summed else [held]
-                more_rows += [(held.tensor, other.tensor) for other in others]
-                for part in (own, *others):
-                    for n, run in _runs(part, leaf, pieces[number]):
-                        wanted.setdefault(n, []).append(run)
+            if held.path in reading.known:
+                reading.add(held)
             elif held.tensor is not before.tensor:
-                held.tensor.copy_(before.tensor)
-        folder = step_folder(self._root, manifest.step)
-        for n, runs in sorted(wanted.items()):
-            read_wanted(folder, manifest.files[n], manifest, runs)
-        for row, other in more_rows:
-            row.add_(other)
+                held.tensor.copy_(before.tensor)  # missing, and allowed to be
+        reading.run(step_folder(self._root, manifest.step))
         self._state = _finished(state, self._old._replace(held=new), manifest)
+
+
+class _Reading:
+    """The runs of elements that one rank reads, by file, so that each file is opened once."""
+
+    def __init__(self, manifest: Manifest):
+        self._manifest = manifest
+        self.known = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
+        # Of each leaf, its pieces and the numbers of their files
+        self._pieces: list[list[tuple[int, Piece]]] = [[] for _ in manifest.leaves]
+        for number, file in enumerate(manifest.files):
+            for piece in file.pieces:
+                self._pieces[piece.leaf].append((number, piece))
+        self._wanted: dict[int, list[Wanted]] = {}  # by the file's number
+        self._sums: list[tuple[Tensor, Tensor]] = []  # (a row, a row to be added to it)
+
+    def add(self, held: Held) -> None:
+        """Take up a leaf: the elements of it that this rank holds are to be read."""
+        number = self.known[held.path]
+        leaf = self._manifest.leaves[number]
+        parts = _rows(held, leaf) if held.summed else [held]
+        for part in parts[1:]:
+            self._sums.append((held.tensor, part.tensor))
+        for part in parts:
+            for file, run in _runs(part, leaf, self._pieces[number]):
+                self._wanted.setdefault(file, []).append(run)
+
+    def run(self, folder: Path) -> None:
+        """Read all of it, file by file."""
+        for number, runs in sorted(self._wanted.items()):
+            read_wanted(folder, self._manifest.files[number], self._manifest, runs)
+        for row, other in self._sums:
+            row.add_(other)
 
 
 def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimizer: str) -> None:
@@ -188,30 +211,30 @@ def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimi
             problems += _misfits(held, saved[held.path], allowed)
         elif held.path in manifest.values:
             problems.append(f"{held.path} is a tensor here, a number in the checkpoint")
-    problems += [
-        f"{path} is a tensor in the checkpoint, a number here"
-        for path in contents.values
-        if path in saved
-    ]
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        optimizers = ""
-        if manifest.optimizer not in (None, optimizer):
-            optimizers = f". Its optimizer was {manifest.optimizer}, the present one is {optimizer}"
-        raise StructureError(
-            "the checkpoint is of another model, optimizer or dtype: "
-            + "; ".join(problems[:5])
-            + more
-            + optimizers
-        )
+    for path in contents.values:
+        if path in saved:
+            problems.append(f"{path} is a tensor in the checkpoint, a number here")
+    if not problems:
+        return
+    text = "the checkpoint is of another model, optimizer or dtype: " + "; ".join(problems[:5])
+    if len(problems) > 5:
+        text += f"; and {len(problems) - 5} more"
+    if manifest.optimizer not in (None, optimizer):
+        text += f". Its optimizer was {manifest.optimizer}, the present one is {optimizer}"
+    raise StructureError(text)
 
 
 def _some(names: Iterable[str]) -> str:
+    """The first names, and the number of the others."""
     listed = sorted(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+    text = ", ".join(listed[:5])
+    if len(listed) > 5:
+        text += f" and {len(listed) - 5} more"
+    return text
 
 
 def _misfits(held: Held, leaf: Leaf, allowed: Allowed) -> list[str]:
+    """The difference in shape or dtype between a leaf here and in the checkpoint, if any."""
     rows_aside = int(held.summed)  # any number of them will do
     if held.shape[rows_aside:] != leaf.shape[rows_aside:]:
         return [f"{held.path} has shape {held.shape} here, {leaf.shape} in the checkpoint"]
@@ -224,62 +247,52 @@ def _misfits(held: Held, leaf: Leaf, allowed: Allowed) -> list[str]:
     return []
 
 
-def _pieces_by_leaf(manifest: Manifest) -> list[list[tuple[int, Piece]]]:
-    """For each leaf, its pieces and the numbers of their files."""
-    table: list[list[tuple[int, Piece]]] = [[] for _ in manifest.leaves]
-    for n, file in enumerate(manifest.files):
-        for piece in file.pieces:
-            table[piece.leaf].append((n, piece))
-    return table
-
-
 def _rows(held: Held, leaf: Leaf) -> list[Held]:
-    """The rows of a saved leaf that this rank is to add up, the first in place: every N-th on N
-    ranks. Zeros where there are fewer."""
+    """The rows of a saved leaf that this rank is to add up: every N-th on N ranks. Zeros where
+    there are fewer.
+
+    The first one is in place, in `held.tensor`; the others have tensors of their own.
+    """
     held.tensor.zero_()
-    n, (num_rows, *_) = held.tensor.numel(), held.shape
+    n = held.tensor.numel()  # of a row
     if not n:
         return [held]
-    rows = [
-        held._replace(tensor=torch.empty_like(held.tensor), start=row * n, stop=(row + 1) * n)
-        for row in range(held.start // n, leaf.shape[0], num_rows)
-    ]
-    if not rows:
-        return [held._replace(start=0, stop=0)]
-    return [rows[0]._replace(tensor=held.tensor), *rows[1:]]
+    first, num_ranks = held.start // n, held.shape[0]
+    rows: list[Held] = []
+    for row in range(first, leaf.shape[0], num_ranks):
+        tensor = torch.empty_like(held.tensor) if rows else held.tensor
+        rows.append(held._replace(tensor=tensor, start=row * n, stop=(row + 1) * n))
+    return rows or [held._replace(start=0, stop=0)]
 
 
 def _runs(
     held: Held, leaf: Leaf, pieces: Iterable[tuple[int, Piece]]
 ) -> Iterator[tuple[int, Wanted]]:
-    """What to read for one leaf, and from which files."""
+    """The runs to read for one leaf, each with the number of its file."""
     target = held.tensor.detach().view(-1)
     for file, piece in pieces:
-        start, stop = max(held.start, piece.start), min(held.stop, piece.start + piece.numel)
+        start = max(held.start, piece.start)
+        stop = min(held.stop, piece.start + piece.numel)
         if start < stop:
             offset = piece.offset + (start - piece.start) * leaf.width
             yield file, Wanted(offset, stop - start, leaf.dtype, target, start - held.start)
 
 
 def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
-    """The state with what isn't in a file: values that are no tensors, and the order in which dims
-    lie."""
-    held = {h.path: h for h in contents.held}
-    new: dict[str, Any] = {
-        path: value for path, value in manifest.values.items() if path in contents.values
-    }
+    """The state with that which is in no file: values that are no tensors, and orders of dims."""
+    held = {h.path: h.tensor for h in contents.held}
+    new: dict[str, Any] = {}  # leaves by path, in the places of those in `state`
+    for path, value in manifest.values.items():
+        if path in contents.values:
+            new[path] = value
     for leaf in manifest.leaves:
-        if (
-            leaf.order is not None
-            and leaf.path in held
-            and held[leaf.path].tensor.shape == leaf.shape
-        ):
-            new[leaf.path] = in_order(held[leaf.path].tensor, leaf.order)
-    leaves, treedef = optree.tree_flatten(state)
-    made: State = treedef.unflatten(
-        new.get(path, leaf) for path, leaf in zip(paths(state), leaves, strict=True)
-    )
-    return made
+        tensor = held.get(leaf.path)
+        if leaf.order is not None and tensor is not None and tensor.shape == leaf.shape:
+            new[leaf.path] = in_order(tensor, leaf.order)
+    old, treedef = optree.tree_flatten(state)
+    leaves = [new.get(path, leaf) for path, leaf in zip(paths(state), old, strict=True)]
+    finished: State = treedef.unflatten(leaves)
+    return finished
 
 
 def blank_state(like: State, *, reuse: bool) -> State:
@@ -291,13 +304,14 @@ def blank_state(like: State, *, reuse: bool) -> State:
     """
     leaves, treedef = optree.tree_flatten(like)
     flats: dict[int, Tensor] = {}  # by the id of the one that like's leaves are views of
-    used: set[int] = set()
+    used: set[int] = set()  # addresses of the tensors taken over; empty ones have none
     made = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             made.append(leaf)
         elif reuse and leaf.dim() and leaf.is_contiguous() and leaf.data_ptr() not in used:
-            used.update([leaf.data_ptr()] if leaf.numel() else [])
+            if leaf.numel():
+                used.add(leaf.data_ptr())
             made.append(leaf)
         else:
             made.append(_blank(leaf, flats))
@@ -306,20 +320,23 @@ def blank_state(like: State, *, reuse: bool) -> State:
 
 
 def _blank(leaf: Tensor, flats: dict[int, Tensor]) -> Tensor:
+    """A tensor like the leaf; a view of a new flat, added to `flats`, where the leaf is a view of
+    one."""
     base = base_of(leaf)
-    if (
-        base is None
-        or not (leaf.is_contiguous() and base.is_contiguous())
-        or base.dtype != leaf.dtype
-    ):
-        new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-    else:
+    if base is not None and _is_plain_view(leaf, base):
         if id(base) not in flats:
+            # Zeros: no leaf writes to the padding
             flats[id(base)] = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
-        new = flats[id(base)].as_strided(
-            leaf.shape, leaf.stride(), leaf.storage_offset() - base.storage_offset()
-        )
+        offset = leaf.storage_offset() - base.storage_offset()
+        new = flats[id(base)].as_strided(leaf.shape, leaf.stride(), offset)
+    else:
+        new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     return new.requires_grad_() if leaf.requires_grad else new
+
+
+def _is_plain_view(leaf: Tensor, base: Tensor) -> bool:
+    """Whether a view is a run of its base's elements, in the base's dtype."""
+    return leaf.is_contiguous() and base.is_contiguous() and base.dtype == leaf.dtype
 
 
 def in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -1,6 +1,6 @@
-"""The manifest: what a checkpoint holds and where. Plain data that checks itself, to and from JSON.
+"""The manifest: the contents of a checkpoint, and their places. Plain data, to and from JSON.
 
-The file's first line is the checksum of the rest. What comes out of `parse_manifest` is safe to act
+The file's first line is the checksum of the rest. A manifest from `parse_manifest` is safe to act
 on: file names follow from the number of ranks, every number is bounded, no piece lies outside its
 file, and the pieces cover every leaf exactly once. Values may still be wrong, if somebody wants
 them to be: checksums stop accidents, not attackers.
@@ -32,11 +32,10 @@ class Leaf(NamedTuple):
     """One leaf of the state, whole."""
 
     path: str
-    dtype: str  # a key of container.DTYPES
+    dtype: str  # a key of safetensors_file.DTYPES
     shape: tuple[int, ...]
-    order: tuple[int, ...] | None = (
-        None  # its dims from the slowest to the fastest in memory, where not row by row
-    )
+    # Its dims from the slowest to the fastest in memory; None: row by row
+    order: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -46,6 +45,10 @@ class Leaf(NamedTuple):
     def width(self) -> int:
         """Bytes of an element."""
         return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.width
 
 
 class Piece(NamedTuple):
@@ -58,10 +61,10 @@ class Piece(NamedTuple):
 
 
 class File(NamedTuple):
-    """What one rank wrote."""
+    """The file of one rank."""
 
     name: str
-    size: int
+    size: int  # in bytes
     sums: str  # of each block, 8 hexadecimal digits
     pieces: tuple[Piece, ...]  # in the order in which they lie
 
@@ -72,18 +75,18 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, and where.
+    """The contents of a checkpoint, and their places.
 
     Attributes:
         step: the state's step.
-        ranks: how many ranks saved, a file each.
-        level: at which level, or None for an unsharded state.
-        block: how many bytes each checksum covers.
-        checksum: which one it is, a key of `CHECKSUMS`.
+        ranks: the number of ranks that saved, a file each.
+        level: of the step that saved; None for an unsharded one.
+        block: the number of bytes that each checksum covers.
+        checksum: the kind of checksum, a key of `CHECKSUMS`.
         leaves: the leaves that are tensors.
         values: the others, by path.
         files: in rank order.
-        user: the user's own.
+        user: the user's own data.
         about: the versions, optimizer and units it was saved with; for people.
     """
 
@@ -114,15 +117,20 @@ def file_name(rank: int, ranks: int) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes."""
     rows: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    rows |= {name: getattr(manifest, name) for name in _HEAD}
-    rows["leaves"] = [[leaf.path, leaf.dtype, leaf.shape, leaf.order] for leaf in manifest.leaves]
-    rows["files"] = [[file.name, file.size, file.sums, file.pieces] for file in manifest.files]
-    rows |= {"values": manifest.values, "user": manifest.user, "about": manifest.about}
+    for name in _HEAD:
+        rows[name] = getattr(manifest, name)
+    # NamedTuples of plain data: JSON has them as lists of their fields
+    rows["leaves"] = manifest.leaves
+    rows["files"] = manifest.files
+    rows["values"] = manifest.values
+    rows["user"] = manifest.user
+    rows["about"] = manifest.about
     body = json.dumps(rows, allow_nan=False, separators=(",", ":")).encode()
     return f"crc32 {zlib.crc32(body):08x}\n".encode() + body + b"\n"
 
 
 _HEAD = ("step", "ranks", "level", "block", "checksum")
+_HEXADECIMAL = set("0123456789abcdef")
 _KEYS = {"format", "version", *_HEAD, "leaves", "files", "values", "user", "about"}
 
 
@@ -137,36 +145,13 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         CorruptError: it is damaged, of another version, or not a manifest.
     """
     rows = _Checked(_body(data, where), where)
-    rows.need(
-        isinstance(rows.value, dict) and rows.value.get("format") == FORMAT, f"not a {FORMAT}"
-    )
-    rows.need(
-        rows["version"] == VERSION and type(rows["version"]) is int,
-        f"of version {_short(rows['version'])}",
-    )
-    rows.need(
-        set(rows.value) == _KEYS,
-        f"has the keys {sorted(set(rows.value) ^ _KEYS)[:5]} too many or too few",
-    )
-    rows.need(_is_count(rows["step"]), "the step is no count")
-    rows.need(
-        type(rows["ranks"]) is int and 1 <= rows["ranks"] <= MAX_RANKS,
-        "the number of ranks is none",
-    )
-    rows.need(
-        rows["level"] is None or (type(rows["level"]) is int and 0 <= rows["level"] <= 3),
-        "no such level",
-    )
-    named = isinstance(rows["checksum"], str) and rows["checksum"] in CHECKSUMS
-    rows.need(named, f"unknown checksum {_short(rows['checksum'])}")
-    block = rows["block"]
-    rows.need(
-        type(block) is int and MIN_BLOCK <= block <= MAX_BLOCK and block % 64 == 0,
-        "no size for a block",
-    )
-    rows.need(isinstance(rows["values"], dict), "values is no object")
-    plain = all(type(v) in (bool, int, float, str) for v in rows["values"].values())
-    rows.need(plain and isinstance(rows["about"], dict), "values or about hold what they may not")
+    known = isinstance(rows.value, dict) and rows.value.get("format") == FORMAT
+    rows.need(known, f"not a {FORMAT}")
+    version = rows["version"]
+    rows.need(type(version) is int and version == VERSION, f"of version {_short(version)}")
+    odd = sorted(set(rows.value) ^ _KEYS)
+    rows.need(not odd, f"has the keys {odd[:5]} too many or too few")
+    _check_head(rows)
     leaves = _leaves(rows)
     files = _files(rows, leaves)
     check_coverage(leaves, files, where)
@@ -178,7 +163,8 @@ class _Checked:
     """Parsed JSON, and a place to complain."""
 
     def __init__(self, value: Any, where: str):
-        self.value, self.where = value, where
+        self.value = value
+        self.where = where  # the file's name, for errors
 
     def __getitem__(self, key: str) -> Any:
         self.need(key in self.value, f"lacks {key!r}")
@@ -207,78 +193,101 @@ def _body(data: bytes, where: str) -> Any:
 
 def _is_count(value: Any) -> bool:
     """Whether it is an int that can count bytes; True and 1.0 are none."""
-    return type(value) is int and 0 <= value <= HUGE
+    return _is_between(value, 0, HUGE)
+
+
+def _is_between(value: Any, low: int, high: int) -> bool:
+    """Whether it is an int, and no bool, from `low` to `high`."""
+    return type(value) is int and low <= value <= high
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length
+
+
+def _check_head(rows: _Checked) -> None:
+    """Check all but the leaves and files: they need these numbers."""
+    rows.need(_is_count(rows["step"]), "the step is no count")
+    rows.need(_is_between(rows["ranks"], 1, MAX_RANKS), "the number of ranks is none")
+    level = rows["level"]
+    rows.need(level is None or _is_between(level, 0, 3), "no such level")
+    checksum = rows["checksum"]
+    named = isinstance(checksum, str) and checksum in CHECKSUMS
+    rows.need(named, f"unknown checksum {_short(checksum)}")
+    block = rows["block"]
+    # A multiple of 64, so that no element lies in two blocks
+    sane = _is_between(block, MIN_BLOCK, MAX_BLOCK) and block % 64 == 0
+    rows.need(sane, "no size for a block")
+    values = rows["values"]
+    rows.need(isinstance(values, dict), "values is no object")
+    plain = all(type(value) in (bool, int, float, str) for value in values.values())
+    about = isinstance(rows["about"], dict)
+    rows.need(plain and about, "values or about hold what they may not")
 
 
 def _check_shape(shape: Any, what: str) -> None:
     """Raise `CorruptError` unless this is a shape of sane size."""
-    sane = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(_is_count(n) for n in shape)
-    if not sane or prod(shape) > HUGE // 16:
+    sane = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(_is_count, shape))
+    if not sane or prod(shape) > HUGE // 16:  # so that its bytes are no more than HUGE
         raise CorruptError(f"{what} is not a shape: {str(shape)[:80]}")
 
 
 def _leaves(rows: _Checked) -> tuple[Leaf, ...]:
     table = rows["leaves"]
     rows.need(isinstance(table, list), "leaves is no list")
-    made = []
-    for row in table:
-        rows.need(
-            isinstance(row, list) and len(row) == 4 and isinstance(row[0], str),
-            f"no leaf: {_short(row)}",
-        )
-        path, dtype, shape, order = row
-        rows.need(
-            isinstance(dtype, str) and dtype in DTYPES,
-            f"{path[:200]} has the unknown dtype {_short(dtype)}",
-        )
-        _check_shape(shape, f"{rows.where}: the shape of {path[:200]}")
-        if order is not None:
-            dims = isinstance(order, list) and all(type(n) is int for n in order)
-            rows.need(
-                dims and sorted(order) == list(range(len(shape))),
-                f"{path[:200]} has no order of dims",
-            )
-        made.append(Leaf(path, dtype, tuple(shape), None if order is None else tuple(order)))
-    names = [leaf.path for leaf in made] + list(rows["values"])
-    rows.need(len(set(names)) == len(names), "a path occurs twice")
-    return tuple(made)
+    leaves = tuple(_leaf(rows, row) for row in table)
+    paths = [leaf.path for leaf in leaves] + list(rows["values"])
+    rows.need(len(set(paths)) == len(paths), "a path occurs twice")
+    return leaves
+
+
+def _leaf(rows: _Checked, row: Any) -> Leaf:
+    rows.need(_is_list(row, 4) and isinstance(row[0], str), f"no leaf: {_short(row)}")
+    path, dtype, shape, order = row
+    name = path[:200]  # for errors
+    known = isinstance(dtype, str) and dtype in DTYPES
+    rows.need(known, f"{name} has the unknown dtype {_short(dtype)}")
+    _check_shape(shape, f"{rows.where}: the shape of {name}")
+    if order is None:
+        return Leaf(path, dtype, tuple(shape))
+    ints = isinstance(order, list) and all(type(dim) is int for dim in order)
+    permuted = ints and sorted(order) == list(range(len(shape)))
+    rows.need(permuted, f"{name} has no order of dims")
+    return Leaf(path, dtype, tuple(shape), tuple(order))
 
 
 def _files(rows: _Checked, leaves: tuple[Leaf, ...]) -> tuple[File, ...]:
-    table, ranks = rows["files"], rows["ranks"]
-    rows.need(
-        isinstance(table, list) and len(table) == ranks, f"{ranks} ranks must have as many files"
-    )
-    return tuple(_file(rows, row, file_name(i, ranks), leaves) for i, row in enumerate(table))
+    table = rows["files"]
+    ranks = rows["ranks"]
+    rows.need(_is_list(table, ranks), f"{ranks} ranks must have as many files")
+    files = []
+    for rank, row in enumerate(table):
+        files.append(_file(rows, row, file_name(rank, ranks), leaves))
+    return tuple(files)
 
 
-def _file(rows: _Checked, row: Any, name: str, leaves: tuple[Leaf, ...]) -> File:
-    rows.need(isinstance(row, list) and len(row) == 4, f"no entry of a file: {_short(row)}")
-    rows.need(row[0] == name, f"expected the file {name}, got {_short(row[0])}")
-    _, size, sums, pieces = row
+def _file(rows: _Checked, row: Any, expected: str, leaves: tuple[Leaf, ...]) -> File:
+    rows.need(_is_list(row, 4), f"no entry of a file: {_short(row)}")
+    name, size, sums, pieces = row
+    rows.need(name == expected, f"expected the file {expected}, got {_short(name)}")
     rows.need(_is_count(size), f"{name}: no size")
-    blocks = -(-size // rows["block"])
-    rows.need(
-        isinstance(sums, str) and len(sums) == 8 * blocks,
-        f"{name}: {blocks} blocks need as many checksums",
-    )
-    rows.need(not set(sums) - set("0123456789abcdef"), f"{name}: checksums are hexadecimal")
+    blocks = -(-size // rows["block"])  # the last one may be shorter
+    long_enough = isinstance(sums, str) and len(sums) == 8 * blocks
+    rows.need(long_enough, f"{name}: {blocks} blocks need as many checksums")
+    rows.need(not set(sums) - _HEXADECIMAL, f"{name}: checksums are hexadecimal")
     rows.need(isinstance(pieces, list), f"{name}: pieces is no list")
-    made, end = [], 8
+    made = []
+    end = 8  # of the piece before, in bytes; the file begins with its header's length
     for numbers in pieces:
-        rows.need(
-            isinstance(numbers, list) and len(numbers) == 4 and all(_is_count(n) for n in numbers),
-            f"{name}: no piece: {_short(numbers)}",
-        )
+        counts = _is_list(numbers, 4) and all(map(_is_count, numbers))
+        rows.need(counts, f"{name}: no piece: {_short(numbers)}")
         piece = Piece(*numbers)
-        rows.need(
-            piece.leaf < len(leaves), f"{name}: a piece of leaf {piece.leaf}, which there isn't"
-        )
+        there = piece.leaf < len(leaves)
+        rows.need(there, f"{name}: a piece of leaf {piece.leaf}, which there isn't")
         width = leaves[piece.leaf].width
-        rows.need(
-            piece.numel > 0 and piece.offset >= end and piece.offset % width == 0,
-            f"{name}: pieces out of place",
-        )
+        aligned = piece.offset % width == 0
+        in_place = piece.numel > 0 and piece.offset >= end and aligned
+        rows.need(in_place, f"{name}: pieces out of place")
         end = piece.offset + piece.numel * width
         rows.need(end <= size, f"{name}: a piece ends at byte {end} of {size}")
         made.append(piece)
@@ -287,13 +296,18 @@ def _file(rows: _Checked, row: Any, name: str, leaves: tuple[Leaf, ...]) -> File
 
 def check_coverage(leaves: tuple[Leaf, ...], files: tuple[File, ...], where: str) -> None:
     """Raise `CorruptError` unless the pieces cover each leaf exactly once."""
-    ends = [0] * len(leaves)
-    for piece in sorted(piece for file in files for piece in file.pieces):
-        if piece.start != ends[piece.leaf]:
-            story = "twice" if piece.start < ends[piece.leaf] else "not at all"
-            at = min(piece.start, ends[piece.leaf])
+    pieces: list[Piece] = []
+    for file in files:
+        pieces += file.pieces
+    pieces.sort()  # by leaf, then by start
+    ends = [0] * len(leaves)  # of each leaf, the elements covered so far
+    for piece in pieces:
+        end = ends[piece.leaf]
+        if piece.start != end:
+            story = "twice" if piece.start < end else "not at all"
+            path = leaves[piece.leaf].path
             raise CorruptError(
-                f"{where}: element {at} of {leaves[piece.leaf].path} is there {story}"
+                f"{where}: element {min(piece.start, end)} of {path} is there {story}"
             )
         ends[piece.leaf] += piece.numel
     for leaf, end in zip(leaves, ends, strict=True):

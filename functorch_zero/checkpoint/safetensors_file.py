@@ -1,8 +1,8 @@
 """Our own files, in the format of safetensors: a JSON header with its length, then the tensors.
 
 They are written and read here. The safetensors package holds all the tensors of a file while it
-writes, and it maps what it reads: a mapped file that gets shorter kills the process. The package
-reads the files of others (`importing`).
+writes, and it maps the files that it reads: a mapped file that gets shorter kills the process. The
+package reads the files of others (`convert`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,46 +46,57 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(path: str, dtype: torch.dtype) -> str:
-    """The container's name of a dtype.
+    """The format's name of a dtype. `path` is a leaf's, for errors.
 
     Raises:
         StructureError: it has none.
     """
-    if dtype not in NAMES:
-        raise StructureError(
-            explain(
-                "safetensors files can't hold this dtype",
-                path=path,
-                expected=", ".join(DTYPES),
-                got=dtype,
-            )
+    if dtype in NAMES:
+        return NAMES[dtype]
+    raise StructureError(
+        explain(
+            "safetensors files can't hold this dtype",
+            path=path,
+            expected=", ".join(DTYPES),
+            got=dtype,
         )
-    return NAMES[dtype]
+    )
+
+
+class Entry(NamedTuple):
+    """A tensor in a file's header."""
+
+    name: str
+    dtype: str  # a key of DTYPES
+    shape: tuple[int, ...]
 
 
 def make_header(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+    tensors: Sequence[Entry], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[int]]:
-    """The first bytes of a file that holds these (name, dtype, shape) in a row, and their offsets.
+    """The first bytes of a file that holds these tensors in a row, and the tensors' offsets.
 
     The offsets count from the beginning of the file; the last one is that of its end. The header is
     padded so that data starts at a multiple of 64 bytes. Give wide dtypes first: readers want each
     tensor at a multiple of its element size.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    starts = [0]
+    starts = [0]  # in bytes from the end of the header, as the format has them
     for name, dtype, shape in tensors:
-        stop = starts[-1] + prod(shape) * DTYPES[dtype].itemsize
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[-1], stop]}
+        start = starts[-1]
+        stop = start + prod(shape) * DTYPES[dtype].itemsize
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
         starts.append(stop)
     text = json.dumps(table, separators=(",", ":")).encode()
-    text = text.ljust(len(text) + -(len(text) + 8) % 64)
-    base = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [base + start for start in starts]
+    padding = -(8 + len(text)) % 64
+    text += b" " * padding
+    length = len(text).to_bytes(8, "little")
+    data = len(length) + len(text)
+    return length + text, [data + start for start in starts]
 
 
 def read_header(path: Path) -> bytes:
-    """The header of a safetensors file as it stands there, without its length.
+    """The bytes of a safetensors file's header, without its length.
 
     Raises:
         CorruptError: the file is missing, not a regular one, or shorter than its header.

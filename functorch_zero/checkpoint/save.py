@@ -29,16 +29,16 @@ def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
     """Save a state as `root/step-<its step>`, and return that folder. Every rank of the step's
     group calls this.
 
-    Each rank writes what only it has and an equal share of what all have, without padding, into one
-    safetensors file. The folder gets its name when everything is on disk: a save that is killed
-    leaves the old checkpoints or the new one. Three exchanges of JSON; memory beyond the state: 4
-    MiB, and one leaf where it doesn't lie row by row.
+    Each rank writes the elements that only it has, and an equal share of those that all have,
+    without padding, into one safetensors file. The folder gets its name when everything is on disk:
+    a save that is killed leaves the old checkpoints or the new one. Three exchanges of JSON; memory
+    beyond the state: 4 MiB, and one leaf where it doesn't lie row by row.
 
     Args:
         root: a folder that all ranks see; made if need be.
         step: the step function that the state belongs to.
-        state: what `step.init` or `step` returned.
-        user: plain JSON data of your own, the same on every rank: where the data loader is, say.
+        state: one that `step.init` or `step` returned.
+        user: plain JSON data of your own, the same on every rank: the data loader's position, say.
 
     Raises:
         CheckpointError: on every rank, with the same words: the step is saved already, the disk is
@@ -59,13 +59,13 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
     at a time: this call waits for the one before. On ranks that are threads (`run_ranks`) it runs
     at once, here.
 
-    Whatever goes wrong is raised by `Saving.result`, by the next call of a sharded `step` (on every
-    rank, before it touches the state), by the next `save` or `async_save` with this step, or by
-    `wait_for_saves`; what nobody asked for is printed when the program ends. Leaving the program
-    waits for the save, but torch's groups must live until then: call `wait_for_saves(step)` before
-    `destroy_process_group`.
+    An error is raised by `Saving.result`, by the next call of a sharded `step` (on every rank,
+    before it touches the state), by the next `save` or `async_save` with this step, or by
+    `wait_for_saves`. One that nobody asked for is printed when the program ends. Leaving the
+    program waits for the save, but torch's groups must live until then: call `wait_for_saves(step)`
+    before `destroy_process_group`.
 
-    Raises: what the save before this one raised.
+    Raises: the error of the save before this one.
     """
     savers = _savers_of(step)
     savers.wait()
@@ -92,8 +92,7 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
 
 
 def wait_for_saves(step: Step) -> None:
-    """Wait for the `async_save` under way with this step, if there is one, and raise what it
-    raised.
+    """Wait for the `async_save` under way with this step, if there is one, and raise its error.
 
     Raises: as `save`.
     """
@@ -106,10 +105,11 @@ class Saving:
 
     def __init__(self, job: Callable[[], Path], progress: Progress) -> None:
         self.progress = progress
-        self._job: Callable[[], Path] | None = job
-        self._folder: Path | None = None
-        self._error: BaseException | None = None
-        self.told = False
+        self.told = False  # whether somebody has asked how it ended
+        self._job: Callable[[], Path] | None = job  # None once it runs: it holds the snapshot
+        self._folder: Path | None = None  # its result,
+        self._error: BaseException | None = None  # or this
+        # A new thread would begin on device 0
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(target=self._run, name="functorch_zero save", daemon=False)
 
@@ -126,7 +126,7 @@ class Saving:
     def result(self, timeout: float | None = None) -> Path:
         """Wait for the end of the save, and return its folder.
 
-        Raises: what `save` would have raised; TimeoutError after `timeout` seconds.
+        Raises: as `save`; TimeoutError after `timeout` seconds.
         """
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -170,14 +170,14 @@ class _Savers:
     """The saves of one step, one at a time, and the group that they have for themselves."""
 
     def __init__(self, group: Group) -> None:
-        # Collectives of two threads must not meet on one
+        # Collectives of two threads must not meet on one group
         own = group if isinstance(group, SingleRank) else sibling(group)
-        self._here = own is None
+        self._here = own is None  # thread ranks have no second group: saves run in the call
         self.group = group if own is None else own
         self._pending: Saving | None = None
 
     def wait(self) -> None:
-        """Wait for the save under way, and raise what it raised, if nobody was told."""
+        """Wait for the save under way, and raise its error, if nobody was told."""
         pending, self._pending = self._pending, None
         if pending is not None:
             told = pending.told
@@ -199,8 +199,8 @@ class _Savers:
         return saving
 
 
-# By step, since it is what all calls of a run have in common, and since a failure must find its way
-# to the next one.
+# By step, since all calls of a run have it in common: a failure must find its way to the next call.
+# Weak, so that a step that nobody uses any more takes its savers with it.
 _SAVERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

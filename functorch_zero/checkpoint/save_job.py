@@ -35,9 +35,11 @@ class SaveJob:
     """
 
     def __init__(self, root: Path, group: Group, take: Callable[[], Snapshot]) -> None:
-        self._root, self._group, self._take = root, group, take
-        self._temporary: Temporary | None = None  # on rank 0
-        self._snapshot: Snapshot | None = None
+        self._root = root
+        self._group = group
+        self._take = take
+        self._temporary: Temporary | None = None  # on rank 0, which makes the folder
+        self._snapshot: Snapshot | None = None  # while the job runs
 
     def run(self) -> Path:
         """Save, and return the folder. Three exchanges."""
@@ -49,16 +51,17 @@ class SaveJob:
             rows = together(self._group, what, lambda: self._write(Path(begun[0]["folder"])))
             together(self._group, what, lambda: self._commit(rows))
         finally:
-            self._snapshot = None
+            self._snapshot = None  # lets go of the state's tensors
             if self._temporary is not None:
                 self._temporary.discard()
         target = step_folder(self._root, begun[0]["step"])
         if self._group.rank == 0:
-            size = sum(row["file"][1] for row in rows)
+            size = sum(_file_of(row).size for row in rows)
             log.info("saved %s: %.1f MB in %.1f s", target, size / 1e6, time.monotonic() - started)
         return target
 
     def _begin(self) -> dict[str, Any]:
+        """This rank's snapshot, and facts that ranks compare; rank 0 gives the folder."""
         self._snapshot = snapshot = self._take()
         folder = ""
         if self._group.rank == 0:
@@ -68,23 +71,29 @@ class SaveJob:
         return {"step": snapshot.step, "folder": folder, "digest": digest}
 
     def _write(self, folder: Path) -> dict[str, Any]:
+        """Write this rank's file; its manifest entry, and the orders of dims that it knows."""
         assert self._snapshot is not None
-        file = write_rank_file(
-            folder / file_name(self._group.rank, self._group.size), self._snapshot
-        )
+        path = folder / file_name(self._group.rank, self._group.size)
+        file = write_rank_file(path, self._snapshot)
         self._snapshot.check_unchanged()
         return {"file": file, "orders": self._orders()}
 
     def _orders(self) -> list[tuple[int, tuple[int, ...]]]:
-        """How leaves lie in memory that don't lie row by row, by number: kernels may round
-        differently on them."""
+        """By number, the order of dims of each leaf that doesn't lie row by row in memory.
+
+        A loaded leaf lies so again, since kernels may round differently on it. Ranks that hold only
+        a piece of a leaf don't know its order.
+        """
         assert self._snapshot is not None
-        orders = (
-            (i, order_of(h.tensor)) for i, h in enumerate(self._snapshot.contents.held) if h.whole
-        )
-        return [(i, order) for i, order in orders if order is not None]
+        orders = []
+        for i, held in enumerate(self._snapshot.contents.held):
+            order = order_of(held.tensor) if held.whole else None
+            if order is not None:
+                orders.append((i, order))
+        return orders
 
     def _commit(self, rows: Sequence[dict[str, Any]]) -> None:
+        """On rank 0, write the manifest and give the folder its name."""
         if self._temporary is None:
             return
         assert self._snapshot is not None
@@ -101,35 +110,39 @@ def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
             f"the ranks are at different steps, and can't save one checkpoint: {steps} in rank "
             "order"
         )
-    other = next(
-        (rank for rank, row in enumerate(begun) if row["digest"] != begun[0]["digest"]), None
-    )
-    if other is not None:
-        raise MismatchError(
-            f"ranks 0 and {other} save states with different leaves, numbers or `user`. Remedy: "
-            "gather what differs by rank into one value that all ranks pass"
-        )
+    for rank, row in enumerate(begun):
+        if row["digest"] != begun[0]["digest"]:
+            raise MismatchError(
+                f"ranks 0 and {rank} save states with different leaves, numbers or `user`. Remedy: "
+                "gather what differs by rank into one value that all ranks pass"
+            )
+
+
+def _file_of(row: dict[str, Any]) -> File:
+    """The entry of a rank's file, from JSON."""
+    name, size, sums, pieces = row["file"]
+    return File(name, size, sums, tuple(Piece(*piece) for piece in pieces))
 
 
 def _manifest(snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> Manifest:
-    orders = {i: tuple(order) for row in rows for i, order in row["orders"]}
-    leaves = tuple(
-        Leaf(h.path, dtype_name(h.path, h.tensor.dtype), h.shape, orders.get(i))
-        for i, h in enumerate(snapshot.contents.held)
-    )
-    files = tuple(
-        File(name, size, sums, tuple(Piece(*piece) for piece in pieces))
-        for name, size, sums, pieces in (row["file"] for row in rows)
-    )
+    orders: dict[int, tuple[int, ...]] = {}  # by the leaf's number
+    for row in rows:
+        for i, order in row["orders"]:
+            orders[i] = tuple(order)
+    leaves = []
+    for i, held in enumerate(snapshot.contents.held):
+        dtype = dtype_name(held.path, held.tensor.dtype)
+        leaves.append(Leaf(held.path, dtype, held.shape, orders.get(i)))
+    files = [_file_of(row) for row in rows]
     return Manifest(
         step=snapshot.step,
         ranks=len(files),
         level=snapshot.level,
         block=BLOCK,
         checksum=CHECKSUM,
-        leaves=leaves,
+        leaves=tuple(leaves),
         values=snapshot.contents.values,
-        files=files,
+        files=tuple(files),
         user=snapshot.user,
         about=snapshot.about,
     )
@@ -140,5 +153,6 @@ def order_of(tensor: Tensor) -> tuple[int, ...] | None:
     by row."""
     if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
-    strides = list(tensor.stride())
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+    strides = tensor.stride()
+    dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])  # stable
+    return tuple(dims)

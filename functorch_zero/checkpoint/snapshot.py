@@ -1,14 +1,15 @@
-"""What one rank saves of a state."""
+"""One rank's share of a state, to be saved."""
 
 from __future__ import annotations
 
 import json
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ..layout.layout import Layout
 from ..model.lazy_param import versions_of
 from ..optim.naming import described
 from ..sharded.train import ShardedTrainStep
@@ -32,15 +33,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank saves. Its tensors must not be written to until it is on disk."""
+    """This rank's share of a state. Its tensors must not be written to until it is on disk."""
 
-    contents: Contents
-    parts: list[Part]
+    contents: Contents  # the whole state's leaves, with this rank's tensors
+    parts: list[Part]  # the elements that this rank saves
     step: int
-    level: int | None
-    user: Any
-    about: dict[str, Any]
-    versions: list[int]  # of the parts' tensors
+    level: int | None  # None: the state is unsharded
+    user: Any  # plain JSON data
+    about: dict[str, Any]  # for people, see `Manifest.about`
+    versions: list[int]  # of the parts' tensors, when the snapshot was made
     progress: Progress = field(default_factory=Progress)
 
     def check_unchanged(self) -> None:
@@ -48,34 +49,29 @@ class Snapshot:
         now = versions_of([part.tensor for part in self.parts])
         for part, before, after in zip(self.parts, self.versions, now, strict=True):
             if before != after:
+                path = self.contents.held[part.leaf].path
                 raise CheckpointError(
-                    f"{self.contents.held[part.leaf].path} was changed in place while it was "
-                    "being saved. Remedy: don't write to a state's tensors, or wait for the save "
-                    "first"
+                    f"{path} was changed in place while it was being saved. Remedy: don't write to "
+                    "a state's tensors, or wait for the save first"
                 )
 
     def copied(self) -> Snapshot:
         """The same in CPU tensors of its own: a copy of this rank's share, nothing else."""
-        parts = [
-            part._replace(tensor=part.flat().to("cpu", copy=True), first=0) for part in self.parts
-        ]
+        parts = []
+        for part in self.parts:
+            copy = part.flat().to("cpu", copy=True)  # (numel,), in the leaf's dtype
+            parts.append(part._replace(tensor=copy, first=0))
         versions = versions_of([part.tensor for part in parts])
-        return Snapshot(
-            self.contents,
-            parts,
-            self.step,
-            self.level,
-            self.user,
-            self.about,
-            versions,
-            self.progress,
-        )
+        return replace(self, parts=parts, versions=versions)
 
 
 def snapshot_of(step: Step, state: State, user: Any) -> Snapshot:
     """This rank's share of a state, as references to its tensors."""
-    contents, group = contents_of(step, state), group_of(step)
+    contents = contents_of(step, state)
+    group = group_of(step)
     parts = parts_to_save(contents.held, group.rank, group.size)
+    tensors = [part.tensor for part in parts]
+    num_bytes = sum(part.nbytes for part in parts)
     return Snapshot(
         contents,
         parts,
@@ -83,8 +79,8 @@ def snapshot_of(step: Step, state: State, user: Any) -> Snapshot:
         level=step.level if isinstance(step, ShardedTrainStep) else None,
         user=checked_user(user),
         about=_about(step, state),
-        versions=versions_of([part.tensor for part in parts]),
-        progress=Progress(0, sum(part.nbytes for part in parts)),
+        versions=versions_of(tensors),
+        progress=Progress(total=num_bytes),
     )
 
 
@@ -107,16 +103,9 @@ def checked_user(user: Any) -> Any:
 
 
 def _about(step: Step, state: State) -> dict[str, Any]:
-    units = {}
-    if state.sharding is not None:
-        layout = state.sharding.layout
-        units = {
-            unit.name: [
-                layout.leaves[n].path for b in unit.buckets for n in layout.buckets[b].leaves
-            ]
-            for unit in layout.units
-        }
+    """The manifest's entry for people: versions, optimizer and units."""
     optimizer = unsharded_of(step).optimizer
+    units = {} if state.sharding is None else _units(state.sharding.layout)
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -127,3 +116,13 @@ def _about(step: Step, state: State) -> dict[str, Any]:
         },
         "units": units,
     }
+
+
+def _units(layout: Layout) -> dict[str, list[str]]:
+    """The paths of each unit's leaves, by the unit's name."""
+    units: dict[str, list[str]] = {}
+    for unit in layout.units:
+        units[unit.name] = []
+        for b in unit.buckets:
+            units[unit.name] += [layout.leaves[n].path for n in layout.buckets[b].leaves]
+    return units

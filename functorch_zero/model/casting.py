@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import count, repeat
 from typing import Any
 
 import optree
@@ -24,32 +23,32 @@ from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision
 from ..tree import PyTree, ancestors
-from .lazy_param import check_unchanged, make_lazy_params, versions_of
+from .lazy_param import LazyParam, check_unchanged, make_lazy_param, versions_of
+from .slots import Slot
 from .units import UnitRule, matches
 
 PrecisionRules = Precision | Mapping[UnitRule, Precision] | None
 
-# Never called: their parent uses them
-_HOLDERS = nn.ParameterList | nn.ParameterDict | nn.ModuleList | nn.ModuleDict
+# They have no call of their own: the module around them uses their leaves
+_CONTAINERS = nn.ParameterList | nn.ParameterDict | nn.ModuleList | nn.ModuleDict
 
 
 @dataclass(frozen=True)
 class Policies:
-    """The policies of a model: by the path of each module that was given one, which counts for all
-    that is in it."""
+    """The policies of a model. One that a module was given counts for everything inside it."""
 
-    given: Mapping[str, Precision]
+    given: Mapping[str, Precision]  # by the path of each module that was given one
 
     def of(self, module: str) -> Precision:
         """The policy of the module of this path: that of the innermost module around it that was
         given one."""
-        return next(
-            (self.given[path] for path in ancestors(module) if path in self.given), Precision()
-        )
+        for path in ancestors(module):  # from the innermost outwards
+            if path in self.given:
+                return self.given[path]
+        return Precision()
 
-    def of_leaves(self, slots: Iterable[tuple[str, str, str]]) -> dict[str, Precision]:
-        """The policy of each leaf, from (module path, attribute, leaf path) of every place that one
-        is used in."""
+    def of_leaves(self, slots: Iterable[Slot]) -> dict[str, Precision]:
+        """The policy of each leaf, from every place that one is used in."""
         found: dict[str, Precision] = {}
         for module, _, leaf in slots:
             policy = self.of(module)
@@ -66,15 +65,15 @@ class Policies:
         return found
 
     def cast_calls(self, root: nn.Module) -> None:
-        """Make the modules of a model (a copy that is nobody else's) cast what they are given and
-        what they return."""
-        holders = {
-            _holder(root, path)
-            for path, m in root.named_modules()
-            if any(True for _ in m.parameters(recurse=False))
-        }
+        """Make the modules of a model (a copy that is nobody else's) cast their inputs, where they
+        use leaves, and their outputs, where a policy says so."""
+        users = set()
         for path, module in root.named_modules():
-            inputs = self.of(path).compute if path in holders else None
+            if next(module.parameters(recurse=False), None) is not None:
+                users.add(_user(root, path))
+        for path, module in root.named_modules():
+            inputs = self.of(path).compute if path in users else None
+            # The output's dtype is that of the module named alone, not of those inside it
             output = self.given[path].output if path in self.given else None
             if inputs is not None or output is not None:
                 module.forward = _casting(module.forward, inputs, output)
@@ -83,7 +82,9 @@ class Policies:
 def find_policies(model: nn.Module, rules: PrecisionRules) -> Policies:
     """Read the rules: one policy for the model, or policies by module classes, predicates, or
     patterns of paths."""
-    by_rule = rules if isinstance(rules, Mapping) else {} if rules is None else {"": rules}
+    if rules is None:
+        return Policies({})
+    by_rule = rules if isinstance(rules, Mapping) else {"": rules}
     given: dict[str, Precision] = {}
     for rule, policy in by_rule.items():
         if not isinstance(policy, Precision):
@@ -91,34 +92,38 @@ def find_policies(model: nn.Module, rules: PrecisionRules) -> Policies:
                 f"precision takes Precision, or a mapping to it; got {type(policy).__name__} for "
                 f"{rule!r}"
             )
-        found = [
+        named = [
             path for path, module in model.named_modules() if _names(rule, model, path, module)
         ]
-        if not found:
+        if not named:
             raise ValueError(
                 f"precision={{{rule!r}: ...}} matches no module of {type(model).__name__}"
             )
-        given |= dict.fromkeys(found, policy)
+        given |= dict.fromkeys(named, policy)  # of two rules for a module the later one counts
     return Policies(given)
 
 
 def _names(rule: UnitRule, model: nn.Module, path: str, module: nn.Module) -> bool:
-    """As a rule for units does; the model itself goes by the pattern "" only, not by "*"."""
-    return (
-        rule == path
-        if isinstance(rule, str) and "" in (rule, path)
-        else matches(rule, model, path, module)
-    )
+    """Whether a rule names a module, as rules for units do. But the model itself, whose path is "",
+    goes by the pattern "" only: "*" is for its children."""
+    if isinstance(rule, str) and "" in (rule, path):
+        return rule == path
+    return matches(rule, model, path, module)
 
 
-def _holder(root: nn.Module, path: str) -> str:
+def _user(root: nn.Module, path: str) -> str:
     """The path of the module in whose call the leaves of this one are used."""
-    return next((p for p in ancestors(path) if not isinstance(root.get_submodule(p), _HOLDERS)), "")
+    for candidate in ancestors(path):
+        if not isinstance(root.get_submodule(candidate), _CONTAINERS):
+            return candidate
+    return ""
 
 
 def _casting(
     forward: Callable[..., Any], inputs: torch.dtype | None, output: torch.dtype | None
 ) -> Callable[..., Any]:
+    """The same function with casts before and after it; None: no cast."""
+
     @functools.wraps(forward)
     def cast_and_run(*args: Any, **kwargs: Any) -> Any:
         if inputs is not None:
@@ -129,8 +134,10 @@ def _casting(
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The same tree (torch's registry, so that Hugging Face's outputs are trees) with
-    floating-point tensors cast."""
+    """The same tree with floating-point tensors cast; None: as they are.
+
+    Trees are those of torch's registry, which has Hugging Face's outputs too.
+    """
     if dtype is None:
         return tree
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
@@ -139,7 +146,10 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
 def cast_leaf(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
     """A stored leaf as a module computes with it; differentiable by whatever differentiates torch's
     operators."""
-    return leaf if dtypes is None else leaf.to(dtypes.gather).to(dtypes.compute)
+    if dtypes is None:
+        return leaf
+    # Rounded twice, as by a sharded step, which gathers in one dtype and computes in another
+    return leaf.to(dtypes.gather).to(dtypes.compute)
 
 
 class CastLeaf(torch.autograd.Function):
@@ -148,9 +158,11 @@ class CastLeaf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, dtypes: Dtypes) -> Tensor:
-        ctx.dtypes, ctx.storage = dtypes, leaf.dtype
-        made = cast_leaf(leaf, dtypes)
-        return made.view_as(made) if made is leaf else made
+        ctx.dtypes = dtypes
+        ctx.storage = leaf.dtype
+        cast = cast_leaf(leaf, dtypes)
+        # A tensor of its own even where nothing is rounded, so that the loss never has the master
+        return cast.view_as(cast) if cast is leaf else cast
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -158,21 +170,26 @@ class CastLeaf(torch.autograd.Function):
 
 
 class CastUnit:
-    """One unit in one call of a loss: the `Entrance` of its leaves' lazy parameters. It is entered
-    as a sharded one is."""
+    """One unit in one call of a loss: the `Entrance` of its leaves' lazy parameters.
+
+    It is entered as a sharded one is, and its leaves are cast at the moments at which those of a
+    sharded one are gathered. So each use has leaves of its own, whose gradients are rounded before
+    they are added.
+    """
 
     def __init__(self, unit: UnitSpec, stored: Sequence[Tensor], dtypes: Sequence[Dtypes | None]):
         self._modules = set(unit.modules)
-        self._stored, self._dtypes = stored, dtypes
-        self._leaves: list[Tensor] | None = None
-        self._versions: list[int] = []
-        self._tracked = False
-        self._left: set[str] = set()
-        self._depth = 0
+        self._stored = stored  # the unit's leaves, whole, in their storage dtypes
+        self._dtypes = dtypes  # of each leaf; None: used as it is stored
+        self._leaves: list[Tensor] | None = None  # as cast at the last entry
+        self._versions: list[int] = []  # of those, since the loss must not write to them
+        self._tracked = False  # whether they were cast with gradients
+        self._left: set[str] = set()  # the modules whose calls have returned since then
+        self._depth = 0  # calls under way, one in another
 
     def enter(self, module: str) -> Sequence[Tensor]:
         if self._depth == 0 and module in self._left:
-            self.close()
+            self.close()  # called once more: another use of the unit
         leaves = self.touch()
         self._depth += 1
         return leaves
@@ -187,11 +204,13 @@ class CastUnit:
         tracked = torch.is_grad_enabled()
         if self._leaves is None or (tracked and not self._tracked):
             self.close()
+            # A torch.func transform inside the loss must not wrap leaves that outlive it
             with outside_transforms():
                 pairs = zip(self._stored, self._dtypes, strict=True)
-                self._leaves = [self._lowered(leaf, dtypes) for leaf, dtypes in pairs]
+                self._leaves = [self._cast(leaf, dtypes) for leaf, dtypes in pairs]
             self._versions = versions_of(self._leaves)
-            self._tracked, self._left = tracked, set()
+            self._tracked = tracked
+            self._left = set()
         return self._leaves
 
     def watch(self) -> AbstractContextManager[None]:
@@ -202,45 +221,56 @@ class CastUnit:
         check_unchanged(self._leaves or [], self._versions)
         self._leaves = None
 
-    def _lowered(self, leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
+    def _cast(self, leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
         if dtypes is None:
             return leaf.view_as(leaf)
-        return CastLeaf.apply(leaf, dtypes) if leaf.requires_grad else cast_leaf(leaf, dtypes)  # type: ignore[no-untyped-call]
+        if not leaf.requires_grad:
+            return cast_leaf(leaf, dtypes)
+        cast: Tensor = CastLeaf.apply(leaf, dtypes)  # type: ignore[no-untyped-call]
+        return cast
 
 
 class CastParams:
-    """What a loss sees of params: `params`, themselves where no policy says otherwise."""
+    """Params as a loss sees them: `params`, themselves where no policy says otherwise."""
 
     def __init__(self, params: PyTree[Tensor]):
         self._units: list[CastUnit] = []
-        self.params = optree.tree_map(
-            lambda node: self._lazy_params(node) if isinstance(node, Params) else node,
-            params,
-            is_leaf=lambda node: isinstance(node, Params),
-        )
+        self.params = optree.tree_map(self._seen, params, is_leaf=_is_params)
 
-    def _lazy_params(self, params: Params) -> Params:
-        seen = dict(params)
-        for unit in params.units:
-            stored = [params[path] for path in unit.leaves]
-            dtypes = [policy.dtypes(params[path].dtype) for path, policy in unit.policies.items()]
-            if any(found is not None for found in dtypes):
-                entrance = CastUnit(unit, stored, dtypes)
-                self._units.append(entrance)
-                used = [
-                    leaf.dtype if d is None else d.compute
-                    for leaf, d in zip(stored, dtypes, strict=True)
-                ]
-                shapes, trained = (
-                    [leaf.shape for leaf in stored],
-                    [leaf.requires_grad for leaf in stored],
-                )
-                devices = [leaf.device for leaf in stored]
-                lazy = make_lazy_params(repeat(entrance), count(), shapes, used, devices, trained)
-                seen |= dict(zip(unit.leaves, lazy, strict=True))
-        return Params(seen, params.units)
+    def _seen(self, node: Any) -> Any:
+        """A model's params with lazy ones in units that are cast; any other leaf as it is."""
+        if not isinstance(node, Params):
+            return node
+        seen = dict(node)
+        for unit in node.units:
+            seen |= self._lazy_params(unit, node)
+        return Params(seen, node.units)
+
+    def _lazy_params(self, unit: UnitSpec, params: Params) -> dict[str, LazyParam]:
+        """The unit's leaves as lazy parameters, by path; empty where none is cast."""
+        stored: list[Tensor] = []
+        dtypes: list[Dtypes | None] = []
+        for path, policy in unit.policies.items():
+            stored.append(params[path])
+            dtypes.append(policy.dtypes(params[path].dtype))
+        if all(found is None for found in dtypes):
+            return {}
+        entrance = CastUnit(unit, stored, dtypes)
+        self._units.append(entrance)
+        lazy = {}
+        for number, (path, leaf) in enumerate(zip(unit.leaves, stored, strict=True)):
+            found = dtypes[number]
+            used = leaf.dtype if found is None else found.compute
+            lazy[path] = make_lazy_param(
+                entrance, number, leaf.shape, used, leaf.device, leaf.requires_grad
+            )
+        return lazy
 
     def finish(self) -> None:
         """The loss has returned."""
         for unit in self._units:
             unit.close()
+
+
+def _is_params(node: Any) -> bool:
+    return isinstance(node, Params)

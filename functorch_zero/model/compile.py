@@ -24,8 +24,8 @@ OPTIONS = ("backend", "mode", "options", "dynamic", "fullgraph")
 class CompiledForward:
     """The same function, compiled at its first call. Inside torch.func transforms it runs as it is.
 
-    It is no function and has no dict, so that what torch keeps of it is not taken for a use of its
-    module; see Note [captured skeletons] in `functional`.
+    It is no function and has no dict, so that torch's references to it are not taken for a use of
+    its module; see Note [captured skeletons] in `skeleton`.
     """
 
     __slots__ = ("__wrapped__", "_compiled")
@@ -35,7 +35,7 @@ class CompiledForward:
         self._compiled: Callable[..., Any] = torch.compile(forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if transforms_active():  # which torch doesn't compile under
+        if transforms_active():  # torch doesn't compile under them
             return self.__wrapped__(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 
@@ -52,9 +52,11 @@ def check_options(options: Mapping[str, Any] | None, compiles: bool) -> dict[str
             f"no such compile_options: {unknown}. Remedy: choose among {', '.join(OPTIONS)}"
         )
     made = dict(options or {})
-    if compiles and made.get("backend", "inductor") == "inductor":  # see Note [random numbers]
-        given = made.get("options") or {}
-        if not given and made.get("mode"):  # torch takes a mode or options
-            given = options_of_mode(made.pop("mode"), made.get("dynamic"))
-        made["options"] = {"fallback_random": True, **given}
+    if not compiles or made.get("backend", "inductor") != "inductor":
+        return made
+    # See Note [random numbers]; torch takes a mode or options, so a mode is written out as options
+    given = made.get("options") or {}
+    if not given and made.get("mode"):
+        given = options_of_mode(made.pop("mode"), made.get("dynamic"))
+    made["options"] = {"fallback_random": True, **given}
     return made

@@ -1,9 +1,8 @@
 """`deferred_init`: values for a model on the meta device, made when and where they are wanted.
 
 Note [the same draws]: a module is initialised with the leaves that are wanted in their places and
-all others on the meta device, where writing does nothing. What would be drawn for those is drawn
-all the same, into nothing, so that the values of a leaf don't depend on which others are made with
-it.
+all others on the meta device, where writing does nothing. The random numbers of those are drawn all
+the same, into nothing, so that the values of a leaf don't depend on which others are made with it.
 """
 
 from __future__ import annotations
@@ -30,27 +29,24 @@ class DeferredInit:
     """Values of a model's leaves and buffers, fixed by seed and path. Made by `deferred_init`."""
 
     def __init__(self, model: nn.Module, seed: int, init: Init | None, device: torch.device):
-        self._model = without_values(model)
+        self.seed = seed
+        self._init = init
+        self._device = device
+        self._model = without_values(model)  # each tensor on the meta device, unless being made
         self._modules = dict(self._model.named_modules())
-        self.seed, self._init, self._device = seed, init, device
-        self._places: dict[
-            str, list[_Place]
-        ] = {}  # of each leaf and buffer, the one of its name first
-        names = {
-            id(x): name
-            for name, x in (*self._model.named_parameters(), *self._model.named_buffers())
-        }
+        # Of each leaf and buffer, the place of its name first; a tied one has several
+        self._places: dict[str, list[_Place]] = {}
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        names = {id(tensor): name for name, tensor in named}
         for path, module in self._modules.items():
             for held in (params_dict(module), buffers_dict(module)):
-                for attribute, x in held.items():
-                    if x is not None:
-                        self._places.setdefault(names[id(x)], []).append(
-                            _Place(path, held, attribute, x)
-                        )
+                for attribute, meta in held.items():
+                    if meta is not None:
+                        place = _Place(path, held, attribute, meta)
+                        self._places.setdefault(names[id(meta)], []).append(place)
 
     def fill(self, tree: PyTree[Tensor]) -> PyTree[Tensor]:
-        """The tree with values for what is on the meta device, whole; leaves that have values stay
-        as they are.
+        """The tree with values for leaves on the meta device, whole; others stay as they are.
 
         Raises:
             StructureError: a leaf that the model doesn't have, or that nobody initialised, by its
@@ -63,10 +59,14 @@ class DeferredInit:
         """The same for leaves of these paths."""
         wanted = [name for name, leaf in zip(names, leaves, strict=True) if leaf.is_meta]
         made = self._make(wanted)
-        return [
-            made[name].to(leaf.dtype).requires_grad_(leaf.requires_grad) if leaf.is_meta else leaf
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
+        filled = []
+        for name, leaf in zip(names, leaves, strict=True):
+            if leaf.is_meta:
+                value = made[name].to(leaf.dtype)  # another than the model's where a policy says so
+                filled.append(value.requires_grad_(leaf.requires_grad))
+            else:
+                filled.append(leaf)
+        return filled
 
     @torch.no_grad()
     def _make(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -82,31 +82,29 @@ class DeferredInit:
                     remedy="pass the params of functionalize(model), of the same model",
                 )
             )
-        blank = {name: _blank(self._places[name][0].meta, self._device) for name in names}
-        for name, x in blank.items():
-            for place in self._places[name]:
-                place.put(x)
+        blanks: dict[str, Tensor] = {}
+        holders: set[str] = set()  # the modules that may have something to say about these leaves
+        for name in names:
+            places = self._places[name]
+            blanks[name] = _blank(places[0].meta, self._device)
+            for place in places:
+                place.put(blanks[name])
+            holders.update(ancestors(places[0].module))
         try:
-            holders = {path for name in names for path in ancestors(self._places[name][0].module)}
+            # Inner modules first, so that those around them have the last word
             for path in sorted(holders, key=lambda path: (-_depth(path), path)):
                 self._initialise(path)
-            return {name: self._result(name, x) for name, x in blank.items()}
+            return {name: self._result(name, blank) for name, blank in blanks.items()}
         finally:
             for name in names:
                 for place in self._places[name]:
                     place.put(place.meta)
 
     def _initialise(self, path: str) -> None:
-        """Run what initialises one module."""
+        """Initialise one module, by all who know how."""
         module = self._modules[path]
-        around = (self._modules[p] for p in ancestors(path))
-        model = next(
-            (m for m in around if _num_arguments(getattr(m, "_init_weights", None)) == 1), None
-        )
-        own = ("reset_parameters", "_reset_parameters", "_init_weights")
-        reset = next(
-            (m for m in (getattr(module, n, None) for n in own) if _num_arguments(m) == 0), None
-        )
+        reset = _own_reset(module)
+        model = self._initialiser_of(path)
         with (
             self._tied_elsewhere(path),
             _seeded(self.seed, path, self._device),
@@ -119,13 +117,24 @@ class DeferredInit:
             if self._init is not None:
                 self._init(path, module)
 
+    def _initialiser_of(self, path: str) -> Any | None:
+        """The innermost module around this one, or itself, that initialises others by
+        `_init_weights(module)`, as Hugging Face's models do."""
+        for around in ancestors(path):
+            candidate = self._modules[around]
+            if _num_arguments(getattr(candidate, "_init_weights", None)) == 1:
+                return candidate
+        return None
+
     @contextmanager
     def _tied_elsewhere(self, path: str) -> Iterator[None]:
-        """While a module is initialised, its places of leaves that have their name elsewhere are on
-        the meta device."""
-        places = [
-            place for found in self._places.values() for place in found[1:] if place.module == path
-        ]
+        """Inside, the module's places of leaves named after other modules are on the meta device.
+
+        So a tied leaf is initialised once, by the module that it is named after.
+        """
+        places: list[_Place] = []
+        for places_of_leaf in self._places.values():
+            places += [place for place in places_of_leaf[1:] if place.module == path]
         before = [place.get() for place in places]
         for place in places:
             place.put(place.meta)
@@ -134,10 +143,15 @@ class DeferredInit:
             place.put(x)
 
     def _result(self, name: str, blank: Tensor) -> Tensor:
-        """What has become of a leaf."""
+        """The leaf's values, whole, after all modules around it were initialised.
+
+        Raises:
+            StructureError: nobody gave it values, or somebody another shape or dtype.
+        """
         place = self._places[name][0]
         x = place.get().detach()
-        expected, got = (tuple(place.meta.shape), place.meta.dtype), (tuple(x.shape), x.dtype)
+        expected = (tuple(place.meta.shape), place.meta.dtype)
+        got = (tuple(x.shape), x.dtype)
         if expected != got:
             raise StructureError(
                 explain("initialising a leaf changed it", path=name, expected=expected, got=got)
@@ -145,6 +159,7 @@ class DeferredInit:
         if x.is_floating_point() or x.is_complex():
             missing = bool(torch.isnan(x).any())
         else:
+            # There is no NaN among integers: nobody wrote to it, or put another in its place
             missing = place.get() is blank and version_of(blank) == 0
         if missing:
             holder = type(self._modules[place.module]).__name__
@@ -157,14 +172,17 @@ class DeferredInit:
                     "does; or make this leaf, with its value, off the meta device",
                 )
             )
-        return x if x.device == self._device else x.to(self._device)
+        return x.to(self._device)  # itself, if it is there
 
 
 class _Place:
-    """Where a leaf or a buffer is in the model."""
+    """A place of a leaf or a buffer in the model."""
 
     def __init__(self, module: str, held: dict[str, Any], attribute: str, meta: Tensor):
-        self.module, self._held, self._attribute, self.meta = module, held, attribute, meta
+        self.module = module  # its path
+        self.meta = meta  # the tensor without values, there while nothing is made
+        self._held = held  # the module's own dict
+        self._attribute = attribute
 
     def get(self) -> Tensor:
         x: Tensor = self._held[self._attribute]
@@ -182,8 +200,8 @@ def deferred_init(
     They come from the modules' own `reset_parameters`, from Hugging Face's `_init_weights`, and
     from `init`, in this order, module by module, inner ones first. A leaf's values depend on `seed`
     and path only: they are the same at every level and world size. Nothing is made before it is
-    asked for; `init` makes one bucket at a time, of which a
-    rank keeps its piece. No collective but a comparison of digests. The model is not changed.
+    asked for; `init` makes one bucket at a time, of which a rank keeps its piece. No collective but
+    a comparison of digests. The model is not changed.
 
     Args:
         model: as given to `functionalize`, on the meta device in whole or in part.
@@ -211,46 +229,62 @@ class _SameDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            if any(x.is_meta for x in given):
-                real_args, real_kwargs = optree.tree_map(self._off_meta, (args, kwargs))
-                func(*real_args, **real_kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and any(map(_is_meta, optree.tree_leaves((args, kwargs)))):
+            real_args, real_kwargs = optree.tree_map(self._off_meta, (args, kwargs))
+            func(*real_args, **real_kwargs)
         return func(*args, **kwargs)
 
     def _off_meta(self, x: Any) -> Any:
-        return (
-            torch.empty_like(x, device=self._device) if isinstance(x, Tensor) and x.is_meta else x
-        )
+        return torch.empty_like(x, device=self._device) if _is_meta(x) else x
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_meta
 
 
 def _blank(meta: Tensor, device: torch.device) -> Tensor:
-    """A tensor to be initialised: NaN all over, where there is one."""
+    """A tensor to be initialised: all NaN, where its dtype has one, so that an element left out
+    shows."""
     x = torch.empty_like(meta, device=device)
     if x.is_floating_point() or x.is_complex():
         x.fill_(torch.nan)
-    return (
-        nn.Parameter(x, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else x
-    )
+    if isinstance(meta, nn.Parameter):
+        return nn.Parameter(x, requires_grad=meta.requires_grad)
+    return x
+
+
+def _own_reset(module: nn.Module) -> Callable[[], Any] | None:
+    """The module's method that initialises its own leaves; torch's modules have one of these."""
+    for name in ("reset_parameters", "_reset_parameters", "_init_weights"):
+        method = getattr(module, name, None)
+        if _num_arguments(method) == 0:
+            return method
+    return None
 
 
 @contextmanager
 def _seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
     """Random numbers as a function of (seed, path); the global state is as before afterwards."""
     digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        torch.manual_seed(int.from_bytes(digest[:8]) >> 1)
+    devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(int.from_bytes(digest[:8]) >> 1)  # 63 bits: positive as a signed integer
         yield
 
 
 def _num_arguments(method: Any) -> int | None:
-    """How many arguments a method must be given."""
+    """The number of arguments that a method must be given; None: it is no method."""
     if not callable(method):
         return None
-    parameters = inspect.signature(method).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
+    required = 0
+    for p in inspect.signature(method).parameters.values():
+        positional = p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        if positional and p.default is p.empty:
+            required += 1
+    return required
 
 
 def _depth(path: str) -> int:
+    """The number of modules around the one of this path; 0 for the model itself."""
     return path.count(".") + bool(path)

@@ -8,9 +8,8 @@ leaves it afterwards; given tensors, nothing is entered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from operator import attrgetter, ne
 from typing import Any
 
 import torch
@@ -18,18 +17,18 @@ from torch import Tensor, nn
 
 from .._torch_private import buffers_dict, params_dict
 from ..errors import StructureError, explain
-from ..params import Params
+from ..params import Params, UnitSpec
+from ..precision import Precision
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import check_options
 from .copying import copy_module, without_values
 from .lazy_param import LazyParam
-from .skeleton import Anatomy, Skeleton, Slot
+from .skeleton import Anatomy, Skeleton
+from .slots import Slot
 from .units import Units, choose_modules, find_units
 
+# Per `apply`, of those that something still refers to; free ones are used again
 MAX_SKELETONS = 16
-
-
-_SHAPE = attrgetter("shape")
 
 
 class Apply:
@@ -41,16 +40,14 @@ class Apply:
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy):
+        self.units = anatomy.units
+        self.slots = anatomy.slots
+        self.buffer_slots = anatomy.buffer_slots
         self._anatomy = anatomy
-        self.units, self.slots, self.buffer_slots = (
-            anatomy.units,
-            anatomy.slots,
-            anatomy.buffer_slots,
-        )
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._buffers = dict.fromkeys(slot.leaf for slot in anatomy.buffer_slots)
-        self._prototype = model
-        self._skeletons: list[Skeleton] = []
+        self._prototype = model  # without values; skeletons are copies of it
+        self._skeletons: list[Skeleton] = []  # those that no call uses now
 
     def train(self, mode: bool = True) -> Apply:
         """The same function with every module in training mode."""
@@ -63,7 +60,9 @@ class Apply:
     def __call__(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        self._check(params, buffers)
+        _check_paths("params", params, self._shapes)
+        _check_paths("buffers", buffers, self._buffers)
+        self._check_shapes(params)
         skeleton = self._take()
         try:
             taken = skeleton.bind(params, buffers)
@@ -73,46 +72,48 @@ class Apply:
             skeleton.release(buffers)
             self._skeletons.append(skeleton)
 
-    def _check(self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
-        known: Mapping[str, Any]
-        for what, given, known in (
-            ("params", params, self._shapes),
-            ("buffers", buffers, self._buffers),
-        ):
-            if given.keys() != known.keys():
-                path = next(
-                    iter(
-                        [p for p in known if p not in given] + [p for p in given if p not in known]
+    def _check_shapes(self, params: Mapping[str, Any]) -> None:
+        """Raise, naming the first leaf whose shape is not the model's."""
+        kinds = {type(leaf) for leaf in params.values()}
+        if kinds == {LazyParam}:
+            return  # which a step makes in the shapes of whole leaves
+        for path, shape in self._shapes.items():
+            if params[path].shape != shape:
+                raise StructureError(
+                    explain(
+                        "params don't fit the model",
+                        path=path,
+                        expected=tuple(shape),
+                        got=tuple(params[path].shape),
+                        remedy="inside a sharded step pass the params the loss was given, not the "
+                        "state's pieces",
                     )
                 )
-                got = "no such leaf" if path not in given else "a leaf the model does not have"
-                remedy = "pass the tree functionalize returned"
-                raise StructureError(
-                    explain(f"{what} don't fit the model", path=path, got=got, remedy=remedy)
-                )
-        leaves = [*map(params.__getitem__, self._shapes)]
-        if {*map(type, leaves)} != {LazyParam} and any(
-            map(ne, map(_SHAPE, leaves), self._shapes.values())
-        ):
-            path = next(path for path, shape in self._shapes.items() if params[path].shape != shape)
-            raise StructureError(
-                explain(
-                    "params don't fit the model",
-                    path=path,
-                    expected=tuple(self._shapes[path]),
-                    got=tuple(params[path].shape),
-                    remedy="inside a sharded step pass the params the loss was given, not the "
-                    "state's pieces",
-                )
-            )
 
     def _take(self) -> Skeleton:
+        """A skeleton that nobody uses: one whose last call is forgotten, or else a new one."""
         for i, skeleton in enumerate(self._skeletons):
             if skeleton.is_free():
                 return self._skeletons.pop(i)
-        # Captured ones live as long as what captured them
+        # The oldest are left to those that refer to them, and live as long as these do
         del self._skeletons[: -MAX_SKELETONS or None]
         return Skeleton(copy_module(self._prototype, {}), self._anatomy).settle()
+
+
+def _check_paths(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise, naming the first leaf that is missing or unknown, unless the paths are the model's."""
+    if given.keys() == known.keys():
+        return
+    missing = [path for path in known if path not in given]
+    unknown = [path for path in given if path not in known]
+    raise StructureError(
+        explain(
+            f"{what} don't fit the model",
+            path=(missing + unknown)[0],
+            got="no such leaf" if missing else "a leaf the model does not have",
+            remedy="pass the tree functionalize returned",
+        )
+    )
 
 
 def functionalize(
@@ -129,22 +130,21 @@ def functionalize(
     Args:
         model: any nn.Module, on any device, the meta device included. Its modules keep their
             training modes.
-        units: what is gathered and freed together when sharded: a module class, a predicate
-            `(path, module) -> bool`, a pattern of module paths such as "layers.*", or several of
-            these. None: each child of the model.
+        units: the modules whose leaves are gathered and freed together when sharded: a module
+            class, a predicate `(path, module) -> bool`, a pattern of module paths such as
+            "layers.*", or several of these. None: each child of the model.
         remat: the units whose activations are computed again in backward instead of being kept,
             chosen as `units` are among the units' modules. True: all that have no other unit
-            inside. The numbers stay the same, dropout's too; at level 3 the second run's gather
+            inside. The numbers stay the same, dropout's too. At level 3 the second run's gather
             takes the place of backward's.
         compile: the units whose forward torch.compile makes a region of, chosen in the same way
-            among those that have
-            no other unit inside: collectives stay outside. Blocks of one class and shape are
-            compiled once.
+            among those that have no other unit inside: collectives stay outside. Blocks of one
+            class and shape are compiled once.
         compile_options: for torch.compile: backend, mode, options, dynamic, fullgraph. Inductor
             draws random numbers as torch does, unless options have fallback_random=False.
         precision: a `Precision` for the model, or a dict from module classes, predicates or
-            patterns of module paths ("" is the model) to one each, which counts for all that is in
-            those modules; the innermost module named counts, and of two rules for one module the
+            patterns of module paths ("" is the model) to one each, which counts for everything in
+            those modules. The innermost module named counts, and of two rules for one module the
             later one. None: leaves are used as they are stored.
 
     Returns:
@@ -165,35 +165,50 @@ def functionalize(
         raise StructureError(
             "a lazy module has no shapes yet. Remedy: run it once before functionalize"
         )
-    names = {id(p): name for name, p in model.named_parameters()}
-    buffer_names = {id(b): name for name, b in model.named_buffers()}
-    slots, buffer_slots = [], []
-    for path, module in model.named_modules():
-        slots += [
-            Slot(path, a, names[id(p)]) for a, p in params_dict(module).items() if p is not None
-        ]
-        buffer_slots += [
-            Slot(path, a, buffer_names[id(b)])
-            for a, b in buffers_dict(module).items()
-            if b is not None
-        ]
-    found, policies = find_units(model, units, slots), find_policies(model, precision)
-    of_leaves = policies.of_leaves(slots)
+    slots = _slots_of(model.named_parameters(), model, params_dict)
+    buffer_slots = _slots_of(model.named_buffers(), model, buffers_dict)
+    specs = find_units(model, units, slots)
+    policies = find_policies(model, precision)
+    precisions = policies.of_leaves(slots)
     if policies.given:
-        found = tuple(
-            replace(unit, precisions=tuple(of_leaves[leaf] for leaf in unit.leaves))
-            for unit in found
-        )
-    stored = {n: cast_floats(p.detach(), of_leaves[n].storage) for n, p in model.named_parameters()}
-    params = Params(
-        {n: stored[n].requires_grad_(p.requires_grad) for n, p in model.named_parameters()}, found
-    )
-    kept = {slot.leaf: policies.of(slot.module).buffers for slot in buffer_slots}
-    buffers = {
-        name: cast_floats(buffer.detach(), kept[name]) for name, buffer in model.named_buffers()
-    }
-    again = choose_modules(model, remat, found, what="remat")
-    compiled = choose_modules(model, compile, found, what="compile", innermost=True)
+        specs = tuple(_with_precisions(spec, precisions) for spec in specs)
+
+    leaves = {}
+    for path, p in model.named_parameters():
+        stored = cast_floats(p.detach(), precisions[path].storage)
+        leaves[path] = stored.requires_grad_(p.requires_grad)
+    buffer_dtypes = {}
+    for slot in buffer_slots:
+        buffer_dtypes[slot.leaf] = policies.of(slot.module).buffers
+    buffers = {}
+    for path, buffer in model.named_buffers():
+        buffers[path] = cast_floats(buffer.detach(), buffer_dtypes[path])
+
+    recomputed = choose_modules(model, remat, specs, what="remat")
+    compiled = choose_modules(model, compile, specs, what="compile", innermost=True)
     options = check_options(compile_options, bool(compiled))
-    anatomy = Anatomy(found, slots, buffer_slots, policies, again, compiled, options)
-    return Apply(without_values(model), anatomy), params, buffers
+    anatomy = Anatomy(specs, slots, buffer_slots, policies, recomputed, compiled, options)
+    return Apply(without_values(model), anatomy), Params(leaves, specs), buffers
+
+
+def _slots_of(
+    named: Iterable[tuple[str, Tensor]],
+    model: nn.Module,
+    held_by: Callable[[nn.Module], dict[str, Any]],
+) -> list[Slot]:
+    """Every slot of the model's params or buffers, in the order of its modules.
+
+    A tied tensor has several, all with the first of its names, which is the one in `named`.
+    """
+    names = {id(tensor): name for name, tensor in named}
+    slots = []
+    for path, module in model.named_modules():
+        for attribute, tensor in held_by(module).items():
+            if tensor is not None:  # a bias that a module does without, say
+                slots.append(Slot(path, attribute, names[id(tensor)]))
+    return slots
+
+
+def _with_precisions(spec: UnitSpec, of_leaves: Mapping[str, Precision]) -> UnitSpec:
+    """The unit with the policy of each of its leaves."""
+    return replace(spec, precisions=tuple(of_leaves[leaf] for leaf in spec.leaves))

@@ -1,11 +1,9 @@
-"""`LazyParam`: what a loss sees of a sharded parameter before its unit is entered."""
+"""`LazyParam`: a sharded parameter as a loss sees it, before its unit is entered."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import filterfalse, repeat
 from typing import Any, Protocol
 
 import torch
@@ -34,14 +32,16 @@ class Entrance(Protocol):
         ...
 
     def watch(self) -> AbstractContextManager[None]:
-        """Around a call of the unit: what autograd saves of gathered storage is remembered, not
-        kept."""
+        """Around a call of the unit: tensors of gathered storage that autograd would save are
+        remembered, not kept."""
         ...
 
 
 _ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf")
+_GETTERS = [getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES]
+# Questions that shape and dtype answer: they gather nothing
 _METADATA = {
-    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
+    *_GETTERS,
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
@@ -57,11 +57,11 @@ class LazyParam(torch.Tensor):
     """A leaf that is not whole here yet. Its shape and dtype are the whole leaf's; a torch operator
     on it gathers it.
 
-    Pass it to `apply`, or make it whole and differentiable with `fz.unshard`. `make_lazy_params`
-    makes them.
+    Pass it to `apply`, or make it whole and differentiable with `fz.unshard`. `make_lazy_param`
+    makes one.
     """
 
-    entrance: Entrance
+    entrance: Entrance  # of the leaf's unit, for one pass
     number: int  # of this leaf among the entrance's
 
     def whole(self) -> Tensor:
@@ -71,9 +71,8 @@ class LazyParam(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with without_torch_function():
-            return (
-                f"LazyParam(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
-            )
+            shape = tuple(self.shape)
+            return f"LazyParam(shape={shape}, dtype={self.dtype}, device='{self.device}')"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,12 +91,29 @@ class LazyParam(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # no TypeError: Python's binary operators would replace it by one of their own
+        # No TypeError: Python's binary operators would replace it by one of their own
         raise StructureError(
             f"a sharded parameter reached {func} without having been gathered, as happens when a "
             "torch.func transform is given it as an argument. Remedy: make it whole first, "
             "`fz.unshard(params)`, and pass that"
         )
+
+
+def make_lazy_param(
+    entrance: Entrance,
+    number: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> LazyParam:
+    """A lazy parameter without storage: number `number` among the entrance's leaves."""
+    lazy: LazyParam = make_wrapper(
+        LazyParam, shape, None, None, None, dtype, torch.strided, device, False, requires_grad
+    )
+    lazy.entrance = entrance
+    lazy.number = number
+    return lazy
 
 
 def make_lazy_params(
@@ -108,13 +124,12 @@ def make_lazy_params(
     devices: Iterable[torch.device],
     trainable: Iterable[bool],
 ) -> list[LazyParam]:
-    """A lazy parameter for each leaf. Steps make them anew, so with no line of Python for each."""
-    default, strided, pinned = repeat(None), repeat(torch.strided), repeat(False)
-    like = (shapes, default, default, default, dtypes, strided, devices, pinned, trainable)
-    lazy = [*map(make_wrapper, repeat(LazyParam), *like)]
-    deque(map(setattr, lazy, repeat("entrance"), entrances), maxlen=0)
-    deque(map(setattr, lazy, repeat("number"), numbers), maxlen=0)
-    return lazy
+    """A lazy parameter for each leaf.
+
+    The arguments are in the leaves' order; those that all leaves have in common may go on for ever.
+    """
+    leaves = zip(entrances, numbers, shapes, dtypes, devices, trainable, strict=False)
+    return [make_lazy_param(*leaf) for leaf in leaves]
 
 
 def _make_whole(leaf: Any) -> Any:
@@ -129,12 +144,14 @@ def make_whole(tree: PyTree[Any]) -> PyTree[Any]:
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """How often each has been written to; tensors of inference mode don't count."""
-    return [*map(version_of, filterfalse(Tensor.is_inference, tensors))]
+    return [version_of(x) for x in tensors if not x.is_inference()]
 
 
 def check_unchanged(params: Sequence[Tensor], versions: list[int]) -> None:
-    """Raise if a loss has written to params: it would change the state, or be lost, depending on
-    the level."""
+    """Raise if a loss has written to params, by the versions from before it ran.
+
+    The write would change the state, or be lost, depending on the level.
+    """
     if params and versions_of(params) != versions:
         raise StructureError(
             "the loss changed a leaf of params in place, and a step is a pure function. "

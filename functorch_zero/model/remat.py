@@ -1,9 +1,9 @@
-"""Recomputation: a unit's forward that runs again in backward, instead of keeping what it computed.
+"""Recomputation: a unit's forward that runs again in backward, instead of keeping activations.
 
-torch.utils.checkpoint does it, without its re-entrant variant: it keeps the arguments, draws random
-numbers again as they were, and runs the region again when backward first asks for something saved
-in it. The region holds the whole unit, its entering included, so that at level 3 the gather is
-inside and a gathered leaf is not kept either.
+torch.utils.checkpoint does it, in its variant that is not re-entrant: it keeps the arguments, draws
+random numbers again as they were, and runs the region again when backward first asks for something
+saved in it. The region holds the whole unit, its entering included. So at level 3 the gather is
+inside, and a gathered leaf is not kept either.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callabl
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Nothing is saved without gradients; torch.func refuses the hooks that checkpoint takes
         if not torch.is_grad_enabled() or transforms_active():
             return forward(*args, **kwargs)
         return checkpoint(_Region(forward, buffers), *args, use_reentrant=False, **kwargs)
@@ -39,15 +40,17 @@ class _Region:
     """One call of a unit's forward, to be run once or more."""
 
     def __init__(self, forward: Callable[..., Any], buffers: Sequence[Place]):
-        self._forward, self._places = forward, buffers
+        self._forward = forward
+        self._places = buffers
         self._before: list[Tensor] | None = None  # the buffers as the first run found them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is None:
             self._before = [buffer.detach().clone() for buffer in found(self._places)]
             return self._forward(*args, **kwargs)
+        # In backward: on the first run's buffers, and the changes to them don't count twice
         after = found(self._places)
-        put(self._places, map(Tensor.clone, self._before))
+        put(self._places, [buffer.clone() for buffer in self._before])
         try:
             return self._forward(*args, **kwargs)
         finally:

@@ -22,21 +22,14 @@ from torch import Tensor, nn
 
 from .._torch_private import buffers_dict, params_dict, transforms_active, version_of
 from ..params import UnitSpec
+from ..precision import Precision
 from ..profiling import ranged
 from .casting import Policies, cast_leaf
 from .compile import CompiledForward
 from .copying import functions_of
 from .lazy_param import LazyParam
 from .remat import recomputed
-from .slots import Place, entering, found, put, used
-
-
-class Slot(NamedTuple):
-    """A place in a module where a leaf is used."""
-
-    module: str  # its path
-    attribute: str
-    leaf: str  # the leaf's path
+from .slots import Place, Slot, entering, found, put, used
 
 
 class Anatomy(NamedTuple):
@@ -51,42 +44,55 @@ class Anatomy(NamedTuple):
     compile_options: Mapping[str, Any] = {}
 
 
+class BufferCopy(NamedTuple):
+    """A buffer as one call was given it, for the comparison afterwards."""
+
+    tensor: Tensor  # the skeleton's own copy
+    version: int | None  # before the call; None: tensors of inference mode don't count
+
+
 class Skeleton:
     """A copy of the model whose places can be filled; see Note [captured skeletons]."""
 
     def __init__(self, root: nn.Module, anatomy: Anatomy):
         self.root = root
-        at = root.get_submodule
-        self._policies = {
-            leaf: policy for unit in anatomy.units for leaf, policy in unit.policies.items()
-        }
-        anatomy.policies.cast_calls(root)
-        self._slots: list[Place] = [
-            (params_dict(at(s.module)), s.attribute, s.leaf) for s in anatomy.slots
-        ]
-        self._buffer_slots: list[Place] = [
-            (buffers_dict(at(s.module)), s.attribute, s.leaf) for s in anatomy.buffer_slots
-        ]
+        self._policies: dict[str, Precision] = {}  # by leaf, of those that have one
+        for unit in anatomy.units:
+            self._policies |= unit.policies
+        self._slots = _places(root, anatomy.slots, params_dict)
+        self._buffer_slots = _places(root, anatomy.buffer_slots, buffers_dict)
         self._places = self._slots + self._buffer_slots
-        self._empty = found(self._places)
-        self._params: Mapping[str, Any] = {}
-        self._lazy = False
+        self._empty = found(self._places)  # tensors on the meta device
+        self._params: Mapping[str, Any] = {}  # those of the call, by path
+        self._lazy = False  # whether units are to be entered in it
+        # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
+        anatomy.policies.cast_calls(root)
+        self._wrap_units(anatomy)
+        self._held = [*root.modules(), *functions_of(root)]
+        self._refs: list[int] = []  # references to each of `_held` while nothing runs
+
+    def _wrap_units(self, anatomy: Anatomy) -> None:
+        """Give the units' modules a forward that, from the outside in, is computed again in
+        backward, enters the unit, and is compiled."""
         by_leaf: dict[str, list[Place]] = {}
         for place in self._slots:
-            by_leaf.setdefault(place[2], []).append(place)
+            by_leaf.setdefault(place.leaf, []).append(place)
         for unit in anatomy.units:
-            inside = [place for leaf in unit.leaves for place in by_leaf.get(leaf, ())]
+            inside: list[Place] = []
+            for leaf in unit.leaves:
+                inside += by_leaf.get(leaf, [])
             for path in unit.modules:
-                module = root.get_submodule(path)
+                module = self.root.get_submodule(path)
                 if path in anatomy.compiled:
                     module.forward = CompiledForward(module.forward, anatomy.compile_options)
                 module.forward = self._entering(path, inside, module.forward)
                 if path in anatomy.remat:
-                    within = {id(buffers_dict(m)) for m in module.modules()}
-                    places = [place for place in self._buffer_slots if id(place[0]) in within]
-                    module.forward = recomputed(module.forward, places)
-        self._held = [*root.modules(), *functions_of(root)]
-        self._refs: list[int] = []
+                    module.forward = recomputed(module.forward, self._buffers_in(module))
+
+    def _buffers_in(self, module: nn.Module) -> list[Place]:
+        """The places of the buffers of a module and of those inside it."""
+        inside = {id(buffers_dict(m)) for m in module.modules()}
+        return [place for place in self._buffer_slots if id(place.held) in inside]
 
     def settle(self) -> Skeleton:
         """Note how often modules and functions are referred to while nothing runs. Call it outside
@@ -95,7 +101,7 @@ class Skeleton:
         return self
 
     def _count_refs(self) -> list[int]:
-        return [*map(sys.getrefcount, self._held)]
+        return list(map(sys.getrefcount, self._held))
 
     def is_free(self) -> bool:
         """Whether nothing but this skeleton refers to its modules and their functions."""
@@ -103,37 +109,34 @@ class Skeleton:
 
     def bind(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
-    ) -> dict[str, tuple[Tensor, int | None]]:
+    ) -> dict[str, BufferCopy]:
         """Fill every place; buffers with copies, which are returned with their versions."""
         self._params = params
-        kinds = {*map(type, params.values())}
+        kinds = {type(leaf) for leaf in params.values()}
         self._lazy = LazyParam in kinds
         leaves = used(self._slots, params)
+        # A lazy leaf has its policy's dtype already, and is cast when it is entered
         if self._policies and kinds != {LazyParam}:
-            leaves = [
-                self._as_used(path, leaf)
-                for (_, _, path), leaf in zip(self._slots, leaves, strict=True)
-            ]
+            for i, place in enumerate(self._slots):
+                leaves[i] = self._as_used(place.leaf, leaves[i])
         put(self._slots, leaves)
-        return {
-            path: (copied, _version(copied)) for path, copied in self._put_copies(buffers).items()
-        }
+        taken = {}
+        for path, copied in self._put_copies(buffers).items():
+            taken[path] = BufferCopy(copied, _version(copied))
+        return taken
 
     def _as_used(self, path: str, leaf: Any) -> Any:
-        """A leaf that was given whole, in the dtype it is used in; a lazy one gives it so when it
-        is entered."""
+        """A leaf that was given whole, in the dtype that its module computes with."""
         policy = self._policies.get(path)
-        return (
-            leaf
-            if policy is None or type(leaf) is LazyParam
-            else cast_leaf(leaf, policy.dtypes(leaf.dtype))
-        )
+        if policy is None or type(leaf) is LazyParam:
+            return leaf
+        return cast_leaf(leaf, policy.dtypes(leaf.dtype))
 
     def release(self, buffers: Mapping[str, Tensor]) -> None:
         """Let go of the values, unless something still refers to a module and may yet run it.
 
-        Then it finds the params there, and copies of the buffers that the call was given: what it
-        makes of them is nobody's.
+        Then it finds the params there, and copies of the buffers that the call was given. It may
+        change those: nobody reads them.
         """
         if self.is_free():
             self._params = {}
@@ -142,35 +145,51 @@ class Skeleton:
             self._put_copies(buffers)
 
     def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in the places of buffers, since modules write to theirs; they are returned."""
         copies = {path: buffer.clone() for path, buffer in buffers.items()}
-        for attributes, name, leaf in self._buffer_slots:
-            attributes[name] = copies[leaf]
+        put(self._buffer_slots, used(self._buffer_slots, copies))
         return copies
 
     def new_buffers(
-        self, old: Mapping[str, Tensor], taken: dict[str, tuple[Tensor, int | None]]
+        self, old: Mapping[str, Tensor], taken: Mapping[str, BufferCopy]
     ) -> dict[str, Tensor]:
         """The buffers after the call: the old tensors where nothing changed."""
         new = dict(old)
-        for attributes, name, leaf in self._buffer_slots:
-            buffer, (copied, version) = attributes[name], taken[leaf]
-            if (
-                buffer is not copied
-                or _version(copied) != version
-                or _may_differ(copied, old[leaf])
-            ):
-                assert isinstance(buffer, Tensor)
-                new[leaf] = buffer.detach()
+        for place, buffer in zip(self._buffer_slots, found(self._buffer_slots), strict=True):
+            if _is_changed(buffer, taken[place.leaf], old[place.leaf]):
+                new[place.leaf] = buffer.detach()
         return new
 
     def _entering(self, path: str, inside: list[Place], forward: Callable[..., Any]) -> Any:
+        """The same function, entering the unit of the module of this path where leaves are lazy."""
+
         @functools.wraps(forward)
         def enter_and_run(*args: Any, **kwargs: Any) -> Any:
+            run = forward
             with ranged("forward", path or "root"):
-                run = entering(path, inside, self._params, forward) if self._lazy else forward
+                if self._lazy:
+                    run = entering(path, inside, self._params, forward)
                 return run(*args, **kwargs)
 
         return enter_and_run
+
+
+def _places(
+    root: nn.Module, slots: list[Slot], held_by: Callable[[nn.Module], dict[str, Any]]
+) -> list[Place]:
+    """The places of these slots in the modules of `root`, in the same order."""
+    places = []
+    for slot in slots:
+        module = root.get_submodule(slot.module)
+        places.append(Place(held_by(module), slot.attribute, slot.leaf))
+    return places
+
+
+def _is_changed(buffer: Tensor, taken: BufferCopy, old: Tensor) -> bool:
+    """Whether a call has put another tensor in a buffer's place, or written to the one there."""
+    if buffer is not taken.tensor or _version(buffer) != taken.version:
+        return True
+    return _may_differ(buffer, old)
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -182,5 +201,7 @@ def _may_differ(copied: Tensor, old: Tensor) -> bool:
     """Whether a copy whose version is as it was may have changed; see Note [changed buffers]."""
     if not copied.is_floating_point() and not copied.is_inference():
         return False
-    comparable = type(copied) is Tensor and copied.device.type == "cpu" and not transforms_active()
-    return not comparable or not torch.equal(copied, old)
+    plain = type(copied) is Tensor and not transforms_active()
+    if not plain or copied.device.type != "cpu":
+        return True
+    return not torch.equal(copied, old)

@@ -1,56 +1,68 @@
-"""Places in modules where leaves are used, filled with whole leaves while a unit is entered.
-
-Every unit of every step does this, so there is no line of Python for each leaf.
-"""
+"""Places in modules where leaves are used, filled with whole leaves while a unit is entered."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress, repeat
-from operator import attrgetter, getitem, is_, itemgetter, setitem
-from typing import Any
+from typing import Any, NamedTuple
 
-from .lazy_param import Entrance
-
-# A module's own dict of tensors, the name there, the leaf's path
-Place = tuple[dict[str, Any], str, str]
-_DICT, _NAME, _LEAF = map(itemgetter, range(3))
-_NUMBER = attrgetter("number")
+from .lazy_param import Entrance, LazyParam
 
 
-def found(places: Sequence[Place]) -> list[Any]:
-    """What is in the places."""
-    return [*map(getitem, map(_DICT, places), map(_NAME, places))]
+class Slot(NamedTuple):
+    """A place in a module where a leaf is used."""
+
+    module: str  # its path
+    attribute: str
+    leaf: str  # the leaf's path
 
 
-def put(places: Sequence[Place], values: Iterable[Any]) -> None:
+class Place(NamedTuple):
+    """A slot of one skeleton's module: an entry of the dict that holds the module's tensors."""
+
+    held: dict[str, Any]  # the module's own, from `params_dict` or `buffers_dict`
+    attribute: str
+    leaf: str  # the leaf's path
+
+
+def found(places: Iterable[Place]) -> list[Any]:
+    """The tensors in the places."""
+    return [place.held[place.attribute] for place in places]
+
+
+def put(places: Iterable[Place], values: Iterable[Any]) -> None:
     """Fill the places."""
-    deque(map(setitem, map(_DICT, places), map(_NAME, places), values), maxlen=0)
+    for place, value in zip(places, values, strict=True):
+        place.held[place.attribute] = value
 
 
-def used(places: Sequence[Place], leaves: Mapping[str, Any]) -> list[Any]:
+def used(places: Iterable[Place], leaves: Mapping[str, Any]) -> list[Any]:
     """For each place the leaf that is used there."""
-    return [*map(leaves.__getitem__, map(_LEAF, places))]
+    return [leaves[place.leaf] for place in places]
 
 
 def entering(
-    path: str, places: Sequence[Place], leaves: Mapping[str, Any], forward: Callable[..., Any]
+    path: str, places: Iterable[Place], leaves: Mapping[str, Any], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The same function, with whatever the leaves of the places lie in entered: mostly the one
-    entrance of all.
+    """The same function, run inside the entrances of the leaves that are used in it.
+
+    Mostly there is one: a unit's own. There are several where leaves of differently sharded trees
+    were put together.
 
     Args:
         path: of the module whose `forward` it is.
+        places: where the module and those inside it use the leaves of the module's unit.
         leaves: by path; those that are not lazy are in their places already.
+        forward: the function.
     """
-    given = used(places, leaves)
-    owners = [*map(getattr, given, repeat("entrance"), repeat(None))]
-    for entrance in filter(None, dict.fromkeys(owners)):
-        own = [*map(is_, owners, repeat(entrance))]
-        numbers = [*map(_NUMBER, compress(given, own))]
-        forward = partial(_entered, entrance, path, [*compress(places, own)], numbers, forward)
+    by_entrance: dict[Entrance, list[Place]] = {}
+    for place in places:
+        leaf = leaves[place.leaf]
+        if type(leaf) is LazyParam:
+            by_entrance.setdefault(leaf.entrance, []).append(place)
+    for entrance, own in by_entrance.items():
+        numbers = [leaves[place.leaf].number for place in own]
+        forward = partial(_entered, entrance, path, own, numbers, forward)
     return forward
 
 
@@ -65,11 +77,13 @@ def _entered(
     **kwargs: Any,
 ) -> Any:
     """Run inside the entrance, with its whole leaves of these numbers in the places meanwhile."""
-    leaves, before = entrance.enter(path), found(places)
+    leaves = entrance.enter(path)
+    before = found(places)
     try:
-        put(places, map(leaves.__getitem__, numbers))
+        put(places, [leaves[number] for number in numbers])
         with entrance.watch():
             return forward(*args, **kwargs)
     finally:
+        # The lazy ones again, so that no place keeps gathered storage alive
         put(places, before)
         entrance.leave(path)

@@ -1,4 +1,4 @@
-"""Which leaves of a module form a unit: decided once, by `functionalize`."""
+"""The units of a model: leaves that are gathered together, chosen once, by `functionalize`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from torch import nn
 
 from ..params import UnitSpec
 from ..tree import ancestors, path_matches
+from .slots import Slot
 
 UnitRule = type[nn.Module] | Callable[[str, nn.Module], bool] | str
 Units = UnitRule | Sequence[UnitRule] | None
 
+# Containers that have no call of their own, or only call their children: each child is a unit
+_OPENED = nn.ModuleList | nn.ModuleDict | nn.Sequential
 SMALL = 8  # a unit of less than 1/SMALL of its neighbour's elements joins it
 
 
@@ -20,15 +23,13 @@ SMALL = 8  # a unit of less than 1/SMALL of its neighbour's elements joins it
 class _Draft:
     """A unit in the making."""
 
-    modules: list[str]
-    leaves: list[str]
-    size: int
-    joinable: bool
+    modules: list[str]  # paths
+    leaves: list[str]  # paths
+    num_elements: int  # in all leaves together
+    joinable: bool  # nobody chose it, and it isn't the model itself
 
 
-def find_units(
-    model: nn.Module, units: Units, slots: Iterable[tuple[str, str, str]]
-) -> tuple[UnitSpec, ...]:
+def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[UnitSpec, ...]:
     """Partition the model's leaves into units.
 
     Args:
@@ -36,35 +37,39 @@ def find_units(
             several of them.
             None: each child of the model is a unit, and containers (ModuleList, Sequential,
             ModuleDict) are opened.
-        slots: (module path, attribute, leaf path) of every place a parameter is used; a tied one
-            has several.
+        slots: every place where a parameter is used; a tied one has several.
 
-    A leaf belongs to the innermost unit around all its places. What is in none of the chosen units
-    forms units of its own, one for each largest module that holds no chosen one; small ones join a
+    A leaf belongs to the innermost unit around all its places. Leaves in none of the chosen units
+    form units of their own, one for each largest module that holds no chosen one; small ones join a
     neighbour.
     """
-    chosen = {
-        path
-        for path, module in model.named_modules()
-        if path and matches(units, model, path, module)
-    }
+    chosen = set()
+    for path, module in model.named_modules():
+        if path and matches(units, model, path, module):
+            chosen.add(path)
     if units is not None and not chosen:
         raise ValueError(f"units={units!r} matches no module of {type(model).__name__}")
+    # The innermost module around all places of each leaf
     homes: dict[str, str] = {}
-    for module, _, leaf in slots:
-        homes[leaf] = module if leaf not in homes else _common_parent(homes[leaf], module)
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    drafts: dict[str, _Draft] = {}
-    for leaf in sizes:
+    for slot in slots:
+        home = homes.setdefault(slot.leaf, slot.module)
+        homes[slot.leaf] = _common_parent(home, slot.module)
+
+    drafts: dict[str, _Draft] = {}  # by the path of their module, in the order of their leaves
+    for leaf, param in model.named_parameters():
         unit = _innermost(homes[leaf], chosen)
-        home = unit if unit is not None else _largest_free(homes[leaf], chosen)
-        draft = drafts.setdefault(home, _Draft([home], [], 0, unit is None and bool(home)))
-        draft.leaves.append(leaf)
-        draft.size += sizes[leaf]
-    return tuple(
-        UnitSpec("+".join(d.modules), tuple(d.modules), tuple(d.leaves))
-        for d in _join(list(drafts.values()))
-    )
+        home = _largest_free(homes[leaf], chosen) if unit is None else unit
+        if home not in drafts:
+            joinable = unit is None and home != ""
+            drafts[home] = _Draft([home], [], 0, joinable)
+        drafts[home].leaves.append(leaf)
+        drafts[home].num_elements += param.numel()
+
+    found = []
+    for draft in _join(list(drafts.values())):
+        name = "+".join(draft.modules)
+        found.append(UnitSpec(name, tuple(draft.modules), tuple(draft.leaves)))
+    return tuple(found)
 
 
 def choose_modules(
@@ -75,17 +80,27 @@ def choose_modules(
     what: str,
     innermost: bool = False,
 ) -> frozenset[str]:
-    """The modules of units that an option is for: those the rule matches; with True all without
-    another unit inside.
+    """The paths of the units' modules that an option is for.
 
-    An option for the `innermost` ones refuses others.
+    Args:
+        model: whose modules they are.
+        rule: as for units; True: all that have no other unit inside; False or None: none.
+        units: the model's.
+        what: the option's name, for errors.
+        innermost: whether the option is only for modules without another unit inside.
     """
     if rule is False or rule is None:
         return frozenset()
-    entered = {path for unit in units for path in unit.modules}
-    around = {parent for path in entered for parent in ancestors(path)[1:]}
+    entered: set[str] = set()  # the modules whose calls enter units
+    around: set[str] = set()  # modules with such a one inside
+    for unit in units:
+        entered.update(unit.modules)
+        for path in unit.modules:
+            around.update(ancestors(path)[1:])
+    free = entered - around
     if rule is True:
-        return frozenset(entered - around)
+        return frozenset(free)
+
     chosen = {path for path in entered if matches(rule, model, path, model.get_submodule(path))}
     if not chosen:
         raise ValueError(
@@ -93,10 +108,10 @@ def choose_modules(
             f"{', '.join(sorted(entered))}"
         )
     if innermost and chosen & around:
+        outer = min(chosen & around) or "the model"
         raise ValueError(
-            f"{what}={rule!r} matches {min(chosen & around) or 'the model'!r}, which has other "
-            "units inside: their collectives would be inside too. Remedy: choose among "
-            f"{', '.join(sorted(entered - around))}"
+            f"{what}={rule!r} matches {outer!r}, which has other units inside: their collectives "
+            f"would be inside too. Remedy: choose among {', '.join(sorted(free))}"
         )
     return frozenset(chosen)
 
@@ -116,29 +131,36 @@ def matches(units: Units, model: nn.Module, path: str, module: nn.Module) -> boo
 
 def _is_opened_child(model: nn.Module, path: str) -> bool:
     """Whether only containers lie between the model and this module, which is not one itself."""
-    container = nn.ModuleList | nn.ModuleDict | nn.Sequential
-    parents = path.split(".")[:-1]
-    between = [model.get_submodule(".".join(parents[:i])) for i in range(1, len(parents) + 1)]
-    return all(isinstance(m, container) for m in between) and not isinstance(
-        model.get_submodule(path), container
-    )
+    if isinstance(model.get_submodule(path), _OPENED):
+        return False
+    parents = ancestors(path)[1:-1]  # without the module itself, and without the model
+    return all(isinstance(model.get_submodule(parent), _OPENED) for parent in parents)
 
 
 def _innermost(path: str, chosen: set[str]) -> str | None:
-    return next((p for p in ancestors(path) if p in chosen), None)
+    """The innermost chosen module that this one is, or lies in; None if there is none."""
+    for candidate in ancestors(path):
+        if candidate in chosen:
+            return candidate
+    return None
 
 
 def _largest_free(path: str, chosen: set[str]) -> str:
     """The outermost module around `path`, short of the root, that has no chosen unit in it; else
     `path` itself."""
+    taken: set[str] = set()  # the chosen modules, and all around them
+    for chosen_path in chosen:
+        taken.update(ancestors(chosen_path))
     for candidate in reversed(ancestors(path)):
-        if candidate and not any(c == candidate or c.startswith(candidate + ".") for c in chosen):
+        if candidate and candidate not in taken:
             return candidate
     return path
 
 
 def _common_parent(a: str, b: str) -> str:
-    return next(p for p in ancestors(a) if p in ancestors(b))
+    """The innermost module around both; the model at the latest."""
+    around_b = ancestors(b)
+    return next(path for path in ancestors(a) if path in around_b)
 
 
 def _parent(path: str) -> str:
@@ -150,19 +172,21 @@ def _join(drafts: list[_Draft]) -> list[_Draft]:
     one before."""
     joined: list[_Draft] = []
     for draft in drafts:
-        before = joined[-1] if joined else None
-        if (
-            before
-            and _siblings(before, draft)
-            and min(before.size, draft.size) * SMALL <= max(before.size, draft.size)
-        ):
-            before.modules += draft.modules
-            before.leaves += draft.leaves
-            before.size += draft.size
+        if joined and _are_neighbours(joined[-1], draft) and _one_is_small(joined[-1], draft):
+            joined[-1].modules += draft.modules
+            joined[-1].leaves += draft.leaves
+            joined[-1].num_elements += draft.num_elements
         else:
             joined.append(draft)
     return joined
 
 
-def _siblings(a: _Draft, b: _Draft) -> bool:
+def _are_neighbours(a: _Draft, b: _Draft) -> bool:
+    """Whether two units in a row may be one: nobody chose either, and they have one parent."""
     return a.joinable and b.joinable and _parent(a.modules[-1]) == _parent(b.modules[0])
+
+
+def _one_is_small(a: _Draft, b: _Draft) -> bool:
+    """Whether one of two is so small that a gather of its own doesn't pay."""
+    smaller, larger = sorted((a.num_elements, b.num_elements))
+    return smaller * SMALL <= larger

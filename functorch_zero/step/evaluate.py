@@ -1,5 +1,5 @@
-"""The evaluation step for one process: no gradients, on the params or on something else that the
-state holds."""
+"""The evaluation step for one process: no gradients, on the params or on other leaves of the
+state, such as averages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .train import optimizer_view
 class EvalStep:
     """`step(state, batch) -> metrics` for one process, without gradients. Made by `eval_step`."""
 
-    fn: Callable[[Any, Any, Any], Any]
+    fn: Callable[[Any, Any, Any], Any]  # (params, buffers, batch) -> metrics or Aux
+    # (opt_state, trained leaves) -> the leaves to evaluate on; None: the params
     params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None
 
     @torch.no_grad()
@@ -36,14 +37,21 @@ class EvalStep:
             )
         params = state.params
         if self.params is not None:
-            params = merge(self.chosen(state.opt_state, optimizer_view(params)[0]), params)
-        with replayed(state.seed, state.step, 0, optree.tree_leaves(params)[0].device):
-            metrics, weight = call_eval(self.fn, CastParams(params).params, state.buffers, batch)
-        return {k: if_weighty(as_metric(v), weight) for k, v in metrics.items()}
+            trained_params, _ = optimizer_view(params)
+            # Frozen leaves stay the state's own
+            params = merge(self.chosen(state.opt_state, trained_params), params)
+        device = optree.tree_leaves(params)[0].device
+        with replayed(state.seed, state.step, 0, device):
+            cast = CastParams(params)
+            given, weight = call_eval(self.fn, cast.params, state.buffers, batch)
+        metrics = {}
+        for name, value in given.items():
+            metrics[name] = if_weighty(as_metric(value), weight)
+        return metrics
 
     def chosen(self, opt_state: Any, params: PyTree[Tensor]) -> PyTree[Tensor]:
-        """The leaves that `self.params` chooses, from an optimizer's state and the trained leaves;
-        all whole, or all in pieces."""
+        """The trained leaves that `self.params` chooses to evaluate on, in the form of those given:
+        whole, or this rank's pieces."""
         assert self.params is not None
         found = self.params(opt_state, params)
         same_structure(params, found, what="what eval_step(params=...) gave")
@@ -61,10 +69,11 @@ def eval_step(
     Sharded, metrics are averaged over ranks as a train step's are.
 
     Args:
-        fn: what to evaluate.
-        params: what to evaluate it on instead of the params: `(opt_state, params) -> params`, of
+        fn: the function to evaluate.
+        params: leaves to evaluate it on instead of the params: `(opt_state, params) -> params`, of
             the trained leaves (None elsewhere), such as `optim.ema_params`. At levels 1 to 3 it
-            sees and gives this rank's pieces; levels 1 and 2 gather them, one all-gather a bucket.
+            sees and gives this rank's pieces; levels 1 and 2 gather them, one all-gather per
+            bucket.
     """
     return EvalStep(fn, params)
 
@@ -72,7 +81,7 @@ def eval_step(
 def call_eval(
     fn: Any, params: Any, buffers: Any, batch: Any
 ) -> tuple[Mapping[str, Any], Tensor | float | None]:
-    """Call a user's evaluation and check what it returns: metrics and weight."""
+    """Call a user's evaluation and check its results: metrics and weight."""
     result = fn(params, buffers, batch)
     if isinstance(result, Aux):
         return result.metrics, result.weight

@@ -1,11 +1,11 @@
-"""A user's loss: what it returns, over the micro-batches of a batch, and means by weight."""
+"""A user's loss: its call, its checked results, micro-batches, and means by weight."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import optree
 import torch
@@ -23,10 +23,9 @@ class Aux:
     Attributes:
         buffers: the new buffers, as `apply` returned them; None when nothing changed.
         metrics: 0-d tensors or numbers by name, averaged like the loss.
-        weight: how much this batch counts (its number of tokens, say); None: each rank's batch
-            counts the same. What
-            weighs 0 counts for nothing: neither its loss, metrics and gradients nor the buffers
-            that it changed.
+        weight: the share of this batch in means over batches: its number of tokens, say. None:
+            each rank's batch counts the same. A batch of weight 0 counts for nothing: neither its
+            loss, metrics and gradients nor the buffers that it changed.
     """
 
     buffers: Mapping[str, Tensor] | None = None
@@ -41,46 +40,65 @@ Metrics = dict[str, Tensor]
 class Outcome(NamedTuple):
     """The results of one call of a loss."""
 
-    loss: Tensor  # 0-d
-    buffers: PyTree[Tensor]
-    metrics: Mapping[str, Tensor | float]
-    weight: Tensor | float | None
+    loss: Tensor  # 0-d floating-point; differentiable until gradients have been taken
+    buffers: PyTree[Tensor]  # the new ones, whole; the old ones where the batch weighs nothing
+    metrics: Mapping[str, Tensor | float]  # 0-d each
+    weight: Tensor | float | None  # >= 0; None: the loss gave none
 
 
 def call_loss(
     loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
 ) -> Outcome:
-    """Call a user's loss and check what it returns."""
+    """Call a user's loss and check its results."""
     loss, given = check_loss(loss_fn(params, buffers, batch), rank)
     aux = given or Aux()
-    new = (
-        buffers
-        if aux.buffers is None
-        else tree_map(
-            lambda b: b if type(b) is Tensor and not b.requires_grad else b.detach(), aux.buffers
-        )
-    )
+    if aux.buffers is None:
+        return Outcome(loss, buffers, aux.metrics, aux.weight)
+    new = tree_map(_without_history, aux.buffers)
     same_structure(buffers, new, what="Aux.buffers", rank=rank)
-    new = tree_map(lambda old, b: b if b is old else if_weighty(b, aux.weight, old), buffers, new)
+
+    def choose(old: Tensor, new: Tensor) -> Tensor:
+        return new if new is old else if_weighty(new, aux.weight, otherwise=old)
+
+    new = tree_map(choose, buffers, new)
     return Outcome(loss, new, aux.metrics, aux.weight)
 
 
+def _without_history(buffer: Tensor) -> Tensor:
+    """The buffer as the next call may use it: plain, and in no autograd graph.
+
+    A plain one stays the same object, by which it shows that nothing changed it.
+    """
+    if type(buffer) is Tensor and not buffer.requires_grad:
+        return buffer
+    return buffer.detach()
+
+
 def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None]:
-    """The loss, 0-d and differentiable, and what a user's loss returned beside it, if anything."""
-    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    """The loss, 0-d and differentiable, and the `Aux` that a user's loss returned beside it, if
+    any."""
+    loss, aux = result, None
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, aux = result
     if not isinstance(aux, Aux | None):
         raise TypeError(
             f"a loss returns a tensor, or (tensor, fz.Aux(...)); got {type(aux).__name__} as the "
             "second"
         )
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        got = (
-            f"shape {tuple(loss.shape)}, {loss.dtype}"
-            if isinstance(loss, Tensor)
-            else type(loss).__name__
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"shape {tuple(loss.shape)}, {loss.dtype}"
+        remedy = "reduce it, with .mean() for example"
+        raise StructureError(
+            explain(
+                "the loss is not a scalar",
+                expected="shape ()",
+                got=got,
+                rank=rank,
+                remedy=remedy,
+            )
         )
-        what, remedy = "the loss is not a scalar", "reduce it, with .mean() for example"
-        raise StructureError(explain(what, expected="shape ()", got=got, rank=rank, remedy=remedy))
     if not loss.requires_grad:
         raise independent(rank)
     if aux is None:
@@ -95,21 +113,22 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
 
 def independent(rank: int | None = None) -> StructureError:
     """The error for a loss that uses no param."""
-    remedy = (
-        "compute it from the `params` it is given, with `apply` and not the module; without "
-        "detach or item"
-    )
     return StructureError(
-        explain("the loss does not depend on any trained leaf", rank=rank, remedy=remedy)
+        explain(
+            "the loss does not depend on any trained leaf",
+            rank=rank,
+            remedy="compute it from the `params` it is given, with `apply` and not the module; "
+            "without detach or item",
+        )
     )
 
 
 def check_weight(weight: Any, rank: int | None) -> None:
-    """Refuse a weight that no mean can be taken with."""
+    """Raise unless means can be taken with this weight."""
     if not isinstance(weight, Tensor | int | float | None):
         raise TypeError(f"Aux.weight must be a number or a 0-d tensor, got {type(weight).__name__}")
-    if weight is None or (isinstance(weight, Tensor) and weight.device.type != "cpu"):
-        return  # without waiting for the device
+    if weight is None or _on_device(weight):
+        return
     if not 0 <= float(weight) < math.inf:
         remedy = "count examples, or tokens; 0 counts for nothing"
         raise StructureError(
@@ -120,19 +139,24 @@ def check_weight(weight: Any, rank: int | None) -> None:
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """The batch in `count` parts along dim 0 of its tensors; whatever has no dims is in all of
-    them."""
+    """The batch in `count` parts along dim 0 of its tensors, the first ones larger by one where
+    that doesn't divide; leaves without dims are in all of them."""
     if count == 1:
         return [batch]
     leaves, treedef = optree.tree_flatten(batch)
-    parts = [_parts(path, leaf, count) for path, leaf in zip(paths(batch), leaves, strict=True)]
-    return [treedef.unflatten([part[i] for part in parts]) for i in range(count)]
+    parts_of = []  # per leaf, its `count` parts
+    for path, leaf in zip(paths(batch), leaves, strict=True):
+        parts_of.append(_parts(path, leaf, count))
+    micro = []
+    for i in range(count):
+        micro.append(treedef.unflatten([parts[i] for parts in parts_of]))
+    return micro
 
 
 def _parts(path: str, leaf: Any, count: int) -> list[Any]:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return [leaf] * count
-    if 0 < len(leaf) < count:
+    if 0 < len(leaf) < count:  # an empty batch is that of a rank which ran out of data
         remedy = "pass larger batches, or accumulate over fewer"
         raise StructureError(
             explain(
@@ -143,28 +167,44 @@ def _parts(path: str, leaf: Any, count: int) -> list[Any]:
 
 
 def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
-    """The mean of one value a micro-batch, by their weights; 0 where nothing has weight."""
-    weights = [as_metric(1.0 if o.weight is None else o.weight) for o in outcomes]
-    terms = [
-        if_weighty(as_tensor(v), w) * w.to(as_tensor(v).device)
-        for v, w in zip(values, weights, strict=True)
-    ]
-    total = sum(weights[1:], weights[0])
-    return sum(terms[1:], terms[0]) / torch.where(total == 0, 1, total).to(terms[0].device)
+    """The mean of one value per micro-batch, by their weights; 0 where nothing has weight.
+
+    The values have one shape, the mean's: a leaf's gradients, or a metric.
+    """
+    # Added in the order of the micro-batches, so that the oracle's sums are always the same
+    numerator: Tensor | None = None
+    total: Tensor | None = None
+    for given, outcome in zip(values, outcomes, strict=True):
+        value = as_tensor(given)
+        weight = as_metric(1.0 if outcome.weight is None else outcome.weight)
+        term = if_weighty(value, weight) * weight.to(value.device)
+        numerator = term if numerator is None else numerator + term
+        total = weight if total is None else total + weight
+    assert numerator is not None and total is not None
+    divisor = torch.where(total == 0, 1, total)
+    return numerator / divisor.to(numerator.device)
 
 
 def if_weighty(
     value: Tensor, weight: Tensor | float | None, otherwise: Tensor | float = 0
 ) -> Tensor:
-    """The value, or zeros where the weight is 0: what weighs nothing counts for nothing, the mean
-    of nothing too."""
+    """The value, or `otherwise` where the weight is 0.
+
+    A product with the weight would not do: the loss of a batch without examples is a mean of
+    nothing, a NaN, and 0 times a NaN is one.
+    """
     if weight is None:
         return value
-    if isinstance(weight, Tensor) and weight.device.type != "cpu":
-        return torch.where(weight == 0, otherwise, value)  # without waiting for the device
+    if _on_device(weight):
+        return torch.where(weight == 0, otherwise, value)
     if float(weight) != 0:
         return value
     return otherwise if isinstance(otherwise, Tensor) else torch.full_like(value, otherwise)
+
+
+def _on_device(weight: Tensor | float) -> TypeGuard[Tensor]:
+    """Whether the host would have to wait for a device to know the weight."""
+    return isinstance(weight, Tensor) and weight.device.type != "cpu"
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
@@ -172,19 +212,29 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     if len(outcomes) == 1:
         return outcomes[0]
     _check_all_weighted(outcomes)
-    last = outcomes[-1]
-    metrics = {
-        name: weighted_mean([o.metrics[name] for o in outcomes], outcomes) for name in last.metrics
-    }
-    weights = [as_metric(o.weight) for o in outcomes if o.weight is not None]
-    weight = sum(weights[1:], weights[0]) if weights else None
+    metrics = {}
+    for name in outcomes[-1].metrics:
+        metrics[name] = weighted_mean([o.metrics[name] for o in outcomes], outcomes)
     return Outcome(
-        weighted_mean([o.loss for o in outcomes], outcomes), last.buffers, metrics, weight
+        loss=weighted_mean([o.loss for o in outcomes], outcomes),
+        buffers=outcomes[-1].buffers,  # each micro-batch was given those of the one before
+        metrics=metrics,
+        weight=_total_weight(outcomes),
     )
 
 
+def _total_weight(outcomes: Sequence[Outcome]) -> Tensor | None:
+    """The sum of the micro-batches' weights, 0-d; None if they have none."""
+    total: Tensor | None = None
+    for outcome in outcomes:
+        if outcome.weight is not None:
+            weight = as_metric(outcome.weight)
+            total = weight if total is None else total + weight
+    return total
+
+
 def _check_all_weighted(outcomes: Sequence[Outcome]) -> None:
-    """Refuse micro-batches of which some have a weight and others have none."""
+    """Raise if some micro-batches have a weight and others have none."""
     without = [i for i, outcome in enumerate(outcomes) if outcome.weight is None]
     if without and len(without) < len(outcomes):
         raise StructureError(

@@ -1,5 +1,5 @@
-"""What a step says of its own update: norms, and what the optimizer's state reports. Asked for by
-name."""
+"""Metrics of a step's own update, asked for by name: norms, and those that the optimizer's state
+reports."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_reported(names: Sequence[str], opt_state: Any) -> None:
-    """Raise if a metric that was asked for is nothing that a step with this optimizer's state
-    knows."""
+    """Raise unless a step with this optimizer's state has every metric that was asked for."""
     known = [*NORMS, *_by_name(state_metrics(opt_state))]
     for name in names:
         if name not in known:
@@ -40,40 +39,52 @@ def check_reported(names: Sequence[str], opt_state: Any) -> None:
 
 
 class UpdateMetrics:
-    """The metrics of one update. Norms are taken of what this rank holds, and summed in the end
-    with one collective."""
+    """The metrics of one update. Norms are taken of the part that this rank holds, and summed at
+    the end with one collective."""
 
     def __init__(self, names: Sequence[str], across: Across):
-        self._names, self._across = names, across
+        self._names = names
+        self._across = across
+        # By norm: a tree of 0-d sums of squares, each of this rank's part of a leaf
         self._squares: dict[str, PyTree[Tensor]] = {}
 
     def see(self, name: str, tree: Callable[[], PyTree[Tensor]]) -> None:
-        """Take the norm of a tree of whole leaves or pieces if it was asked for."""
+        """Take the norm of a tree of whole leaves or pieces, if it was asked for.
+
+        A function gives the tree, which need not be made where nobody asks.
+        """
         if name in self._names:
             self._squares[name] = tree_map(_square, tree())
 
     def metrics(self, opt_state: Any) -> dict[str, Tensor]:
         """All that was asked for, by name."""
-        reported = state_metrics(opt_state) if set(self._names) - set(NORMS) else {}
-        norms: dict[str, Tensor] = {}
-        if self._squares:
-            sums = self._across.sum(*self._squares.values())
-            for name, tree in zip(
-                self._squares, sums if len(self._squares) > 1 else (sums,), strict=True
-            ):
-                norms[name] = total_of(optree.tree_leaves(tree)).sqrt()
-        found = norms | reported
-        wanted = [
-            key
-            for name in self._names
-            for key in found
-            if key == name or key.startswith(name + ".")
-        ]
-        return {key: found[key] for key in wanted}
+        found = self._norms()
+        if set(self._names) - set(NORMS):
+            found |= state_metrics(opt_state)
+        wanted: dict[str, Tensor] = {}
+        for name in self._names:
+            for key, value in found.items():
+                # Several of one name have the path of their part after it: "clip_norm.0"
+                if key == name or key.startswith(name + "."):
+                    wanted[key] = value
+        return wanted
+
+    def _norms(self) -> dict[str, Tensor]:
+        """The norms asked for, 0-d, of whole trees. At most one collective, for all together."""
+        if not self._squares:
+            return {}
+        sums = self._across.sum(*self._squares.values())
+        if len(self._squares) == 1:
+            sums = (sums,)  # one tree in, one tree out
+        norms = {}
+        for name, tree in zip(self._squares, sums, strict=True):
+            norms[name] = total_of(optree.tree_leaves(tree)).sqrt()
+        return norms
 
 
 def _square(x: Tensor) -> Tensor:
-    """The sum of its elements' squares, 0-d."""
+    """The sum of its elements' squares, 0-d, in the dtype that sums are taken in."""
+    # By the norm, which makes no tensor of the squares
     norm: Tensor = torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype))
     return norm.square()
 

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: what a step does about them, and the loss scale that float16 needs.
+"""Numbers that are not finite: a step's answer to them, and the loss scale that float16 needs.
 
 All ranks decide together, from the loss averaged over ranks and the reduced gradients. A skipped
 step leaves params, buffers and the optimizer's state as they were; only the step counter, the count
@@ -20,6 +20,8 @@ from ..errors import NonFiniteError
 
 NonFinite = Literal["raise", "skip", "pass"]
 
+_NAMED = 4  # leaves that an error names; the others are counted
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -36,7 +38,7 @@ class LossScale:
         growth: the scale is multiplied by this after `interval` finite steps in a row.
         backoff: and by this when a step is not finite, and skipped.
         interval: in steps.
-        minimum: the scale does not go below.
+        minimum: the smallest scale.
     """
 
     initial: float = 2.0**16
@@ -59,17 +61,17 @@ class LossScale:
 
 
 class NonFiniteState(NamedTuple):
-    """What a state remembers of numbers that were not finite; the same on every rank."""
+    """A state's memory of numbers that were not finite; the same on every rank."""
 
     skipped: Tensor  # 0-d int64, on the CPU: steps skipped so far
-    # 0-d float64, on the CPU: what the next loss is multiplied by; None: not scaled
+    # 0-d float64, on the CPU: the next loss's factor; None: not scaled
     scale: Tensor | None
     good_steps: Tensor | None  # 0-d int64, on the CPU: finite steps since the scale changed last
 
 
 @dataclass(frozen=True)
 class NonFinitePolicy:
-    """What a step does about numbers that are not finite."""
+    """A step's answer to numbers that are not finite."""
 
     nonfinite: NonFinite = "pass"
     scaling: LossScale | None = None
@@ -88,22 +90,24 @@ class NonFinitePolicy:
 
     @property
     def looks(self) -> bool:
-        """Whether anybody looks at the numbers."""
+        """Whether the step looks at the numbers, for which the host waits."""
         return self.nonfinite != "pass"
 
     def init(self) -> NonFiniteState | None:
-        """For the first state."""
+        """For the first state; None unless steps are skipped."""
         if self.nonfinite != "skip":
             return None
-        scaling = self.scaling
+        skipped = torch.zeros((), dtype=torch.int64)
+        if self.scaling is None:
+            return NonFiniteState(skipped, scale=None, good_steps=None)
         return NonFiniteState(
-            torch.zeros((), dtype=torch.int64),
-            None if scaling is None else torch.tensor(scaling.initial, dtype=torch.float64),
-            None if scaling is None else torch.zeros((), dtype=torch.int64),
+            skipped,
+            scale=torch.tensor(self.scaling.initial, dtype=torch.float64),
+            good_steps=torch.zeros((), dtype=torch.int64),
         )
 
     def scale(self, finite: NonFiniteState | None) -> float | None:
-        """What the loss is to be multiplied by."""
+        """The factor of the next loss; None: not scaled."""
         return None if finite is None or finite.scale is None else float(finite.scale)
 
     def next(self, finite: NonFiniteState | None, *, fine: bool) -> NonFiniteState | None:
@@ -113,37 +117,43 @@ class NonFinitePolicy:
         skipped = finite.skipped + (0 if fine else 1)
         if self.scaling is None or finite.scale is None or finite.good_steps is None:
             return finite._replace(skipped=skipped)
-        scale, good, none = (
-            finite.scale.clone(),
-            finite.good_steps + 1,
-            torch.zeros_like(finite.good_steps),
-        )
+        # Every tensor is a new one, since the state given stays valid
+        no_steps = torch.zeros_like(finite.good_steps)
         if not fine:
-            scale, good = (scale * self.scaling.backoff).clamp(min=self.scaling.minimum), none
-        elif int(good) >= self.scaling.interval:
-            scale, good = scale * self.scaling.growth, none
-        return NonFiniteState(skipped, scale, good)
+            smaller = finite.scale * self.scaling.backoff
+            return NonFiniteState(skipped, smaller.clamp(min=self.scaling.minimum), no_steps)
+        good_steps = finite.good_steps + 1
+        if int(good_steps) >= self.scaling.interval:
+            return NonFiniteState(skipped, finite.scale * self.scaling.growth, no_steps)
+        return NonFiniteState(skipped, finite.scale.clone(), good_steps)
 
     def metrics(self, finite: NonFiniteState | None) -> dict[str, Tensor]:
-        """What a step says of itself: the steps skipped so far, and the scale that the next loss
-        gets."""
+        """The step's own metrics: the steps skipped so far, and the next loss's scale."""
         if finite is None:
             return {}
-        counted = {"skipped": finite.skipped.to(torch.get_default_dtype())}
-        return counted if finite.scale is None else {**counted, "loss_scale": finite.scale.clone()}
+        found = {"skipped": finite.skipped.to(torch.get_default_dtype())}
+        if finite.scale is not None:
+            found["loss_scale"] = finite.scale.clone()
+        return found
 
 
 def all_finite(tensors: Iterable[Tensor], limits: Iterable[float] | None = None) -> bool:
     """Whether no element is a NaN, an infinity, or as large as its tensor's limit.
 
-    The host waits for it; nothing of the tensors' size is made.
+    The host waits for it, once for all tensors; nothing of the tensors' size is made.
     """
     ends = itertools.repeat(math.inf) if limits is None else limits
-    pairs = [(x.detach(), end) for x, end in zip(tensors, ends, strict=False) if x.numel()]
-    if not pairs:
+    largest: list[Tensor] = []  # 0-d float64, per tensor its largest magnitude
+    below: list[float] = []
+    for x, end in zip(tensors, ends, strict=False):
+        if x.numel():  # an empty tensor has no largest element
+            # The infinity norm: a NaN among the elements makes it a NaN, which is below nothing
+            largest.append(torch.linalg.vector_norm(x.detach(), math.inf).double())
+            below.append(end)
+    if not largest:
         return True
-    largest = torch.stack([torch.linalg.vector_norm(x, math.inf).double() for x, _ in pairs])
-    return bool((largest < largest.new_tensor([end for _, end in pairs])).all())
+    values = torch.stack(largest)
+    return bool((values < values.new_tensor(below)).all())
 
 
 def not_finite(named: dict[str, Tensor]) -> list[str]:
@@ -152,19 +162,29 @@ def not_finite(named: dict[str, Tensor]) -> list[str]:
 
 
 def refusal(step: int, findings: list[Any]) -> NonFiniteError:
-    """The error of a step, from what each rank has found: its loss, and the leaves whose gradients
-    aren't finite."""
-    losses = [
-        f"{loss} on rank {rank}"
-        for rank, (loss, _) in enumerate(findings)
-        if not math.isfinite(float(loss))
-    ]
-    leaves = list(dict.fromkeys(path for _, found in findings for path in found))
-    story = [f"the loss is {', '.join(losses)}"] if losses else []
-    more = f" and {len(leaves) - 4} more leaves" if len(leaves) > 4 else ""
-    story += [f"the gradients of {', '.join(leaves[:4])}{more} are"] if leaves else []
+    """The error of a step.
+
+    Args:
+        step: its number.
+        findings: from each rank in order, its loss and the paths of the leaves whose gradients are
+            not finite there.
+    """
+    losses: list[str] = []
+    leaves: dict[str, None] = {}  # each once, in the order found
+    for rank, (loss, paths) in enumerate(findings):
+        if not math.isfinite(float(loss)):
+            losses.append(f"{loss} on rank {rank}")
+        leaves |= dict.fromkeys(paths)
+
+    story = []
+    if losses:
+        story.append(f"the loss is {', '.join(losses)}")
+    if leaves:
+        named = ", ".join(list(leaves)[:_NAMED])
+        more = f" and {len(leaves) - _NAMED} more leaves" if len(leaves) > _NAMED else ""
+        story.append(f"the gradients of {named}{more} are")
     return NonFiniteError(
         f"step {step} is not finite: {'; '.join(story)}. The state is as it was. Remedy: look for "
-        "the cause there (the "
-        'batch, a learning rate too high), or skip such steps with train_step(nonfinite="skip")'
+        "the cause there (the batch, a learning rate too high), or skip such steps with "
+        'train_step(nonfinite="skip")'
     )

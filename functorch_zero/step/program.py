@@ -1,7 +1,7 @@
 """The parts of programs: gradients of a loss, and updates applied, on whole or sharded trees.
 
-A function asks the engine of the trees it is given. Trees without one are whole: what is done with
-them here, in one process, is what every engine must equal.
+A function asks the engine of the trees it is given. Trees without one are whole; here is their
+arithmetic in one process, which every engine must equal.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     `((value, metrics), grads)`. Gradients are those of the trained leaves of `tree`, which have
     `requires_grad`, and None elsewhere; trees in `args` are read only.
 
-    Sharded trees may be anywhere in `tree` and `args`. Then each rank passes its own part of what
-    else is in `args`; value and metrics are means over ranks, gradients are of that mean, in the
-    form of pieces. Units of read trees are gathered on use, like those of `tree`. Every rank calls
-    it. Collectives: those of the levels' rows, and one all-reduce of the value.
+    Sharded trees may be anywhere in `tree` and `args`. Then each rank passes its own part of all
+    else in `args`. Value and metrics are means over ranks; gradients are of that mean, in the form
+    of pieces. Units of read trees are gathered on use, like those of `tree`. Every rank calls it.
+    Collectives: those of the levels' rows, and one all-reduce of the value.
 
     Random numbers are torch's own, as they come. A step's are the same on any number of ranks;
     these are not.
@@ -53,7 +53,9 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
     def run(tree: Any, *args: Any) -> tuple[Any, Any]:
         engine = engine_of(tree, args)
-        return (engine.value_and_grad if engine else _value_and_grad)(loss, tree, args)
+        if engine is not None:
+            return engine.value_and_grad(loss, tree, args)
+        return _value_and_grad(loss, tree, args)
 
     return run
 
@@ -65,29 +67,38 @@ def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) 
             "a gradient inside of a sharded loss was asked for params that are not here yet. "
             "Remedy: make them whole first, `whole = fz.unshard(params)`, and use torch.func.grad"
         )
+    # Autograd leaves of this call's own, so that `tree` is in no autograd graph
     own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
     trained = [leaf for leaf in own if leaf.requires_grad]
     with torch.enable_grad():
-        seen, versions = CastParams((treedef.unflatten(own), args)), versions_of(own)
-        own_tree, own_args = seen.params
+        # One cast for tree and args: trees that are only read may have policies too
+        cast = CastParams((treedef.unflatten(own), args))
+        versions = versions_of(own)
+        own_tree, own_args = cast.params
         value, aux = check_loss(loss(own_tree, *own_args))
         refuse_buffers(aux)
-        seen.finish()
+        cast.finish()
         check_unchanged(own, versions)
         found = torch.autograd.grad(value, trained, allow_unused=True) if trained else ()
     if all(grad is None for grad in found):
         raise independent()
-    grads = iter(found)
-    made = [_whole_grad(next(grads), leaf, aux) if leaf.requires_grad else None for leaf in own]
+
+    of_trained = iter(found)
+    grads: list[Tensor | None] = []  # of each leaf of the tree
+    for leaf in own:
+        grads.append(_whole_grad(next(of_trained), leaf, aux) if leaf.requires_grad else None)
     value = value.detach()
     if aux is None:
-        return value, treedef.unflatten(made)
-    metrics = {name: if_weighty(as_metric(x), aux.weight) for name, x in aux.metrics.items()}
-    return (if_weighty(value, aux.weight), metrics), treedef.unflatten(made)
+        return value, treedef.unflatten(grads)
+    metrics = {}
+    for name, given in aux.metrics.items():
+        metrics[name] = if_weighty(as_metric(given), aux.weight)
+    return (if_weighty(value, aux.weight), metrics), treedef.unflatten(grads)
 
 
 def _whole_grad(grad: Tensor | None, leaf: Tensor, aux: Aux | None) -> Tensor:
-    """The gradient of a trained leaf: zeros where the loss does not use it, or weighs nothing."""
+    """The gradient of a trained leaf: zeros where the loss doesn't use it, or the batch weighs
+    nothing."""
     if grad is None:
         return torch.zeros_like(leaf)
     return grad if aux is None else if_weighty(grad, aux.weight)
@@ -120,7 +131,10 @@ def apply_updates(params: Any, updates: Any) -> Any:
 @torch.no_grad()
 def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> PyTree[Tensor]:
     def add(p: Tensor, u: Tensor | None) -> Tensor:
-        return p if u is None else (p + u.to(p.dtype)).requires_grad_(p.requires_grad)
+        if u is None:
+            return p
+        # The update is rounded to the param's dtype before the sum, as the step's own is
+        return (p + u.to(p.dtype)).requires_grad_(p.requires_grad)
 
     return tree_map(add, params, updates, none_is_leaf=True)
 
@@ -128,15 +142,18 @@ def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> Py
 def dot(a: Any, b: Any) -> Tensor:
     """The inner product of two trees of gradients or updates, one 0-d tensor.
 
-    Sharded, of the whole trees, the same on every rank, which all call it. One all-reduce. Params
-    are refused there: they have frozen leaves, which gradients don't have.
+    Sharded, it is that of the whole trees, the same on every rank; every rank calls it. One
+    all-reduce. Sharded params are refused: they have frozen leaves, which gradients don't have.
 
     >>> grads = {"w": torch.tensor([3.0, 4.0]), "frozen": None}
     >>> dot(grads, grads).sqrt()
     tensor(5.)
     """
     engine = engine_of(a, b)
-    return engine.dot(a, b) if engine is not None else Local(a).dot(a, b)
+    if engine is not None:
+        product: Tensor = engine.dot(a, b)
+        return product
+    return Local(a).dot(a, b)
 
 
 def unshard(tree: PyTree[Any]) -> PyTree[Any]:
@@ -162,11 +179,11 @@ def unshard(tree: PyTree[Any]) -> PyTree[Any]:
                 "fz.unshard was given a sharded state, whose optimizer state would stay in pieces. "
                 "Remedy: step.unshard(state), or fz.unshard(state.params)"
             )
-    return tree_map(
-        lambda node: engine.unshard(node) if is_on_engine(node) else make_whole(node),
-        tree,
-        is_leaf=is_on_engine,
-    )
+
+    def whole(node: Any) -> Any:
+        return engine.unshard(node) if is_on_engine(node) else make_whole(node)
+
+    return tree_map(whole, tree, is_leaf=is_on_engine)
 
 
 def _is_state(node: Any) -> bool:

@@ -14,11 +14,23 @@ def replayed(
     seed: Tensor | None, step: Tensor, rank: int, device: torch.device, micro: int = 0
 ) -> Iterator[None]:
     """Random numbers as a function of (seed, step, rank, micro-batch); the global state is as
-    before afterwards."""
+    before afterwards.
+
+    So a step is pure, a run that goes on from a checkpoint draws the same numbers as one that never
+    stopped, and ranks draw different ones for their different data.
+
+    Args:
+        seed: 0-d int64; None: the global random state is used, and goes on.
+        step: the step's number, 0-d int64.
+        rank: the number of the data that this rank sees.
+        device: the device of the leaves; generators of others are left alone.
+        micro: the micro-batch's number.
+    """
     if seed is None:
         yield
         return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
+    with torch.random.fork_rng(devices=devices):
         _seed_generators(_mix(int(seed), int(step), rank, micro), device)
         yield
 
@@ -38,9 +50,10 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 def _mix(*numbers: int) -> int:
     """One 63-bit seed of several numbers (splitmix64's finaliser, after each)."""
     mixed = 0
+    # Python's integers don't overflow: `&` keeps the arithmetic in 64 bits
     for number in numbers:
         mixed = (mixed + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
         mixed ^= mixed >> 31
-    return mixed >> 1
+    return mixed >> 1  # 63 bits: positive as a signed integer too

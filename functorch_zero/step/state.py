@@ -34,8 +34,8 @@ class State:
     step: Tensor  # 0-d int64, on the CPU
     value: Any  # the program's own tree; a training step's is a TrainValue
     seed: Tensor | None  # 0-d int64, on the CPU; None: the global random state is used as it is
-    sharding: Sharding | None = None  # how it is cut; None: it isn't
-    # steps skipped, and the loss scale; None: nothing is skipped
+    sharding: Sharding | None = None  # how it is cut, the same on every rank; None: whole
+    # Steps skipped, and the loss scale; None: nothing is skipped
     finite: NonFiniteState | None = None
     parts: Any = None  # by name, the tensors that parts of the sharded step keep between steps
 
@@ -64,8 +64,9 @@ class State:
         (1, {})
         """
         own = {name: changes.pop(name) for name in _FIELDS if name in changes}
-        if changes:
-            own["value"] = own.get("value", self.value)._replace(**changes)
+        if changes:  # the rest are fields of the value
+            value = own.get("value", self.value)
+            own["value"] = value._replace(**changes)
         return replace(self, **own)
 
 
@@ -75,7 +76,8 @@ _ENTRIES = tuple("" if name == "value" else name for name in _FIELDS)
 
 
 def _flatten(state: State) -> tuple[list[Any], None, tuple[str, ...]]:
-    return [getattr(state, name) for name in _FIELDS], None, _ENTRIES
+    children = [getattr(state, name) for name in _FIELDS]
+    return children, None, _ENTRIES
 
 
 def _unflatten(_: None, children: Iterable[Any]) -> State:

@@ -51,8 +51,8 @@ class TrainStep:
     loss_fn: LossFn
     optimizer: Transform
     trainable: Trainable = None
-    accumulate: int = 1
-    metrics: tuple[str, ...] = ()
+    accumulate: int = 1  # micro-batches per batch
+    metrics: tuple[str, ...] = ()  # names of those wanted beside the loss's own
     finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
 
     def __post_init__(self) -> None:
@@ -69,21 +69,25 @@ class TrainStep:
     ) -> State:
         """The first state: copies of params and buffers, and the optimizer's state.
 
-        Leaves that `trainable` says, or else those with `requires_grad`, are trained; the others
-        are frozen. `values`, from `deferred_init`, gives those of leaves and buffers on the meta
-        device.
+        The trained leaves are those that `trainable` names, or else those with `requires_grad`; the
+        others are frozen. `values`, from `deferred_init`, gives the values of leaves and buffers on
+        the meta device.
         """
+        buffers = {} if buffers is None else buffers
         if values is not None:
-            params, buffers = values.fill(params), values.fill({} if buffers is None else buffers)
+            params = values.fill(params)
+            buffers = values.fill(buffers)
         params = mark_trainable(params, self.trainable)
+        # Copies, so that nobody who holds the tensors given can change the state
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
-        opt_state = self.optimizer.init(*optimizer_view(params))
+        buffers = tree_map(torch.clone, buffers)
+        trained_params, across = optimizer_view(params)
+        opt_state = self.optimizer.init(trained_params, across)
         check_reported(self.metrics, opt_state)
-        buffers = tree_map(torch.clone, {} if buffers is None else buffers)
         return State(
-            torch.zeros((), dtype=torch.int64),
-            TrainValue(params, buffers, opt_state),
-            None if seed is None else torch.tensor(seed),
+            step=torch.zeros((), dtype=torch.int64),
+            value=TrainValue(params, buffers, opt_state),
+            seed=None if seed is None else torch.tensor(seed),
             finite=self.finite.init(),
         )
 
@@ -96,10 +100,9 @@ class TrainStep:
                 "first"
             )
         grads, outcome = self.loss_and_grads(state, batch)
-        metrics = {
-            "loss": outcome.loss.detach(),
-            **{k: as_metric(v) for k, v in outcome.metrics.items()},
-        }
+        metrics = {"loss": outcome.loss.detach()}
+        for name, value in outcome.metrics.items():
+            metrics[name] = as_metric(value)
         state, measured = self.update_measured(state, grads, outcome.buffers, outcome.loss)
         return state, with_measured(metrics, measured)
 
@@ -108,47 +111,59 @@ class TrainStep:
     ) -> tuple[PyTree[Tensor], Outcome]:
         """The loss on `batch` as rank `rank` would draw its random numbers, and its gradients (None
         where frozen)."""
-        taken = []
-        for i, part in enumerate(micro_batches(batch, self.accumulate)):
-            grads, outcome = self._on_micro_batch(state, part, rank, i)
-            taken.append((grads, outcome))
+        grads_of: list[PyTree[Tensor]] = []  # one tree per micro-batch, whole leaves
+        outcomes: list[Outcome] = []
+        for i, micro_batch in enumerate(micro_batches(batch, self.accumulate)):
+            grads, outcome = self._on_micro_batch(state, micro_batch, rank, i)
+            grads_of.append(grads)
+            outcomes.append(outcome)
+            # Buffers go on from one micro-batch to the next, as they would over so many steps
             state = state.replace(buffers=outcome.buffers)
-        if len(taken) == 1:
-            return taken[0]
-        outcomes = [outcome for _, outcome in taken]
-        return tree_map(
-            lambda *gs: weighted_mean(gs, outcomes), *(grads for grads, _ in taken)
-        ), joined(outcomes)
+        if len(outcomes) == 1:
+            return grads_of[0], outcomes[0]
+        mean_grads = tree_map(lambda *grads: weighted_mean(grads, outcomes), *grads_of)
+        return mean_grads, joined(outcomes)
 
     def _on_micro_batch(
         self, state: State, batch: Any, rank: int, i: int
     ) -> tuple[PyTree[Tensor], Outcome]:
+        """Forward and backward of the loss on micro-batch `i`: gradients, and its results."""
+        # Autograd leaves of this call's own, on the state's storage: nothing is left on the state
         params = tree_map(lambda p: p.detach().requires_grad_(p.requires_grad), state.params)
-        with (
-            replayed(state.seed, state.step, rank, optree.tree_leaves(params)[0].device, i),
-            torch.enable_grad(),
-        ):
-            versions, seen = versions_of(optree.tree_leaves(params)), CastParams(params)
-            outcome = call_loss(self.loss_fn, seen.params, state.buffers, batch)
-            seen.finish()
-            check_unchanged(optree.tree_leaves(params), versions)
-            leaves, treedef = optree.tree_flatten(select(params, trained(params)))
-            scale = self.finite.scale(state.finite)
-            seed = None if scale is None else outcome.loss.new_full((), scale)
-            grads = torch.autograd.grad(outcome.loss, leaves, seed, allow_unused=True)
-            if all(g is None for g in grads):
-                raise independent()
-        whole = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)
-        ]
-        whole = whole if scale is None else [g / scale for g in whole]
-        whole = [if_weighty(g, outcome.weight) for g in whole]
-        metrics = {
-            name: if_weighty(as_metric(value), outcome.weight)
-            for name, value in outcome.metrics.items()
-        }
+        leaves = optree.tree_leaves(params)
+        device = leaves[0].device
+        with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
+            versions = versions_of(leaves)
+            cast = CastParams(params)
+            outcome = call_loss(self.loss_fn, cast.params, state.buffers, batch)
+            cast.finish()
+            check_unchanged(leaves, versions)
+            grads = self._gradients(state, params, outcome)
+
+        # A batch that weighs nothing counts for nothing: a mean over no examples is a NaN
+        metrics = {}
+        for name, value in outcome.metrics.items():
+            metrics[name] = if_weighty(as_metric(value), outcome.weight)
         loss = if_weighty(outcome.loss.detach(), outcome.weight)
-        return treedef.unflatten(whole), outcome._replace(loss=loss, metrics=metrics)
+        return grads, outcome._replace(loss=loss, metrics=metrics)
+
+    def _gradients(self, state: State, params: PyTree[Tensor], outcome: Outcome) -> PyTree[Tensor]:
+        """The gradients of the trained leaves, whole, in the leaves' dtypes; None where frozen."""
+        trained_leaves, treedef = optree.tree_flatten(select(params, trained(params)))
+        # Backward begins with the loss scale, which is the same as to multiply the loss by it
+        scale = self.finite.scale(state.finite)
+        seed = None if scale is None else outcome.loss.new_full((), scale)
+        found = torch.autograd.grad(outcome.loss, trained_leaves, seed, allow_unused=True)
+        if all(grad is None for grad in found):
+            raise independent()
+        grads = []
+        for leaf, grad in zip(trained_leaves, found, strict=True):
+            if grad is None:
+                grad = torch.zeros_like(leaf)  # this batch's loss doesn't use the leaf
+            elif scale is not None:
+                grad = grad / scale
+            grads.append(if_weighty(grad, outcome.weight))
+        return treedef.unflatten(grads)
 
     def update(self, state: State, grads: PyTree[Tensor], buffers: PyTree[Tensor]) -> State:
         """The next state, from gradients."""
@@ -162,32 +177,55 @@ class TrainStep:
         buffers: PyTree[Tensor],
         loss: Tensor | None = None,
     ) -> tuple[State, Metrics]:
-        """The next state, from gradients, and the step's own metrics. A policy for what isn't
-        finite sees the loss."""
-        seen = [] if loss is None else [loss]
-        fine = not self.finite.looks or all_finite([*optree.tree_leaves(grads), *seen])
-        if not fine and self.finite.nonfinite == "raise":
-            raise refusal(int(state.step), [(float(sum(seen)), not_finite(named_leaves(grads)))])
+        """The next state, from gradients, and the step's own metrics.
+
+        Args:
+            state: the one before; it stays valid.
+            grads: of the trained leaves, whole; None where frozen.
+            buffers: the next ones, which are kept unless the step is skipped.
+            loss: 0-d, for the policy about numbers that aren't finite; None: it sees gradients
+                only.
+        """
+        fine = self._check_finite(state, grads, loss)
         params, across = optimizer_view(state.params)
-        measures = UpdateMetrics(self.metrics, across)
-        measures.see("grad_norm", lambda: grads)
-        measures.see("param_norm", lambda: params)
-        next_state = state.replace(
-            step=state.step + 1, finite=self.finite.next(state.finite, fine=fine)
-        )
+        measured = UpdateMetrics(self.metrics, across)
+        measured.see("grad_norm", lambda: grads)
+        measured.see("param_norm", lambda: params)
+
+        finite = self.finite.next(state.finite, fine=fine)
+        next_state = state.replace(step=state.step + 1, finite=finite)
         if fine:
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
             same_structure(params, updates, what="the optimizer's updates")
+            # Sums in new tensors: the state given stays valid
             new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
             next_state = next_state.replace(
                 params=merge(new, state.params), buffers=buffers, opt_state=opt_state
             )
         else:
-            updates = tree_map(torch.zeros_like, grads)
-        measures.see("update_norm", lambda: updates)
-        return next_state, with_measured(
-            measures.metrics(next_state.opt_state), self.finite.metrics(next_state.finite)
-        )
+            updates = tree_map(torch.zeros_like, grads)  # for its norm
+        measured.see("update_norm", lambda: updates)
+
+        of_update = measured.metrics(next_state.opt_state)
+        return next_state, with_measured(of_update, self.finite.metrics(finite))
+
+    def _check_finite(self, state: State, grads: PyTree[Tensor], loss: Tensor | None) -> bool:
+        """Whether the loss and all gradients are finite, or nobody wants to know.
+
+        Raises:
+            NonFiniteError: they are not, and the policy is "raise".
+        """
+        if not self.finite.looks:
+            return True
+        tensors = optree.tree_leaves(grads)
+        if loss is not None:
+            tensors.append(loss)
+        fine = all_finite(tensors)
+        if not fine and self.finite.nonfinite == "raise":
+            loss_value = 0.0 if loss is None else float(loss)
+            found = not_finite(named_leaves(grads))
+            raise refusal(int(state.step), [(loss_value, found)])
+        return fine
 
 
 def train_step(
@@ -208,17 +246,16 @@ def train_step(
         optimizer: a transform, from `functorch_zero.optim` or of your own.
         trainable: which leaves are trained: a tree of bools or a function `(path, leaf) -> bool`.
             None: those with `requires_grad`, which `functionalize` takes over from the module.
-        accumulate: into how many micro-batches a batch is cut, along dim 0 of its tensors. Their
-            gradients and metrics are averaged by their weights (without weights each counts the
-            same), and buffers go from one to the next, so that activations are a micro-batch's.
-            Sharded, each rank cuts its own part of the batch: levels 0 and 1 reduce once a step, 2
-            and 3 in every micro-batch.
-        metrics: more metrics of each step, by name: "grad_norm", "update_norm" and "param_norm", of
-            the trained leaves (sharded: one all-reduce of a number a leaf for all three together),
-            and what the optimizer's state
-            reports: "learning_rate", "clip_factor", "clip_norm", "skipped"; see
-            `optim.state_metrics`.
-        nonfinite: what to do when the loss or a gradient has a NaN or an infinity, the same on all
+        accumulate: the number of micro-batches that a batch is cut into, along dim 0 of its
+            tensors. Memory for activations is one micro-batch's. Gradients and metrics are averaged
+            by the micro-batches' weights (without weights each counts the same). Buffers go from
+            one to the next. Sharded, each rank cuts its own part of the batch: levels 0 and 1
+            reduce once per step, 2 and 3 once per micro-batch.
+        metrics: names of more metrics of each step. "grad_norm", "update_norm" and "param_norm" are
+            of the trained leaves (sharded: one all-reduce of one number per leaf, for all three
+            together). The others are those that the optimizer's state reports: "learning_rate",
+            "clip_factor", "clip_norm", "skipped"; see `optim.state_metrics`.
+        nonfinite: the answer to a NaN or an infinity in the loss or a gradient, the same on all
             ranks: "raise" `NonFiniteError`, "skip" the step (params, buffers and optimizer state
             stay; the metric `skipped` counts), or "pass", which doesn't look. None: "skip" with a
             loss scale, else "pass".
@@ -238,16 +275,19 @@ def train_step(
         raise TypeError(
             f"optimizer must be an optim.Transform, got {type(optimizer).__name__}. "
             "Remedy: use functorch_zero.optim, or wrap your own with optim.pointwise, "
-            "with_statistics, with_whole_leaves or with_whole_tree, which declare what it must "
-            "see of a tensor"
+            "with_statistics, with_whole_leaves or with_whole_tree, which declare how much of a "
+            "tensor it must see"
         )
-    nonfinite = nonfinite or ("pass" if loss_scale is None else "skip")
-    names, policy = check_names(metrics), NonFinitePolicy(nonfinite, loss_scale)
+    if nonfinite is None:
+        # A scale is found by letting gradients overflow, so such steps must be skipped
+        nonfinite = "pass" if loss_scale is None else "skip"
+    names = check_names(metrics)
+    policy = NonFinitePolicy(nonfinite, loss_scale)
     return TrainStep(loss_fn, optimizer, trainable, accumulate, names, policy)
 
 
 def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
-    """A loss's metrics and those of the update; no name twice."""
+    """A loss's metrics and those of the update in one; raises if both have a name."""
     twice = sorted(set(metrics) & set(measured))
     if twice:
         raise StructureError(
@@ -275,14 +315,14 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
 
 def check_tensors(params: PyTree[Any]) -> None:
     """Raise, naming the first leaf that is no tensor."""
-    for i, leaf in enumerate(optree.tree_leaves(params)):
+    for path, leaf in zip(paths(params), optree.tree_leaves(params), strict=True):
         if not isinstance(leaf, Tensor):
-            raise StructureError(
-                explain("params must be tensors", path=paths(params)[i], got=type(leaf).__name__)
-            )
+            got = type(leaf).__name__
+            raise StructureError(explain("params must be tensors", path=path, got=got))
 
 
 def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:
+    """Raise, naming the first leaf that is to be trained and can't have a gradient."""
     for path, leaf in named_leaves(select(params, mask)).items():
         if not (leaf.is_floating_point() or leaf.is_complex()):
             remedy = "leave it out of `trainable`, or convert it"
@@ -299,6 +339,7 @@ def trained(params: PyTree[Tensor]) -> PyTree[bool]:
 
 
 def optimizer_view(params: PyTree[Tensor]) -> tuple[PyTree[Tensor], Across]:
-    """The trained leaves, detached, and the questions about them."""
+    """The trained leaves, detached (None where frozen), and the answers to an optimizer's questions
+    about them."""
     view = select(tree_map(torch.detach, params), trained(params))
     return view, Local(view)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from functorch_zero.model.lazy_param import LazyParam, make_lazy_params
+from functorch_zero.model.lazy_param import LazyParam, make_lazy_param
 from functorch_zero.model.slots import Place, entering, found
 
 
@@ -22,9 +22,7 @@ class Told:
         self._name, self._log = name, log
 
     def handle(self, number: int) -> LazyParam:
-        return make_lazy_params(
-            [self], [number], [(2,)], [torch.float32], [torch.device("cpu")], [True]
-        )[0]
+        return make_lazy_param(self, number, (2,), torch.float32, torch.device("cpu"), True)
 
     def enter(self, module: str) -> Sequence[Tensor]:
         self._log.append(f"enter {self._name} for {module}")
@@ -53,7 +51,7 @@ def test_leaves_of_several_entrances_and_whole_ones() -> None:
         "again": leaves["a"],
     }
     names = {"x": "a", "y": "b", "z": "c", "v": "d", "again": "a"}
-    places: list[Place] = [(module, name, leaf) for name, leaf in names.items()]
+    places = [Place(module, name, leaf) for name, leaf in names.items()]
     before = found(places)
     seen = []
 
@@ -74,4 +72,4 @@ def test_leaves_of_several_entrances_and_whole_ones() -> None:
 
 def test_whole_leaves_enter_nothing() -> None:
     leaf = torch.ones(2)
-    assert entering("block", [({"x": leaf}, "x", "a")], {"a": leaf}, print) is print
+    assert entering("block", [Place({"x": leaf}, "x", "a")], {"a": leaf}, print) is print
