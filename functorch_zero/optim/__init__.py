@@ -17,6 +17,17 @@ from .interop.frameworks import from_optax, from_torch, from_torchopt
 from .interop.torch_state_dicts import export_torch_state, import_torch_state
 from .kernels.compiled import compiled
 from .naming import named
+from .optimizers.adafactor import scale_by_adafactor, scale_by_factored_rms
+from .optimizers.adam import (
+    scale_by_adam,
+    scale_by_adamax,
+    scale_by_amsgrad,
+    scale_by_lion,
+    scale_by_nadam,
+    scale_by_radam,
+)
+from .optimizers.lbfgs import scale_by_lbfgs
+from .optimizers.muon import orthogonalize
 from .optimizers.non_pointwise import (
     adafactor,
     lamb,
@@ -39,6 +50,20 @@ from .optimizers.pointwise import (
     rmsprop,
     sgd,
 )
+from .optimizers.prodigy import prodigy
+from .optimizers.rmsprop import (
+    scale_by_adadelta,
+    scale_by_rms,
+    scale_by_rss,
+)
+from .optimizers.schedule_free import (
+    schedule_free,
+    schedule_free_adamw,
+    schedule_free_eval_params,
+    schedule_free_sgd,
+)
+from .optimizers.shampoo import scale_by_shampoo
+from .optimizers.soap import scale_by_soap
 from .schedules import (
     constant_schedule,
     cosine_decay_schedule,
@@ -53,15 +78,12 @@ from .schedules import (
     warmup_stable_decay_schedule,
 )
 from .states import find_states, replace_states, state_metrics
-from .transforms.adam import (
-    scale_by_adam,
-    scale_by_adamax,
-    scale_by_amsgrad,
-    scale_by_lion,
-    scale_by_nadam,
-    scale_by_radam,
+from .transforms.norms import (
+    adaptive_grad_clip,
+    clip_by_global_norm,
+    scale_by_trust_ratio,
 )
-from .transforms.basic import (
+from .transforms.scaling import (
     add_decayed_weights,
     clip,
     ema,
@@ -75,28 +97,6 @@ from .transforms.basic import (
     trace,
     zero_nans,
 )
-from .transforms.factored import scale_by_adafactor, scale_by_factored_rms
-from .transforms.lbfgs import scale_by_lbfgs
-from .transforms.muon import orthogonalize
-from .transforms.norms import (
-    adaptive_grad_clip,
-    clip_by_global_norm,
-    scale_by_trust_ratio,
-)
-from .transforms.prodigy import prodigy
-from .transforms.rms import (
-    scale_by_adadelta,
-    scale_by_rms,
-    scale_by_rss,
-)
-from .transforms.schedule_free import (
-    schedule_free,
-    schedule_free_adamw,
-    schedule_free_eval_params,
-    schedule_free_sgd,
-)
-from .transforms.shampoo import scale_by_shampoo
-from .transforms.soap import scale_by_soap
 from .wrappers.hyperparams import (
     hyperparams,
     inject_hyperparams,

@@ -17,21 +17,21 @@ from torch import Tensor
 
 from ...errors import StructureError, explain
 from ...tree import paths
-from ..states import CountState, ScaleByLearningRateState, find_states, replace_states
-from ..transforms.adam import (
+from ..optimizers.adam import (
     ScaleByAdamaxState,
     ScaleByAdamState,
     ScaleByAmsgradState,
     ScaleByNadamState,
 )
-from ..transforms.basic import TraceState
-from ..transforms.rms import (
+from ..optimizers.rmsprop import (
     ScaleByAdaDeltaState,
     ScaleByRmsState,
     ScaleByRpropState,
     ScaleByRssState,
     ScaleByStddevState,
 )
+from ..states import CountState, ScaleByLearningRateState, find_states, replace_states
+from ..transforms.scaling import TraceState
 from .frameworks import FromTorchState
 
 # Our fields that are like params, and torch's names for them.

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from ..arithmetic import Number, is_zero
 from ..base import Schedule, Transform, chain, value_of
-from ..naming import named
-from ..transforms.adam import scale_by_adam
-from ..transforms.basic import add_decayed_weights, ema, scale, scale_by_learning_rate, trace
-from ..transforms.factored import scale_by_adafactor, scale_by_sm3
-from ..transforms.full_matrix_adagrad import (
+from ..contrib.full_matrix_adagrad import (
     scale_by_full_matrix_adagrad,
     scale_by_full_matrix_adagrad_tree,
 )
-from ..transforms.lbfgs import scale_by_lbfgs
-from ..transforms.muon import MUON_COEFFICIENTS, Matrices, Scaling, orthogonalize, scale_by_momentum
+from ..naming import named
 from ..transforms.norms import scale_by_novograd, scale_by_trust_ratio
-from ..transforms.shampoo import Graft, scale_by_shampoo
-from ..transforms.soap import scale_by_soap
+from ..transforms.scaling import add_decayed_weights, ema, scale, scale_by_learning_rate, trace
 from ..wrappers.masking import Labels, Mask, masked, partition
+from .adafactor import scale_by_adafactor, scale_by_sm3
+from .adam import scale_by_adam
+from .lbfgs import scale_by_lbfgs
+from .muon import MUON_COEFFICIENTS, Matrices, Scaling, orthogonalize, scale_by_momentum
+from .shampoo import Graft, scale_by_shampoo
+from .soap import scale_by_soap
 
 
 @named

@@ -14,7 +14,17 @@ from ..arithmetic import Number, is_zero, number
 from ..base import Schedule, Transform, chain
 from ..kernels.fused_adamw import fused_adamw
 from ..naming import named
-from ..transforms.adam import (
+from ..transforms.scaling import (
+    add_decayed_weights,
+    identity,
+    scale,
+    scale_by_learning_rate,
+    scale_by_schedule,
+    scale_by_sign,
+    trace,
+)
+from ..wrappers.masking import Mask
+from .adam import (
     scale_by_adam,
     scale_by_adamax,
     scale_by_ademamix,
@@ -25,23 +35,13 @@ from ..transforms.adam import (
     scale_by_radam,
     scale_by_yogi,
 )
-from ..transforms.basic import (
-    add_decayed_weights,
-    identity,
-    scale,
-    scale_by_learning_rate,
-    scale_by_schedule,
-    scale_by_sign,
-    trace,
-)
-from ..transforms.rms import (
+from .rmsprop import (
     scale_by_adadelta,
     scale_by_rms,
     scale_by_rprop,
     scale_by_rss,
     scale_by_stddev,
 )
-from ..wrappers.masking import Mask
 
 
 def _coupled(

@@ -19,7 +19,7 @@ from ..across import Across, sum_dtype
 from ..arithmetic import Number, elementwise
 from ..base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
 from ..naming import named
-from .norms import block_rms, safe_square, times
+from ..transforms.norms import block_rms, safe_square, times
 
 Tree = PyTree[Tensor]
 FactoredDims = Callable[[tuple[int, ...]], tuple[int, int] | None]

@@ -15,7 +15,7 @@ from ...tree import PyTree, paths
 from ..across import Across, sum_dtype
 from ..base import Transform, with_whole_leaves, with_whole_tree
 from ..naming import named
-from .matrix_roots import if_finite, solve_root
+from ..transforms.matrix_roots import if_finite, solve_root
 
 Tree = PyTree[Tensor]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..across import sum_dtype
 from ..base import Transform, step_count, with_whole_leaves
 from ..naming import named
-from .matrix_roots import if_finite
+from ..transforms.matrix_roots import if_finite
 from .muon import Matrices, matrices
 from .shampoo import is_due
 

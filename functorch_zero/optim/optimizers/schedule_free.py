@@ -18,9 +18,9 @@ from ..base import Schedule, Transform, chain, step_count, value_of
 from ..naming import named
 from ..schedules import warmup_constant_schedule
 from ..states import find_states
+from ..transforms.scaling import add_decayed_weights, scale_by_learning_rate
 from ..wrappers.wrappers import InnerInit, InnerUpdate, wrapper
-from .basic import add_decayed_weights, scale_by_learning_rate
-from .rms import scale_by_rms
+from .rmsprop import scale_by_rms
 
 
 class ScheduleFreeState(NamedTuple):
