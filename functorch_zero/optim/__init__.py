@@ -17,53 +17,30 @@ from .interop.frameworks import from_optax, from_torch, from_torchopt
 from .interop.torch_state_dicts import export_torch_state, import_torch_state
 from .kernels.compiled import compiled
 from .naming import named
-from .optimizers.adafactor import scale_by_adafactor, scale_by_factored_rms
-from .optimizers.adam import (
-    scale_by_adam,
-    scale_by_adamax,
-    scale_by_amsgrad,
-    scale_by_lion,
-    scale_by_nadam,
-    scale_by_radam,
-)
-from .optimizers.lbfgs import scale_by_lbfgs
-from .optimizers.muon import orthogonalize
-from .optimizers.non_pointwise import (
-    adafactor,
-    lamb,
-    lars,
-    lbfgs,
-    muon,
-    shampoo,
-    soap,
-)
-from .optimizers.pointwise import (
-    adadelta,
-    adagrad,
-    adam,
-    adamax,
-    adamw,
-    amsgrad,
-    lion,
-    nadam,
-    radam,
-    rmsprop,
-    sgd,
-)
+from .optimizers.adadelta import adadelta, scale_by_adadelta
+from .optimizers.adafactor import adafactor, scale_by_adafactor, scale_by_factored_rms
+from .optimizers.adagrad import adagrad, scale_by_rss
+from .optimizers.adam import adam, adamw, scale_by_adam
+from .optimizers.adamax import adamax, scale_by_adamax
+from .optimizers.amsgrad import amsgrad, scale_by_amsgrad
+from .optimizers.lamb import lamb
+from .optimizers.lars import lars
+from .optimizers.lbfgs import lbfgs, scale_by_lbfgs
+from .optimizers.lion import lion, scale_by_lion
+from .optimizers.muon import muon, orthogonalize
+from .optimizers.nadam import nadam, scale_by_nadam
 from .optimizers.prodigy import prodigy
-from .optimizers.rmsprop import (
-    scale_by_adadelta,
-    scale_by_rms,
-    scale_by_rss,
-)
+from .optimizers.radam import radam, scale_by_radam
+from .optimizers.rmsprop import rmsprop, scale_by_rms
 from .optimizers.schedule_free import (
     schedule_free,
     schedule_free_adamw,
     schedule_free_eval_params,
     schedule_free_sgd,
 )
-from .optimizers.shampoo import scale_by_shampoo
-from .optimizers.soap import scale_by_soap
+from .optimizers.sgd import sgd
+from .optimizers.shampoo import scale_by_shampoo, shampoo
+from .optimizers.soap import scale_by_soap, soap
 from .schedules import (
     constant_schedule,
     cosine_decay_schedule,
@@ -78,15 +55,9 @@ from .schedules import (
     warmup_stable_decay_schedule,
 )
 from .states import find_states, replace_states, state_metrics
-from .transforms.norms import (
-    adaptive_grad_clip,
-    clip_by_global_norm,
-    scale_by_trust_ratio,
-)
+from .transforms.clipping import adaptive_grad_clip, clip, clip_by_global_norm
+from .transforms.momentum import ema, trace
 from .transforms.scaling import (
-    add_decayed_weights,
-    clip,
-    ema,
     identity,
     nan_to_num,
     scale,
@@ -94,9 +65,10 @@ from .transforms.scaling import (
     scale_by_schedule,
     scale_by_sign,
     set_to_zero,
-    trace,
     zero_nans,
 )
+from .transforms.trust_ratio import scale_by_trust_ratio
+from .transforms.weight_decay import add_decayed_weights
 from .wrappers.hyperparams import (
     hyperparams,
     inject_hyperparams,

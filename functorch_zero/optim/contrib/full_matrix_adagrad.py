@@ -13,9 +13,12 @@ from torch import Tensor
 from ...errors import TransformError, explain
 from ...tree import PyTree, paths
 from ..across import Across, sum_dtype
-from ..base import Transform, with_whole_leaves, with_whole_tree
+from ..arithmetic import Number
+from ..base import Schedule, Transform, chain, with_whole_leaves, with_whole_tree
 from ..naming import named
 from ..transforms.matrix_roots import if_finite, solve_root
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import add_decayed_weights
 
 Tree = PyTree[Tensor]
 
@@ -157,3 +160,31 @@ def _checked(transform: Transform, check: Any) -> Transform:
         return transform.init(params, across)
 
     return dataclasses.replace(transform, init_fn=init)
+
+
+@named
+def full_matrix_adagrad(
+    learning_rate: Number | Schedule,
+    eps: float = 1e-8,
+    *,
+    whole_tree: bool = False,
+    weight_decay: Number | Schedule = 0.0,
+    limit: int = 256 * 2**20,
+) -> Transform:
+    """Adagrad with full matrices, of each leaf, or with `whole_tree` of all leaves together (Duchi
+    et al., 2011).
+
+    Weight decay joins the gradient. State: n^2 numbers for n elements, at a leaf's owner; for the
+    whole tree on every rank. Sharded: two all-to-alls, about 2S/N bytes per rank; for the whole
+    tree all is gathered.
+
+    Raises:
+        TransformError: by `init`, where a matrix would take more than `limit` bytes; it says how
+            many.
+    """
+    directions = (
+        scale_by_full_matrix_adagrad_tree if whole_tree else scale_by_full_matrix_adagrad
+    )(eps, limit=limit)
+    return chain(
+        add_decayed_weights(weight_decay), directions, scale_by_learning_rate(learning_rate)
+    )

@@ -17,21 +17,16 @@ from torch import Tensor
 
 from ...errors import StructureError, explain
 from ...tree import paths
-from ..optimizers.adam import (
-    ScaleByAdamaxState,
-    ScaleByAdamState,
-    ScaleByAmsgradState,
-    ScaleByNadamState,
-)
-from ..optimizers.rmsprop import (
-    ScaleByAdaDeltaState,
-    ScaleByRmsState,
-    ScaleByRpropState,
-    ScaleByRssState,
-    ScaleByStddevState,
-)
+from ..contrib.rprop import ScaleByRpropState
+from ..optimizers.adadelta import ScaleByAdaDeltaState
+from ..optimizers.adagrad import ScaleByRssState
+from ..optimizers.adamax import ScaleByAdamaxState
+from ..optimizers.amsgrad import ScaleByAmsgradState
+from ..optimizers.nadam import ScaleByNadamState
+from ..optimizers.rmsprop import ScaleByRmsState, ScaleByStddevState
 from ..states import CountState, ScaleByLearningRateState, find_states, replace_states
-from ..transforms.scaling import TraceState
+from ..transforms.moments import ScaleByAdamState
+from ..transforms.momentum import TraceState
 from .frameworks import FromTorchState
 
 # Our fields that are like params, and torch's names for them.

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..across import Fused
 from ..arithmetic import number
 from ..base import Schedule, value_of
-from ..optimizers.adam import ScaleByAdamState
 from ..states import CountState, ScaleByLearningRateState
+from ..transforms.moments import ScaleByAdamState
 
 AdamWState = tuple[ScaleByAdamState, CountState, ScaleByLearningRateState]
 

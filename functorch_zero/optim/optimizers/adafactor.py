@@ -6,22 +6,27 @@ rank holds them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from optree import tree_leaves, tree_map
+from optree import tree_map
 from torch import Tensor
 
 from ...tree import PyTree
 from ..across import Across, sum_dtype
-from ..arithmetic import Number, elementwise
-from ..base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
+from ..arithmetic import Number, is_zero
+from ..base import Schedule, Transform, chain, step_count, value_of, with_statistics
 from ..naming import named
+from ..transforms.momentum import ema
 from ..transforms.norms import block_rms, safe_square, times
+from ..transforms.scaling import scale
+from ..transforms.weight_decay import add_decayed_weights, product
+from ..wrappers.masking import Mask
 
 Tree = PyTree[Tensor]
+
+
 FactoredDims = Callable[[tuple[int, ...]], tuple[int, int] | None]
 
 
@@ -275,80 +280,67 @@ def scale_by_adafactor(
     return with_statistics(init, update)
 
 
-def all_but(k: int) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:
-    """The dims that SM3 takes its k-th maximum over: all but dim k, of leaves with more than one
-    dim."""
-
-    def dims(shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        if len(shape) < 2 or k >= len(shape):
-            return None
-        return tuple(d for d in range(len(shape)) if d != k)
-
-    return dims
-
-
-class ScaleBySm3State(NamedTuple):
-    """SM3's accumulators, and the momentum."""
-
-    # K-th: per leaf with a dim k, of two dims and more, a vector along that dim, every rank
-    mu: tuple[Any, ...]
-    accumulator: Any  # per leaf of fewer dims, like the param
-    nu: Any  # like params: mean of the directions
-
-
 @named
-def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transform:
-    """Divide by a bound on the root of the sum of squares, kept as one vector per dim, and take the
-    mean.
+def adafactor(
+    learning_rate: Number | Schedule = 1e-2,
+    min_dim_size_to_factor: int = 0,
+    decay_rate: float = 0.8,
+    decay_offset: int = 0,
+    *,
+    multiply_by_parameter_scale: bool = True,
+    clipping_threshold: float | None = 1.0,
+    momentum: Number | None = None,
+    weight_decay_rate: Number | Schedule = 0.0,
+    weight_decay_mask: Mask | None = None,
+    eps: float | None = None,
+    min_scale: float = 1e-3,
+    factored: bool = True,
+    relative_step: bool = True,
+) -> Transform:
+    """Adafactor (Shazeer and Stern, 2018, 1804.04235). torch.optim.Adafactor's numerics, optax's
+    names.
 
-    Source: Anil et al., 2019 (1901.11150), SM3-II, with the slices along each dim for the cover;
-    optax.scale_by_sm3.
+    torch's variant: the last two dims are factored, whatever their size; `eps` bounds the estimate
+    from below; the step is `min(learning_rate, 1 / sqrt(t))` times the params' root mean square;
+    weight decay is multiplied by the learning rate. optax.adafactor is
+    `chain(scale_by_factored_rms(), clip_by_block_rms(1.0), scale_by_learning_rate(rate),
+    scale_by_param_block_rms())`.
 
-    State: one vector per dim of a leaf, replicated (a tensor like it for leaves of fewer than two
-    dims), and 1 tensor like params. Sharded: one all-reduce of those vectors for all leaves
-    together.
+    State: for a factored leaf two vectors (its shape less one dim), replicated; for others a tensor
+    like it; with momentum 1 tensor like params more. Sharded: one all-reduce of those vectors and a
+    scalar per leaf, and one of a scalar per leaf for the clipping.
 
     Args:
-        b1: decay of the mean of the directions.
-        b2: decay of the accumulators; 1 sums, as the paper does.
-        eps: added to the accumulator where it isn't zero; where it is, the direction is zero.
+        min_dim_size_to_factor: leaves with a smaller one among their last two dims are not factored
+            (optax: 128).
+        decay_rate: the second moment keeps `1 - t ** -decay_rate` of itself at step t (torch:
+            beta2_decay, negative).
+        decay_offset: the step from which t is counted.
+        multiply_by_parameter_scale: steps are in proportion to the params' root mean square, at
+            least `min_scale`.
+        clipping_threshold: the largest root mean square of a direction (torch: d); None doesn't
+            clip.
+        momentum: of a running mean of the steps, as in optax (torch has none).
+        weight_decay_mask: which leaves decay; None for all.
+        eps: None for the dtype's epsilon, as in torch.
+        relative_step: False makes the step `learning_rate` itself.
     """
-    share = 1.0 if b2 == 1.0 else 1.0 - b2
-
-    def init(params: Tree, across: Across) -> ScaleBySm3State:
-        def vectors(k: int) -> Tree:
-            def zeros(p: Tensor, extent: Any) -> Any:
-                return None if all_but(k)(extent.shape) is None else p.new_zeros(extent.shape[k])
-
-            return tree_map(zeros, params, across.extents)
-
-        def whole(p: Tensor, extent: Any) -> Any:
-            return torch.zeros_like(p) if len(extent.shape) < 2 else None
-
-        num_dims = max((len(extent.shape) for extent in tree_leaves(across.extents)), default=0)
-        mu = tuple(vectors(k) for k in range(num_dims if num_dims > 1 else 0))
-        return ScaleBySm3State(mu, tree_map(whole, params, across.extents), tree_zeros_like(params))
-
-    def update(
-        updates: Tree, state: ScaleBySm3State, params: Tree, across: Across
-    ) -> tuple[Tree, ScaleBySm3State]:
-        bounds = [across.spread(mu, all_but(k)) for k, mu in enumerate(state.mu)]
-
-        def accumulate(u: Tensor, own: Tensor | None, *spread: Tensor | None) -> Tensor:
-            there = [bound for bound in (own, *spread) if bound is not None]
-            return (share * u * u + b2 * functools.reduce(torch.minimum, there)).to(u.dtype)
-
-        sums = tree_map(accumulate, updates, state.accumulator, *bounds)
-        directions = elementwise(
-            lambda u, a: (u * (a + eps).rsqrt()).where(a > 0, 0.0), updates, sums
-        )
-        nu = elementwise(lambda old, new: b1 * old + (1 - b1) * new, state.nu, directions)
-        mu = (
-            across.max_dims(*[(sums, all_but(k)) for k in range(len(state.mu))]) if state.mu else ()
-        )
-        # Of an empty leaf it was -inf
-        mu = tuple(tree_map(lambda m: m.clamp(min=0), one) for one in mu)
-        own = tree_map(lambda a, extent: a if len(extent.shape) < 2 else None, sums, across.extents)
-        return nu, ScaleBySm3State(mu, own, nu)
-
-    return with_statistics(init, update)
+    directions = scale_by_adafactor(
+        learning_rate,
+        decay_rate,
+        step_offset=decay_offset,
+        eps=eps,
+        min_scale=min_scale,
+        clipping_threshold=clipping_threshold,
+        multiply_by_parameter_scale=multiply_by_parameter_scale,
+        relative_step=relative_step,
+        factored=factored,
+        min_dim_size_to_factor=min_dim_size_to_factor,
+    )
+    decay = add_decayed_weights(product(weight_decay_rate, learning_rate), weight_decay_mask)
+    return chain(
+        directions,
+        *(() if momentum is None else (ema(momentum, debias=False),)),
+        *(() if is_zero(weight_decay_rate) else (decay,)),
+        scale(-1.0),
+    )

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ...tree import PyTree
 from ..across import Across
-from ..arithmetic import elementwise, pick
-from ..base import Transform, step_count, tree_zeros_like, with_statistics
+from ..arithmetic import Number, elementwise, pick
+from ..base import Schedule, Transform, chain, step_count, tree_zeros_like, with_statistics
 from ..naming import named
+from ..transforms.scaling import scale_by_learning_rate
 
 Tree = PyTree[Tensor]
 
@@ -153,3 +154,18 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
         )
 
     return with_statistics(init, update)
+
+
+@named
+def lbfgs(
+    learning_rate: Number | Schedule = 1.0, memory_size: int = 10, scale_init_precond: bool = True
+) -> Transform:
+    """L-BFGS with a step size of your own: optax.lbfgs without its line search. See
+    `scale_by_lbfgs`.
+
+    State: 2 (memory_size + 1) tensors like params. Sharded: one all-reduce of 5 memory_size + 1
+    scalars.
+    """
+    return chain(
+        scale_by_lbfgs(memory_size, scale_init_precond), scale_by_learning_rate(learning_rate)
+    )

@@ -4,7 +4,6 @@ iterations."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,33 +12,30 @@ from torch import Tensor
 from ...tree import PyTree
 from ..across import sum_dtype
 from ..arithmetic import Number, elementwise, ema
-from ..base import EmptyState, Transform, pointwise, tree_zeros_like, with_whole_leaves
+from ..base import (
+    EmptyState,
+    Schedule,
+    Transform,
+    chain,
+    pointwise,
+    tree_zeros_like,
+    with_whole_leaves,
+)
 from ..naming import named
+from ..transforms.matrices import Matrices, matrices
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import add_decayed_weights
+from ..wrappers.masking import Labels, partition
+from .adam import scale_by_adam
+
+# Https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's
+MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+Scaling = Literal["original", "match_rms_adamw"]
+
 
 Tree = PyTree[Tensor]
-Matrices = Callable[[tuple[int, ...]], tuple[int, int, int]]
-# Https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's
-MUON_COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)
-
-
-def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """How a tensor of this shape is seen as `(count, rows, cols)`: a stack of matrices.
-
-    2-D: one matrix. 3-D: a stack of them, as expert weights are kept. 4-D and 5-D: a convolution
-    kernel, one matrix of (out, in * kernel). A scalar or vector is one column.
-
-    >>> matrices((8, 4)), matrices((16, 8, 4)), matrices((8, 4, 3, 3)), matrices((5,))
-    ((1, 8, 4), (16, 8, 4), (1, 8, 36), (1, 5, 1))
-    """
-    if len(shape) < 2:
-        return 1, math.prod(shape), 1
-    if len(shape) == 3:
-        return shape
-    return 1, shape[0], math.prod(shape[1:])
 
 
 class MomentumState(NamedTuple):
@@ -87,9 +83,6 @@ def newton_schulz(
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-Scaling = Literal["original", "match_rms_adamw"]
 
 
 def shape_scale(rows: int, cols: int, scaling: Scaling | None) -> float:
@@ -156,3 +149,76 @@ def orthogonalize(
         return float(count * rows * cols * min(rows, cols))
 
     return with_whole_leaves(init, update, cost=cost, batched=True)
+
+
+def by_num_dims(path: str, leaf: Tensor) -> str:
+    """Muon for leaves of two dims and more, AdamW for the rest."""
+    return "muon" if leaf.ndim >= 2 else "adam"
+
+
+@named
+def muon(
+    learning_rate: Number | Schedule,
+    ns_coeffs: tuple[float, float, float] = MUON_COEFFICIENTS,
+    ns_steps: int = 5,
+    beta: Number = 0.95,
+    eps: float = 1e-7,
+    *,
+    weight_decay: Number | Schedule = 0.1,
+    nesterov: bool = True,
+    scaling: Scaling | None = "original",
+    ns_dtype: torch.dtype | None = None,
+    as_matrices: Matrices | None = None,
+    param_labels: Labels = by_num_dims,
+    adam_learning_rate: Number | Schedule | None = None,
+    adam_b1: Number = 0.9,
+    adam_b2: Number = 0.999,
+    adam_eps: Number = 1e-8,
+    adam_weight_decay: Number | Schedule = 0.0,
+) -> Transform:
+    """Muon for matrices: momentum, orthogonalised by Newton-Schulz iterations; AdamW for what isn't
+    one.
+
+    Source: Jordan et al., 2024; torch.optim.Muon's momentum, coefficients, scalings and weight
+    decay (optax corrects the momentum's bias, which the orthogonalisation undoes but for `eps`);
+    optax's names.
+
+    State: 1 tensor like params for matrices, 2 for the rest, in pieces. Sharded: the matrices'
+    momentum goes to their owners and comes back orthogonal: two all-to-alls, about 2S/N bytes per
+    rank; each rank does 1/N of the work.
+
+    Args:
+        scaling: "original" or "match_rms_adamw" as torch's `adjust_lr_fn`, see `shape_scale`.
+        ns_dtype: what the iterations run in; None for the update's dtype. torch always takes
+            bfloat16, which no longer
+            shows that sharded equals unsharded to the last bits: see `orthogonalize`.
+        as_matrices: from a full shape to `(count, rows, cols)`. By default 3-D leaves are stacks of
+            matrices (experts) and 4-D and 5-D ones convolution kernels of (out, in * kernel). For
+            1-D convolutions pass your own (and under `inject_hyperparams` name it in `static_args`:
+            it looks like a schedule).
+        param_labels: "muon" or "adam" per leaf, a tree or a function `(path, leaf) -> label`. By
+            default leaves with two dims and more are matrices; embeddings and heads are commonly
+            given to AdamW.
+        adam_learning_rate: None for `learning_rate`.
+    """
+    orthogonal = orthogonalize(
+        ns_coeffs, ns_steps, eps, ns_dtype=ns_dtype, scaling=scaling, as_matrices=as_matrices
+    )
+    return partition(
+        {
+            "muon": chain(
+                scale_by_momentum(beta, nesterov),
+                orthogonal,
+                add_decayed_weights(weight_decay),
+                scale_by_learning_rate(learning_rate),
+            ),
+            "adam": chain(
+                scale_by_adam(adam_b1, adam_b2, adam_eps),
+                add_decayed_weights(adam_weight_decay),
+                scale_by_learning_rate(
+                    learning_rate if adam_learning_rate is None else adam_learning_rate
+                ),
+            ),
+        },
+        param_labels,
+    )

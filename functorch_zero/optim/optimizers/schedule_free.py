@@ -18,7 +18,8 @@ from ..base import Schedule, Transform, chain, step_count, value_of
 from ..naming import named
 from ..schedules import warmup_constant_schedule
 from ..states import find_states
-from ..transforms.scaling import add_decayed_weights, scale_by_learning_rate
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.wrappers import InnerInit, InnerUpdate, wrapper
 from .rmsprop import scale_by_rms
 

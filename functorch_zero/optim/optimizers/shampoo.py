@@ -8,10 +8,15 @@ import torch
 from torch import Tensor
 
 from ..across import sum_dtype
-from ..base import Transform, step_count, with_whole_leaves
+from ..arithmetic import Number
+from ..base import Schedule, Transform, chain, step_count, with_whole_leaves
 from ..naming import named
+from ..transforms.matrices import Matrices, matrices
 from ..transforms.matrix_roots import if_finite, inverse_root
-from .muon import Matrices, matrices
+from ..transforms.momentum import trace
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import add_decayed_weights
+from ..wrappers.masking import Mask
 
 Graft = Literal["sgd", "adagrad", "rmsprop"]
 
@@ -161,3 +166,42 @@ def scale_by_shampoo(
         return float(count * sum(m**3 + (n**3 if len(shape) > 1 else 0) for m, n in sizes))
 
     return with_whole_leaves(init, update, cost=cost)
+
+
+@named
+def shampoo(
+    learning_rate: Number | Schedule,
+    momentum: Number = 0.9,
+    b2: float = 1.0,
+    eps: float = 1e-6,
+    *,
+    block_size: int = 1024,
+    precondition_frequency: int = 1,
+    graft: Graft | None = "adagrad",
+    weight_decay: Number | Schedule = 0.0,
+    mask: Mask | None = None,
+    nesterov: bool = False,
+    as_matrices: Matrices | None = None,
+) -> Transform:
+    """Shampoo with grafting, then momentum and decoupled weight decay. See `scale_by_shampoo`.
+
+    Source: Gupta et al., 2018 (1802.09568); Anil et al., 2020 (2002.09018).
+
+    State: 1 tensor like params in pieces; at owners the blocks' statistics and roots and the
+    graft's squares. Sharded: two all-to-alls, about 2S/N bytes per rank.
+
+    Args:
+        mask: which leaves decay; None for all.
+    """
+    directions = scale_by_shampoo(
+        b2,
+        eps,
+        block_size=block_size,
+        precondition_frequency=precondition_frequency,
+        graft=graft,
+        as_matrices=as_matrices,
+    )
+    decay = add_decayed_weights(weight_decay, mask)
+    return chain(
+        directions, trace(momentum, nesterov), decay, scale_by_learning_rate(learning_rate)
+    )

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from ..across import sum_dtype
-from ..base import Transform, step_count, with_whole_leaves
+from ..arithmetic import Number
+from ..base import Schedule, Transform, chain, step_count, with_whole_leaves
 from ..naming import named
+from ..transforms.matrices import Matrices, matrices
 from ..transforms.matrix_roots import if_finite
-from .muon import Matrices, matrices
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import add_decayed_weights
+from ..wrappers.masking import Mask
 from .shampoo import is_due
 
 
@@ -145,3 +149,42 @@ def scale_by_soap(
         return float(count * (rows + cols) * rows * cols + count * (rows**3 + cols**3))
 
     return with_whole_leaves(init, update, cost=cost)
+
+
+@named
+def soap(
+    learning_rate: Number | Schedule = 3e-3,
+    b1: float = 0.95,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    *,
+    weight_decay: Number | Schedule = 0.01,
+    mask: Mask | None = None,
+    shampoo_beta: float | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+    as_matrices: Matrices | None = None,
+) -> Transform:
+    """SOAP: Adam in the eigenbasis of Shampoo's statistics, with decoupled weight decay. See
+    `scale_by_soap`.
+
+    Source: Vyas et al., 2024 (2409.11321).
+
+    State: for a matrix of m x n, 2 (m n + m^2 + n^2) numbers at its owner. Sharded: two
+    all-to-alls, about 2S/N bytes per rank.
+
+    Args:
+        mask: which leaves decay; None for all.
+    """
+    directions = scale_by_soap(
+        b1,
+        b2,
+        eps,
+        shampoo_beta=shampoo_beta,
+        precondition_frequency=precondition_frequency,
+        max_precond_dim=max_precond_dim,
+        as_matrices=as_matrices,
+    )
+    return chain(
+        directions, add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+    )

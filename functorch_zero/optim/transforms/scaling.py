@@ -1,30 +1,15 @@
-"""Pointwise transforms without a mean of squares: scalings, clips, decay, momentum.
-
-Each result depends on the values at one position only, so none of these communicates. Where "state"
-is not mentioned there is none.
-"""
+"""Scalings of the updates, and replacements of single elements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..arithmetic import (
-    Number,
-    Tree,
-    add_scaled,
-    add_scaled_,
-    bias_correction,
-    clamp,
-    elementwise,
-    is_zero,
-    number,
-)
-from ..arithmetic import ema as mean_of
+from ..arithmetic import Number, Tree, elementwise, number
 from ..base import (
     EmptyState,
     Schedule,
@@ -37,10 +22,7 @@ from ..base import (
     value_of,
 )
 from ..naming import named
-from ..states import CountState as CountState
-from ..states import ScaleByLearningRateState
-from ..states import init_count as init_count
-from ..wrappers.masking import Mask, masked
+from ..states import CountState, ScaleByLearningRateState, init_count
 
 
 @named
@@ -129,17 +111,6 @@ def scale_by_sign() -> Transform:
 
 
 @named
-def clip(max_delta: Number) -> Transform:
-    """Clip every element of the updates to [-max_delta, max_delta]. As optax.clip and torch's
-    clip_grad_value_."""
-
-    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
-        return elementwise(lambda u: clamp(u, -max_delta, max_delta), updates), state
-
-    return pointwise(init_empty, update)
-
-
-@named
 def nan_to_num(
     nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Transform:
@@ -164,98 +135,3 @@ def zero_nans() -> Transform:
     """Replace NaNs in the updates by 0, and leave infinities. As optax.zero_nans, without its
     report per leaf."""
     return nan_to_num(0.0, float("inf"), float("-inf"))
-
-
-@named
-def add_decayed_weights(
-    weight_decay: Number | Schedule = 0.0, mask: Mask | None = None
-) -> Transform:
-    """Add `weight_decay` times the param to each update. As optax.add_decayed_weights; the state is
-    a step count.
-
-    Args:
-        weight_decay: a number or a schedule.
-        mask: which leaves decay, as for `masked`; None for all.
-    """
-
-    def by(add: Callable[[Tensor, Tensor, Number], Tensor]) -> Update:
-        def update(updates: Tree, state: CountState, params: Tree) -> tuple[Any, Any]:
-            decay = value_of(weight_decay, state.count)
-            return elementwise(lambda u, p: add(u, p, decay), updates, params), CountState(
-                state.count + 1
-            )
-
-        return update
-
-    decayed = pointwise(init_count, by(add_scaled), in_place=by(add_scaled_))
-    return decayed if mask is None else masked(decayed, mask)
-
-
-class TraceState(NamedTuple):
-    """Momentum's accumulator."""
-
-    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
-    trace: Any  # like params: the decaying sum of the updates
-
-
-@named
-def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Transform:
-    """Momentum: a decaying sum of the updates. torch.optim.SGD's numerics; as optax.trace where
-    dampening is 0.
-
-    State: one tensor like params, and a step count.
-
-    Args:
-        decay: of the sum, per step (torch's `momentum`).
-        nesterov: look one step ahead (Sutskever et al., 2013): updates + decay * trace.
-        dampening: the share of each update that is left out of the sum, except the first one's, as
-            in torch.
-    """
-
-    def init(params: Tree) -> TraceState:
-        return TraceState(step_count(), tree_zeros_like(params))
-
-    def update(updates: Tree, state: TraceState, params: Tree) -> tuple[Tree, TraceState]:
-        kept = (
-            1.0
-            if is_zero(dampening)
-            else torch.where(state.count == 0, number(1.0), number(1.0 - dampening))
-        )
-        new = elementwise(lambda t, u: add_scaled(t * decay, u, kept), state.trace, updates)
-        if nesterov:
-            return elementwise(lambda u, t: add_scaled(u, t, decay), updates, new), TraceState(
-                state.count + 1, new
-            )
-        return tree_map(torch.clone, new), TraceState(state.count + 1, new)
-
-    return pointwise(init, update)
-
-
-class EmaState(NamedTuple):
-    """A running mean of the updates."""
-
-    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
-    ema: Any  # like params: the mean, not corrected for having begun at 0
-
-
-@named
-def ema(decay: Number, debias: bool = True) -> Transform:
-    """Replace the updates by their running mean. As optax.ema. State: one tensor like params, and a
-    step count.
-
-    Args:
-        decay: of the mean, per step.
-        debias: divide by `1 - decay**steps`, which the mean lacks for having begun at zero.
-    """
-
-    def init(params: Tree) -> EmaState:
-        return EmaState(step_count(), tree_zeros_like(params))
-
-    def update(updates: Tree, state: EmaState, params: Tree) -> tuple[Tree, EmaState]:
-        count = state.count + 1
-        mean = elementwise(lambda m, u: mean_of(m, u, decay), state.ema, updates)
-        c = bias_correction(decay, count)
-        corrected = elementwise(lambda m: m / c if debias else m.clone(), mean)
-        return corrected, EmaState(count, mean)
-
-    return pointwise(init, update)

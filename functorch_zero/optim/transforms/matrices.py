@@ -1,0 +1,24 @@
+"""Tensors seen as stacks of matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+Matrices = Callable[[tuple[int, ...]], tuple[int, int, int]]
+
+
+def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """How a tensor of this shape is seen as `(count, rows, cols)`: a stack of matrices.
+
+    2-D: one matrix. 3-D: a stack of them, as expert weights are kept. 4-D and 5-D: a convolution
+    kernel, one matrix of (out, in * kernel). A scalar or vector is one column.
+
+    >>> matrices((8, 4)), matrices((16, 8, 4)), matrices((8, 4, 3, 3)), matrices((5,))
+    ((1, 8, 4), (16, 8, 4), (1, 8, 36), (1, 5, 1))
+    """
+    if len(shape) < 2:
+        return 1, math.prod(shape), 1
+    if len(shape) == 3:
+        return shape
+    return 1, shape[0], math.prod(shape[1:])
