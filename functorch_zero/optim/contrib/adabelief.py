@@ -1,6 +1,8 @@
-"""AdaBelief."""
+"""AdaBelief: Adam over the gradients' distance from their mean."""
 
 from __future__ import annotations
+
+from torch import Tensor
 
 from ..arithmetic import Number, Tree, elementwise, ema, ema_of_squares
 from ..base import Schedule, Transform, chain, pointwise
@@ -14,25 +16,34 @@ from ..transforms.scaling import scale_by_learning_rate
 def scale_by_belief(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-16, eps_root: Number = 1e-16
 ) -> Transform:
-    """Rescale updates by how far gradients are from their mean: AdaBelief (Zhuang et al., 2020). As
-    optax.
+    """Rescale the updates g by how far gradients are from their mean, at step t (from 1).
 
-    State: 2 tensors like params, and a step count; `nu` is the mean of the squared distances.
+        mu = b1 * mu + (1 - b1) * g
+        nu = b2 * nu + (1 - b2) * (g - mu)**2 + eps_root
+        update = mu / (1 - b1**t) / (sqrt(nu / (1 - b2**t)) + eps)
+
+    Source: Zhuang et al., 2020 (2010.07468), Algorithm 2; optax.scale_by_belief.
+
+    Needs: pointwise. State: 2 tensors like params, and a step count; `nu` is the mean of the
+    squared distances.
 
     Args:
-        eps_root: added to `nu` in every step, as in the paper's algorithm. Others: see
-            `scale_by_adam`.
+        b1: decay of the mean of the gradients, per step.
+        b2: decay of the mean of squared distances, per step.
+        eps: added to the root, against division by zero.
+        eps_root: added to `nu` in every step, as in the paper's algorithm, so it sums up.
     """
+
+    def new_nu(v: Tensor, g: Tensor, m: Tensor) -> Tensor:
+        return ema_of_squares(v, g - m, b2) + eps_root
 
     def update(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
-        count = state.count + 1
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
-        nu = elementwise(
-            lambda v, g, m: ema_of_squares(v, g - m, b2) + eps_root, state.nu, updates, mu
-        )
-        new = ScaleByAdamState(count, mu, nu)
+        nu = elementwise(new_nu, state.nu, updates, mu)
+        new = ScaleByAdamState(state.count + 1, mu, nu)
+        # The root's shift is in `nu` already.
         return adam_directions(new, b1, b2, eps, 0.0), new
 
     return pointwise(init_moments, update)
@@ -46,5 +57,18 @@ def adabelief(
     eps: Number = 1e-16,
     eps_root: Number = 1e-16,
 ) -> Transform:
-    """AdaBelief (Zhuang et al., 2020). As optax.adabelief. State: 2 tensors like params."""
-    return chain(scale_by_belief(b1, b2, eps, eps_root), scale_by_learning_rate(learning_rate))
+    """AdaBelief (g gradient).
+
+        update = -learning_rate * scale_by_belief(g)
+
+    Source: Zhuang et al., 2020 (2010.07468); optax.adabelief.
+
+    Needs: pointwise. State: 2 tensors like params.
+
+    Args:
+        learning_rate: a number or a schedule. Others: see `scale_by_belief`.
+    """
+    return chain(
+        scale_by_belief(b1, b2, eps, eps_root),
+        scale_by_learning_rate(learning_rate),
+    )

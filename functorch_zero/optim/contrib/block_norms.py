@@ -1,8 +1,13 @@
-"""Each leaf's update, clipped or scaled by a norm of the leaf."""
+"""Each leaf's update, clipped or scaled by a norm of the leaf: parts of Adafactor as optax has it.
+
+optax's Adafactor is `chain(scale_by_factored_rms(), clip_by_block_rms(1.0),
+scale_by_learning_rate(rate), scale_by_param_block_rms())`. A block is a leaf.
+"""
 
 from __future__ import annotations
 
 from optree import tree_map
+from torch import Tensor
 
 from ..across import Across
 from ..arithmetic import Tree
@@ -14,19 +19,28 @@ from ..transforms.norms import block_rms, times
 
 @named
 def clip_by_block_rms(threshold: float | Schedule) -> Transform:
-    """Scale each leaf's update down so that its root mean square is at most `threshold`.
+    """Scale each leaf's update u down so that its root mean square is at most `threshold`.
+
+        update = u / max(1, rms(u) / threshold)
 
     Source: Shazeer and Stern, 2018 (1804.04235), section 6; optax.clip_by_block_rms.
 
-    State: a step count. Sharded: one all-reduce of a scalar per leaf.
+    Needs: statistics, one all-reduce of a scalar per leaf. State: a step count.
+
+    Args:
+        threshold: a number, or a schedule, which is given the number of steps before this one.
     """
 
     def update(
         updates: Tree, state: CountState, params: Tree, across: Across
     ) -> tuple[Tree, CountState]:
         limit = value_of(threshold, state.count)
-        rms = block_rms(across.norm(updates), across)
-        clipped = tree_map(lambda u, r: times(u, 1 / (r / limit).clamp(min=1)), updates, rms)
+
+        def clip(u: Tensor, rms: Tensor) -> Tensor:
+            # One factor per leaf, 0-d, the same on every rank.
+            return times(u, 1 / (rms / limit).clamp(min=1))
+
+        clipped = tree_map(clip, updates, block_rms(across.norm(updates), across))
         return clipped, CountState(state.count + 1)
 
     return with_statistics(init_count, update)
@@ -34,34 +48,49 @@ def clip_by_block_rms(threshold: float | Schedule) -> Transform:
 
 @named
 def scale_by_param_block_norm(min_scale: float = 1e-3) -> Transform:
-    """Scale each leaf's update by the norm of its params, at least `min_scale`. As
-    optax.scale_by_param_block_norm.
+    """Scale each leaf's update u by the norm of its params p.
 
-    State: none. Sharded: one all-reduce of a scalar per leaf.
+        update = u * max(norm(p), min_scale)
+
+    Source: optax.scale_by_param_block_norm.
+
+    Needs: statistics, one all-reduce of a scalar per leaf. State: none.
+
+    Args:
+        min_scale: the least factor, so that zeros can move.
     """
+
+    def rescale(u: Tensor, norm: Tensor) -> Tensor:
+        return times(u, norm.clamp(min=min_scale))
 
     def update(
         updates: Tree, state: EmptyState, params: Tree, across: Across
     ) -> tuple[Tree, EmptyState]:
-        norms = across.norm(params)
-        return tree_map(lambda u, norm: times(u, norm.clamp(min=min_scale)), updates, norms), state
+        return tree_map(rescale, updates, across.norm(params)), state
 
     return with_statistics(init_empty, update)
 
 
 @named
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> Transform:
-    """Scale each leaf's update by the root mean square of its params, at least `min_scale`.
+    """Scale each leaf's update u by the root mean square of its params p.
+
+        update = u * max(rms(p), min_scale)
 
     Source: Shazeer and Stern, 2018 (1804.04235), section 8; optax.scale_by_param_block_rms.
 
-    State: none. Sharded: one all-reduce of a scalar per leaf.
+    Needs: statistics, one all-reduce of a scalar per leaf. State: none.
+
+    Args:
+        min_scale: the least factor, so that zeros can move.
     """
+
+    def rescale(u: Tensor, rms: Tensor) -> Tensor:
+        return times(u, rms.clamp(min=min_scale))
 
     def update(
         updates: Tree, state: EmptyState, params: Tree, across: Across
     ) -> tuple[Tree, EmptyState]:
-        rms = block_rms(across.norm(params), across)
-        return tree_map(lambda u, r: times(u, r.clamp(min=min_scale)), updates, rms), state
+        return tree_map(rescale, updates, block_rms(across.norm(params), across)), state
 
     return with_statistics(init_empty, update)

@@ -1,4 +1,4 @@
-"""Fromage."""
+"""Fromage: each leaf turns by an angle, and keeps its norm."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from ..transforms.weight_decay import add_decayed_weights
 
 @named
 def fromage(learning_rate: Number | Schedule, min_norm: float = 1e-6) -> Transform:
-    """Fromage: each leaf turns by an angle that the learning rate says, keeping its norm.
+    """Fromage, per leaf (g gradient, p param).
+
+        shrink = 1 / sqrt(1 + learning_rate**2)
+        p + update = shrink * (p - learning_rate * g * norm(p) / norm(g))
 
     Source: Bernstein et al., 2020 (2002.03432), Algorithm 1; optax.fromage.
 
-    State: none but step counts. Sharded: one all-reduce of two scalars per leaf.
+    Needs: statistics, one all-reduce of two scalars per leaf. State: none but step counts.
 
     Args:
-        min_norm: the norms of the params and of the updates count as at least this.
+        learning_rate: the tangent of the angle; a number or a schedule.
+        min_norm: the norms of the params and of the gradients count as at least this.
     """
 
     def shrink(count: Tensor) -> Any:
@@ -36,5 +40,7 @@ def fromage(learning_rate: Number | Schedule, min_norm: float = 1e-6) -> Transfo
         return shrink(count) * value_of(learning_rate, count)
 
     return chain(
-        scale_by_trust_ratio(min_norm), scale_by_learning_rate(rate), add_decayed_weights(decay)
+        scale_by_trust_ratio(min_norm),
+        scale_by_learning_rate(rate),
+        add_decayed_weights(decay),  # behind the rate, since it is the whole of `shrink - 1`
     )

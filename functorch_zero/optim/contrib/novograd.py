@@ -1,4 +1,4 @@
-"""NovoGrad."""
+"""NovoGrad: momentum of gradients that are divided by a running norm of their leaf's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ScaleByNovogradState(NamedTuple):
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     mu: Any  # like params: momentum of the normalised gradients
-    nu: Any  # per leaf 0-d, at least fp32, every rank: mean of the squared gradient norms
+    nu: Any  # per leaf 0-d, at least fp32, every rank: running mean of the squared gradient norms
 
 
 @named
@@ -39,16 +39,24 @@ def scale_by_novograd(
     eps_root: float = 0.0,
     weight_decay: float | Schedule = 0.0,
 ) -> Transform:
-    """Momentum of gradients divided by a running mean of their leaf's norm.
+    """Momentum of normalised gradients, per leaf (g gradient, p param).
 
-    Source: Ginsburg et al., 2019 (1905.11286), Algorithm 1; optax.scale_by_novograd. The first step
-    takes its own norm for the mean.
+        nu = b2 * nu + (1 - b2) * norm(g)**2    (in the first step nu = norm(g)**2)
+        mu = b1 * mu + g / (sqrt(nu + eps_root) + eps) + weight_decay * p
+        update = mu
 
-    State: a tensor like params, and a scalar per leaf. Sharded: one all-reduce of a scalar per
-    leaf.
+    Source: Ginsburg et al., 2019 (1905.11286), Algorithm 1; optax.scale_by_novograd.
+
+    Needs: statistics, one all-reduce of a scalar per leaf. State: 1 tensor like params and a scalar
+    per leaf, and a step count.
 
     Args:
-        weight_decay: times the param is added to the normalised gradient, inside the momentum.
+        b1: decay of the momentum, a sum, per step.
+        b2: decay of the mean of squared norms, per step.
+        eps: added to the root, against division by zero.
+        eps_root: added under the root.
+        weight_decay: times the param is added to the normalised gradient, inside the momentum; a
+            number or a schedule.
     """
 
     def init(params: Tree) -> ScaleByNovogradState:
@@ -60,13 +68,17 @@ def scale_by_novograd(
     ) -> tuple[Tree, ScaleByNovogradState]:
         keep = b2 * (state.count > 0).double()  # nothing is kept before the first step
         decay = value_of(weight_decay, state.count)
-        nu = tree_map(
-            lambda v, n: (keep * v + (1 - keep) * n * n).to(v.dtype), state.nu, across.norm(updates)
-        )
+
+        def new_nu(v: Tensor, norm: Tensor) -> Tensor:
+            mean = keep * v + (1 - keep) * norm * norm
+            return mean.to(v.dtype)
 
         def momentum(m: Tensor, g: Tensor, v: Tensor, p: Tensor) -> Tensor:
-            return b1 * m + times(g, 1 / ((v + eps_root).sqrt() + eps)) + times(p, decay)
+            # v is 0-d: all pieces of the leaf are divided by one number.
+            normalised = times(g, 1 / ((v + eps_root).sqrt() + eps))
+            return b1 * m + normalised + times(p, decay)
 
+        nu = tree_map(new_nu, state.nu, across.norm(updates))
         mu = elementwise(momentum, state.mu, updates, nu, params)
         return mu, ScaleByNovogradState(state.count + 1, mu, nu)
 
@@ -82,11 +94,17 @@ def novograd(
     eps_root: float = 0.0,
     weight_decay: float | Schedule = 0.0,
 ) -> Transform:
-    """NovoGrad: momentum of gradients that are divided by a running mean of their leaf's norm.
+    """NovoGrad (g gradient).
 
-    Source: Ginsburg et al., 2019 (1905.11286); optax.novograd. Weight decay is inside the momentum.
+        update = -learning_rate * scale_by_novograd(g)
 
-    State: 1 tensor like params and a scalar per leaf. Sharded: one all-reduce of a scalar per leaf.
+    Source: Ginsburg et al., 2019 (1905.11286); optax.novograd.
+
+    Needs: statistics, one all-reduce of a scalar per leaf. State: 1 tensor like params and a scalar
+    per leaf.
+
+    Args:
+        learning_rate: a number or a schedule. Others: see `scale_by_novograd`.
     """
     return chain(
         scale_by_novograd(b1, b2, eps, eps_root, weight_decay),

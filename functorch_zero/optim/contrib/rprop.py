@@ -1,4 +1,4 @@
-"""Rprop."""
+"""Rprop: a step size per element, which grows while the gradient's sign stays."""
 
 from __future__ import annotations
 
@@ -28,14 +28,21 @@ def scale_by_rprop(
     min_step_size: Number = 1e-6,
     max_step_size: Number = 50.0,
 ) -> Transform:
-    """Replace updates by signed step sizes that grow while the sign stays (Riedmiller and Braun,
-    1993).
+    """Replace the updates g by signed step sizes.
 
-    torch.optim.Rprop's numerics; optax's updates come one step later. State: 2 tensors like params.
+        step_sizes = step_sizes * eta_plus where g has the sign of the gradient before,
+                     step_sizes * eta_minus where it has the other sign,
+                     kept within [min_step_size, max_step_size]
+        update = sign(g) * step_sizes, or 0 where the sign has changed
+
+    Source: Riedmiller and Braun, 1993 (A Direct Adaptive Method for Faster Backpropagation
+    Learning); torch.optim.Rprop's numerics. optax's updates come one step later.
+
+    Needs: pointwise. State: 2 tensors like params.
 
     Args:
         learning_rate: the first step size.
-        eta_minus: a step size's factor where the sign has changed; the update there is 0 once.
+        eta_minus: a step size's factor where the sign has changed.
         eta_plus: its factor where the sign has stayed.
         min_step_size: the least step size.
         max_step_size: the largest.
@@ -47,20 +54,20 @@ def scale_by_rprop(
     def resize(size: Tensor, g: Tensor, prev: Tensor) -> Tensor:
         agreement = g * prev
         grown = torch.where(agreement > 0, size * eta_plus, size)
-        return clamp(
-            torch.where(agreement < 0, size * eta_minus, grown), min_step_size, max_step_size
-        )
+        resized = torch.where(agreement < 0, size * eta_minus, grown)
+        return clamp(resized, min_step_size, max_step_size)
+
+    def keep(g: Tensor, prev: Tensor) -> Tensor:
+        # Zero where the sign has changed: no step now, and no second halving in the next step.
+        return torch.where(g * prev < 0, torch.zeros_like(g), g)
 
     def update(
         updates: Tree, state: ScaleByRpropState, params: Tree
     ) -> tuple[Tree, ScaleByRpropState]:
         sizes = elementwise(resize, state.step_sizes, updates, state.prev_updates)
-        kept = elementwise(
-            lambda g, prev: torch.where(g * prev < 0, torch.zeros_like(g), g),
-            updates,
-            state.prev_updates,
-        )
-        return elementwise(lambda g, s: g.sign() * s, kept, sizes), ScaleByRpropState(sizes, kept)
+        kept = elementwise(keep, updates, state.prev_updates)
+        steps = elementwise(lambda g, size: g.sign() * size, kept, sizes)
+        return steps, ScaleByRpropState(sizes, kept)
 
     return pointwise(init, update)
 
@@ -73,10 +80,16 @@ def rprop(
     min_step_size: Number = 1e-6,
     max_step_size: Number = 50.0,
 ) -> Transform:
-    """Rprop (Riedmiller and Braun, 1993). torch.optim.Rprop's numerics, not optax's. State: 2
-    tensors like params.
+    """Rprop, for gradients of the whole data rather than of batches (g gradient).
 
-    Arguments: see `scale_by_rprop`; `learning_rate` is the first step size.
+        update = -scale_by_rprop(g)
+
+    Source: Riedmiller and Braun, 1993; torch.optim.Rprop, not optax's.
+
+    Needs: pointwise. State: 2 tensors like params.
+
+    Args:
+        learning_rate: the first step size. Others: see `scale_by_rprop`.
     """
     return chain(
         scale_by_rprop(learning_rate, eta_minus, eta_plus, min_step_size, max_step_size),

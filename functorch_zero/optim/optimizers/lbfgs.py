@@ -1,8 +1,9 @@
-"""L-BFGS directions from a bounded history, with all inner products of a step in one question.
+"""L-BFGS: directions from a bounded history, with all inner products of a step in one question.
 
-The two-loop recursion needs inner products of the history only with itself and with the gradient.
-Those of the history with itself are kept; a step asks for the newest ones, and runs the recursion
-on numbers (Chen et al., 2014, "Large-scale L-BFGS using MapReduce").
+Note [Recursion on numbers]: the two-loop recursion needs inner products of the history only with
+itself and with the gradient. Those of the history with itself are kept. So a step asks for the ones
+with the newest pair and with the gradient, 5m + 1 numbers, in one collective; and the recursion
+runs on numbers, the same on every rank (Chen et al., 2014, "Large-scale L-BFGS using MapReduce").
 """
 
 from __future__ import annotations
@@ -13,18 +14,15 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
-from ...tree import PyTree
 from ..across import Across
-from ..arithmetic import Number, elementwise, pick
+from ..arithmetic import Number, Tree, elementwise, pick
 from ..base import Schedule, Transform, chain, step_count, tree_zeros_like, with_statistics
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
 
-Tree = PyTree[Tensor]
-
 
 class ScaleByLBFGSState(NamedTuple):
-    """The last steps and changes of gradient, oldest first, and their inner products."""
+    """The last pairs of a step s and a change of gradient y, oldest first, and their products."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     params: Any  # like params: those of the step before
@@ -36,13 +34,13 @@ class ScaleByLBFGSState(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The inner products that the recursion needs, in fp64."""
+    """The inner products that the recursion needs, fp64, the same on every rank; m pairs."""
 
-    s_y: Tensor  # (m, m)
-    y_y: Tensor  # (m, m)
-    s_g: Tensor  # (m,)
-    y_g: Tensor  # (m,)
-    g_g: Tensor  # 0-d
+    s_y: Tensor  # (m, m): s_i . y_j
+    y_y: Tensor  # (m, m): y_i . y_j
+    s_g: Tensor  # (m,): s_i . gradient
+    y_g: Tensor  # (m,): y_i . gradient
+    g_g: Tensor  # 0-d: gradient . gradient
 
 
 class Coefficients(NamedTuple):
@@ -53,85 +51,123 @@ class Coefficients(NamedTuple):
     of_y: Tensor  # (m,)
 
 
+def paired(trees: tuple[Tree, ...], other: Tree) -> list[tuple[Tree, Tree]]:
+    """Each of the trees with `other`, for `across.dots`."""
+    return [(tree, other) for tree in trees]
+
+
 def ask(
     across: Across, state: ScaleByLBFGSState, s: tuple[Tree, ...], y: tuple[Tree, ...], g: Tree
 ) -> Products:
-    """The inner products of a history whose newest pair is new: 5m numbers, one collective."""
+    """The inner products of a history whose newest pair is new. See Note [Recursion on numbers].
+
+    Args:
+        across: answers for trees like params.
+        state: of the step before.
+        s: steps, oldest first; the last is new.
+        y: changes of gradient, likewise.
+        g: the gradient.
+    """
     m = len(s)
-    pairs = [(one, g) for one in s] + [(one, g) for one in y] + [(one, y[-1]) for one in (*s, *y)]
-    pairs += [(s[-1], one) for one in y] + [(g, g)]
-    answers = torch.stack([x.double() for x in across.dots(*pairs)])
-    s_g, y_g, s_y_new, y_y_new, s_new_y = answers[: 5 * m].reshape(5, m).unbind()
+    newest_s, newest_y = s[-1], y[-1]
+    # In the order in which the answers are taken apart below.
+    pairs = paired(s, g) + paired(y, g)
+    pairs += paired(s, newest_y) + paired(y, newest_y) + paired(y, newest_s)
+    pairs.append((g, g))
+    answers = across.dots(*pairs)
+    numbers = torch.stack([answer.double() for answer in answers])  # (5m + 1,)
+    s_g, y_g, s_new_y, y_new_y, new_s_y = numbers[: 5 * m].reshape(5, m).unbind()
     return Products(
-        shifted(state.s_y, s_y_new, s_new_y),
-        shifted(state.y_y, y_y_new, y_y_new),
-        s_g,
-        y_g,
-        answers[-1],
+        s_y=shifted(state.s_y, column=s_new_y, row=new_s_y),
+        y_y=shifted(state.y_y, column=y_new_y, row=y_new_y),
+        s_g=s_g,
+        y_g=y_g,
+        g_g=numbers[-1],
     )
 
 
 def shifted(old: Tensor, column: Tensor, row: Tensor) -> Tensor:
-    """A table one step on: without the oldest, with a new last column and row."""
+    """A table (m, m) one step on: without the oldest pair, with a new last column and row (m,)."""
     above = torch.cat([old[1:, 1:], column[:-1, None]], dim=1)
     return torch.cat([above, row[None, :]])
 
 
 def two_loops(products: Products, scale: Tensor) -> Coefficients:
-    """Nocedal and Wright, Algorithm 7.4, on numbers."""
+    """Nocedal and Wright, Algorithm 7.4, on numbers; `scale` (0-d) times 1 is its first matrix.
+
+    The algorithm's vectors q and r stay combinations of g, s and y:
+
+        q = g - sum(alpha[i] * y_i)
+        r = scale * q + sum(of_s[i] * s_i)
+    """
     s_y, y_y, s_g, y_g, _ = products
-    m, curvature = len(s_g), s_y.diagonal()
+    m = len(s_g)
+    curvature = s_y.diagonal()
+    # A pair without curvature has no part: its rho is 0.
     rho = torch.where(curvature == 0, torch.zeros_like(curvature), 1 / curvature)
+    at = torch.eye(m, dtype=rho.dtype, device=rho.device)  # at[i]: 1 at i, so that none is written
     alpha = torch.zeros_like(rho)
-    at = torch.eye(m, dtype=rho.dtype, device=rho.device)
     for i in reversed(range(m)):
-        alpha = alpha + at[i] * (rho[i] * (s_g[i] - s_y[i] @ alpha))
+        s_q = s_g[i] - s_y[i] @ alpha
+        alpha = alpha + at[i] * (rho[i] * s_q)
     of_s = torch.zeros_like(rho)
     for i in range(m):
-        beta = rho[i] * (scale * (y_g[i] - y_y[i] @ alpha) + s_y[:, i] @ of_s)
+        y_q = y_g[i] - y_y[i] @ alpha
+        beta = rho[i] * (scale * y_q + s_y[:, i] @ of_s)
         of_s = of_s + at[i] * (alpha[i] - beta)
     return Coefficients(scale, of_s, -scale * alpha)
 
 
 @named
 def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Transform:
-    """Multiply the gradient by L-BFGS's estimate of the inverse Hessian, over the whole tree.
+    """Multiply the gradient g by L-BFGS's estimate H of the inverse Hessian, over the whole tree.
+
+        s = p - p before, y = g - g before    (the last memory_size pairs)
+        update = H g, by the two-loop recursion
 
     Source: Nocedal and Wright, Algorithms 7.4 and 7.5; optax.scale_by_lbfgs, with its first scale.
     Pairs without curvature (s . y = 0) don't count. Line search is yours: updates are the
     direction.
 
-    State: 2 (memory_size + 1) tensors like params. Sharded: one all-reduce of 5 memory_size + 1
-    scalars per leaf.
+    Needs: statistics, one all-reduce of 5 memory_size + 1 scalars per leaf. State:
+    2 (memory_size + 1) tensors like params, two small tables and a step count.
 
     Args:
-        memory_size: how many pairs are remembered.
-        scale_init_precond: begin from `s . y / y . y` of the newest pair, in the first step from
-            `min(1, 1 / norm(g))`; else from 1.
+        memory_size: the number of pairs that are remembered.
+        scale_init_precond: begin the recursion from `s . y / y . y` of the newest pair, in the
+            first step from `min(1, 1 / norm(g))`; else from 1.
     """
     if memory_size < 1:
         raise ValueError(f"memory_size must be at least 1, got {memory_size}")
 
-    def init_scale(products: Products, first: Tensor) -> Tensor:
-        newest, size = products.s_y[-1, -1], products.y_y[-1, -1]
-        if not scale_init_precond:
-            return torch.ones_like(newest)
-        later = torch.where(size > 0, newest / size, torch.ones_like(size))
-        return pick(first, products.g_g.rsqrt().clamp(max=1), later)
-
     def init(params: Tree) -> ScaleByLBFGSState:
-        def trees() -> tuple[Tree, ...]:
+        def history() -> tuple[Tree, ...]:
             return tuple(tree_zeros_like(params) for _ in range(memory_size))
 
         device = next((leaf.device for leaf in tree_leaves(params)), None)
         table = torch.zeros(memory_size, memory_size, dtype=torch.float64, device=device)
-        before = tree_zeros_like(params), tree_zeros_like(params)
-        return ScaleByLBFGSState(step_count(), *before, trees(), trees(), table, table.clone())
+        return ScaleByLBFGSState(
+            count=step_count(),
+            params=tree_zeros_like(params),
+            updates=tree_zeros_like(params),
+            diff_params=history(),
+            diff_updates=history(),
+            s_y=table,
+            y_y=table.clone(),
+        )
+
+    def init_scale(products: Products, first: Tensor) -> Tensor:
+        """The recursion's first matrix is this number (0-d) times 1."""
+        s_y, y_y = products.s_y[-1, -1], products.y_y[-1, -1]
+        if not scale_init_precond:
+            return torch.ones_like(s_y)
+        later = torch.where(y_y > 0, s_y / y_y, torch.ones_like(y_y))
+        return pick(first, products.g_g.rsqrt().clamp(max=1), later)
 
     def update(
         updates: Tree, state: ScaleByLBFGSState, params: Tree, across: Across
     ) -> tuple[Tree, ScaleByLBFGSState]:
-        first = state.count == 0
+        first = state.count == 0  # 0-d bool: there is no step before to differ from
 
         def change(new: Tensor, old: Tensor) -> Tensor:
             return pick(first, torch.zeros_like(new), new - old)
@@ -148,9 +184,15 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
             return direction
 
         directions = elementwise(combine, updates, *s, *y)
-        kept = tree_map(torch.clone, params), tree_map(torch.clone, updates)
         return directions, ScaleByLBFGSState(
-            state.count + 1, *kept, s, y, products.s_y, products.y_y
+            count=state.count + 1,
+            # Copies: a step may write over params and gradients where they lie.
+            params=tree_map(torch.clone, params),
+            updates=tree_map(torch.clone, updates),
+            diff_params=s,
+            diff_updates=y,
+            s_y=products.s_y,
+            y_y=products.y_y,
         )
 
     return with_statistics(init, update)
@@ -160,12 +202,20 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
 def lbfgs(
     learning_rate: Number | Schedule = 1.0, memory_size: int = 10, scale_init_precond: bool = True
 ) -> Transform:
-    """L-BFGS with a step size of your own: optax.lbfgs without its line search. See
-    `scale_by_lbfgs`.
+    """L-BFGS with a step size of your own (g gradient).
 
-    State: 2 (memory_size + 1) tensors like params. Sharded: one all-reduce of 5 memory_size + 1
-    scalars.
+        update = -learning_rate * scale_by_lbfgs(g)
+
+    Source: Nocedal and Wright, Algorithms 7.4 and 7.5; optax.lbfgs without its line search.
+
+    Needs: statistics, one all-reduce of 5 memory_size + 1 scalars per leaf. State:
+    2 (memory_size + 1) tensors like params.
+
+    Args:
+        learning_rate: the step's length over the direction's; a number or a schedule. Others: see
+            `scale_by_lbfgs`.
     """
     return chain(
-        scale_by_lbfgs(memory_size, scale_init_precond), scale_by_learning_rate(learning_rate)
+        scale_by_lbfgs(memory_size, scale_init_precond),
+        scale_by_learning_rate(learning_rate),
     )

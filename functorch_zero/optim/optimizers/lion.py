@@ -1,4 +1,4 @@
-"""Lion."""
+"""Lion: the sign of a mean of the gradients."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..arithmetic import Number, Tree, elementwise, ema
-from ..base import Schedule, Transform, pointwise, step_count, tree_zeros_like
+from ..base import Schedule, Transform, chain, pointwise, step_count, tree_zeros_like
 from ..naming import named
-from ..transforms.weight_decay import with_decoupled_decay
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.masking import Mask
 
 
@@ -17,18 +18,23 @@ class ScaleByLionState(NamedTuple):
     """Lion's mean of the gradients."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
-    mu: Any  # like params
+    mu: Any  # like params: running mean of the gradients
 
 
 @named
 def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
-    """Replace updates by a sign, as Lion (Chen et al., 2023, Algorithm 2) does. As optax.
+    """Replace the updates g by the sign of their mixture with the mean before this step.
 
-    State: 1 tensor like params, and a step count.
+        update = sign(b1 * mu + (1 - b1) * g)
+        mu = b2 * mu + (1 - b2) * g
+
+    Source: Chen et al., 2023 (2302.06675), Algorithm 2; optax.scale_by_lion.
+
+    Needs: pointwise. State: 1 tensor like params, and a step count.
 
     Args:
-        b1: how much of the mean is in the sign: `sign(b1 * mu + (1 - b1) * g)`.
-        b2: decay of the mean.
+        b1: how much of the mean is in the sign.
+        b2: decay of the mean, per step.
     """
 
     def init(params: Tree) -> ScaleByLionState:
@@ -37,6 +43,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
     def update(
         updates: Tree, state: ScaleByLionState, params: Tree
     ) -> tuple[Tree, ScaleByLionState]:
+        # Both mixtures are of the mean before; only the second is kept.
         signs = elementwise(lambda m, g: ema(m, g, b1).sign(), state.mu, updates)
         mu = elementwise(lambda m, g: ema(m, g, b2), state.mu, updates)
         return signs, ScaleByLionState(state.count + 1, mu)
@@ -53,5 +60,22 @@ def lion(
     weight_decay: Number | Schedule = 1e-3,
     mask: Mask | None = None,
 ) -> Transform:
-    """Lion (Chen et al., 2023). As optax.lion. State: 1 tensor like params."""
-    return with_decoupled_decay(scale_by_lion(b1, b2), weight_decay, mask, learning_rate)
+    """Lion, with decoupled weight decay (g gradient, p param).
+
+        update = -learning_rate * (scale_by_lion(g) + weight_decay * p)
+
+    Source: Chen et al., 2023 (2302.06675); optax.lion.
+
+    Needs: pointwise. State: 1 tensor like params.
+
+    Args:
+        learning_rate: the size of every element's step before decay, so commonly 3 to 10 times
+            less than Adam's; a number or a schedule.
+        weight_decay: decoupled, times the learning rate: per step.
+        mask: which leaves decay; None for all. Others: see `scale_by_lion`.
+    """
+    return chain(
+        scale_by_lion(b1, b2),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )

@@ -1,4 +1,4 @@
-"""RMSprop."""
+"""RMSprop, plain and centred: gradients over a running estimate of their size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ..arithmetic import Number, Tree, bias_correction, elementwise, ema, ema_of
 from ..base import Schedule, Transform, chain, pointwise, step_count, tree_zeros_like
 from ..naming import named
 from ..transforms.momentum import trace
-from ..transforms.weight_decay import with_coupled_decay
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import coupled_decay
 
 
 class ScaleByRmsState(NamedTuple):
     """RMSprop's mean of squares."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
-    nu: Any  # like params: mean of the squares
+    nu: Any  # like params: running mean of the squared gradients
 
 
 @named
@@ -29,18 +30,22 @@ def scale_by_rms(
     eps_in_sqrt: bool = False,
     bias_correction: bool = False,
 ) -> Transform:
-    """Rescale updates by the root of the mean of their squares (Hinton, 2012).
-    torch.optim.RMSprop's numerics.
+    """Divide the updates g by the root of the mean of their squares.
 
-    optax's defaults differ: decay 0.9, eps under the root. State: 1 tensor like params, and a step
-    count.
+        nu = decay * nu + (1 - decay) * g**2
+        update = g / (sqrt(nu) + eps)    (with eps_in_sqrt: g / sqrt(nu + eps))
+
+    Source: Hinton, 2012 (lecture 6e of Neural Networks for Machine Learning); torch.optim.RMSprop's
+    numerics. optax's defaults differ: decay 0.9, eps under the root.
+
+    Needs: pointwise. State: 1 tensor like params, and a step count.
 
     Args:
         decay: of the mean, per step (torch's `alpha`).
-        eps: added to the denominator.
-        initial_scale: what the mean begins at.
+        eps: added to the root, against division by zero.
+        initial_scale: the mean begins at it.
         eps_in_sqrt: add eps under the root instead.
-        bias_correction: divide the mean by `1 - decay**steps`, as Adam does.
+        bias_correction: divide the mean by `1 - decay**t` at step t, as Adam does.
     """
 
     def init(params: Tree) -> ScaleByRmsState:
@@ -50,9 +55,8 @@ def scale_by_rms(
         count = state.count + 1
         nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
         means = _corrected(nu, decay, count) if bias_correction else nu
-        return elementwise(
-            lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, means
-        ), ScaleByRmsState(count, nu)
+        directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, means)
+        return directions, ScaleByRmsState(count, nu)
 
     return pointwise(init, update)
 
@@ -61,8 +65,8 @@ class ScaleByStddevState(NamedTuple):
     """Centred RMSprop's means."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
-    mu: Any  # like params: mean of the gradients
-    nu: Any  # like params: mean of their squares
+    mu: Any  # like params: running mean of the gradients
+    nu: Any  # like params: running mean of the squared gradients
 
 
 @named
@@ -73,16 +77,27 @@ def scale_by_stddev(
     eps_in_sqrt: bool = False,
     bias_correction: bool = False,
 ) -> Transform:
-    """Rescale updates by their standard deviation (Graves, 2013).
-    torch.optim.RMSprop(centered=True)'s numerics.
+    """Divide the updates g by their standard deviation over the steps.
 
-    State: 2 tensors like params, and a step count. Arguments: see `scale_by_rms`.
+        mu = decay * mu + (1 - decay) * g
+        nu = decay * nu + (1 - decay) * g**2
+        update = g / (sqrt(nu - mu**2) + eps)
+
+    Source: Graves, 2013 (1308.0850), section 4.2; torch.optim.RMSprop(centered=True)'s
+    numerics.
+
+    Needs: pointwise. State: 2 tensors like params, and a step count.
+
+    Arguments: see `scale_by_rms`.
     """
 
     def init(params: Tree) -> ScaleByStddevState:
-        return ScaleByStddevState(
-            step_count(), tree_zeros_like(params), full_like(params, initial_scale)
-        )
+        mu = tree_zeros_like(params)
+        return ScaleByStddevState(step_count(), mu, full_like(params, initial_scale))
+
+    def variance(m: Tensor, v: Tensor) -> Tensor:
+        # Where gradients hardly vary, rounding may leave less than nothing.
+        return torch.addcmul(v, m, m, value=-1).clamp(min=0)
 
     def update(
         updates: Tree, state: ScaleByStddevState, params: Tree
@@ -90,11 +105,13 @@ def scale_by_stddev(
         count = state.count + 1
         mu = elementwise(lambda m, g: ema(m, g, decay), state.mu, updates)
         nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
-        m, v = (_corrected(t, decay, count) if bias_correction else t for t in (mu, nu))
-        # Where gradients hardly vary, rounding may leave less than nothing.
-        variances = elementwise(lambda m, v: torch.addcmul(v, m, m, value=-1).clamp(min=0), m, v)
-        scaled = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, variances)
-        return scaled, ScaleByStddevState(count, mu, nu)
+        if bias_correction:
+            means, squares = _corrected(mu, decay, count), _corrected(nu, decay, count)
+        else:
+            means, squares = mu, nu
+        variances = elementwise(variance, means, squares)
+        directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, variances)
+        return directions, ScaleByStddevState(count, mu, nu)
 
     return pointwise(init, update)
 
@@ -104,8 +121,9 @@ def _root(nu: Tensor, eps: Number, inside: bool) -> Tensor:
 
 
 def _corrected(mean: Tree, decay: Number, count: Tensor) -> Tree:
-    c = bias_correction(decay, count)
-    return elementwise(lambda m: m / c, mean)
+    """A mean that began at zero, divided by its lack after `count` steps."""
+    correction = bias_correction(decay, count)
+    return elementwise(lambda m: m / correction, mean)
 
 
 @named
@@ -122,14 +140,31 @@ def rmsprop(
     *,
     weight_decay: Number | Schedule = 0.0,
 ) -> Transform:
-    """RMSprop (Hinton, 2012; centred: Graves, 2013). torch.optim.RMSprop's numerics and defaults.
+    """RMSprop, with coupled weight decay (g gradient, p param).
 
+        g = g + weight_decay * p
+        update = -learning_rate * trace(scale_by_rms(g), momentum)
+
+    Source: Hinton, 2012; centred: Graves, 2013 (1308.0850); torch.optim.RMSprop, with its defaults.
     optax differs: decay 0.9, eps under the root, and momentum after the learning rate, which
-    matters while that changes. State: 1 tensor like params, one more if centred, one more with
-    momentum. Arguments:
-        see `scale_by_rms`.
+    matters while that changes.
+
+    Needs: pointwise. State: 1 tensor like params, one more if centred, one more with momentum.
+
+    Args:
+        learning_rate: a number or a schedule.
+        centered: divide by the standard deviation, see `scale_by_stddev`.
+        momentum: decay of a sum of the directions, per step, see `trace`; None keeps no sum.
+        nesterov: of the momentum.
+        weight_decay: coupled: joins the gradient. Others: see `scale_by_rms`.
     """
     rescale = scale_by_stddev if centered else scale_by_rms
-    momenta = () if momentum is None else (trace(momentum, nesterov),)
-    directions = chain(rescale(decay, eps, initial_scale, eps_in_sqrt, bias_correction), *momenta)
-    return with_coupled_decay(directions, weight_decay, learning_rate)
+    parts = [rescale(decay, eps, initial_scale, eps_in_sqrt, bias_correction)]
+    if momentum is not None:
+        parts.append(trace(momentum, nesterov))
+    return chain(
+        *coupled_decay(weight_decay),
+        # A chain of its own, also of one part: paths in checkpoint files count its parts.
+        chain(*parts),
+        scale_by_learning_rate(learning_rate),
+    )

@@ -1,4 +1,8 @@
-"""Scalings of the updates, and replacements of single elements."""
+"""Scalings of the updates by one number, and replacements of single elements.
+
+All of these are pointwise: an element of the result depends on that element only, so none of them
+communicates. Where a docstring mentions no state there is none.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +61,18 @@ def scale(step_size: Number) -> Transform:
 
 @named
 def scale_by_schedule(step_size_fn: Schedule) -> Transform:
-    """Multiply every update by a schedule. As optax.scale_by_schedule; the state is a step
-    count."""
+    """Multiply every update by a schedule's value. As optax.scale_by_schedule.
+
+    State: a step count.
+
+    Args:
+        step_size_fn: from the number of steps before this one (0-d int64) to a factor.
+    """
 
     def update(updates: Tree, state: CountState, params: Tree) -> tuple[Tree, CountState]:
         factor = value_of(step_size_fn, state.count)
-        return elementwise(lambda u: u * factor, updates), CountState(state.count + 1)
+        scaled = elementwise(lambda u: u * factor, updates)
+        return scaled, CountState(state.count + 1)
 
     return pointwise(init_count, update)
 
@@ -71,38 +81,37 @@ def scale_by_schedule(step_size_fn: Schedule) -> Transform:
 def scale_by_learning_rate(
     learning_rate: Number | Schedule, *, flip_sign: bool = True
 ) -> Transform:
-    """Multiply every update by minus the learning rate, a number or a schedule. As
-    optax.scale_by_learning_rate.
+    """Multiply every update by minus the learning rate. As optax.scale_by_learning_rate.
 
-    The state is a step count and the last learning rate.
+    State: a step count and the last learning rate, which `state_metrics` reports.
 
     Args:
         learning_rate: a number, or a schedule, which is given the number of steps before this one.
         flip_sign: False multiplies by plus the learning rate.
     """
+    # Of a number the tensor that is kept is made once, not once per step.
     fixed = None if callable(learning_rate) else number(learning_rate)
 
     def init(params: Tree) -> ScaleByLearningRateState:
         count = step_count()
         return ScaleByLearningRateState(count, number(value_of(learning_rate, count)))
 
-    def by(multiply: Callable[[Tensor, Any], Tensor]) -> Update:
+    def update_with(multiply: Callable[[Tensor, Any], Tensor]) -> Update:
         def update(updates: Tree, state: ScaleByLearningRateState, params: Tree) -> tuple[Any, Any]:
             rate = value_of(learning_rate, state.count)
             factor = -rate if flip_sign else rate
+            scaled = elementwise(lambda u: multiply(u, factor), updates)
             kept = number(rate) if fixed is None else fixed
-            return elementwise(lambda u: multiply(u, factor), updates), ScaleByLearningRateState(
-                state.count + 1, kept
-            )
+            return scaled, ScaleByLearningRateState(state.count + 1, kept)
 
         return update
 
-    return pointwise(init, by(torch.mul), in_place=by(Tensor.mul_))
+    return pointwise(init, update_with(torch.mul), in_place=update_with(Tensor.mul_))
 
 
 @named
 def scale_by_sign() -> Transform:
-    """Replace every update by its sign. As optax.scale_by_sign."""
+    """Replace every element by its sign: -1, 0 or 1. As optax.scale_by_sign."""
 
     def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
         return tree_map(torch.sign, updates), state
@@ -114,8 +123,7 @@ def scale_by_sign() -> Transform:
 def nan_to_num(
     nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Transform:
-    """Replace NaNs, and infinities, in the updates as torch.nan_to_num does. Compare
-    optax.zero_nans.
+    """Replace NaNs, and infinities, as torch.nan_to_num does. Compare optax.zero_nans.
 
     Args:
         nan: instead of NaN.
@@ -132,6 +140,5 @@ def nan_to_num(
 
 @named
 def zero_nans() -> Transform:
-    """Replace NaNs in the updates by 0, and leave infinities. As optax.zero_nans, without its
-    report per leaf."""
+    """Replace NaNs by 0, and leave infinities. As optax.zero_nans, without its report per leaf."""
     return nan_to_num(0.0, float("inf"), float("-inf"))
