@@ -17,28 +17,30 @@ from .interop.frameworks import from_optax, from_torch, from_torchopt
 from .interop.torch_state_dicts import export_torch_state, import_torch_state
 from .kernels.compiled import compiled
 from .naming import named
-from .optimizers.non_pointwise import (
-    adafactor,
-    lamb,
-    lars,
-    lbfgs,
-    muon,
-    shampoo,
-    soap,
+from .optimizers.adadelta import adadelta, scale_by_adadelta
+from .optimizers.adafactor import adafactor, scale_by_adafactor, scale_by_factored_rms
+from .optimizers.adagrad import adagrad, scale_by_rss
+from .optimizers.adam import adam, adamw, scale_by_adam
+from .optimizers.adamax import adamax, scale_by_adamax
+from .optimizers.amsgrad import amsgrad, scale_by_amsgrad
+from .optimizers.lamb import lamb
+from .optimizers.lars import lars
+from .optimizers.lbfgs import lbfgs, scale_by_lbfgs
+from .optimizers.lion import lion, scale_by_lion
+from .optimizers.muon import muon, orthogonalize
+from .optimizers.nadam import nadam, scale_by_nadam
+from .optimizers.prodigy import prodigy
+from .optimizers.radam import radam, scale_by_radam
+from .optimizers.rmsprop import rmsprop, scale_by_rms
+from .optimizers.schedule_free import (
+    schedule_free,
+    schedule_free_adamw,
+    schedule_free_eval_params,
+    schedule_free_sgd,
 )
-from .optimizers.pointwise import (
-    adadelta,
-    adagrad,
-    adam,
-    adamax,
-    adamw,
-    amsgrad,
-    lion,
-    nadam,
-    radam,
-    rmsprop,
-    sgd,
-)
+from .optimizers.sgd import sgd
+from .optimizers.shampoo import scale_by_shampoo, shampoo
+from .optimizers.soap import scale_by_soap, soap
 from .schedules import (
     constant_schedule,
     cosine_decay_schedule,
@@ -53,18 +55,9 @@ from .schedules import (
     warmup_stable_decay_schedule,
 )
 from .states import find_states, replace_states, state_metrics
-from .transforms.adam import (
-    scale_by_adam,
-    scale_by_adamax,
-    scale_by_amsgrad,
-    scale_by_lion,
-    scale_by_nadam,
-    scale_by_radam,
-)
-from .transforms.basic import (
-    add_decayed_weights,
-    clip,
-    ema,
+from .transforms.clipping import adaptive_grad_clip, clip, clip_by_global_norm
+from .transforms.momentum import ema, trace
+from .transforms.scaling import (
     identity,
     nan_to_num,
     scale,
@@ -72,31 +65,10 @@ from .transforms.basic import (
     scale_by_schedule,
     scale_by_sign,
     set_to_zero,
-    trace,
     zero_nans,
 )
-from .transforms.factored import scale_by_adafactor, scale_by_factored_rms
-from .transforms.lbfgs import scale_by_lbfgs
-from .transforms.muon import orthogonalize
-from .transforms.norms import (
-    adaptive_grad_clip,
-    clip_by_global_norm,
-    scale_by_trust_ratio,
-)
-from .transforms.prodigy import prodigy
-from .transforms.rms import (
-    scale_by_adadelta,
-    scale_by_rms,
-    scale_by_rss,
-)
-from .transforms.schedule_free import (
-    schedule_free,
-    schedule_free_adamw,
-    schedule_free_eval_params,
-    schedule_free_sgd,
-)
-from .transforms.shampoo import scale_by_shampoo
-from .transforms.soap import scale_by_soap
+from .transforms.trust_ratio import scale_by_trust_ratio
+from .transforms.weight_decay import add_decayed_weights
 from .wrappers.hyperparams import (
     hyperparams,
     inject_hyperparams,
@@ -116,68 +88,56 @@ from .wrappers.wrappers import (
     sam,
 )
 
+# Transforms: what an author writes with, and the plain data of it
 __all__ = [
     "Needs",
     "Schedule",
     "Transform",
+    "chain",
+    "named",
+    "named_chain",
+    "pointwise",
+    "with_statistics",
+    "with_whole_leaves",
+    "with_whole_tree",
+]
+# Optimizers, a file each in optimizers/; the long tail is in contrib
+__all__ += [
     "adadelta",
     "adafactor",
     "adagrad",
     "adam",
     "adamax",
     "adamw",
-    "adaptive_grad_clip",
-    "add_decayed_weights",
     "amsgrad",
-    "apply_if_finite",
-    "chain",
-    "clip",
-    "clip_by_global_norm",
-    "compiled",
-    "constant_schedule",
     "contrib",
-    "cosine_decay_schedule",
-    "ema",
-    "ema_params",
-    "exponential_decay",
-    "export_torch_state",
-    "find_states",
-    "freeze",
-    "from_optax",
-    "from_torch",
-    "from_torchopt",
-    "hyperparams",
-    "identity",
-    "import_torch_state",
-    "inject_hyperparams",
-    "join_schedules",
     "lamb",
     "lars",
     "lbfgs",
-    "linear_schedule",
     "lion",
-    "lookahead",
-    "masked",
-    "maybe_update",
-    "multi_steps",
     "muon",
     "nadam",
-    "named",
-    "named_chain",
-    "nan_to_num",
-    "observe",
-    "orthogonalize",
-    "params_ema",
-    "partition",
-    "piecewise_constant_schedule",
-    "pointwise",
-    "polynomial_schedule",
     "prodigy",
     "radam",
-    "reduce_on_plateau",
-    "replace_states",
     "rmsprop",
-    "sam",
+    "schedule_free",
+    "schedule_free_adamw",
+    "schedule_free_eval_params",
+    "schedule_free_sgd",
+    "sgd",
+    "shampoo",
+    "soap",
+]
+# Their parts, beside them or in transforms/
+__all__ += [
+    "adaptive_grad_clip",
+    "add_decayed_weights",
+    "clip",
+    "clip_by_global_norm",
+    "ema",
+    "identity",
+    "nan_to_num",
+    "orthogonalize",
     "scale",
     "scale_by_adadelta",
     "scale_by_adafactor",
@@ -185,7 +145,6 @@ __all__ = [
     "scale_by_adamax",
     "scale_by_amsgrad",
     "scale_by_factored_rms",
-    "scale_by_label",
     "scale_by_lbfgs",
     "scale_by_learning_rate",
     "scale_by_lion",
@@ -198,25 +157,54 @@ __all__ = [
     "scale_by_sign",
     "scale_by_soap",
     "scale_by_trust_ratio",
-    "schedule_free",
-    "schedule_free_adamw",
-    "schedule_free_eval_params",
-    "schedule_free_sgd",
     "set_to_zero",
-    "sgd",
-    "shampoo",
-    "soap",
-    "state_metrics",
     "trace",
+    "zero_nans",
+]
+# Schedules of the learning rate and other hyperparameters
+__all__ += [
+    "constant_schedule",
+    "cosine_decay_schedule",
+    "exponential_decay",
+    "join_schedules",
+    "linear_schedule",
+    "piecewise_constant_schedule",
+    "polynomial_schedule",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
     "warmup_exponential_decay_schedule",
     "warmup_stable_decay_schedule",
+]
+# Wrappers: for some leaves, for some steps, with hyperparameters in the state
+__all__ += [
+    "apply_if_finite",
+    "ema_params",
+    "freeze",
+    "hyperparams",
+    "inject_hyperparams",
+    "lookahead",
+    "masked",
+    "maybe_update",
+    "multi_steps",
+    "observe",
+    "params_ema",
+    "partition",
+    "reduce_on_plateau",
+    "sam",
+    "scale_by_label",
     "with_hyperparams",
-    "with_statistics",
-    "with_whole_leaves",
-    "with_whole_tree",
-    "zero_nans",
+]
+# States, kernels and other frameworks
+__all__ += [
+    "compiled",
+    "export_torch_state",
+    "find_states",
+    "from_optax",
+    "from_torch",
+    "from_torchopt",
+    "import_torch_state",
+    "replace_states",
+    "state_metrics",
 ]
 
 

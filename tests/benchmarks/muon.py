@@ -29,7 +29,7 @@ from functorch_zero import optim
 from functorch_zero.groups import Group, ProcessGroup, launch
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
-from functorch_zero.optim.transforms.muon import newton_schulz
+from functorch_zero.optim.optimizers.muon import newton_schulz
 from functorch_zero.sharded_optim.across import Sharded
 from functorch_zero.testing.slicing import slice_tree
 

@@ -1,26 +1,28 @@
 """Optimizers and transforms of the long tail: as exact as the others, and less often asked for."""
 
-from ..optimizers.non_pointwise import fromage, full_matrix_adagrad, novograd, sm3
-from ..optimizers.pointwise import adabelief, adamaxw, ademamix, nadamw, rprop, sign_sgd, yogi
+from ..optimizers.adamax import adamaxw
+from ..optimizers.nadam import nadamw
+from ..optimizers.rmsprop import scale_by_stddev
 from ..schedules import (
     cosine_onecycle_schedule,
     linear_onecycle_schedule,
     piecewise_interpolate_schedule,
     sgdr_schedule,
 )
-from ..transforms.adam import scale_by_ademamix, scale_by_belief, scale_by_yogi
-from ..transforms.factored import scale_by_sm3
-from ..transforms.full_matrix_adagrad import (
+from .adabelief import adabelief, scale_by_belief
+from .ademamix import ademamix, scale_by_ademamix
+from .block_norms import clip_by_block_rms, scale_by_param_block_norm, scale_by_param_block_rms
+from .fromage import fromage
+from .full_matrix_adagrad import (
+    full_matrix_adagrad,
     scale_by_full_matrix_adagrad,
     scale_by_full_matrix_adagrad_tree,
 )
-from ..transforms.norms import (
-    clip_by_block_rms,
-    scale_by_novograd,
-    scale_by_param_block_norm,
-    scale_by_param_block_rms,
-)
-from ..transforms.rms import scale_by_rprop, scale_by_stddev
+from .novograd import novograd, scale_by_novograd
+from .rprop import rprop, scale_by_rprop
+from .sign_sgd import sign_sgd
+from .sm3 import scale_by_sm3, sm3
+from .yogi import scale_by_yogi, yogi
 
 __all__ = [
     "adabelief",

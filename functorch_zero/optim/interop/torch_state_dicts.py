@@ -17,21 +17,16 @@ from torch import Tensor
 
 from ...errors import StructureError, explain
 from ...tree import paths
+from ..contrib.rprop import ScaleByRpropState
+from ..optimizers.adadelta import ScaleByAdaDeltaState
+from ..optimizers.adagrad import ScaleByRssState
+from ..optimizers.adamax import ScaleByAdamaxState
+from ..optimizers.amsgrad import ScaleByAmsgradState
+from ..optimizers.nadam import ScaleByNadamState
+from ..optimizers.rmsprop import ScaleByRmsState, ScaleByStddevState
 from ..states import CountState, ScaleByLearningRateState, find_states, replace_states
-from ..transforms.adam import (
-    ScaleByAdamaxState,
-    ScaleByAdamState,
-    ScaleByAmsgradState,
-    ScaleByNadamState,
-)
-from ..transforms.basic import TraceState
-from ..transforms.rms import (
-    ScaleByAdaDeltaState,
-    ScaleByRmsState,
-    ScaleByRpropState,
-    ScaleByRssState,
-    ScaleByStddevState,
-)
+from ..transforms.moments import ScaleByAdamState
+from ..transforms.momentum import TraceState
 from .frameworks import FromTorchState
 
 # Our fields that are like params, and torch's names for them.

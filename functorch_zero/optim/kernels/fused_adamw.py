@@ -16,7 +16,7 @@ from ..across import Fused
 from ..arithmetic import number
 from ..base import Schedule, value_of
 from ..states import CountState, ScaleByLearningRateState
-from ..transforms.adam import ScaleByAdamState
+from ..transforms.moments import ScaleByAdamState
 
 AdamWState = tuple[ScaleByAdamState, CountState, ScaleByLearningRateState]
 

@@ -1,10 +1,9 @@
-"""Eigenvectors and inverse roots of symmetric matrices, for optimizers that precondition whole
-leaves.
+"""Eigenvectors and inverse roots of symmetric matrices, for optimizers that precondition leaves.
 
-What these do when there is no answer is part of an optimizer's definition, since a failure would be
-the owner's alone: `eigh` never raises. Statistics are kept finite by `if_finite`: a gradient with a
-NaN or an infinity leaves them as they were (its update is not finite, which `apply_if_finite` or
-the step sees on all ranks).
+Note [No answer]: a failure here would be the owner's alone, and the other ranks would wait for it.
+So the case without an answer is part of an optimizer's definition: `eigh` never raises, and
+`if_finite` keeps statistics finite. A gradient with a NaN or an infinity leaves them as they were.
+Its update is not finite, which `apply_if_finite` or the step sees on all ranks.
 """
 
 from __future__ import annotations
@@ -13,18 +12,34 @@ import torch
 from torch import Tensor
 
 
+def is_due(count: Tensor, every: int) -> bool:
+    """Whether work that is done once per `every` steps is done at step `count` (from 0).
+
+    The counter is on the CPU: reading it waits for no device.
+    """
+    return every == 1 or int(count) % every == 0
+
+
 def if_finite(new: Tensor, old: Tensor) -> Tensor:
-    """`new`, or for each matrix of a batch that has a NaN or an infinity, `old`."""
+    """`new`, or for each matrix of a batch that has a NaN or an infinity, `old`.
+
+    Args:
+        new: (..., n, n), at the leaf's owner.
+        old: like `new`.
+    """
     finite = new.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     return torch.where(finite, new, old)
 
 
 def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors of a batch of finite symmetric matrices.
+    """Eigenvalues (..., n), ascending, and eigenvectors (..., n, n) of finite symmetric matrices.
 
-    Where LAPACK or cuSOLVER does not converge it is tried in float64, and then, as a last fallback,
-    the matrices count as diagonal: for the whole batch, their diagonals are the eigenvalues and the
-    unit vectors the eigenvectors.
+    Where LAPACK or cuSOLVER does not converge, float64 is tried. As a last fallback the matrices
+    count as diagonal, for the whole batch: their diagonals are the eigenvalues and the unit vectors
+    the eigenvectors. See Note [No answer].
+
+    Args:
+        a: (..., n, n).
     """
     for dtype in (a.dtype, torch.float64):
         try:
@@ -37,26 +52,42 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_root(a: Tensor, p: int, ridge: float) -> Tensor:
-    """`(a + ridge * largest eigenvalue) ** (-1 / p)` of a batch of positive semidefinite matrices.
+    """`(a + ridge * largest eigenvalue) ** (-1 / p)` of positive semidefinite matrices.
 
     Eigenvalues that are rounding, negative ones too, count as zero. The root of a zero matrix is
     large and finite.
+
+    Args:
+        a: (..., n, n), a batch.
+        p: 2 for the inverse square root, 4 for the inverse fourth root.
+        ridge: relative to the largest eigenvalue.
     """
     values, vectors = eigh(a)
-    if not a.shape[-1]:
-        return vectors
-    largest = values.amax(-1, keepdim=True).clamp(min=torch.finfo(a.dtype).tiny ** 0.5)
-    rounding = min(a.shape[-1] * torch.finfo(a.dtype).eps, ridge / 10) * largest
+    size = a.shape[-1]
+    if not size:
+        return vectors  # an empty matrix has no largest eigenvalue
+    precision = torch.finfo(a.dtype)
+    # Of a zero matrix the ridge, too, would be zero: the largest counts as tiny, but its root fits.
+    largest = values.amax(-1, keepdim=True).clamp(min=precision.tiny**0.5)
+    # At most a tenth of the ridge, so that counting them as zero changes a root little.
+    rounding = min(size * precision.eps, ridge / 10) * largest
     shifted = values.where(values > rounding, 0.0) + ridge * largest
-    return (vectors * shifted.pow(-1 / p).unsqueeze(-2)) @ vectors.mT
+    roots = shifted.pow(-1 / p).unsqueeze(-2)  # (..., 1, n): scales columns
+    return (vectors * roots) @ vectors.mT
 
 
 def solve_root(a: Tensor, g: Tensor, eps: float) -> Tensor:
-    """`(eps + a ** (1/2)) ** -1 @ g` for a matrix and a vector in its range; 0 along eigenvalues
-    that are rounding."""
+    """`(eps + a ** (1/2)) ** -1 @ g`, with 0 along eigenvalues that are rounding.
+
+    Args:
+        a: (n, n), positive semidefinite.
+        g: (n,), in the range of `a`: it has no part along those eigenvalues but rounding.
+        eps: added to the root's eigenvalues.
+    """
     if not len(g):
         return g
     values, vectors = eigh(a)
     least = len(g) * torch.finfo(a.dtype).eps * values.amax().clamp(min=0)
-    inverse = torch.where(values > least, 1 / (eps + values.clamp(min=0).sqrt()), 0.0)
+    roots = values.clamp(min=0).sqrt()
+    inverse = torch.where(values > least, 1 / (eps + roots), 0.0)
     return vectors @ (inverse * (vectors.mT @ g))

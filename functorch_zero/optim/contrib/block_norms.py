@@ -1,0 +1,96 @@
+"""Each leaf's update, clipped or scaled by a norm of the leaf: parts of Adafactor as optax has it.
+
+optax's Adafactor is `chain(scale_by_factored_rms(), clip_by_block_rms(1.0),
+scale_by_learning_rate(rate), scale_by_param_block_rms())`. A block is a leaf.
+"""
+
+from __future__ import annotations
+
+from optree import tree_map
+from torch import Tensor
+
+from ..across import Across
+from ..arithmetic import Tree
+from ..base import EmptyState, Schedule, Transform, init_empty, value_of, with_statistics
+from ..naming import named
+from ..states import CountState, init_count
+from ..transforms.norms import block_rms, times
+
+
+@named
+def clip_by_block_rms(threshold: float | Schedule) -> Transform:
+    """Scale each leaf's update u down so that its root mean square is at most `threshold`.
+
+        update = u / max(1, rms(u) / threshold)
+
+    Source: Shazeer and Stern, 2018 (1804.04235), section 6; optax.clip_by_block_rms.
+
+    Needs: statistics, one all-reduce of a scalar per leaf. State: a step count.
+
+    Args:
+        threshold: a number, or a schedule, which is given the number of steps before this one.
+    """
+
+    def update(
+        updates: Tree, state: CountState, params: Tree, across: Across
+    ) -> tuple[Tree, CountState]:
+        limit = value_of(threshold, state.count)
+
+        def clip(u: Tensor, rms: Tensor) -> Tensor:
+            # One factor per leaf, 0-d, the same on every rank.
+            return times(u, 1 / (rms / limit).clamp(min=1))
+
+        clipped = tree_map(clip, updates, block_rms(across.norm(updates), across))
+        return clipped, CountState(state.count + 1)
+
+    return with_statistics(init_count, update)
+
+
+@named
+def scale_by_param_block_norm(min_scale: float = 1e-3) -> Transform:
+    """Scale each leaf's update u by the norm of its params p.
+
+        update = u * max(norm(p), min_scale)
+
+    Source: optax.scale_by_param_block_norm.
+
+    Needs: statistics, one all-reduce of a scalar per leaf. State: none.
+
+    Args:
+        min_scale: the least factor, so that zeros can move.
+    """
+
+    def rescale(u: Tensor, norm: Tensor) -> Tensor:
+        return times(u, norm.clamp(min=min_scale))
+
+    def update(
+        updates: Tree, state: EmptyState, params: Tree, across: Across
+    ) -> tuple[Tree, EmptyState]:
+        return tree_map(rescale, updates, across.norm(params)), state
+
+    return with_statistics(init_empty, update)
+
+
+@named
+def scale_by_param_block_rms(min_scale: float = 1e-3) -> Transform:
+    """Scale each leaf's update u by the root mean square of its params p.
+
+        update = u * max(rms(p), min_scale)
+
+    Source: Shazeer and Stern, 2018 (1804.04235), section 8; optax.scale_by_param_block_rms.
+
+    Needs: statistics, one all-reduce of a scalar per leaf. State: none.
+
+    Args:
+        min_scale: the least factor, so that zeros can move.
+    """
+
+    def rescale(u: Tensor, rms: Tensor) -> Tensor:
+        return times(u, rms.clamp(min=min_scale))
+
+    def update(
+        updates: Tree, state: EmptyState, params: Tree, across: Across
+    ) -> tuple[Tree, EmptyState]:
+        return tree_map(rescale, updates, block_rms(across.norm(params), across)), state
+
+    return with_statistics(init_empty, update)

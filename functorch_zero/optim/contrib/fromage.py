@@ -1,0 +1,46 @@
+"""Fromage: each leaf turns by an angle, and keeps its norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..arithmetic import Number
+from ..base import Schedule, Transform, chain, value_of
+from ..naming import named
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.trust_ratio import scale_by_trust_ratio
+from ..transforms.weight_decay import add_decayed_weights
+
+
+@named
+def fromage(learning_rate: Number | Schedule, min_norm: float = 1e-6) -> Transform:
+    """Fromage, per leaf (g gradient, p param).
+
+        shrink = 1 / sqrt(1 + learning_rate**2)
+        p + update = shrink * (p - learning_rate * g * norm(p) / norm(g))
+
+    Source: Bernstein et al., 2020 (2002.03432), Algorithm 1; optax.fromage.
+
+    Needs: statistics, one all-reduce of two scalars per leaf. State: none but step counts.
+
+    Args:
+        learning_rate: the tangent of the angle; a number or a schedule.
+        min_norm: the norms of the params and of the gradients count as at least this.
+    """
+
+    def shrink(count: Tensor) -> Any:
+        return (1 + value_of(learning_rate, count) ** 2) ** -0.5
+
+    def decay(count: Tensor) -> Any:
+        return shrink(count) - 1
+
+    def rate(count: Tensor) -> Any:
+        return shrink(count) * value_of(learning_rate, count)
+
+    return chain(
+        scale_by_trust_ratio(min_norm),
+        scale_by_learning_rate(rate),
+        add_decayed_weights(decay),  # behind the rate, since it is the whole of `shrink - 1`
+    )

@@ -1,0 +1,222 @@
+"""Full-matrix Adagrad, of each leaf or of the whole tree: the square of its elements must fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ...errors import TransformError, explain
+from ...layout.extent import Extent
+from ...tree import paths
+from ..across import Across, sum_dtype
+from ..arithmetic import Number, Tree
+from ..base import Schedule, Transform, chain, with_whole_leaves, with_whole_tree
+from ..naming import named
+from ..transforms.matrix_roots import if_finite, solve_root
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import add_decayed_weights
+
+
+class FullMatrixState(NamedTuple):
+    """Full-matrix Adagrad's statistic."""
+
+    outer: Tensor  # (n, n), at least fp32: the sum of the outer products of gradients of n elements
+
+
+def first_state(num_elements: int, dtype: torch.dtype, device: torch.device) -> FullMatrixState:
+    """No outer products yet."""
+    shape = (num_elements, num_elements)
+    return FullMatrixState(torch.zeros(shape, dtype=sum_dtype(dtype), device=device))
+
+
+class Step(NamedTuple):
+    """One step of a flat gradient."""
+
+    direction: Tensor  # (n,)
+    state: FullMatrixState
+
+
+def take_step(g: Tensor, state: FullMatrixState, eps: float) -> Step:
+    """The direction of a flat gradient (n,), and the state after it."""
+    # A gradient that is not finite leaves the sum as it was: see Note [No answer].
+    outer = if_finite(torch.addr(state.outer, g, g), state.outer)
+    return Step(solve_root(outer, g, eps), FullMatrixState(outer))
+
+
+@named
+def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20) -> Transform:
+    """Multiply each leaf's gradient g by the inverse root of the sum of its outer products.
+
+        outer = outer + g @ g.T    (g as a vector)
+        update = (eps + outer**(1/2))**-1 @ g
+
+    Source: Duchi et al., 2011 (JMLR 12), Figure 1, full matrices, with zero for the inverse along
+    eigenvalues of `outer` that are rounding; g has no part there. Gradients that are nearly
+    multiples of each other leave small eigenvalues that aren't: a last bit of the gradient grows by
+    the inverse of their root, at most `1 / eps`.
+
+    Needs: whole leaves at their owners: two all-to-alls, about 2S/N bytes per rank. State, at the
+    leaf's owner: for n elements an n x n matrix.
+
+    Args:
+        eps: added to the root's eigenvalues.
+        limit: bytes of one leaf's matrix above which `init` refuses, naming the size.
+    """
+
+    def init(param: Tensor) -> FullMatrixState:
+        return first_state(param.numel(), param.dtype, param.device)
+
+    def update(update: Tensor, state: FullMatrixState) -> tuple[Tensor, FullMatrixState]:
+        flat = update.reshape(-1).to(state.outer.dtype)
+        direction, new = take_step(flat, state, eps)
+        return direction.to(update.dtype).reshape(update.shape), new
+
+    def cost(shape: tuple[int, ...]) -> float:
+        """Operations of the eigendecomposition, up to a factor."""
+        return float(torch.Size(shape).numel()) ** 3
+
+    def check(params: Tree, across: Across) -> None:
+        leaves: list[Tensor] = optree.tree_leaves(params)
+        extents: list[Extent] = optree.tree_leaves(across.extents)
+        remedy = "partition the tree, with adagrad for this leaf"
+        for path, leaf, extent in zip(paths(params), leaves, extents, strict=True):
+            refuse_above(limit, extent.numel, leaf.dtype, path, remedy)
+
+    return checked(with_whole_leaves(init, update, cost=cost), check)
+
+
+@named
+def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2**20) -> Transform:
+    """Multiply the gradient, as one vector over all leaves, by the inverse root of the sum of its
+    outer products.
+
+        outer = outer + g @ g.T    (g: all leaves, flat, one behind the other)
+        update = (eps + outer**(1/2))**-1 @ g
+
+    Source: Duchi et al., 2011 (JMLR 12), Figure 1; see `scale_by_full_matrix_adagrad`, which takes
+    each leaf alone.
+
+    Needs: the whole tree: updates are gathered, S (N-1)/N bytes per rank, and every rank does all
+    the work. State: for n elements in the tree an n x n matrix, on every rank.
+
+    Args:
+        eps: added to the root's eigenvalues.
+        limit: bytes of the matrix above which `init` refuses, naming the size it would need.
+    """
+
+    def init(params: Tree) -> FullMatrixState:
+        leaves = optree.tree_leaves(params)
+        device = leaves[0].device if leaves else torch.device("cpu")
+        num_elements = sum(leaf.numel() for leaf in leaves)
+        return first_state(num_elements, widest(leaves), device)
+
+    def update(updates: Tree, state: FullMatrixState) -> tuple[Tree, FullMatrixState]:
+        leaves, treedef = optree.tree_flatten(updates)
+        flats = [state.outer.new_empty(0)]  # so that an empty tree can be joined, too
+        for leaf in leaves:
+            flats.append(leaf.reshape(-1).to(state.outer.dtype))
+        direction, new = take_step(torch.cat(flats), state, eps)
+        parts = direction.split([leaf.numel() for leaf in leaves])
+        directions = []
+        for part, leaf in zip(parts, leaves, strict=True):
+            directions.append(part.to(leaf.dtype).reshape(leaf.shape))
+        return treedef.unflatten(directions), new
+
+    def check(params: Tree, across: Across) -> None:
+        num_elements = sum(extent.numel for extent in optree.tree_leaves(across.extents))
+        dtype = widest(optree.tree_leaves(params))
+        remedy = "use scale_by_full_matrix_adagrad, leaf by leaf"
+        refuse_above(limit, num_elements, dtype, None, remedy)
+
+    return checked(with_whole_tree(init, update, limit=limit), check)
+
+
+def widest(leaves: list[Tensor]) -> torch.dtype:
+    """The dtype that holds all leaves, at least float32."""
+    dtype = torch.float32
+    for leaf in leaves:
+        dtype = torch.promote_types(dtype, leaf.dtype)
+    return dtype
+
+
+def refuse_above(
+    limit: int, num_elements: int, dtype: torch.dtype, path: str | None, remedy: str
+) -> None:
+    """Raise TransformError if the matrix of so many elements would take more than `limit` bytes.
+
+    Args:
+        limit: in bytes.
+        num_elements: of the leaf, or of the whole tree.
+        dtype: of the gradient.
+        path: the leaf's; None for the whole tree.
+        remedy: for the error, besides raising the limit.
+    """
+    size = num_elements**2 * sum_dtype(dtype).itemsize
+    if size <= limit:
+        return
+    raise TransformError(
+        explain(
+            f"full-matrix Adagrad of {num_elements} elements would need {size} bytes for its "
+            "matrix",
+            path=path,
+            expected=f"at most limit={limit}",
+            remedy=f"{remedy}, or raise limit",
+        )
+    )
+
+
+def checked(transform: Transform, check: Callable[[Tree, Across], None]) -> Transform:
+    """`transform` with a check of the params before `init`.
+
+    The check goes by full shapes, so it fails on every rank or on none.
+    """
+
+    def init(params: Tree, across: Across) -> Any:
+        check(params, across)
+        return transform.init(params, across)
+
+    return dataclasses.replace(transform, init_fn=init)
+
+
+@named
+def full_matrix_adagrad(
+    learning_rate: Number | Schedule,
+    eps: float = 1e-8,
+    *,
+    whole_tree: bool = False,
+    weight_decay: Number | Schedule = 0.0,
+    limit: int = 256 * 2**20,
+) -> Transform:
+    """Adagrad with full matrices, of each leaf or of all leaves together (g gradient, p param).
+
+        g = g + weight_decay * p
+        update = -learning_rate * scale_by_full_matrix_adagrad(g)
+
+    Source: Duchi et al., 2011 (JMLR 12), Figure 1.
+
+    Needs: whole leaves: two all-to-alls, about 2S/N bytes per rank; with `whole_tree` the whole
+    tree, gathered everywhere. State: n^2 numbers for n elements, at a leaf's owner; for the whole
+    tree on every rank.
+
+    Args:
+        learning_rate: a number or a schedule.
+        eps: added to the root's eigenvalues.
+        whole_tree: one matrix for all leaves together.
+        weight_decay: coupled: joins the gradient.
+        limit: bytes of a matrix above which `init` refuses.
+
+    Raises:
+        TransformError: by `init`, where a matrix would take more than `limit` bytes; it says how
+            many.
+    """
+    rescale = scale_by_full_matrix_adagrad_tree if whole_tree else scale_by_full_matrix_adagrad
+    return chain(
+        add_decayed_weights(weight_decay),
+        rescale(eps, limit=limit),
+        scale_by_learning_rate(learning_rate),
+    )

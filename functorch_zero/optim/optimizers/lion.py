@@ -1,0 +1,81 @@
+"""Lion: the sign of a mean of the gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..arithmetic import Number, Tree, elementwise, ema
+from ..base import Schedule, Transform, chain, pointwise, step_count, tree_zeros_like
+from ..naming import named
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import add_decayed_weights
+from ..wrappers.masking import Mask
+
+
+class ScaleByLionState(NamedTuple):
+    """Lion's mean of the gradients."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
+    mu: Any  # like params: running mean of the gradients
+
+
+@named
+def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
+    """Replace the updates g by the sign of their mixture with the mean before this step.
+
+        update = sign(b1 * mu + (1 - b1) * g)
+        mu = b2 * mu + (1 - b2) * g
+
+    Source: Chen et al., 2023 (2302.06675), Algorithm 2; optax.scale_by_lion.
+
+    Needs: pointwise. State: 1 tensor like params, and a step count.
+
+    Args:
+        b1: how much of the mean is in the sign.
+        b2: decay of the mean, per step.
+    """
+
+    def init(params: Tree) -> ScaleByLionState:
+        return ScaleByLionState(step_count(), tree_zeros_like(params))
+
+    def update(
+        updates: Tree, state: ScaleByLionState, params: Tree
+    ) -> tuple[Tree, ScaleByLionState]:
+        # Both mixtures are of the mean before; only the second is kept.
+        signs = elementwise(lambda m, g: ema(m, g, b1).sign(), state.mu, updates)
+        mu = elementwise(lambda m, g: ema(m, g, b2), state.mu, updates)
+        return signs, ScaleByLionState(state.count + 1, mu)
+
+    return pointwise(init, update)
+
+
+@named
+def lion(
+    learning_rate: Number | Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.99,
+    *,
+    weight_decay: Number | Schedule = 1e-3,
+    mask: Mask | None = None,
+) -> Transform:
+    """Lion, with decoupled weight decay (g gradient, p param).
+
+        update = -learning_rate * (scale_by_lion(g) + weight_decay * p)
+
+    Source: Chen et al., 2023 (2302.06675); optax.lion.
+
+    Needs: pointwise. State: 1 tensor like params.
+
+    Args:
+        learning_rate: the size of every element's step before decay, so commonly 3 to 10 times
+            less than Adam's; a number or a schedule.
+        weight_decay: decoupled, times the learning rate: per step.
+        mask: which leaves decay; None for all. Others: see `scale_by_lion`.
+    """
+    return chain(
+        scale_by_lion(b1, b2),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )

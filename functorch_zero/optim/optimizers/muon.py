@@ -1,0 +1,251 @@
+"""Muon: momentum of matrices, orthogonalised by Newton-Schulz iterations; AdamW for the rest."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..across import sum_dtype
+from ..arithmetic import Number, Tree, elementwise, ema
+from ..base import (
+    EmptyState,
+    Schedule,
+    Transform,
+    chain,
+    pointwise,
+    tree_zeros_like,
+    with_whole_leaves,
+)
+from ..naming import named
+from ..transforms.matrices import Matrices, matrices
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import add_decayed_weights
+from ..wrappers.masking import Labels, partition
+from .adam import scale_by_adam
+
+# https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's: their slope at zero is large, so
+# that small singular values grow fast; the price is that none converges to exactly 1.
+MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+Scaling = Literal["original", "match_rms_adamw"]
+
+
+class MomentumState(NamedTuple):
+    """Muon's momentum."""
+
+    mu: Any  # like params: running mean of the gradients
+
+
+@named
+def scale_by_momentum(decay: Number = 0.95, nesterov: bool = True) -> Transform:
+    """Muon's momentum: replace the updates g by their running mean.
+
+        mu = decay * mu + (1 - decay) * g
+        update = decay * mu + (1 - decay) * g    (without nesterov: mu)
+
+    Source: torch.optim.Muon.
+
+    Needs: pointwise. State: 1 tensor like params.
+
+    Args:
+        decay: of the mean, per step.
+        nesterov: look one step ahead.
+    """
+
+    def init(params: Tree) -> MomentumState:
+        return MomentumState(tree_zeros_like(params))
+
+    def update(updates: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
+        mu = elementwise(lambda m, g: ema(m, g, decay), state.mu, updates)
+        if not nesterov:
+            return mu, MomentumState(mu)
+        ahead = elementwise(lambda g, m: ema(g, m, 1 - decay), updates, mu)
+        return ahead, MomentumState(mu)
+
+    return pointwise(init, update)
+
+
+def newton_schulz(
+    x: Tensor,
+    coefficients: tuple[float, float, float] = MUON_COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-7,
+) -> Tensor:
+    """Orthogonalise each matrix of a batch, roughly.
+
+    Singular values go to about 1, zeros stay zero. The quintic iteration of torch.optim.Muon:
+
+        x = x / norm(x)
+        x = a * x + (b * gram + c * gram @ gram) @ x, where gram = x @ x.T    (each of the steps)
+
+    Args:
+        x: (n, rows, cols), in the dtype that the iterations run in.
+        coefficients: a, b and c.
+        steps: the number of iterations.
+        eps: the least norm.
+
+    Returns:
+        (n, rows, cols), like `x`.
+    """
+    a, b, c = coefficients
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x  # so that gram is the smaller of the two
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x / norms.clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def shape_scale(rows: int, cols: int, scaling: Scaling | None) -> float:
+    """A factor on the steps of matrices of this shape. torch.optim.Muon's `adjust_lr_fn`.
+
+    "original": `sqrt(max(1, rows / cols))` (Jordan et al., 2024).
+    "match_rms_adamw": `0.2 * sqrt(max(rows, cols))`, which gives AdamW's usual root mean square
+    (Liu et al., 2025, 2502.16982). None: 1.
+    """
+    if scaling is None or not rows * cols:
+        return 1.0
+    if scaling == "original":
+        return math.sqrt(max(1, rows / cols))
+    return 0.2 * math.sqrt(max(rows, cols))
+
+
+@named
+def orthogonalize(
+    ns_coeffs: tuple[float, float, float] = MUON_COEFFICIENTS,
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+    *,
+    ns_dtype: torch.dtype | None = None,
+    scaling: Scaling | None = "original",
+    as_matrices: Matrices | None = None,
+) -> Transform:
+    """Replace each matrix of the updates by its nearest orthogonal one.
+
+        update = shape_scale(rows, cols) * newton_schulz(g)
+
+    Source: Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon/); torch.optim.Muon.
+    Singular values end up between about 0.7 and 1.2, not at 1.
+
+    Needs: whole leaves at their owners: one all-to-all in and one out, about 2S/N bytes per rank.
+    Leaves of an owner that have the same shape run as one batch. State: none.
+
+    Args:
+        ns_coeffs: of the iteration, see `newton_schulz`.
+        ns_steps: the number of iterations.
+        eps: the least norm of a matrix.
+        ns_dtype: the dtype of the iterations; None: the update's dtype, at least float32, as optax
+            does. torch always takes bfloat16, which is faster on GPUs, but there a last bit of the
+            gradient, or how many matrices run as one batch, can show as a relative change of 1e-2
+            in the update.
+        scaling: see `shape_scale`; rows and cols are those of `as_matrices`.
+        as_matrices: from a full shape to `(count, rows, cols)`, the stack of matrices it is; None
+            for `matrices`.
+    """
+    if scaling not in (None, "original", "match_rms_adamw"):
+        raise ValueError(f"scaling must be 'original', 'match_rms_adamw' or None, got {scaling!r}")
+
+    view = matrices if as_matrices is None else as_matrices
+
+    def init(param: Tensor) -> EmptyState:
+        return EmptyState()
+
+    def update(updates: Tensor, state: EmptyState) -> tuple[Tensor, EmptyState]:
+        # The first dim counts leaves of one shape, each of which is a stack of `count` matrices.
+        num_leaves, *shape = updates.shape
+        count, rows, cols = view(tuple(shape))
+        # Half precisions run in float32 unless the user says otherwise.
+        dtype = ns_dtype or sum_dtype(updates.dtype)
+        stack = updates.reshape(num_leaves * count, rows, cols).to(dtype)
+        orthogonal = newton_schulz(stack, ns_coeffs, ns_steps, eps).to(updates.dtype)
+        return orthogonal.reshape(updates.shape) * shape_scale(rows, cols, scaling), state
+
+    def cost(shape: tuple[int, ...]) -> float:
+        """Multiplications of one matrix product, up to a factor."""
+        count, rows, cols = view(shape)
+        return float(count * rows * cols * min(rows, cols))
+
+    return with_whole_leaves(init, update, cost=cost, batched=True)
+
+
+def by_num_dims(path: str, leaf: Tensor) -> str:
+    """Muon for leaves of two dims and more, AdamW for the rest."""
+    return "muon" if leaf.ndim >= 2 else "adam"
+
+
+@named
+def muon(
+    learning_rate: Number | Schedule,
+    ns_coeffs: tuple[float, float, float] = MUON_COEFFICIENTS,
+    ns_steps: int = 5,
+    beta: Number = 0.95,
+    eps: float = 1e-7,
+    *,
+    weight_decay: Number | Schedule = 0.1,
+    nesterov: bool = True,
+    scaling: Scaling | None = "original",
+    ns_dtype: torch.dtype | None = None,
+    as_matrices: Matrices | None = None,
+    param_labels: Labels = by_num_dims,
+    adam_learning_rate: Number | Schedule | None = None,
+    adam_b1: Number = 0.9,
+    adam_b2: Number = 0.999,
+    adam_eps: Number = 1e-8,
+    adam_weight_decay: Number | Schedule = 0.0,
+) -> Transform:
+    """Muon for matrices, AdamW for the other leaves (g gradient, p param).
+
+        u = orthogonalize(scale_by_momentum(g, beta))
+        update = -learning_rate * (u + weight_decay * p)
+
+    Source: Jordan et al., 2024; torch.optim.Muon's momentum, coefficients, scalings and weight
+    decay (optax corrects the momentum's bias, which the orthogonalisation undoes but for `eps`);
+    optax's names.
+
+    Needs: whole leaves. The matrices' momentum goes to their owners and comes back orthogonal: two
+    all-to-alls, about 2S/N bytes per rank; each rank does 1/N of the work. State: 1 tensor like
+    params for matrices, 2 for the rest, in pieces.
+
+    Args:
+        learning_rate: a number or a schedule.
+        beta: decay of the momentum, per step.
+        eps: the least norm of a matrix.
+        weight_decay: of the matrices; decoupled, times the learning rate: per step.
+        nesterov: of the momentum: look one step ahead.
+        scaling: "original" or "match_rms_adamw" as torch's `adjust_lr_fn`, see `shape_scale`.
+        ns_dtype: the dtype of the iterations; None for the update's dtype. torch always takes
+            bfloat16, which no longer shows that sharded equals unsharded to the last bits: see
+            `orthogonalize`.
+        as_matrices: from a full shape to `(count, rows, cols)`. By default 3-D leaves are stacks of
+            matrices (experts) and 4-D and 5-D ones convolution kernels of (out, in * kernel). For
+            1-D convolutions pass your own (and under `inject_hyperparams` name it in `static_args`:
+            it looks like a schedule).
+        param_labels: "muon" or "adam" per leaf, a tree or a function `(path, leaf) -> label`. By
+            default leaves with two dims and more are matrices; embeddings and heads are commonly
+            given to AdamW.
+        adam_learning_rate: of the other leaves; None for `learning_rate`.
+        adam_b1: see `scale_by_adam`, as for adam_b2 and adam_eps.
+        adam_weight_decay: of the other leaves; decoupled. Others: see `orthogonalize`.
+    """
+    orthogonal = orthogonalize(
+        ns_coeffs, ns_steps, eps, ns_dtype=ns_dtype, scaling=scaling, as_matrices=as_matrices
+    )
+    for_matrices = chain(
+        scale_by_momentum(beta, nesterov),
+        orthogonal,
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(learning_rate),
+    )
+    rate_of_rest = learning_rate if adam_learning_rate is None else adam_learning_rate
+    for_rest = chain(
+        scale_by_adam(adam_b1, adam_b2, adam_eps),
+        add_decayed_weights(adam_weight_decay),
+        scale_by_learning_rate(rate_of_rest),
+    )
+    return partition({"muon": for_matrices, "adam": for_rest}, param_labels)

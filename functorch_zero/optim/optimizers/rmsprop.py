@@ -1,0 +1,170 @@
+"""RMSprop, plain and centred: gradients over a running estimate of their size."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arithmetic import Number, Tree, bias_correction, elementwise, ema, ema_of_squares, full_like
+from ..base import Schedule, Transform, chain, pointwise, step_count, tree_zeros_like
+from ..naming import named
+from ..transforms.momentum import trace
+from ..transforms.scaling import scale_by_learning_rate
+from ..transforms.weight_decay import coupled_decay
+
+
+class ScaleByRmsState(NamedTuple):
+    """RMSprop's mean of squares."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
+    nu: Any  # like params: running mean of the squared gradients
+
+
+@named
+def scale_by_rms(
+    decay: Number = 0.99,
+    eps: Number = 1e-8,
+    initial_scale: Number = 0.0,
+    eps_in_sqrt: bool = False,
+    bias_correction: bool = False,
+) -> Transform:
+    """Divide the updates g by the root of the mean of their squares.
+
+        nu = decay * nu + (1 - decay) * g**2
+        update = g / (sqrt(nu) + eps)    (with eps_in_sqrt: g / sqrt(nu + eps))
+
+    Source: Hinton, 2012 (lecture 6e of Neural Networks for Machine Learning); torch.optim.RMSprop's
+    numerics. optax's defaults differ: decay 0.9, eps under the root.
+
+    Needs: pointwise. State: 1 tensor like params, and a step count.
+
+    Args:
+        decay: of the mean, per step (torch's `alpha`).
+        eps: added to the root, against division by zero.
+        initial_scale: the mean begins at it.
+        eps_in_sqrt: add eps under the root instead.
+        bias_correction: divide the mean by `1 - decay**t` at step t, as Adam does.
+    """
+
+    def init(params: Tree) -> ScaleByRmsState:
+        return ScaleByRmsState(step_count(), full_like(params, initial_scale))
+
+    def update(updates: Tree, state: ScaleByRmsState, params: Tree) -> tuple[Tree, ScaleByRmsState]:
+        count = state.count + 1
+        nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
+        means = _corrected(nu, decay, count) if bias_correction else nu
+        directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, means)
+        return directions, ScaleByRmsState(count, nu)
+
+    return pointwise(init, update)
+
+
+class ScaleByStddevState(NamedTuple):
+    """Centred RMSprop's means."""
+
+    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
+    mu: Any  # like params: running mean of the gradients
+    nu: Any  # like params: running mean of the squared gradients
+
+
+@named
+def scale_by_stddev(
+    decay: Number = 0.99,
+    eps: Number = 1e-8,
+    initial_scale: Number = 0.0,
+    eps_in_sqrt: bool = False,
+    bias_correction: bool = False,
+) -> Transform:
+    """Divide the updates g by their standard deviation over the steps.
+
+        mu = decay * mu + (1 - decay) * g
+        nu = decay * nu + (1 - decay) * g**2
+        update = g / (sqrt(nu - mu**2) + eps)
+
+    Source: Graves, 2013 (1308.0850), section 4.2; torch.optim.RMSprop(centered=True)'s
+    numerics.
+
+    Needs: pointwise. State: 2 tensors like params, and a step count.
+
+    Arguments: see `scale_by_rms`.
+    """
+
+    def init(params: Tree) -> ScaleByStddevState:
+        mu = tree_zeros_like(params)
+        return ScaleByStddevState(step_count(), mu, full_like(params, initial_scale))
+
+    def variance(m: Tensor, v: Tensor) -> Tensor:
+        # Where gradients hardly vary, rounding may leave less than nothing.
+        return torch.addcmul(v, m, m, value=-1).clamp(min=0)
+
+    def update(
+        updates: Tree, state: ScaleByStddevState, params: Tree
+    ) -> tuple[Tree, ScaleByStddevState]:
+        count = state.count + 1
+        mu = elementwise(lambda m, g: ema(m, g, decay), state.mu, updates)
+        nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
+        if bias_correction:
+            means, squares = _corrected(mu, decay, count), _corrected(nu, decay, count)
+        else:
+            means, squares = mu, nu
+        variances = elementwise(variance, means, squares)
+        directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, variances)
+        return directions, ScaleByStddevState(count, mu, nu)
+
+    return pointwise(init, update)
+
+
+def _root(nu: Tensor, eps: Number, inside: bool) -> Tensor:
+    return (nu + eps).sqrt() if inside else nu.sqrt() + eps
+
+
+def _corrected(mean: Tree, decay: Number, count: Tensor) -> Tree:
+    """A mean that began at zero, divided by its lack after `count` steps."""
+    correction = bias_correction(decay, count)
+    return elementwise(lambda m: m / correction, mean)
+
+
+@named
+def rmsprop(
+    learning_rate: Number | Schedule,
+    decay: Number = 0.99,
+    eps: Number = 1e-8,
+    initial_scale: Number = 0.0,
+    eps_in_sqrt: bool = False,
+    centered: bool = False,
+    momentum: Number | None = None,
+    nesterov: bool = False,
+    bias_correction: bool = False,
+    *,
+    weight_decay: Number | Schedule = 0.0,
+) -> Transform:
+    """RMSprop, with coupled weight decay (g gradient, p param).
+
+        g = g + weight_decay * p
+        update = -learning_rate * trace(scale_by_rms(g), momentum)
+
+    Source: Hinton, 2012; centred: Graves, 2013 (1308.0850); torch.optim.RMSprop, with its defaults.
+    optax differs: decay 0.9, eps under the root, and momentum after the learning rate, which
+    matters while that changes.
+
+    Needs: pointwise. State: 1 tensor like params, one more if centred, one more with momentum.
+
+    Args:
+        learning_rate: a number or a schedule.
+        centered: divide by the standard deviation, see `scale_by_stddev`.
+        momentum: decay of a sum of the directions, per step, see `trace`; None keeps no sum.
+        nesterov: of the momentum.
+        weight_decay: coupled: joins the gradient. Others: see `scale_by_rms`.
+    """
+    rescale = scale_by_stddev if centered else scale_by_rms
+    parts = [rescale(decay, eps, initial_scale, eps_in_sqrt, bias_correction)]
+    if momentum is not None:
+        parts.append(trace(momentum, nesterov))
+    return chain(
+        *coupled_decay(weight_decay),
+        # A chain of its own, also of one part: paths in checkpoint files count its parts.
+        chain(*parts),
+        scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,144 @@
+"""Scalings of the updates by one number, and replacements of single elements.
+
+All of these are pointwise: an element of the result depends on that element only, so none of them
+communicates. Where a docstring mentions no state there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..arithmetic import Number, Tree, elementwise, number
+from ..base import (
+    EmptyState,
+    Schedule,
+    Transform,
+    Update,
+    init_empty,
+    pointwise,
+    step_count,
+    tree_zeros_like,
+    value_of,
+)
+from ..naming import named
+from ..states import CountState, ScaleByLearningRateState, init_count
+
+
+@named
+def identity() -> Transform:
+    """Leave updates as they are. As optax.identity."""
+
+    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        return updates, state
+
+    return pointwise(init_empty, update)
+
+
+@named
+def set_to_zero() -> Transform:
+    """Make every update zero, so that the params stay as they are. As optax.set_to_zero."""
+
+    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        return tree_zeros_like(updates), state
+
+    return pointwise(init_empty, update)
+
+
+@named
+def scale(step_size: Number) -> Transform:
+    """Multiply every update by `step_size`. As optax.scale."""
+
+    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        return elementwise(lambda u: u * step_size, updates), state
+
+    return pointwise(init_empty, update)
+
+
+@named
+def scale_by_schedule(step_size_fn: Schedule) -> Transform:
+    """Multiply every update by a schedule's value. As optax.scale_by_schedule.
+
+    State: a step count.
+
+    Args:
+        step_size_fn: from the number of steps before this one (0-d int64) to a factor.
+    """
+
+    def update(updates: Tree, state: CountState, params: Tree) -> tuple[Tree, CountState]:
+        factor = value_of(step_size_fn, state.count)
+        scaled = elementwise(lambda u: u * factor, updates)
+        return scaled, CountState(state.count + 1)
+
+    return pointwise(init_count, update)
+
+
+@named
+def scale_by_learning_rate(
+    learning_rate: Number | Schedule, *, flip_sign: bool = True
+) -> Transform:
+    """Multiply every update by minus the learning rate. As optax.scale_by_learning_rate.
+
+    State: a step count and the last learning rate, which `state_metrics` reports.
+
+    Args:
+        learning_rate: a number, or a schedule, which is given the number of steps before this one.
+        flip_sign: False multiplies by plus the learning rate.
+    """
+    # Of a number the tensor that is kept is made once, not once per step.
+    fixed = None if callable(learning_rate) else number(learning_rate)
+
+    def init(params: Tree) -> ScaleByLearningRateState:
+        count = step_count()
+        return ScaleByLearningRateState(count, number(value_of(learning_rate, count)))
+
+    def update_with(multiply: Callable[[Tensor, Any], Tensor]) -> Update:
+        def update(updates: Tree, state: ScaleByLearningRateState, params: Tree) -> tuple[Any, Any]:
+            rate = value_of(learning_rate, state.count)
+            factor = -rate if flip_sign else rate
+            scaled = elementwise(lambda u: multiply(u, factor), updates)
+            kept = number(rate) if fixed is None else fixed
+            return scaled, ScaleByLearningRateState(state.count + 1, kept)
+
+        return update
+
+    return pointwise(init, update_with(torch.mul), in_place=update_with(Tensor.mul_))
+
+
+@named
+def scale_by_sign() -> Transform:
+    """Replace every element by its sign: -1, 0 or 1. As optax.scale_by_sign."""
+
+    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        return tree_map(torch.sign, updates), state
+
+    return pointwise(init_empty, update)
+
+
+@named
+def nan_to_num(
+    nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> Transform:
+    """Replace NaNs, and infinities, as torch.nan_to_num does. Compare optax.zero_nans.
+
+    Args:
+        nan: instead of NaN.
+        posinf: instead of infinity; None for the dtype's largest number. Keep infinities with
+            `math.inf`.
+        neginf: instead of minus infinity; None for the dtype's least number.
+    """
+
+    def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        return tree_map(lambda u: torch.nan_to_num(u, nan, posinf, neginf), updates), state
+
+    return pointwise(init_empty, update)
+
+
+@named
+def zero_nans() -> Transform:
+    """Replace NaNs by 0, and leave infinities. As optax.zero_nans, without its report per leaf."""
+    return nan_to_num(0.0, float("inf"), float("-inf"))
