@@ -159,12 +159,11 @@ def publish(
             own = [given[n] for n in bucket.leaves]
             if any(update is None for update in own):
                 own = _zeros_for_none(own, cut(old_piece, bucket, rank))
-            update = flat_of_pieces(own, bucket, rank)
+            update = flat_of_pieces(own, bucket, rank)  # (piece,)
             torch.add(old_piece, update.to(flat.dtype), out=piece)
         if over := _held_over(bucket, axes):
             started.append(_Spreading(new, bucket, over, gather))
-    while started:
-        started = [spreading for spreading in started if spreading.go_on()]
+    _finish(started)
     return params.with_flats(made)
 
 
@@ -213,6 +212,12 @@ class _Spreading:
         return self._work is not None
 
 
+def _finish(started: list[_Spreading]) -> None:
+    """Wait for all of them. Each starts its next all-gather before the last ones have ended."""
+    while started:
+        started = [spreading for spreading in started if spreading.go_on()]
+
+
 def _held_over(bucket: Bucket, axes: Axes) -> list[Group]:
     """The axes along which what is held between steps is cut further, outermost first."""
     level = level_of(bucket)
@@ -227,8 +232,11 @@ def evaluated(
     axes: Axes,
     gather: Gather,
 ) -> list[Tensor]:
-    """The flats that would hold the params between steps if the trained ones were `chosen`, this
-    rank's pieces.
+    """The flats that would hold the params between steps, were the trained ones `chosen`.
+
+    Args:
+        chosen: this rank's pieces of the trained leaves, None or absent elsewhere.
+        flats: that hold the params between steps. Those of frozen buckets are passed on.
 
     Levels 1 and 2: one all-gather per bucket, all under way at once.
     """
@@ -236,15 +244,13 @@ def evaluated(
     pieces = {n: next(leaves) for n in _trained_numbers(layout)}
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         if bucket.trainable:
-            own = flat_of_pieces(
-                [pieces[n].reshape(-1) for n in bucket.leaves], bucket, axes.number
-            )
+            in_bucket = [pieces[n].reshape(-1) for n in bucket.leaves]
+            own = flat_of_pieces(in_bucket, bucket, axes.number)
             flat = torch.empty_like(flat)
             own_piece(flat, bucket, axes.number).copy_(own)
             started.append(_Spreading(flat, bucket, _held_over(bucket, axes), gather))
         held.append(flat)
-    while started:
-        started = [spreading for spreading in started if spreading.go_on()]
+    _finish(started)
     return held
 
 

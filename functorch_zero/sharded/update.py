@@ -1,4 +1,4 @@
-"""What a sharded step derives once from a layout, and the optimizer's update with it."""
+"""The optimizer's update on one rank's pieces, prepared once per layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from ..groups import labelled
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
-from ..optim.base import split_fused
+from ..optim.base import Transform, split_fused
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import StatePlan, plan_state
 from ..step.train import TrainStep
@@ -20,7 +20,14 @@ from .storage import fetched, stored
 
 
 class PreparedUpdate:
-    """What a sharded step derives once from a layout."""
+    """The optimizer's update on pieces, and all that a sharded step derives once from a layout.
+
+    Attributes:
+        layout: how the params are cut.
+        parts: the tensors that a reduction keeps between steps.
+        across: the answers to the optimizer's questions.
+        plan: which leaves of the optimizer's state follow a param, and which have an owner.
+    """
 
     def __init__(self, step: TrainStep, layout: Layout, options: Options):
         group = options.axes.optimizer
@@ -29,27 +36,42 @@ class PreparedUpdate:
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
         self._optimizer, self._storage = step.optimizer, options.state_storage
-        self._split = None if "update_norm" in step.metrics else split_fused(step.optimizer)
+        # A fused kernel adds the updates to the params itself, so nobody could measure them
+        measures = "update_norm" in step.metrics
+        self._split = None if measures else split_fused(step.optimizer)
 
     def update(
         self, grads: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[PyTree[Tensor] | None, Any]:
-        """The updates and the optimizer's next state; no updates where a fused kernel has applied
-        them already."""
-        flats = _trained(params)
-        if self._split is not None and self.across.fuses(self._split[1], flats):
-            head, tail = self._split
-            if head is None:
-                return None, self.across.fused(tail, _trained(grads), state, flats)
-            updates, first = head.update(grads.tree, state[:-1], params.tree, self.across)
-            return None, (
-                *first,
-                self.across.fused(tail, self.across.flats(updates), state[-1], flats),
-            )
+        """The updates in pieces, and the optimizer's next state.
+
+        No updates where a fused kernel has added them to the params already. Collectives: those
+        that the optimizer asks for.
+        """
+        if self._split is not None and self.across.fuses(self._split[1], _trained(params)):
+            head, fused = self._split
+            return None, self._update_fused(head, fused, grads, state, params)
         updates, state = self._optimizer.update(grads.tree, state, params.tree, self.across)
         state = self.across.keep(state, params.tree)
         same_structure(params.tree, updates, what="the optimizer's updates")
         return updates, state
+
+    def _update_fused(
+        self,
+        head: Transform | None,
+        fused: Transform,
+        grads: ShardedTree,
+        state: Any,
+        params: ShardedTree,
+    ) -> Any:
+        """The next state of an optimizer that is a kernel, or a chain that ends in one."""
+        flats = _trained(params)
+        if head is None:
+            return self.across.fused(fused, _trained(grads), state, flats)
+        *before, last = state
+        updates, before = head.update(grads.tree, tuple(before), params.tree, self.across)
+        last = self.across.fused(fused, self.across.flats(updates), last, flats)
+        return (*before, last)
 
     def fetched(self, state: Any) -> Any:
         """The optimizer's state, beside the params."""
