@@ -147,7 +147,7 @@ class ShardedTrainStep:
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             sharding = sharding_of(state, self.options)
             prepared = self._prepare(sharding.layout)
-            axes = self.options.axes.at("state/gather")
+            axes = self.options.axes.at("state/unshard")
             return unshard_state(state, prepared, axes)
 
     def shard_state(self, state: State) -> State:

@@ -534,7 +534,7 @@ def test_a_short_loop_that_goes_on_to_something_else() -> None:
         for text in texts:
             assert (
                 "the ranks called different collectives" in text
-                and "rank 1: state/gather: all_gather" in text
+                and "rank 1: state/unshard: all_gather" in text
             ), text
 
 
