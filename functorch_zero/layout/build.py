@@ -69,7 +69,7 @@ def make_layout(
         units = default_units(tree)
     everything = Cut(level=3, num_pieces=num_ranks, num_held=num_ranks)
     cut_of = cut or (lambda path, leaf: everything)
-    policies: dict[str, Precision] = {}
+    policies: dict[str, Precision] = {}  # by path
     for unit in units:
         policies |= unit.policies
     specs = leaf_specs(tree, trainable, cut_of, policies)
@@ -83,6 +83,7 @@ def make_layout(
         numbers = tuple(range(len(buckets), len(buckets) + len(new)))
         made.append(Unit(unit.name, unit.modules, numbers))
         buckets += new
+    # A leaf in no unit would never be gathered, one in two would be trained twice
     covered = sorted(n for bucket in buckets for n in bucket.leaves)
     if covered != list(range(len(specs))):
         raise ValueError(
@@ -166,6 +167,7 @@ def _stands_alone(spec: LeafSpec) -> bool:
     to be a flat."""
     if not spec.trainable or spec.cut.level <= 1 or spec.cut.num_pieces == 1:
         return False
+    # A bucket's flat has its padding at the end, so a leaf without any is the flat
     is_large = spec.numel * spec.dtype.itemsize >= LARGE
     needs_padding = spec.numel % (_alignment(spec.dtype) * spec.cut.num_pieces) != 0
     return is_large and not needs_padding
@@ -190,10 +192,11 @@ def _bucket(
     """
     first = specs[numbers[0]]
     alignment = _alignment(first.dtype)
-    offsets, end = [], 0
+    offsets, end = [], 0  # in elements
     for n in numbers:
         offsets.append(end)
         end += _round_up(specs[n].numel, alignment)
+    # Pieces are equal, and aligned themselves
     whole = _round_up(end, first.cut.num_pieces * alignment)
     kind = _kind_in_words(first, has_levels=has_levels)
     shapes = tuple(specs[n].shape for n in numbers)

@@ -39,6 +39,7 @@ def pack(
     if dtype is None:
         dtype = _common_dtype(leaves, bucket.dtype)
     flat = torch.empty(bucket.numel, dtype=dtype, device=device)
+    # Padding is reduced with the rest, where a NaN left in memory would make the step overflow
     for start, stop in bucket.padding:
         flat[start:stop].zero_()
     # One kernel for all copies: a model has many small leaves

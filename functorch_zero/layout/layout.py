@@ -121,7 +121,7 @@ class Bucket:
         padding, leaf, ..., padding."""
         known = self._parts.get((start, stop))
         if known is None:
-            edges = [start]
+            edges = [start]  # of padding and leaves in turn, cut off at both ends
             for offset, numel in zip(self.offsets, self.numels, strict=True):
                 edges.append(_clamp(offset, start, stop))
                 edges.append(_clamp(offset + numel, start, stop))
@@ -231,6 +231,7 @@ class Layout:
     @cached_property
     def seen(self) -> LossView:
         """The leaves as a loss sees them."""
+        # By tree order, from the units' own order
         units, numbers = [0] * len(self.leaves), [0] * len(self.leaves)
         for u, content in enumerate(self.contents):
             for k, n in enumerate(content.leaves):

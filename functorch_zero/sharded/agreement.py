@@ -69,13 +69,14 @@ def average(
     device = next((value.device for value in values.values() if not value.is_cpu), _CPU)
     numbers = _on_host(list(values.values()), device)
     own_weight = 1.0 if weight is None else float(as_metric(weight))
-    # What weighs nothing counts for nothing, a mean of nothing (NaN) too
+    # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
     weighted = [number * own_weight if own_weight else 0.0 for number in numbers]
     found = dict(zip(values, numbers, strict=True))
     found["weight of its batch"] = own_weight
 
     kind = f"{len(flags)} flags, {'no' if weight is None else 'a'} weight"
     digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % _NUM_DIGESTS
+    # Sections of fixed length come first, so that digests meet digests even where metrics differ
     sections: list[Sequence[float]] = [
         [own_weight, own_weight != 0],
         [digest, digest**2],
@@ -87,6 +88,7 @@ def average(
     group.all_reduce(vector).wait()
     weights, digests, sums, of_copies, flag_counts = _unpack(vector, sections)
 
+    # The other sections are read only once the ranks are known to have sent the same ones
     _check(digests, group, log)
     _check_copies(of_copies, copy, found, group)
     total_weight, num_weighty = weights
@@ -138,7 +140,7 @@ def refuse(
         bucket = layout.buckets[b]
         for n, piece in zip(bucket.leaves, cut(flat, bucket, rank), strict=True):
             pieces[layout.leaves[n].path] = piece
-    found = not_finite(pieces)
+    found = not_finite(pieces)  # this rank's; another rank's pieces may be finite
     everyone = group.exchange(json.dumps([float(loss), found]).encode())
     raise refusal(step, [json.loads(data) for data in everyone])
 
@@ -152,14 +154,15 @@ def _check(digests: Sequence[float], group: Group, log: Sequence[str]) -> None:
     total, squares = map(int, digests)
     if total * total == squares * group.size:
         return
-    at, started = log[:1], log[1:]
+    at = log[0] if log else "none"
+    started = log[1:]
+    last = ", ".join(started[-4:]) or "none"
     raise GroupError(
         "the ranks are at different steps, have not started the same collectives, or report "
-        f"other metrics; rank {group.rank} was at {', '.join(at) or 'none'} and started "
-        f"{len(started)}, the last ones: {', '.join(started[-4:]) or 'none'}. Their results are "
-        "wrong, and the step is undone. Remedy: make every rank take the same steps, call the "
-        "same units in the same order, return the same metrics, and give a weight on all ranks "
-        "or on none"
+        f"other metrics; rank {group.rank} was at {at} and started {len(started)}, the last ones: "
+        f"{last}. Their results are wrong, and the step is undone. Remedy: make every rank take "
+        "the same steps, call the same units in the same order, return the same metrics, and give "
+        "a weight on all ranks or on none"
     )
 
 
@@ -185,6 +188,7 @@ def _check_copies(
     if not sums:
         return
     num_first, num_others, first, others = map(int, sums)
+    # The means of the first and of the other copies, multiplied out: digests are integers
     if first * num_others == others * num_first:
         return
     told = group.exchange(json.dumps([copy.data, found]).encode())

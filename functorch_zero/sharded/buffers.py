@@ -74,17 +74,19 @@ def synchronize(
     before: list[Tensor]
     before, treedef = optree.tree_flatten(old)
     after: list[Tensor] = list(optree.tree_leaves(new))
+    # All ranks go on with the same numbers: flags and shapes are the same on each
     chosen = [i for i, flag in enumerate(changed) if flag and after[i].numel()]
     num_counting = group.size if num_weighty is None else num_weighty
-    source = 0
+    source = 0  # the rank whose integers all get
     if chosen and rule == "mean" and 0 < num_counting < group.size:
         source = group.exchange(b"1" if weighty else b"").index(b"1")
     for dtype in dict.fromkeys(after[i].dtype for i in chosen):
         own = [i for i in chosen if after[i].dtype == dtype]
-        packed = _pack(after, own)
+        packed = _pack(after, own)  # (k,), this rank's values
         if rule == "mean" and dtype.is_floating_point:
             packed = _mean(_pack(before, own), packed, group, num_counting, counts=weighty)
         else:
+            # In place, as bytes: transports don't know every dtype
             group.broadcast(packed.view(torch.uint8), source).wait()
         parts = packed.split([after[i].numel() for i in own])
         for i, part in zip(own, parts, strict=True):
@@ -107,10 +109,11 @@ def _mean(old: Tensor, new: Tensor, group: Group, num: int, *, counts: bool) -> 
     Args:
         counts: whether this rank counts.
     """
+    # Half precisions would round the shares, and float16 the number of changes from 2**11 on
     dtype = torch.promote_types(old.dtype, torch.float32)
     share = new.to(dtype) / num if counts else torch.zeros_like(new, dtype=dtype)
     changed = (new != old).to(dtype)
-    packed = torch.cat([share, changed])
+    packed = torch.cat([share, changed])  # (2k,): one message for both
     group.all_reduce(packed).wait()
     mean, num_changes = packed.chunk(2)
     return torch.where(num_changes == 0, old, mean.to(old.dtype))

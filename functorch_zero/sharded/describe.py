@@ -234,6 +234,7 @@ def _row(
         held: the bucket's leaves as this rank holds them between steps.
         slots: of all of the bucket's leaves.
     """
+    numel = sum(bucket.numels)
     kinds = {slot.planned.kind for slot in slots}
     places = []
     if "follows" in kinds:
@@ -244,7 +245,7 @@ def _row(
     return Row(
         unit=unit,
         leaves=paths,
-        elements=sum(bucket.numels),
+        elements=numel,
         storage=_distinct_dtypes(held),
         compute=bucket.compute,
         wire=wire,
@@ -265,6 +266,7 @@ def _wire(bucket: Bucket, gather: Gather) -> tuple[tuple[str, torch.dtype], ...]
         return gather.encode(torch.empty(bucket.piece, dtype=dtype, device="meta")).dtype
 
     wire = []
+    # A message's dtype is the encoder's choice, so it is asked with a piece without values
     if bucket.cut.level == 3:
         wire.append(("gather", encoded(bucket.gather)))
     if bucket.trainable:
@@ -301,6 +303,6 @@ def _distinct_dtypes(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Of the storages that the tensors lie in, each once."""
+    """Bytes of the storages that the tensors lie in, each once: leaves share their flat's."""
     storages = {storage_id(x): x.untyped_storage() for x in tensors}
     return sum(storage.nbytes() for storage in storages.values())

@@ -38,7 +38,7 @@ def any_rank(flag: bool, group: Any = None) -> bool:
     [True, True, True]
     """
     group = labelled(as_group(group), "any_rank")
-    raised = torch.tensor([int(bool(flag))])
+    raised = torch.tensor([int(bool(flag))])  # (1,) int64, on the CPU
     group.all_reduce(raised, "max").wait()
     return bool(raised.item())
 
@@ -81,7 +81,7 @@ def equalize_batches(
                     f"rank {group.rank} has no batch at all, and others have. Remedy: "
                     "equalize_batches(batches, group, empty=...), a batch with 0 rows"
                 )
-        if empty is None:
+        if empty is None:  # made once, while this rank has a batch to make it of
             empty = tree_map(_without_rows, batch)
         yield empty if batch is None else batch
 

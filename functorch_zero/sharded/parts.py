@@ -122,7 +122,7 @@ class ReductionParts:
                     flat = _all_gathered(kept[name], bucket, axes.optimizer)
                     leaves = dict(zip(self._paths(bucket), unpack(flat, bucket), strict=True))
                 else:
-                    flat = kept[name].clone()
+                    flat = kept[name].clone()  # the given state stays good
                     if carried == "sum":
                         axes.data.all_reduce(flat).wait()
                     leaves = self._leaves(flat, carried, bucket)
@@ -207,6 +207,7 @@ class ReductionParts:
         shapes = {"sum": (bucket.numel,), "pieces": (bucket.piece,)}
         for key, carried in keeps.items():
             expected = shapes.get(carried)
+            # A tensor that is the same everywhere has any shape
             if expected is not None and kept[key].shape != expected:
                 raise StructureError(
                     explain(

@@ -38,7 +38,7 @@ def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) ->
         own = [leaves[i] for i in shared.positions]
         if len({x.dtype for x in own}) > 1:
             continue  # an init may choose the dtype by shape; a flat has one
-        flat = own[0].new_zeros(shared.bucket.piece)
+        flat = own[0].new_zeros(shared.bucket.piece)  # (piece,), padding stays 0
         views = cut(flat, shared.bucket, rank)
         for i, x, view in zip(shared.positions, own, views, strict=True):
             new[i] = view.copy_(x)
@@ -123,9 +123,10 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
     if group.size == 1:
         return piece.clone()
     longest = max(*counts, 1)
+    # An all-gather takes equal parts, and ranks' pieces of one leaf differ in length
     padded = piece.new_zeros(longest)
     padded[: piece.numel()] = piece
-    out = piece.new_empty(group.size * longest)
+    out = piece.new_empty(group.size * longest)  # padded pieces of all ranks, in their order
     group.all_gather(out, padded).wait()
     parts = zip(out.split(longest), counts, strict=True)
     return torch.cat([part[:count] for part, count in parts])
@@ -159,7 +160,7 @@ def shard_state(
     layout, plan = sharding.layout, prepared.plan
     leaves, treedef = optree.tree_flatten(whole.opt_state)
     assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
-    own = []
+    own = []  # views: `lay_out_state` copies them
     for x, leaf in zip(leaves, plan.leaves, strict=True):
         own.append(_part_of_leaf(x, leaf, layout, rank))
     opt_state = lay_out_state(treedef.unflatten(own), plan, layout, rank)

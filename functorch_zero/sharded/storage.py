@@ -64,6 +64,7 @@ def stored(storage: StateStorage | None, state: Any, old: Any = None) -> Any:
         home, into = _home(leaf), _home(before)
         if home is None or id(home) in homes:
             continue
+        # Leaves may have shared a flat that they share no more, or changed their dtype
         if into is not None and (id(into) in taken or not _alike(into, home)):
             into = None
         taken.add(id(into))

@@ -97,11 +97,13 @@ class ShardedTrainStep:
             agree(group, self._facts(layout, params, buffers, seed))
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
 
+            # Storage of this rank's own, filled bucket by bucket
             fill = None if values is None else DigestedFill(values)
             sharding = self.options.sharding(layout)
             number = next_number(self.group)
             held = hold(params, sharding, engine=self.engine, number=number, fill=fill)
             if fill is not None:
+                # Values that are made on each rank could not be compared before
                 agree(group, {"deferred values": fill.digests})
             opt_state = self.first_optimizer_state(held, layout)
             check_reported(self.unsharded.metrics, opt_state)
@@ -133,6 +135,7 @@ class ShardedTrainStep:
                 is still good.
         """
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
+            # Up to `advance` nothing of the state is written to: an error leaves it good
             run = self._open(state, batch)
             local = differentiate(run, self.order)
             agreed = agree_on(run, local, self.background)
