@@ -139,27 +139,26 @@ def _buckets_of(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int]) ->
 
 
 class _Kind(NamedTuple):
-    """Equal for the leaves of a unit that share a bucket."""
+    """Equal for the leaves of a unit that may share a bucket."""
 
     dtype: torch.dtype
     dtypes: Dtypes | None
     trainable: bool
     cut: Cut
-    alone: int | None  # the number of a leaf that has a bucket of its own
 
 
 def _by_bucket(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
     """A unit's leaves bucket by bucket; those that are alone in theirs come last."""
     shared: dict[_Kind, list[int]] = {}
-    alone: dict[_Kind, list[int]] = {}
+    alone: list[list[int]] = []
     for n in numbers:
         spec = specs[n]
-        kind = _Kind(spec.dtype, spec.dtypes, spec.trainable, spec.cut, None)
         if _stands_alone(spec):
-            alone[kind._replace(alone=n)] = [n]
+            alone.append([n])
         else:
+            kind = _Kind(spec.dtype, spec.dtypes, spec.trainable, spec.cut)
             shared.setdefault(kind, []).append(n)
-    return [*shared.values(), *alone.values()]
+    return [*shared.values(), *alone]
 
 
 def _stands_alone(spec: LeafSpec) -> bool:
