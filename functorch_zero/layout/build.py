@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -14,10 +14,8 @@ from ..precision import Dtypes, Precision, short
 from ..tree import PyTree, paths
 from .layout import Bucket, Cut, Layout, LeafSpec, Unit
 
-LARGE = 2**23  # bytes of a leaf from which on a bucket of its own pays, at levels 2 and 3
-
-
 ALIGNMENT = 64  # bytes; a leaf, and a rank's piece, start at a multiple of it
+LARGE = 2**23  # bytes; leaves of at least this size get a bucket of their own (levels 2 and 3)
 
 
 def leaf_specs(
@@ -26,15 +24,23 @@ def leaf_specs(
     cut: Callable[[str, Any], Cut],
     policies: Mapping[str, Precision],
 ) -> list[LeafSpec]:
-    """What `make_layout` needs, read off a tree of tensors (the meta device will do), with the
-    policies by path."""
+    """The specs of a tree of tensors, in tree order. The meta device will do.
+
+    Args:
+        policies: by path; leaves without one are used as they are stored.
+    """
     specs = []
     for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
         dtypes = policies[path].dtypes(leaf.dtype) if path in policies else None
-        trained = bool(trainable(path, leaf))
-        specs.append(
-            LeafSpec(path, tuple(leaf.shape), leaf.dtype, trained, cut(path, leaf), dtypes)
+        spec = LeafSpec(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=leaf.dtype,
+            trainable=bool(trainable(path, leaf)),
+            cut=cut(path, leaf),
+            dtypes=dtypes,
         )
+        specs.append(spec)
     return specs
 
 
@@ -46,48 +52,70 @@ def make_layout(
     units: Sequence[UnitSpec] | None = None,
     cut: Callable[[str, Any], Cut] | None = None,
 ) -> Layout:
-    """Cut `tree` over `num_ranks` ranks. `units` defaults to `default_units`, `cut` to a piece of
-    all on every rank."""
+    """Cut `tree` over `num_ranks` ranks.
+
+    Args:
+        tree: of tensors; the meta device will do.
+        trainable: by path and leaf.
+        units: None: `default_units`.
+        cut: by path and leaf; None: each leaf into a piece per rank.
+
+    Raises:
+        ValueError: the units don't have each leaf exactly once.
+    """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-    everything = Cut(3, num_ranks, num_ranks)
-    chosen = default_units(tree) if units is None else units
-    policies = {path: policy for unit in chosen for path, policy in unit.policies.items()}
-    specs = leaf_specs(
-        tree, trainable, (lambda path, leaf: everything) if cut is None else cut, policies
-    )
-    number = {spec.path: i for i, spec in enumerate(specs)}
+    if units is None:
+        units = default_units(tree)
+    everything = Cut(level=3, num_pieces=num_ranks, num_held=num_ranks)
+    cut_of = cut or (lambda path, leaf: everything)
+    policies: dict[str, Precision] = {}  # by path
+    for unit in units:
+        policies |= unit.policies
+    specs = leaf_specs(tree, trainable, cut_of, policies)
+    number_of = {spec.path: n for n, spec in enumerate(specs)}
     made: list[Unit] = []
     buckets: list[Bucket] = []
-    for unit in chosen:
-        groups = _same_kind(specs, [number[path] for path in unit.leaves if path in number])
-        levels = len({specs[leaves[0]].cut.level for leaves in groups})
-        made.append(
-            Unit(unit.name, unit.modules, tuple(range(len(buckets), len(buckets) + len(groups))))
-        )
-        buckets += [_bucket(unit.name, specs, leaves, levels) for leaves in groups]
-    covered = sorted(leaf for bucket in buckets for leaf in bucket.leaves)
+    for unit in units:
+        # Units are a model's, and the tree may hold some of its leaves only
+        own = [number_of[path] for path in unit.leaves if path in number_of]
+        new = _buckets_of(unit.name, specs, own)
+        numbers = tuple(range(len(buckets), len(buckets) + len(new)))
+        made.append(Unit(unit.name, unit.modules, numbers))
+        buckets += new
+    # A leaf in no unit would never be gathered, one in two would be trained twice
+    covered = sorted(n for bucket in buckets for n in bucket.leaves)
     if covered != list(range(len(specs))):
         raise ValueError(
             "each leaf must be in exactly one unit; the units given don't cover the tree exactly "
             "once"
         )
-    return Layout(num_ranks, tuple(specs), tuple(made), tuple(buckets), optree.tree_structure(tree))
+    return Layout(
+        num_ranks=num_ranks,
+        leaves=tuple(specs),
+        units=tuple(made),
+        buckets=tuple(buckets),
+        treedef=optree.tree_structure(tree),
+    )
 
 
 def default_units(tree: PyTree[Any]) -> tuple[UnitSpec, ...]:
     """The units that models in the tree have (`Params.units`). Of the rest, each child of the root
     that is itself a tree is one unit, and bare leaves share one."""
     found: list[UnitSpec] = []
-    groups: dict[str, list[str]] = {}
+    rest: dict[str, list[str]] = {}  # by the name of a root's child, paths; "": bare leaves
     accessors = optree.tree_accessors(tree, is_leaf=_has_units)
     for accessor, path in zip(accessors, paths(tree, is_leaf=_has_units), strict=True):
         node = accessor(tree)
         if _has_units(node):
             found += [_inside(unit, path) for unit in node.units]
-        else:
-            groups.setdefault(path.split(".")[0] if len(accessor) > 1 else "", []).append(path)
-    return (*found, *(UnitSpec(name, (), tuple(leaves)) for name, leaves in groups.items()))
+            continue
+        is_bare = len(accessor) <= 1
+        name = "" if is_bare else path.split(".")[0]
+        rest.setdefault(name, []).append(path)
+    for name, leaves in rest.items():
+        found.append(UnitSpec(name, (), tuple(leaves)))
+    return tuple(found)
 
 
 def _has_units(node: Any) -> bool:
@@ -103,53 +131,96 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
     return replace(unit, name=f"{path}.{unit.name}".rstrip("."), leaves=leaves)
 
 
-def _same_kind(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
-    """A unit's leaves bucket by bucket; those that are alone in theirs last."""
-    kinds: dict[tuple[torch.dtype, Dtypes | None, bool, Cut, int], list[int]] = {}
-    alone = {i: i if _stands_alone(specs[i]) else -1 for i in numbers}
-    for i in sorted(numbers, key=lambda i: alone[i] >= 0):
-        kinds.setdefault(
-            (specs[i].dtype, specs[i].dtypes, specs[i].trainable, specs[i].cut, alone[i]), []
-        ).append(i)
-    return list(kinds.values())
+def _buckets_of(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[Bucket]:
+    """The buckets of a unit with these leaves."""
+    groups = _by_bucket(specs, numbers)
+    levels = {specs[group[0]].cut.level for group in groups}
+    return [_bucket(unit, specs, group, has_levels=len(levels) > 1) for group in groups]
+
+
+class _Kind(NamedTuple):
+    """Equal for the leaves of a unit that may share a bucket."""
+
+    dtype: torch.dtype
+    dtypes: Dtypes | None
+    trainable: bool
+    cut: Cut
+
+
+def _by_bucket(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
+    """A unit's leaves bucket by bucket; those that are alone in theirs come last."""
+    shared: dict[_Kind, list[int]] = {}
+    alone: list[list[int]] = []
+    for n in numbers:
+        spec = specs[n]
+        if _stands_alone(spec):
+            alone.append([n])
+        else:
+            kind = _Kind(spec.dtype, spec.dtypes, spec.trainable, spec.cut)
+            shared.setdefault(kind, []).append(n)
+    return [*shared.values(), *alone]
 
 
 def _stands_alone(spec: LeafSpec) -> bool:
-    """Whether a leaf is a bucket by itself: its gradient, if reduced at once, then needs no copy to
-    be one flat."""
-    align = max(1, ALIGNMENT // spec.dtype.itemsize) * spec.cut.num_pieces
-    large = spec.numel * spec.dtype.itemsize >= LARGE and spec.numel % align == 0
-    return large and spec.trainable and spec.cut.level > 1 and spec.cut.num_pieces > 1
+    """Whether a leaf has a bucket of its own: its gradient, if reduced at once, then needs no copy
+    to be a flat."""
+    if not spec.trainable or spec.cut.level <= 1 or spec.cut.num_pieces == 1:
+        return False
+    # A bucket's flat has its padding at the end, so a leaf without any is the flat
+    is_large = spec.numel * spec.dtype.itemsize >= LARGE
+    needs_padding = spec.numel % (_alignment(spec.dtype) * spec.cut.num_pieces) != 0
+    return is_large and not needs_padding
+
+
+def _alignment(dtype: torch.dtype) -> int:
+    """In elements."""
+    return max(1, ALIGNMENT // dtype.itemsize)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _bucket(
-    unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], num_levels: int
+    unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int], *, has_levels: bool
 ) -> Bucket:
+    """The bucket of leaves that may share one.
+
+    Args:
+        has_levels: whether the unit has buckets of several levels, so that names say which.
+    """
     first = specs[numbers[0]]
-    align = max(1, ALIGNMENT // first.dtype.itemsize)
-    offsets, end = [], 0
-    for i in numbers:
+    alignment = _alignment(first.dtype)
+    offsets, end = [], 0  # in elements
+    for n in numbers:
         offsets.append(end)
-        end += -(-specs[i].numel // align) * align
-    piece = -(-end // (first.cut.num_pieces * align)) * align
-    about = (
-        short(first.dtype)
-        if first.dtypes is None
-        else f"{short(first.dtype)}, used as {first.dtypes}"
-    )
-    about += f", {first.path}" if _stands_alone(first) else ""
-    about += ("" if first.trainable else ", frozen") + (
-        f", level {first.cut.level}" if num_levels > 1 else ""
-    )
-    name, shapes = f"{unit or 'root'}[{about}]", tuple(specs[i].shape for i in numbers)
+        end += _round_up(specs[n].numel, alignment)
+    # Pieces are equal, and aligned themselves
+    whole = _round_up(end, first.cut.num_pieces * alignment)
+    kind = _kind_in_words(first, has_levels=has_levels)
+    shapes = tuple(specs[n].shape for n in numbers)
     return Bucket(
-        name,
-        first.dtype,
-        first.trainable,
-        tuple(numbers),
-        shapes,
-        tuple(offsets),
-        piece,
-        first.cut,
-        first.dtypes,
+        name=f"{unit or 'root'}[{kind}]",
+        dtype=first.dtype,
+        trainable=first.trainable,
+        leaves=tuple(numbers),
+        shapes=shapes,
+        offsets=tuple(offsets),
+        piece=whole // first.cut.num_pieces,
+        cut=first.cut,
+        dtypes=first.dtypes,
     )
+
+
+def _kind_in_words(first: LeafSpec, *, has_levels: bool) -> str:
+    """The leaves of a bucket, of which this is the first, for the bucket's name."""
+    words = short(first.dtype)
+    if first.dtypes is not None:
+        words += f", used as {first.dtypes}"
+    if _stands_alone(first):
+        words += f", {first.path}"
+    if not first.trainable:
+        words += ", frozen"
+    if has_levels:
+        words += f", level {first.cut.level}"
+    return words

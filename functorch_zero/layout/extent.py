@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-Box = tuple[tuple[int, int], ...]
+Box = tuple[tuple[int, int], ...]  # for each dim of a leaf, a half-open range
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class Extent:
     @property
     def box_shape(self) -> tuple[int, ...]:
         """The shape of the box."""
-        return self.shape if self.box is None else tuple(b - a for a, b in self.box)
+        if self.box is None:
+            return self.shape
+        return tuple(stop - start for start, stop in self.box)
 
     @property
     def in_box(self) -> Extent:
@@ -59,7 +61,7 @@ class Extent:
 
     @property
     def in_leaf(self) -> slice:
-        """Where the piece lies in the flattened whole leaf.
+        """The piece's place in the flattened whole leaf.
 
         Raises:
             NotImplementedError: the piece lies in a box, whose elements are not side by side there.

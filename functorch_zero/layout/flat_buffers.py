@@ -1,5 +1,5 @@
-"""Between trees and buckets. A *flat* is a bucket's 1-D tensor: whole (num_pieces * piece,) or one
-rank's (piece,).
+"""The ways between trees and buckets. A *flat* is a bucket's 1-D tensor: the whole bucket,
+(num_pieces * piece,), or one rank's part of it, (piece,).
 
 Leaves of a tree made here are views of their flat, and `flat_of_pieces` finds that flat again
 without a copy.
@@ -8,8 +8,7 @@ without a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, compress, repeat
-from operator import attrgetter, call, is_, is_not, not_
+from operator import call, is_
 from typing import Any, TypeGuard
 from weakref import ref
 
@@ -20,8 +19,7 @@ from .._torch_private import base_of, storage_id
 from ..tree import PyTree
 from .layout import Bucket, Layout
 
-_DTYPE, _SHAPE = map(attrgetter, ("dtype", "shape"))
-# Leaves by path -> the same with their values
+# Paths and leaves -> leaves with values, of the same shapes and dtypes
 Fill = Callable[[Sequence[str], Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -37,16 +35,22 @@ def pack(
 
     In `dtype`, or in the one that the leaves share.
     """
-    dtype = _common_dtype(leaves, bucket.dtype) if dtype is None else dtype
+    if dtype is None:
+        dtype = _common_dtype(leaves, bucket.dtype)
     flat = torch.empty(bucket.numel, dtype=dtype, device=device)
+    # Padding is reduced with the rest, where a NaN left in memory would make the step overflow
     for start, stop in bucket.padding:
         flat[start:stop].zero_()
-    here, views = _here(leaves), unpack(flat, bucket)
-    for view in compress(views, map(not_, here)):
-        view.zero_()
-    given: list[Any] = [*compress(leaves, here)]
-    if given:
-        torch._foreach_copy_([*compress(views, here)], given)
+    # One kernel for all copies: a model has many small leaves
+    sources, targets = [], []
+    for leaf, view in zip(leaves, unpack(flat, bucket), strict=True):
+        if leaf is None:
+            view.zero_()
+        else:
+            sources.append(leaf)
+            targets.append(view)
+    if sources:
+        torch._foreach_copy_(targets, sources)
     return flat
 
 
@@ -64,72 +68,76 @@ def is_flat(
 
 def unpack(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     """The bucket's leaves, whole, as views of its whole flat."""
-    return [*map(Tensor.view, _split(flat, bucket, 0)[1::2], bucket.shapes)]
+    views = []
+    for part, shape in zip(_split(flat, bucket, 0), bucket.shapes, strict=True):
+        views.append(part.view(shape))
+    return views
 
 
 def cut(piece: Tensor, bucket: Bucket, rank: int) -> list[Tensor]:
     """The part of each leaf of the bucket that `rank` keeps, 1-D, as views of its flat piece
     (piece,)."""
-    return list(_split(piece, bucket, bucket.first(rank))[1::2])
+    return list(_split(piece, bucket, bucket.first(rank)))
 
 
 def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
-    """A flat that begins at the bucket's element `start` as views: padding, leaf, padding, leaf,
-    ..., padding."""
-    return flat.split_with_sizes(bucket.parts(start, start + flat.numel()))
+    """The leaves' parts (n,) of a flat that begins at the bucket's element `start`: views."""
+    parts = flat.split_with_sizes(bucket.parts(start, start + flat.numel()))
+    return parts[1::2]  # every other one is padding
 
 
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
-    """The flat piece (piece,) these 1-D pieces lie in; packed into a new one when they don't lie in
-    one."""
+    """The flat piece (piece,) that these 1-D pieces lie in; packed into a new one when they don't
+    lie in one."""
     base = base_of(pieces[0])
-    if (
-        base is not None
-        and base.dim() == 1
-        and base.numel()
-        and bucket.piece
-        and not base.numel() % bucket.piece
-    ):
-        # The base is the piece, or some in a row
-        first = rank % (base.numel() // bucket.piece) * bucket.piece
-        flat = base if base.numel() == bucket.piece else base[first : first + bucket.piece]
-        if {*map(Tensor.dim, pieces)} == {1} and _lie_in(pieces, base, flat, bucket, rank):
-            return flat
+    if base is not None and base.dim() == 1 and base.numel() and bucket.piece:
+        num_pieces, rest = divmod(base.numel(), bucket.piece)
+        if rest == 0:
+            # The base is one piece, or several in a row: those that this rank holds
+            first = rank % num_pieces * bucket.piece
+            flat = base if num_pieces == 1 else base[first : first + bucket.piece]
+            are_flat = all(piece.dim() == 1 for piece in pieces)
+            if are_flat and _lie_in(pieces, base, flat, bucket, bucket.first(rank)):
+                return flat
     flat = pieces[0].new_zeros(bucket.piece, dtype=_common_dtype(pieces, pieces[0].dtype))
-    for here, piece in zip(cut(flat, bucket, rank), pieces, strict=True):
-        here.copy_(piece)
+    for view, piece in zip(cut(flat, bucket, rank), pieces, strict=True):
+        view.copy_(piece)
     return flat
 
 
 def flat_of_leaves(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """The whole flat these whole leaves lie in; packed into a new one when they don't lie in
+    """The whole flat that these whole leaves lie in; packed into a new one when they don't lie in
     one."""
     base = base_of(leaves[0])
-    alike = (*map(_SHAPE, leaves),) == bucket.shapes
-    if (
-        base is not None
-        and base.shape == (bucket.numel,)
-        and alike
-        and _lie_in(leaves, base, base, bucket, 0)
-    ):
-        return base
+    if base is not None and base.shape == (bucket.numel,):
+        shapes = tuple(leaf.shape for leaf in leaves)
+        if shapes == bucket.shapes and _lie_in(leaves, base, base, bucket, 0):
+            return base
     return pack(leaves, bucket, device=leaves[0].device)
 
 
-def _lie_in(given: Sequence[Tensor], base: Tensor, flat: Tensor, bucket: Bucket, rank: int) -> bool:
-    """Whether the given views of `base` are just those that `flat`, of `rank`, would be cut
-    into."""
-    start = bucket.first(rank)
-    parts = bucket.parts(start, start + flat.numel())
-    starts = [*accumulate(parts, initial=flat.storage_offset())][1:-1:2]
-    return (  # without a line of Python for each leaf: steps ask this of all they hold
-        all(map(is_, map(base_of, given), repeat(base)))
-        and {*map(storage_id, given)} == {storage_id(base)}  # `leaf.data = other` changes no base
-        and {*map(_DTYPE, given)} == {base.dtype}
-        and (*map(Tensor.numel, given),) == parts[1::2]
-        and [*map(Tensor.storage_offset, given)] == starts
-        and all(map(Tensor.is_contiguous, given))
-    )
+def _lie_in(
+    given: Sequence[Tensor], base: Tensor, flat: Tensor, bucket: Bucket, start: int
+) -> bool:
+    """Whether the given views of `base` are just those that `flat` would be cut into.
+
+    Args:
+        flat: all of `base`, or a part of it.
+        start: the bucket's element that the flat begins with.
+    """
+    dtype, storage = base.dtype, storage_id(base)
+    sizes = bucket.parts(start, start + flat.numel())
+    paddings, numels = sizes[:-1:2], sizes[1::2]
+    offset = flat.storage_offset()
+    for leaf, padding, numel in zip(given, paddings, numels, strict=True):
+        offset += padding
+        # `leaf.data = other` changes the storage, and leaves the base
+        if base_of(leaf) is not base or storage_id(leaf) != storage or leaf.dtype != dtype:
+            return False
+        if leaf.storage_offset() != offset or leaf.numel() != numel or not leaf.is_contiguous():
+            return False
+        offset += numel
+    return True
 
 
 def by_bucket(leaves: Sequence[Tensor], layout: Layout, b: int) -> list[Tensor]:
@@ -145,9 +153,9 @@ def to_tree(parts: Sequence[Sequence[Any]], layout: Layout) -> PyTree[Any]:
 def slice_flat(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
     """A bucket's whole leaves -> the flat (piece,) of copies of the pieces that `rank` keeps."""
     flat = leaves[0].new_zeros(bucket.piece, dtype=_common_dtype(leaves, bucket.dtype))
-    for k, here in enumerate(cut(flat, bucket, rank)):
+    for k, view in enumerate(cut(flat, bucket, rank)):
         extent = bucket.extent(k, rank)
-        here.copy_(leaves[k].detach().reshape(-1)[extent.in_leaf])
+        view.copy_(leaves[k].detach().reshape(-1)[extent.in_leaf])
     return flat
 
 
@@ -155,19 +163,14 @@ def filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) 
     """Of leaves in tree order, those of the b-th bucket, in bucket order; their values from `fill`,
     if there is one."""
     own = by_bucket(leaves, layout, b)
-    return (
-        own
-        if fill is None
-        else fill([layout.leaves[n].path for n in layout.buckets[b].leaves], own)
-    )
-
-
-def _here(leaves: Sequence[Tensor | None]) -> list[bool]:
-    return [*map(is_not, leaves, repeat(None))]
+    if fill is None:
+        return own
+    names = [layout.leaves[n].path for n in layout.buckets[b].leaves]
+    return fill(names, own)
 
 
 def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torch.dtype:
-    dtypes: set[torch.dtype] = {*map(_DTYPE, compress(leaves, _here(leaves)))} or {default}
+    dtypes = {leaf.dtype for leaf in leaves if leaf is not None} or {default}
     if len(dtypes) > 1:
         raise TypeError(
             f"the leaves of one bucket must share a dtype, got {sorted(map(str, dtypes))}"
@@ -204,14 +207,21 @@ class Recall:
 
 
 def where_they_lie(leaves: Sequence[Tensor]) -> list[list[Any]]:
-    """Equal while the leaves lie where they lay, fact by fact, without a line of Python per leaf:
-    `leaf.data = other` leaves an object what it is."""
-    facts: Any = (storage_id, Tensor.storage_offset, _SHAPE, _DTYPE, Tensor.is_contiguous)
-    return [[*map(fact, leaves)] for fact in facts]
+    """The places of leaves, fact by fact; equal while the leaves lie where they lay. `leaf.data =
+    other` moves a leaf, which stays the same object."""
+    return [
+        [storage_id(leaf) for leaf in leaves],
+        [leaf.storage_offset() for leaf in leaves],
+        [leaf.shape for leaf in leaves],
+        [leaf.dtype for leaf in leaves],
+        [leaf.is_contiguous() for leaf in leaves],
+    ]
 
 
 def own_piece(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
     """Of a flat that is held between steps, this rank's (piece,): a view."""
-    count = bucket.cut.num_pieces // bucket.cut.num_held
-    first = rank % count * bucket.piece
-    return flat if bucket.piece == flat.numel() else flat[first : first + bucket.piece]
+    if bucket.piece == flat.numel():
+        return flat
+    num_pieces = bucket.cut.num_pieces // bucket.cut.num_held
+    first = rank % num_pieces * bucket.piece
+    return flat[first : first + bucket.piece]

@@ -24,9 +24,9 @@ from .extent import Extent
 
 @dataclass(frozen=True)
 class Cut:
-    """Into how many pieces a bucket is cut."""
+    """The numbers of pieces that a bucket is cut into."""
 
-    level: int  # that says so
+    level: int  # from which the numbers follow
     num_pieces: int  # of gradients and optimizer state; 1: every rank has them whole
     num_held: int  # of the params between steps; divides num_pieces
 
@@ -40,10 +40,10 @@ class LeafSpec:
 
     path: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # that it is stored in
     trainable: bool
     cut: Cut
-    dtypes: Dtypes | None = None  # where it is used in another dtype than it is stored in
+    dtypes: Dtypes | None = None  # None: it is gathered, used and reduced as it is stored
 
     @property
     def numel(self) -> int:
@@ -55,17 +55,15 @@ class Bucket:
     """One flat buffer of a unit: the leaves of one dtype, policy, trainability and level, and where
     each starts."""
 
-    name: str
-    dtype: torch.dtype
+    name: str  # unique in a layout; it stands in the names of collectives and in errors
+    dtype: torch.dtype  # that the leaves are stored in
     trainable: bool
     leaves: tuple[int, ...]  # numbers of the leaves in tree order
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the whole leaves
     offsets: tuple[int, ...]  # in elements, multiples of the alignment
     piece: int  # elements that one rank keeps; the bucket holds cut.num_pieces of them
     cut: Cut
-    dtypes: Dtypes | None = (
-        None  # where leaves are gathered, used or reduced in another dtype than they are stored in
-    )
+    dtypes: Dtypes | None = None  # None: leaves are gathered, used and reduced as they are stored
 
     @cached_property
     def compute(self) -> torch.dtype:
@@ -84,6 +82,7 @@ class Bucket:
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
+        """Elements of each whole leaf."""
         return tuple(prod(shape) for shape in self.shapes)
 
     @cached_property
@@ -94,15 +93,15 @@ class Bucket:
     @cached_property
     def held(self) -> Bucket:
         """The same bucket, cut as its params are between steps."""
-        return replace(
-            self,
-            piece=self.numel // self.cut.num_held,
-            cut=replace(self.cut, num_pieces=self.cut.num_held),
-        )
+        num_held = self.cut.num_held
+        cut = replace(self.cut, num_pieces=num_held)
+        return replace(self, piece=self.numel // num_held, cut=cut)
 
     def held_by(self, rank: int) -> int:
-        """Which of the pieces of `held` the `rank`-th piece lies in."""
-        return rank * self.cut.num_held // self.cut.num_pieces if self.cut.num_held > 1 else 0
+        """The number of the piece of `held` in which the `rank`-th piece lies."""
+        if self.cut.num_held == 1:
+            return 0
+        return rank * self.cut.num_held // self.cut.num_pieces
 
     def first(self, rank: int) -> int:
         """The first element that `rank` keeps."""
@@ -110,42 +109,54 @@ class Bucket:
 
     def extent(self, k: int, rank: int) -> Extent:
         """The part of the bucket's k-th leaf that `rank` keeps."""
-        first, offset, numel = self.first(rank), self.offsets[k], self.numels[k]
-        start = min(max(first - offset, 0), numel)
-        stop = min(max(first + self.piece - offset, 0), numel)
+        numel = self.numels[k]
+        # The rank's piece, in elements of the leaf: it may begin before, and end behind it
+        first = self.first(rank) - self.offsets[k]
+        start = _clamp(first, 0, numel)
+        stop = _clamp(first + self.piece, 0, numel)
         return Extent(self.shapes[k], start, stop)
 
     def parts(self, start: int, stop: int) -> tuple[int, ...]:
-        """The sizes of what the elements [start, stop) consist of: padding, leaf, padding, leaf,
-        ..., padding."""
+        """The sizes of the parts that the elements [start, stop) consist of: padding, leaf,
+        padding, leaf, ..., padding."""
         known = self._parts.get((start, stop))
         if known is None:
-            edges = [start]
+            edges = [start]  # of padding and leaves in turn, cut off at both ends
             for offset, numel in zip(self.offsets, self.numels, strict=True):
-                edges += [min(max(edge, start), stop) for edge in (offset, offset + numel)]
-            known = tuple(b - a for a, b in pairwise([*edges, stop]))
+                edges.append(_clamp(offset, start, stop))
+                edges.append(_clamp(offset + numel, start, stop))
+            edges.append(stop)
+            known = tuple(after - before for before, after in pairwise(edges))
             self._parts[start, stop] = known
         return known
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """The runs [start, stop) of the whole flat that belong to no leaf."""
-        ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
-        runs = zip([0, *ends], [*self.offsets, self.numel], strict=True)
+        runs, end = [], 0
+        for offset, numel in zip(self.offsets, self.numels, strict=True):
+            runs.append((end, offset))
+            end = offset + numel
+        runs.append((end, self.numel))
         return tuple((start, stop) for start, stop in runs if start < stop)
 
     @cached_property
     def _parts(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The sizes that `parts` has found, by its arguments: steps ask for the same few."""
         return {}
+
+
+def _clamp(number: int, low: int, high: int) -> int:
+    return min(max(number, low), high)
 
 
 @dataclass(frozen=True)
 class Unit:
     """Leaves that are gathered and freed together."""
 
-    name: str
+    name: str  # "" is the root
     modules: tuple[str, ...]  # whose calls enter the unit; empty for a tree that no module uses
-    buckets: tuple[int, ...]
+    buckets: tuple[int, ...]  # their numbers in the layout
 
 
 class UnitContent(NamedTuple):
@@ -154,17 +165,17 @@ class UnitContent(NamedTuple):
     buckets: tuple[Bucket, ...]
     leaves: tuple[int, ...]  # the numbers that its leaves have in tree order
     trained: tuple[int, ...]  # the numbers of its trained buckets
-    slices: tuple[slice, ...]  # for each of them, which of its leaves it holds
-    frozen: tuple[int, ...]  # which of its leaves are not trained
+    slices: tuple[slice, ...]  # per trained bucket, its leaves among the unit's
+    frozen: tuple[int, ...]  # among the unit's leaves, those that are not trained
     rounds: bool  # whether some are used in another dtype than they are stored in
 
 
 class LossView(NamedTuple):
     """The leaves as a loss sees them, and their units: columns, in tree order."""
 
-    units: tuple[int, ...]
-    numbers: tuple[int, ...]  # in the unit
-    shapes: tuple[tuple[int, ...], ...]
+    units: tuple[int, ...]  # the number of the leaf's unit
+    numbers: tuple[int, ...]  # the leaf's number in its unit
+    shapes: tuple[tuple[int, ...], ...]  # of whole leaves
     dtypes: tuple[torch.dtype, ...]  # that they are used in
     trainable: tuple[bool, ...]
 
@@ -195,35 +206,43 @@ class Layout:
         return tuple(self._content(unit) for unit in self.units)
 
     def _content(self, unit: Unit) -> UnitContent:
-        leaves, trained, slices, frozen = list[int](), list[int](), list[slice](), list[int]()
-        for b in unit.buckets:
-            own = slice(len(leaves), len(leaves) + len(self.buckets[b].leaves))
-            leaves += self.buckets[b].leaves
-            if self.buckets[b].trainable:
-                trained.append(b)
-                slices.append(own)
-            else:
-                frozen += range(own.start, own.stop)
         buckets = tuple(self.buckets[b] for b in unit.buckets)
-        rounds = any(bucket.dtypes is not None for bucket in buckets)
+        leaves: list[int] = []
+        trained: list[int] = []
+        slices: list[slice] = []
+        frozen: list[int] = []
+        for b, bucket in zip(unit.buckets, buckets, strict=True):
+            first = len(leaves)
+            leaves += bucket.leaves
+            if bucket.trainable:
+                trained.append(b)
+                slices.append(slice(first, len(leaves)))
+            else:
+                frozen += range(first, len(leaves))
         return UnitContent(
-            buckets, tuple(leaves), tuple(trained), tuple(slices), tuple(frozen), rounds
+            buckets=buckets,
+            leaves=tuple(leaves),
+            trained=tuple(trained),
+            slices=tuple(slices),
+            frozen=tuple(frozen),
+            rounds=any(bucket.dtypes is not None for bucket in buckets),
         )
 
     @cached_property
     def seen(self) -> LossView:
         """The leaves as a loss sees them."""
-        homes = sorted(
-            (n, u, k)
-            for u, content in enumerate(self.contents)
-            for k, n in enumerate(content.leaves)
-        )
+        # By tree order, from the units' own order
+        units, numbers = [0] * len(self.leaves), [0] * len(self.leaves)
+        for u, content in enumerate(self.contents):
+            for k, n in enumerate(content.leaves):
+                units[n], numbers[n] = u, k
+        dtypes = tuple(self.buckets[b].compute for b, _ in self.places)
         return LossView(
-            tuple(u for _, u, _ in homes),
-            tuple(k for _, _, k in homes),
-            tuple(leaf.shape for leaf in self.leaves),
-            tuple(self.buckets[b].compute for b, _ in self.places),
-            tuple(leaf.trainable for leaf in self.leaves),
+            units=tuple(units),
+            numbers=tuple(numbers),
+            shapes=tuple(leaf.shape for leaf in self.leaves),
+            dtypes=dtypes,
+            trainable=tuple(leaf.trainable for leaf in self.leaves),
         )
 
     @cached_property
@@ -237,35 +256,32 @@ class Layout:
         return self.treedef.unflatten([leaf.trainable for leaf in self.leaves])
 
     def extents(self, rank: int) -> PyTree[Extent]:
-        """The tree of what `rank` keeps of each leaf."""
+        """The tree of the parts of leaves that `rank` keeps."""
         return self.treedef.unflatten([self.buckets[b].extent(k, rank) for b, k in self.places])
 
     @cached_property
     def cuts(self) -> PyTree[Cut]:
-        """The tree of how each leaf is cut."""
+        """The tree of the leaves' cuts."""
         return self.treedef.unflatten([leaf.cut for leaf in self.leaves])
-
-    def _describe_unit(self, unit: Unit) -> dict[str, Any]:
-        leaves = {
-            self.buckets[b].name: [self.leaves[n].path for n in self.buckets[b].leaves]
-            for b in unit.buckets
-        }
-        return {"modules": list(unit.modules), "leaves": leaves}
 
     def describe(self) -> dict[str, Any]:
         """The layout as plain data, for comparing ranks and for files."""
+        precision, leaves = {}, {}
+        for leaf in self.leaves:
+            trained = "trainable" if leaf.trainable else "frozen"
+            leaves[leaf.path] = [list(leaf.shape), str(leaf.dtype), trained]
+            if leaf.dtypes is not None:
+                precision[leaf.path] = str(leaf.dtypes)
         return {
             "num_ranks": self.num_ranks,
-            "precision": {
-                leaf.path: str(leaf.dtypes) for leaf in self.leaves if leaf.dtypes is not None
-            },
-            "leaves": {
-                leaf.path: [
-                    list(leaf.shape),
-                    str(leaf.dtype),
-                    "trainable" if leaf.trainable else "frozen",
-                ]
-                for leaf in self.leaves
-            },
+            "precision": precision,
+            "leaves": leaves,
             "units": {unit.name: self._describe_unit(unit) for unit in self.units},
         }
+
+    def _describe_unit(self, unit: Unit) -> dict[str, Any]:
+        leaves = {}
+        for b in unit.buckets:
+            bucket = self.buckets[b]
+            leaves[bucket.name] = [self.leaves[n].path for n in bucket.leaves]
+        return {"modules": list(unit.modules), "leaves": leaves}

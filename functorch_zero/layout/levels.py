@@ -1,13 +1,13 @@
-"""The four levels, as rows of one table: what is whole between steps, and how gradients travel.
+"""The four levels, as rows of one table: the form of params between steps, and all collectives.
 
 | level | params between steps | before the loss | gradient | after the update |
 |---|---|---|---|---|
-| 0 | whole | - | whole, all-reduced once a unit | - |
-| 1 | whole | - | whole, reduce-scattered once a unit | all-gather a bucket |
-| 2 | whole | - | reduce-scattered at every entry, freed | all-gather a bucket |
-| 3 | pieces | all-gather a unit, on use | reduce-scattered at every entry, freed | - |
+| 0 | whole | - | whole, one all-reduce per unit | - |
+| 1 | whole | - | whole, one reduce-scatter per unit | one all-gather per bucket |
+| 2 | whole | - | one reduce-scatter per entry of a unit, freed | one all-gather per bucket |
+| 3 | pieces | one all-gather per unit, on use | one reduce-scatter per entry, freed | - |
 
-Each bucket has its level, and the functions here do what that says, bucket by bucket.
+Each bucket has a level of its own, so the units of a model may differ in it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Level:
     cuts_params: bool  # params in pieces between steps
 
     def cut(self, shard: int, replicate: int = 1) -> Cut:
-        """How this level cuts a bucket over an axis of `shard` ranks, and its state over
-        `replicate` ranks more."""
+        """The cut of a bucket at this level, over an axis of `shard` ranks; its optimizer state is
+        cut over `replicate` times as many."""
         return Cut(
-            self.number,
-            shard * replicate if self.cuts_state else 1,
-            shard if self.cuts_params else 1,
+            level=self.number,
+            num_pieces=shard * replicate if self.cuts_state else 1,
+            num_held=shard if self.cuts_params else 1,
         )
 
 
@@ -53,9 +53,10 @@ LEVELS = (
 
 def find_level(level: int | str) -> Level:
     """A level by number or name."""
-    for known in LEVELS:
-        if type(level) in (int, str) and level in (known.number, known.name):
-            return known
+    if type(level) in (int, str):  # True is no level, though it equals 1
+        for known in LEVELS:
+            if level in (known.number, known.name):
+                return known
     names = ", ".join(f"{known.number} ({known.name!r})" for known in LEVELS)
     raise ValueError(f"level must be one of {names}; got {level!r}")
 
@@ -86,7 +87,7 @@ class Levels:
         return find_level(self.rule).number if isinstance(self.rule, int | str) else None
 
     def describe(self) -> Any:
-        """The rule as plain data. What a function says of each leaf is in the layout."""
+        """The rule as plain data. A function's levels are in the layout, leaf by leaf."""
         if isinstance(self.rule, Mapping):
             return {pattern: find_level(level).name for pattern, level in self.rule.items()}
         return "by a function" if callable(self.rule) else find_level(self.rule).name
@@ -97,14 +98,17 @@ class Levels:
             return find_level(self.rule(path, leaf))
         if not isinstance(self.rule, Mapping):
             return find_level(self.rule)
+        # The innermost name decides; of several patterns for it, the last
         for around in ancestors(path):
             for pattern, level in reversed([*self.rule.items()]):
                 if path_matches(around, pattern):
                     return find_level(level)
-        remedy = 'add a pattern for it, or "" for all the rest'
         raise StructureError(
             explain(
-                "no pattern of `level` names a leaf", path=path, got=[*self.rule], remedy=remedy
+                "no pattern of `level` names a leaf",
+                path=path,
+                got=[*self.rule],
+                remedy='add a pattern for it, or "" for all the rest',
             )
         )
 
@@ -122,5 +126,5 @@ class Levels:
 
 
 def level_of(bucket: Bucket) -> Level:
-    """The row of a bucket."""
+    """The row of a bucket's level."""
     return LEVELS[bucket.cut.level]

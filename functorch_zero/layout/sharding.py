@@ -14,24 +14,25 @@ from .layout import Layout
 
 
 class Donations:
-    """Which states have given their storage away. A state is known by its step counter, which each
-    step makes anew."""
+    """The states that have given their storage away. A state is known by its step counter, which
+    each step makes anew."""
 
     def __init__(self) -> None:
-        self._taken_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Counter -> its number; weak, so that counters go with their states
+        self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[type[Donations], tuple[()]]:
         """Copies of states, pickled ones too, have given nothing away."""
         return Donations, ()
 
     def take(self, counter: Tensor) -> None:
-        """This state's storage is being reused."""
-        self._taken_by[counter] = int(counter)
+        """Note that this state's storage is being reused."""
+        self._taken[counter] = int(counter)
 
     def check(self, counter: Tensor) -> None:
-        """Raise `DonatedError` if it has been."""
-        if counter in self._taken_by:
-            taken = self._taken_by[counter]
+        """Raise `DonatedError` if this state's storage has been taken."""
+        if counter in self._taken:
+            taken = self._taken[counter]
             raise DonatedError(
                 f"the state of step {taken} was donated to the step that made state {taken + 1}, "
                 "and its storage holds that one now. Remedy: use the state it returned, keep a "
@@ -45,7 +46,7 @@ class Sharding:
 
     layout: Layout
     level: int | None  # None: leaves differ in it, and the layout says
-    rank: int
+    rank: int  # among all ranks
     mesh: tuple[int, int, int]  # replicas, ranks of one, and the number of this rank's pieces
     donations: Donations = field(default_factory=Donations, compare=False, repr=False)
 

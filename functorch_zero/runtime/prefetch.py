@@ -24,7 +24,7 @@ class Overlap:
         gather_at: the ask at which the units ahead begin to be gathered.
         settle_at: the ask at which a rank waits for the reductions under way; None: it waits no
             earlier than it must.
-        num_under_way: how many units' reductions may be under way at a time.
+        num_under_way: the number of units whose reductions may be under way at a time.
     """
 
     gather_at: int
@@ -51,7 +51,7 @@ class PrefetchOrder:
     ahead; so whoever fails forgets it.
 
     Args:
-        distance: how many units ahead are on their way, at least 1.
+        distance: the number of units ahead that are on their way, at least 1.
     """
 
     def __init__(self, distance: int = 1) -> None:

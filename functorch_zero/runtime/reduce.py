@@ -25,7 +25,7 @@ Carried = Literal[
     "pieces",  # (piece,), cut as the optimizer's state of the bucket is
     "same",  # the same on every rank, of a shape that does not depend on their number
 ]
-Kept = Mapping[str, Tensor]  # what a reduction keeps of one bucket, by name
+Kept = Mapping[str, Tensor]  # the tensors that a reduction keeps for one bucket, by name
 
 
 class Started(NamedTuple):
@@ -40,17 +40,17 @@ class Started(NamedTuple):
 class Reduction(Protocol):
     """How a bucket's gradients are summed over ranks: a seam, `shard(reduction=...)`.
 
-    Between steps, `State.parts` holds what it keeps, per trained bucket. A rank has no other memory
-    of earlier steps: an object is given to several steps, and a step may be repeated.
+    Between steps, `State.parts` holds the tensors that it keeps, per trained bucket. A rank has no
+    other memory of earlier steps: an object is given to several steps, and a step may be repeated.
 
     Attributes:
-        keeps: the names of what it keeps, and how each is carried; empty: nothing.
+        keeps: the names of the tensors that it keeps, and how each is carried; empty: none.
     """
 
     keeps: Mapping[str, Carried]
 
     def init(self, bucket: Bucket, device: torch.device) -> Kept:
-        """What is kept of a bucket before the first reduction, one tensor per name in `keeps`. No
+        """The tensors kept for a bucket before the first reduction, one per name in `keeps`. No
         communication.
 
         The shape of a tensor follows from how it is carried. Its dtype is free. Padding must be 0.
@@ -66,8 +66,8 @@ class Reduction(Protocol):
         Args:
             flat: this rank's gradients (numel,), in the dtype of reductions, times the share of its
                 data in the mean. Where `cut`, it is only read; else it is given away.
-            kept: by `init` or the start before. It is only read: it may belong to a state that
-                stays valid, and is dropped where the step is skipped.
+            kept: from `init` or the start before. It is only read: it may belong to a state that
+                stays valid, and the next one is dropped where the step is skipped.
             group: where `cut`, the ranks of the shard axis; pieces are then summed along the
                 replicate axis as they are. Else all ranks with data of their own.
             cut: whether the result is this rank's piece, the `group.rank`-th of `group.size` equal
@@ -115,13 +115,13 @@ class GradientReduction:
         every_use: the buckets whose gradients are reduced at every use of their unit, and freed:
             those of levels 2 and 3, in pieces. The others' add up whole, and are reduced once per
             unit, in the last pass's backward.
-        in_layout_order: start those in the reverse of the layout's order, each unit once, rather
-            than in the order of uses: where nothing else is gathered or reduced in backward.
+        in_layout_order: start the whole ones in the reverse of the layout's order, each unit once,
+            rather than in the order of uses: where nothing else is gathered or reduced in backward.
         by: how a bucket is summed along the shard axis, or over all data where it is not cut.
-        kept: what that has kept, by bucket.
+        kept: the tensors that `by` has kept, by bucket.
 
     Attributes:
-        kept: what is to be kept for the next step, by bucket, once the reduction is finished.
+        kept: those that it keeps for the next step, by bucket, once the reduction is finished.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class GradientReduction:
         self.whole[b] = flat
 
     def make_room(self, num_under_way: int) -> None:
-        """Wait until another unit's reductions may start, so that no more than so many units' are
-        under way. That unit's come next."""
+        """Wait until another unit's reductions may start, so that those of at most `num_under_way`
+        units are under way. The reductions started next are that unit's."""
         if self._under_way and not self._under_way[-1]:
             self._under_way.pop()  # of a unit that had nothing to reduce
         self.settle(leaving=num_under_way - 1)
@@ -167,7 +167,8 @@ class GradientReduction:
         self._log.append("reduce " + bucket.name)
         with ranged("reduce", bucket.name) if profiler_enabled() else NOTHING:
             cut, flat, shard = self._is_cut(b), flat.to(bucket.reduce), self._axes.shard
-            if cut and not shard.holds_different_data:  # there is nothing to sum
+            # Ranks of the same data have equal gradients: each takes its piece, nothing is summed
+            if cut and not shard.holds_different_data:
                 result = flat.new_empty(flat.numel() // shard.size)
                 work = shard.sum_to_pieces(result, flat)
             else:

@@ -1,7 +1,7 @@
 """The path of a unit through one pass: entered, gathered, left; in backward gathered again, its
 gradients packed and reduced.
 
-A `Pass` is one forward and backward of a loss, and the one owner of what happens in it: the units'
+A `Pass` is one forward and backward of a loss, and the one owner of all that it needs: the units'
 flats, the uses that backward has not come to, the gathers ahead and the reductions. The parts it
 owns (`unshard.py`, `reduce.py`, `prefetch.py`) are passive: none calls back. Three doors lead to
 it: a unit's `Entrance` in forward; in backward the saved-tensor hook (`on_first_use`) and the
@@ -74,7 +74,7 @@ class Scale(Protocol):
 
 
 class Unscaled:
-    """The scale of a pass whose loss has not returned."""
+    """The scale of a pass whose loss has not returned: no seed and no factor are known yet."""
 
     writes = False
 
@@ -87,7 +87,7 @@ class UnitInPass:
 
     leaves: Sequence[Tensor] | None = None  # whole, as the model uses them now
     tracked = False  # whether gradients flow back from those leaves
-    depth = 0  # how many of its modules' calls have not returned
+    depth = 0  # calls of its modules that have not returned
     use: Use | None = None  # the last one
     num_open = 0  # uses that backward has not come to
     recomputing = False  # whether it runs again for the backward of its last open use
@@ -194,7 +194,7 @@ class Pass:
         flats: of each unit.
         reduction: takes the gradients; None when there will be none.
         device: of the leaves.
-        order: in which the pass before gathered units; None: nobody knows.
+        order: in which the pass before gathered units; None: it is not known.
         overlap: when reductions are waited for and gathers started in backward.
         keeps: keep gathered flats from forward to backward (`reshard_after_forward=False`).
         last: whether no other pass will give gradients to the same reduction.
@@ -238,8 +238,8 @@ class Pass:
         self._loss_returned = False  # from then on, a backward is the pass's own
         self._scale: Scale = Unscaled()
         self._in_use: Use | None = None  # the one that backward is at,
-        self._asks = 0  # how many of its saved leaves backward has asked for,
-        self._to_come = 0  # and how many elements of them it has yet to ask for
+        self._asks = 0  # the number of its saved leaves that backward has asked for,
+        self._to_come = 0  # and the elements of those that it has yet to ask for
 
     def lazy_params(self) -> Any:
         """The tree the loss sees."""
@@ -277,7 +277,7 @@ class Pass:
         return (*map(Tensor.detach, unit.flats.leaves()),)
 
     def _open_use(self, unit: UnitInPass) -> None:
-        """A use whose gradients backward will bring."""
+        """Note a use whose gradients backward will bring."""
         self.entered |= bool(unit.content.trained)
         if self._reduction.in_layout_order:
             unit.use = Use(unit.index, ())
@@ -394,7 +394,7 @@ class Pass:
         return bool(self._open) and self._open[-1].unit == unit.index
 
     def _close_last(self) -> UnitInPass:
-        """Backward has come to the end of the last open use, or passed it by. Whose it is."""
+        """Backward has come to the end of the last open use, or passed it by. Returns its unit."""
         use = self._open.pop()
         unit = self._units[use.unit]
         unit.num_open -= 1
@@ -408,7 +408,7 @@ class Pass:
         return unit
 
     def _reduce(self, unit: UnitInPass, grads: Grads | None) -> None:
-        """Pack a use's gradients, None is zeros, into whole flats: reduce them, or add them up."""
+        """Pack a use's gradients into whole flats, and reduce them or add them up. None: zeros."""
         reduction, scale = self._reduction, self._scale
         if not reduction.in_layout_order:
             reduction.make_room(self._overlap.num_under_way)

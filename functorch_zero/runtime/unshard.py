@@ -32,7 +32,7 @@ class Gather(Protocol):
 
     Attributes:
         exact: whether whole params are, to the bit, those that were encoded. If not, params must
-            be in pieces between steps, at level 3: elsewhere what arrives is all that is left.
+            be in pieces between steps, at level 3: elsewhere ranks keep only the decoded values.
     """
 
     exact: bool
@@ -50,8 +50,8 @@ class Gather(Protocol):
 
         Args:
             messages: (num_ranks * m,) of all ranks, in their order. May be returned.
-            num_ranks: that they are of.
-            dtype: that the pieces had.
+            num_ranks: the number of messages.
+            dtype: of the pieces.
         """
         ...
 
@@ -74,7 +74,7 @@ UNENCODED = Unencoded()
 class UnitFlats(Protocol):
     """A unit's whole flats, one (num_pieces * piece,) per bucket, in the dtype they are used in."""
 
-    transient: bool  # whether they go when the unit is left, and autograd must not keep them
+    transient: bool  # whether they are freed when the unit is left; autograd must not keep them
     passing: Sequence[bool]  # by bucket, of transient ones: whether this flat goes
     here: list[Tensor] | None  # the flats, where nobody has to wait for them
     under_way: Sequence[Gathering] | None  # gathers that were started and not waited for
@@ -137,7 +137,9 @@ class GatheredFlats:
     Args:
         flats: pieces (piece,) where `cut`; elsewhere whole flats of other levels' leaves, which
             stay if they needn't be cast.
-        log: of the collectives started.
+        group: of the ranks that hold the other pieces.
+        log: of the collectives started, which ranks compare.
+        name: of the unit, in the log.
         gather: the representation in which pieces travel.
     """
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,19 +28,19 @@ from ..step.loss import as_metric
 from ..step.nonfinite import not_finite, refusal
 
 _CPU = torch.device("cpu")
-# the vector's length is a multiple of it, so that ranks whose metrics differ still send equal
-# lengths
+# The vector's length is a multiple of this, so that ranks whose metrics differ still send equal
+# lengths, and learn of it instead of hanging
 _WIDTH = 32
-_BITS = 20  # of a digest: its square, summed over 2**12 ranks, is exact in float64
+_NUM_DIGESTS = 2**20  # so that the square of a digest, summed over 2**12 ranks, is exact in float64
 
 
 class Report(NamedTuple):
     """The findings of all ranks together, the same on each."""
 
-    metrics: dict[str, Tensor]  # weighted means over ranks
+    metrics: dict[str, Tensor]  # weighted means over ranks, 0-d
     weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts
     num_weighty: int  # parts whose weight isn't 0
-    flags: list[bool]  # which flags any rank has raised
+    flags: list[bool]  # per flag: whether any rank has raised it
 
 
 def average(
@@ -56,100 +57,150 @@ def average(
     Raises `GroupError` on every rank when ranks report other metrics, or have started other
     collectives: sum(h**2) is sum(h)**2 / N only where all h are equal (Cauchy and Schwarz).
     Raises `MismatchError` on every rank when ranks of the same data have found other values.
+
+    Args:
+        metrics: this rank's, by name; 0-d tensors on any device, or numbers.
+        weight: of this rank's part of the batch, 0-d; None: all parts count the same.
+        log: the step, and the collectives that this rank has started since.
+        flags: this rank's; any one rank raises a flag for all.
+        copy: which copy of which part of the batch this rank has.
     """
     values = {name: as_metric(value) for name, value in metrics.items()}
-    device = next((v.device for v in values.values() if not v.is_cpu), _CPU)
-    own = 1.0 if weight is None else float(as_metric(weight))
+    device = next((value.device for value in values.values() if not value.is_cpu), _CPU)
+    numbers = _on_host(list(values.values()), device)
+    own_weight = 1.0 if weight is None else float(as_metric(weight))
+    # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
+    weighted = [number * own_weight if own_weight else 0.0 for number in numbers]
+    found = dict(zip(values, numbers, strict=True))
+    found["weight of its batch"] = own_weight
+
     kind = f"{len(flags)} flags, {'no' if weight is None else 'a'} weight"
-    digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % 2**_BITS
-    if device is _CPU:
-        seen = [v.item() for v in values.values()]
-    else:  # which is waited for once
-        seen = torch.stack([v.to(device, torch.float64) for v in values.values()]).tolist()
-    # What weighs nothing counts for nothing, a mean of nothing too
-    weighted = [x * own if own else 0.0 for x in seen]
-    found = dict(zip(values, seen, strict=True)) | {"weight of its batch": own}
-    copies = _of_copies(copy, found)
-    entries = [digest, digest**2, own, *weighted, own != 0, *copies, *flags]
-    vector = torch.tensor(
-        entries + [0.0] * (-len(entries) % _WIDTH), dtype=torch.float64, device=device
-    )
+    digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % _NUM_DIGESTS
+    # Sections of fixed length come first, so that digests meet digests even where metrics differ
+    sections: list[Sequence[float]] = [
+        [own_weight, own_weight != 0],
+        [digest, digest**2],
+        weighted,
+        _of_copies(copy, found),
+        flags,
+    ]
+    vector = _pack(sections, device)
     group.all_reduce(vector).wait()
-    total, squares, weights, *rest = vector.tolist()[: len(entries)]
-    sums, (num_weighty, *rest) = rest[: len(values)], rest[len(values) :]
-    of_copies, counts = rest[: len(copies)], rest[len(copies) :]
-    _check(int(total), int(squares), group, log)
+    weights, digests, sums, of_copies, flag_counts = _unpack(vector, sections)
+
+    # The other sections are read only once the ranks are known to have sent the same ones
+    _check(digests, group, log)
     _check_copies(of_copies, copy, found, group)
-    means = {
-        name: torch.tensor(x / weights if weights else x, dtype=v.dtype, device=device)
-        for (name, v), x in zip(values.items(), sums, strict=True)
-    }
-    raised = [count > 0 for count in counts]
-    return Report(means, vector[2] / copy.num, int(num_weighty) // copy.num, raised)
+    total_weight, num_weighty = weights
+    means = {}
+    for (name, value), total in zip(values.items(), sums, strict=True):
+        mean = total / total_weight if total_weight else total
+        means[name] = torch.tensor(mean, dtype=value.dtype, device=device)
+    return Report(
+        metrics=means,
+        weight=vector[0] / copy.num,  # stays on the device, where gradients are divided by it
+        num_weighty=int(num_weighty) // copy.num,
+        flags=[count > 0 for count in flag_counts],
+    )
+
+
+def _on_host(values: Sequence[Tensor], device: torch.device) -> list[float]:
+    """The values of 0-d tensors. An accelerator is waited for once, not per value."""
+    if device is _CPU:
+        return [value.item() for value in values]
+    return torch.stack([value.to(device, torch.float64) for value in values]).tolist()
+
+
+def _pack(sections: Sequence[Sequence[float]], device: torch.device) -> Tensor:
+    """The sections one after the other, and zeros: (a multiple of _WIDTH,) float64."""
+    entries = [entry for section in sections for entry in section]
+    num_zeros = -len(entries) % _WIDTH
+    return torch.tensor([*entries, *[0.0] * num_zeros], dtype=torch.float64, device=device)
+
+
+def _unpack(vector: Tensor, sections: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The vector's numbers, section by section. An accelerator is waited for once."""
+    numbers = iter(vector.tolist())
+    return [list(islice(numbers, len(section))) for section in sections]
 
 
 def refuse(
     step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layout, rank: int, group: Group
 ) -> NoReturn:
-    """Raise, on every rank with the same words, of what each has found that is not finite. One
-    exchange of JSON.
+    """Raise, on every rank with the same words: which loss or gradient is not finite on which
+    rank. One exchange of JSON.
 
     Args:
-        loss: this rank's.
-        reduced: the reduced gradients, by bucket; `rank` is this rank's number among their pieces.
+        loss: this rank's, 0-d.
+        reduced: the reduced gradients (piece,), by bucket.
+        rank: this rank's number among the pieces of a bucket.
     """
-    pieces = {
-        layout.leaves[n].path: piece
-        for b, flat in reduced.items()
-        for n, piece in zip(
-            layout.buckets[b].leaves, cut(flat, layout.buckets[b], rank), strict=True
-        )
-    }
-    found = not_finite(pieces)
+    pieces: dict[str, Tensor] = {}
+    for b, flat in reduced.items():
+        bucket = layout.buckets[b]
+        for n, piece in zip(bucket.leaves, cut(flat, bucket, rank), strict=True):
+            pieces[layout.leaves[n].path] = piece
+    found = not_finite(pieces)  # this rank's; another rank's pieces may be finite
     everyone = group.exchange(json.dumps([float(loss), found]).encode())
     raise refusal(step, [json.loads(data) for data in everyone])
 
 
-def _check(total: int, squares: int, group: Group, log: Sequence[str]) -> None:
-    if total * total != squares * group.size:
-        began, last = ", ".join(log[:1]), ", ".join(log[1:][-4:])
-        raise GroupError(
-            "the ranks are at different steps, have not started the same collectives, or report "
-            f"other metrics; rank {group.rank} was at {began or 'none'} and started "
-            f"{len(log[1:])}, the last ones: {last or 'none'}. Their results are wrong, and the "
-            "step is undone. Remedy: make every rank take the same steps, call the same units in "
-            "the same order, return the same metrics, and give a weight on all ranks or on none"
-        )
+def _check(digests: Sequence[float], group: Group, log: Sequence[str]) -> None:
+    """Raise, on every rank, unless all ranks' digests are equal.
+
+    Args:
+        digests: summed over ranks, and their squares summed over ranks.
+    """
+    total, squares = map(int, digests)
+    if total * total == squares * group.size:
+        return
+    at = log[0] if log else "none"
+    started = log[1:]
+    last = ", ".join(started[-4:]) or "none"
+    raise GroupError(
+        "the ranks are at different steps, have not started the same collectives, or report "
+        f"other metrics; rank {group.rank} was at {at} and started {len(started)}, the last ones: "
+        f"{last}. Their results are wrong, and the step is undone. Remedy: make every rank take "
+        "the same steps, call the same units in the same order, return the same metrics, and give "
+        "a weight on all ranks or on none"
+    )
 
 
-def _of_copies(copy: Copy, found: Mapping[str, float]) -> list[int]:
+def _of_copies(copy: Copy, found: Mapping[str, float]) -> list[float]:
     """A rank's entries for the comparison of copies; see Note [equal copies]. None where there are
-    no copies."""
+    no copies.
+
+    Summed over ranks: the numbers of first and of other copies, and their digests.
+    """
     if copy.num == 1:
         return []
     digest = zlib.crc32(f"{copy.data}: {_bits(found)}".encode())
-    first = copy.number == 0
-    return [int(first), int(not first), digest * first, digest * (not first)]
+    if copy.number == 0:
+        return [1, 0, digest, 0]
+    return [0, 1, 0, digest]
 
 
 def _check_copies(
     sums: Sequence[float], copy: Copy, found: Mapping[str, float], group: Group
 ) -> None:
-    """Raise, on every rank with the same words, unless the copies are equal. An exchange of JSON
-    more where they aren't."""
+    """Raise, on every rank with the same words, unless the copies are equal. Where they aren't, one
+    more exchange of JSON finds the first difference."""
     if not sums:
         return
     num_first, num_others, first, others = map(int, sums)
+    # The means of the first and of the other copies, multiplied out: digests are integers
     if first * num_others == others * num_first:
         return
     told = group.exchange(json.dumps([copy.data, found]).encode())
-    seen: dict[int, tuple[int, dict[str, float]]] = {}
-    for rank, (data, theirs) in enumerate(map(json.loads, told)):
-        other, expected = seen.setdefault(data, (rank, theirs))
-        if _bits(expected) != _bits(theirs):
-            name = next(n for n in theirs if _bits({n: expected[n]}) != _bits({n: theirs[n]}))
+    holders: dict[int, tuple[int, dict[str, float]]] = {}  # by part: first rank, and its findings
+    for rank, message in enumerate(told):
+        part, theirs = json.loads(message)
+        other, expected = holders.setdefault(part, (rank, theirs))
+        for name, ours, mine in zip(theirs, _bits(expected), _bits(theirs), strict=True):
+            if ours == mine:
+                continue
             raise MismatchError(
-                f"ranks {other} and {rank} should have the same data, part {data} of the batch, "
+                f"ranks {other} and {rank} should have the same data, part {part} of the batch, "
                 f"and found another {name}: {expected[name]!r} and {theirs[name]!r} (this is rank "
                 f"{group.rank}). Remedy: give each rank part `mesh.data.rank` of the batch, and "
                 "let the loss draw its random numbers from the state's seed alone"
@@ -157,25 +208,26 @@ def _check_copies(
     raise AssertionError("the sums differ, and the values don't")
 
 
-def _bits(found: Mapping[str, float]) -> str:
-    return repr([float(x).hex() for x in found.values()])
+def _bits(found: Mapping[str, float]) -> list[str]:
+    """Equal for values that are equal to the bit: NaN equals NaN, and -0.0 differs from 0.0."""
+    return [float(number).hex() for number in found.values()]
 
 
 def agree(group: Group, facts: dict[str, Any]) -> None:
     """Raise `MismatchError` on every rank, naming the first field that differs, unless all ranks
     give equal facts.
 
-    Two small exchanges: digests of 32 bytes, and only when they differ the facts themselves, as
-    JSON.
+    One exchange of 32-byte digests. Only when they differ, a second one of the facts, as JSON.
     """
-    digests = group.exchange(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
-    if len(set(digests)) == 1:
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+    if len(set(group.exchange(digest))) == 1:
         return
-    # In order: causes come first
-    everyone = [json.loads(data) for data in group.exchange(json.dumps(facts).encode())]
-    other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
-    field, ours, theirs = first_difference(everyone[0], everyone[other])
-    like_other = [rank for rank, facts in enumerate(everyone) if facts == everyone[other]]
+    # The keys in the order given: causes come before their effects
+    everyone = [json.loads(message) for message in group.exchange(json.dumps(facts).encode())]
+    first = everyone[0]
+    other = next(theirs for theirs in everyone if theirs != first)
+    like_other = [rank for rank, theirs in enumerate(everyone) if theirs == other]
+    field, ours, theirs = first_difference(first, other)
     raise MismatchError(
         f"the ranks were given different things: {field} is {_short(ours)} on rank 0 and "
         f"{_short(theirs)} on {_ranks(like_other)} (this is rank {group.rank}). Remedy: "
@@ -192,24 +244,31 @@ def _remedy(field: str) -> str:
     return "build model, optimizer and options the same way on every rank"
 
 
-def first_difference(a: Any, b: Any, field: str = "") -> tuple[str, Any, Any]:
-    """The dotted name of the first field in which two pieces of plain data differ, and the two
-    values."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        if len(a) == len(b) == 1 and a.keys() != b.keys():
-            return field, a, b  # two things by name, adamw and sgd say, rather than fields of one
-        for key in [*a, *(k for k in b if k not in a)]:
-            if a.get(key, _Absent) != b.get(key, _Absent):
-                return first_difference(
-                    a.get(key, _Absent), b.get(key, _Absent), f"{field}.{key}".lstrip(".")
-                )
-    if isinstance(a, list) and isinstance(b, list):
-        for i, (x, y) in enumerate(zip(a, b, strict=False)):
-            if x != y:
-                return first_difference(x, y, f"{field}[{i}]")
-        if len(a) != len(b):
-            return f"the length of {field}", len(a), len(b)
-    return field, a, b
+class Difference(NamedTuple):
+    """A field in which two pieces of plain data differ."""
+
+    field: str  # dotted: "options.donate", "buffers[2]"
+    ours: Any
+    theirs: Any
+
+
+def first_difference(ours: Any, theirs: Any, field: str = "") -> Difference:
+    """The first field in which two pieces of plain data, which are not equal, differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        if len(ours) == len(theirs) == 1 and ours.keys() != theirs.keys():
+            # Two things by name, adamw and sgd say, rather than fields of one
+            return Difference(field, ours, theirs)
+        for key in dict.fromkeys([*ours, *theirs]):
+            a, b = ours.get(key, _Absent), theirs.get(key, _Absent)
+            if a != b:
+                return first_difference(a, b, f"{field}.{key}".lstrip("."))
+    if isinstance(ours, list) and isinstance(theirs, list):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            if a != b:
+                return first_difference(a, b, f"{field}[{i}]")
+        if len(ours) != len(theirs):
+            return Difference(f"the length of {field}", len(ours), len(theirs))
+    return Difference(field, ours, theirs)
 
 
 class _Absent:
@@ -224,4 +283,5 @@ def _short(value: Any) -> str:
 
 
 def _ranks(numbers: list[int]) -> str:
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+    noun = "rank" if len(numbers) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, numbers))}"

@@ -68,8 +68,8 @@ def shard(
     gather: Gather | None = None,
     state_storage: StateStorage | None = None,
 ) -> ShardedTrainStep | ShardedEvalStep:
-    """The same step for the ranks of a group: it returns what the unsharded step returns, or says
-    why it can't.
+    """The same step for the ranks of a group: its results are those of the unsharded step, or it
+    raises an error that says why not.
 
     Args:
         step: made by `train_step` or `eval_step`.
@@ -80,31 +80,32 @@ def shard(
         group: a `Group`, a torch process group, a DeviceMesh, or None for torch's default group. A
             `HybridGroup`, or a mesh of two dims (replicate, shard), keeps pieces inside the shard
             axis and copies along the other.
-        donate: the step may reuse the storage of the state it is given, which can't be used again
-            then.
-        sync_buffers: what becomes of buffers that ranks have changed differently: their mean
-            (integers: of the first that counts), rank 0's, or each rank keeps its own. Where a
-            batch weighs 0 they stay as they are, and don't count in the mean.
+        donate: whether the step may reuse the storage of the state it is given. That state can't
+            be used again then.
+        sync_buffers: the rule for buffers that ranks have changed differently. "mean": their mean
+            (of integers, the values of the first rank that counts); "rank0": rank 0's; "local":
+            each rank keeps its own. Where a batch weighs 0 they stay as they are, and don't count
+            in the mean.
         reshard_after_forward: at level 3, free a unit's params after forward and gather them again
             in backward (least memory), or keep them (least traffic).
-        reduce_gradients: with `train_step(accumulate=k)`, what gradients add up in over the
-            micro-batches: "every_microbatch", in pieces, each reduced at once (least memory: S/N),
-            or "once", whole, reduced once a step (least traffic). None: the level's own, pieces at
-            levels 2 and 3, whole at 0 and 1, which have no pieces to offer.
-        state_axes: with a group of two axes, "shard": each replica has all of the optimizer's
-            state, or "both": it is cut over the replicas, too, which then also share the
+        reduce_gradients: with `train_step(accumulate=k)`, the form in which gradients add up over
+            the micro-batches. "every_microbatch": in pieces, each reduced at once (least memory:
+            S/N); "once": whole, reduced once per step (least traffic). None: the level's own,
+            pieces at levels 2 and 3, whole at 0 and 1, which have no pieces to offer.
+        state_axes: with a group of two axes. "shard": each replica has all of the optimizer's
+            state; "both": the state is cut over the replicas, too, which then also share the
             optimizer's work.
-        overlap: in backward, "memory": a unit's gradients are reduced, and the next unit is
-            gathered, while the rest of the unit after them runs; "time": each has a whole unit's
-            backward to hide behind, as GPUs want it, and up to two units' gradients are being
-            reduced at a time. Results are the same to the bit.
+        overlap: of communication and backward. "memory": a unit's gradients are reduced, and the
+            next unit is gathered, while the rest of the unit after them runs. "time": each has a
+            whole unit's backward to hide behind, as GPUs want it, and up to two units' gradients
+            are being reduced at a time. Results are the same to the bit.
         reduction: how a bucket's gradients are summed over ranks, an object with the methods of
-            `runtime.reduce.Reduction`. What it keeps between steps is in `State.parts`. None:
-            summed as they are.
+            `runtime.reduce.Reduction`. The tensors that it keeps between steps are in
+            `State.parts`. None: gradients are summed as they are.
         gather: the representation in which pieces of params travel, an object with the methods of
-            `runtime.unshard.Gather`. None: as they are.
-        state_storage: where the optimizer's state lies between steps, an object with the methods of
-            `sharded.storage.StateStorage`. None: beside the params.
+            `runtime.unshard.Gather`. None: pieces travel as they are.
+        state_storage: the place of the optimizer's state between steps, an object with the methods
+            of `sharded.storage.StateStorage`. None: it lies beside the params.
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
     level 3: at most 3, 2 when not resharding. After Rajbhandari et al., "ZeRO" (2020).
@@ -112,25 +113,25 @@ def shard(
     if not isinstance(step, TrainStep | EvalStep):
         raise TypeError(f"shard takes what train_step or eval_step made, got {type(step).__name__}")
     levels = Levels(level)
+    cuts_over_both = check_state_axes(state_axes) == "both"
+    axes = axes_of(as_group(group), both=cuts_over_both)
     options = Options(
-        levels,
-        axes_of(as_group(group), both=check_state_axes(state_axes) == "both"),
-        donate,
-        check_sync_buffers(sync_buffers),
-        reshard_after_forward,
-        check_reduce_gradients(reduce_gradients, levels),
-        check_overlap(overlap),
-        check_reduction(reduction, loss_scale=_scales(step)),
-        check_gather(gather),
-        check_state_storage(state_storage),
+        levels=levels,
+        axes=axes,
+        donate=donate,
+        sync_buffers=check_sync_buffers(sync_buffers),
+        reshard_after_forward=reshard_after_forward,
+        reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
+        overlap=check_overlap(overlap),
+        reduction=check_reduction(reduction, loss_scale=_scales(step)),
+        gather=check_gather(gather),
+        state_storage=check_state_storage(state_storage),
     )
-    return (
-        ShardedTrainStep(step, options)
-        if isinstance(step, TrainStep)
-        else ShardedEvalStep(step, options)
-    )
+    if isinstance(step, TrainStep):
+        return ShardedTrainStep(step, options)
+    return ShardedEvalStep(step, options)
 
 
 def _scales(step: TrainStep | EvalStep) -> bool:
-    """Whether the step multiplies its loss by a scale that changes."""
+    """Whether the step multiplies its loss by a scale, which changes between steps."""
     return isinstance(step, TrainStep) and step.finite.scaling is not None

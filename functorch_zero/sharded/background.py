@@ -1,5 +1,5 @@
-"""What runs beside a step on every rank, an `async_save` say, and whose failure the next step
-raises."""
+"""Tasks that run beside steps on every rank, such as an `async_save`. The next step raises their
+failures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class BackgroundTask(Protocol):
     """Something that runs beside training."""
 
     def failed(self) -> bool:
-        """Whether it has failed, and nobody was told."""
+        """Whether it has failed, and nobody was told yet."""
         ...
 
     def wait(self) -> None:
-        """Wait for its end, and raise what it raised."""
+        """Wait for its end, and raise its error, if it has failed."""
         ...
 
 
@@ -28,18 +28,17 @@ class BackgroundTasks:
         self._tasks: list[BackgroundTask] = []
 
     def add(self, task: BackgroundTask) -> None:
-        """From now on, look at this one, too."""
+        """From the next step on, look at this task, too."""
         self._tasks.append(task)
 
     def failed(self) -> bool:
-        """Whether any has, on this rank."""
+        """Whether any task has failed on this rank."""
         return any(task.failed() for task in self._tasks)
 
     def raise_if(self, failed: bool) -> None:
-        """When one has `failed` on any rank: raise what it raised here."""
-        if failed:
-            for task in self._tasks:
-                task.wait()
-            raise PeerError(
-                "what runs beside training has failed on another rank, and not on this one"
-            )
+        """Raise on every rank if a task has `failed` on any: here its own error, or PeerError."""
+        if not failed:
+            return
+        for task in self._tasks:
+            task.wait()
+        raise PeerError("a task beside training has failed on another rank, and not on this one")

@@ -1,4 +1,4 @@
-"""Buffers that ranks have changed differently."""
+"""The buffers of a step: ranks may change them differently, and a rule makes them equal again."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ SyncBuffers = Literal["mean", "rank0", "local"]
 
 
 def check_sync_buffers(rule: Any) -> SyncBuffers:
-    """The rule, if it is one."""
+    """The rule, if it is one of them; else ValueError."""
     if rule not in get_args(SyncBuffers):
         raise ValueError(f"sync_buffers must be one of {get_args(SyncBuffers)}, got {rule!r}")
     return rule  # type: ignore[no-any-return]
 
 
 def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
-    """Which buffers this rank's loss replaced, in flatten order. Ranks may differ in it."""
-    return [
-        a is not b for a, b in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
-    ]
+    """Per buffer, in flatten order: whether this rank's loss replaced it. Ranks may differ in
+    it."""
+    pairs = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
+    return [before is not after for before, after in pairs]
 
 
 def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
-    """The buffers, those that lie in the storage of params (a target network, say) copied: it may
-    be overwritten."""
+    """The buffers, with copies of those that lie in the params' storage, which the step is about to
+    overwrite: a target network, say."""
     if not optree.tree_leaves(buffers):
         return buffers
     taken = {storage_id(flat) for flat in flats}
-    return tree_map(lambda b: b.clone() if storage_id(b) in taken else b, buffers)
+
+    def copied(buffer: Tensor) -> Tensor:
+        return buffer.clone() if storage_id(buffer) in taken else buffer
+
+    return tree_map(copied, buffers)
 
 
 def synchronize(
@@ -49,46 +53,67 @@ def synchronize(
     num_weighty: int | None = None,
     weighty: bool = True,
 ) -> PyTree[Tensor]:
-    """Make the buffers that any rank's loss has `changed` the same on every rank, by the rule. One
-    collective a dtype.
+    """Make the buffers that any rank's loss has changed the same on every rank, by the rule. One
+    collective per dtype.
 
-    "mean" averages floating-point buffers, each rank counting the same (but those whose batch
-    weighs nothing, which have changed nothing; `num_weighty` are the others, this one among them if
-    it is `weighty`); integers (BatchNorm's count of batches) are those of the first rank that
-    counts. What no rank has changed keeps its value to the bit. An exchange more where some ranks'
-    batches weigh nothing.
+    "mean" averages floating-point buffers over the ranks that count. Integers (BatchNorm's count of
+    batches) are those of the first rank that counts. A rank whose batch weighs nothing has changed
+    nothing, and doesn't count; where there are such ranks, one more exchange finds the first that
+    does. Buffers that no rank has changed keep their values to the bit.
+
+    Args:
+        old: before the step, the same on every rank.
+        new: after this rank's loss.
+        changed: per buffer in flatten order: whether any rank has changed it.
+        group: the ranks whose data differ.
+        num_weighty: the number of ranks that count; None: all do.
+        weighty: whether this rank counts.
     """
     if rule == "local" or group.size == 1 or not any(changed):
         return new
+    before: list[Tensor]
     before, treedef = optree.tree_flatten(old)
-    after = list(optree.tree_leaves(new))
+    after: list[Tensor] = list(optree.tree_leaves(new))
+    # All ranks go on with the same numbers: flags and shapes are the same on each
     chosen = [i for i, flag in enumerate(changed) if flag and after[i].numel()]
-    num, source = group.size if num_weighty is None else num_weighty, 0
-    if chosen and rule == "mean" and 0 < num < group.size:
+    num_counting = group.size if num_weighty is None else num_weighty
+    source = 0  # the rank whose integers all get
+    if chosen and rule == "mean" and 0 < num_counting < group.size:
         source = group.exchange(b"1" if weighty else b"").index(b"1")
     for dtype in dict.fromkeys(after[i].dtype for i in chosen):
-        some = [i for i in chosen if after[i].dtype == dtype]
-        packed = torch.cat([after[i].reshape(-1) for i in some])
+        own = [i for i in chosen if after[i].dtype == dtype]
+        packed = _pack(after, own)  # (k,), this rank's values
         if rule == "mean" and dtype.is_floating_point:
-            old = torch.cat([before[i].reshape(-1) for i in some])
-            packed = _mean(old, packed, group, num, counts=weighty)
+            packed = _mean(_pack(before, own), packed, group, num_counting, counts=weighty)
         else:
+            # In place, as bytes: transports don't know every dtype
             group.broadcast(packed.view(torch.uint8), source).wait()
-        for i, part in zip(some, packed.split([after[i].numel() for i in some]), strict=True):
+        parts = packed.split([after[i].numel() for i in own])
+        for i, part in zip(own, parts, strict=True):
             after[i] = part.view(after[i].shape)
     return treedef.unflatten(after)
 
 
-def _mean(old: Tensor, new: Tensor, group: Group, num: int, *, counts: bool) -> Tensor:
-    """The mean of `new` (k,) over the `num` ranks that count; `old` to the bit where no rank has
-    changed it.
+def _pack(buffers: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
+    """The buffers of these numbers, which share a dtype, flattened and joined: (k,)."""
+    return torch.cat([buffers[i].reshape(-1) for i in numbers])
 
-    Not `old` and the mean of the changes: beside a large or infinite `old` those are rounded away.
+
+def _mean(old: Tensor, new: Tensor, group: Group, num: int, *, counts: bool) -> Tensor:
+    """The mean of `new` (k,) over the `num` ranks that count; `old` (k,) to the bit where no rank
+    has changed it.
+
+    It isn't `old` plus the mean of the changes: beside a large or infinite `old` those are rounded
+    away.
+
+    Args:
+        counts: whether this rank counts.
     """
+    # Half precisions would round the shares, and float16 the number of changes from 2**11 on
     dtype = torch.promote_types(old.dtype, torch.float32)
-    changed = new != old
     share = new.to(dtype) / num if counts else torch.zeros_like(new, dtype=dtype)
-    packed = torch.cat([share, changed.to(dtype)])
+    changed = (new != old).to(dtype)
+    packed = torch.cat([share, changed])  # (2k,): one message for both
     group.all_reduce(packed).wait()
     mean, num_changes = packed.chunk(2)
     return torch.where(num_changes == 0, old, mean.to(old.dtype))

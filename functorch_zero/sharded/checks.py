@@ -34,28 +34,50 @@ def check_batch(batch: Any, device: torch.device, rank: int) -> None:
 
 
 def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, rank: int) -> None:
-    """Refuse a loss that is the mean of nothing, NaN, and would count as much as the others'."""
+    """Refuse a loss that is the mean of nothing, NaN, and would count as much as the others'.
+
+    Args:
+        batch: this rank's part.
+        loss: 0-d, of this batch.
+        weight: that the loss returned; None: every batch counts the same.
+    """
     if weight is not None:
         return
     for n, leaf in enumerate(optree.tree_leaves(batch)):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and not len(leaf) and bool(loss.isnan()):
-            what, path = "the batch is empty, and its loss NaN", paths(batch)[n]
-            remedy = (
-                "give batches a weight, fz.Aux(weight=len(x)): what weighs nothing counts "
-                "for nothing"
+        is_empty = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 0
+        # An accelerator is waited for only where a leaf is empty
+        if is_empty and bool(loss.isnan()):
+            raise StructureError(
+                explain(
+                    "the batch is empty, and its loss NaN",
+                    path=paths(batch)[n],
+                    rank=rank,
+                    remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing "
+                    "counts for nothing",
+                )
             )
-            raise StructureError(explain(what, path=path, rank=rank, remedy=remedy))
 
 
 def sharding_of(state: State, options: Options) -> Sharding:
-    """How a state is cut, which must be as these options cut. Raises DonatedError, too."""
+    """The sharding of a state, which must be as these options cut.
+
+    Raises:
+        TypeError: `state` is no state.
+        StructureError: it is whole, or cut in another way, or its params are another tree.
+        DonatedError: a step has taken its storage.
+    """
     check_state(state)
     sharding = state.sharding
     if sharding is None:
         raise StructureError(
             "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
         )
-    got = StatePlace(sharding.level, sharding.layout.num_ranks, sharding.rank, sharding.mesh)
+    got = StatePlace(
+        level=sharding.level,
+        num_pieces=sharding.layout.num_ranks,
+        rank=sharding.rank,
+        mesh=sharding.mesh,
+    )
     if got != options.place:
         raise StructureError(
             explain(
@@ -66,15 +88,19 @@ def sharding_of(state: State, options: Options) -> Sharding:
                 remedy="unshard it with the step that made it, then shard_state with this one",
             )
         )
-    sharding.donations.check(state.step)  # before its params are looked at, which are used up then
+    # Before the params are looked at: those of a donated state are used up
+    sharding.donations.check(state.step)
     params = state.params
     if not isinstance(params, ShardedTree) or not _fits(params, sharding.layout):
-        remedy = (
-            "replace leaves by tree_map, which keeps the tree: in a dict they have another order"
+        raise StructureError(
+            explain(
+                "state.params have another tree structure than those of `init`",
+                got=f"a {type(params).__name__}",
+                rank=options.group.rank,
+                remedy="replace leaves by tree_map, which keeps the tree: in a dict they have "
+                "another order",
+            )
         )
-        what = "state.params have another tree structure than those of `init`"
-        kind = type(params).__name__
-        raise StructureError(explain(what, got=f"a {kind}", rank=options.group.rank, remedy=remedy))
     return sharding
 
 

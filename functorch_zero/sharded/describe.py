@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -14,7 +14,7 @@ from ..errors import StructureError
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
 from ..precision import short
-from ..runtime.unshard import UNENCODED, Gather
+from ..runtime.unshard import Gather
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
 from ..step.state import State, check_state
 from ..step.train import TrainStep
@@ -23,19 +23,19 @@ from .train import ShardedTrainStep
 
 
 class Row(NamedTuple):
-    """The leaves of one unit that are treated alike, or what belongs to no leaf."""
+    """The leaves of one bucket, or tensors that belong to no leaf."""
 
     unit: str
     leaves: tuple[str, ...]  # their paths
     elements: int  # of whole leaves
-    storage: tuple[torch.dtype, ...]  # of params, or of what else it is
-    compute: torch.dtype | None  # what whole leaves are used in
-    wire: tuple[tuple[str, torch.dtype], ...]  # what travels in a step, and in which dtype
+    storage: tuple[torch.dtype, ...]  # of the params, or of the tensors
+    compute: torch.dtype | None  # the dtype that whole leaves are used in
+    wire: tuple[tuple[str, torch.dtype], ...]  # messages of a step, and their dtypes
     where: str  # params, between steps: "whole", or "1/4" for a piece of four
     nbytes: int  # of params here, padding included
-    state: tuple[torch.dtype, ...]  # of the optimizer's state of these leaves
+    state: tuple[torch.dtype, ...]  # dtypes of the optimizer's state of these leaves
     state_where: str  # "whole", "1/4", "at owners", or ""
-    state_nbytes: int  # of it here
+    state_nbytes: int  # of the optimizer's state here
 
 
 class Description(NamedTuple):
@@ -45,7 +45,7 @@ class Description(NamedTuple):
     rank: int
     num_ranks: int
     optimizer: str  # as it prints
-    seams: str = ""  # what `shard` was given for them, as it prints
+    seams: str = ""  # the objects that `shard` was given for seams, as they print
 
     @property
     def nbytes(self) -> int:
@@ -53,46 +53,54 @@ class Description(NamedTuple):
         return sum(row.nbytes + row.state_nbytes for row in self.rows)
 
     def __str__(self) -> str:
-        head = (
-            "unit",
-            "leaves",
-            "storage",
-            "compute",
-            "wire",
-            "where",
-            "bytes",
-            "state",
-            "where",
-            "bytes",
-        )
-        table = [head, *map(_cells, self.rows)]
-        widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
-        numbers = [name in ("leaves", "bytes") for name in head]
-
-        def line(cells: tuple[str, ...]) -> str:
-            columns = zip(cells, widths, numbers, strict=True)
-            return "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in columns).rstrip()
-
-        of = f"rank {self.rank} of {self.num_ranks}" if self.num_ranks > 1 else "this process"
+        table = [_HEAD, *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [_line(cells, widths) for cells in table]
+        holder = "this process"
+        if self.num_ranks > 1:
+            holder = f"rank {self.rank} of {self.num_ranks}"
         with_seams = f"; {self.seams}" if self.seams else ""
-        last = f"{of} holds {self.nbytes:,} bytes; {self.optimizer}{with_seams}"
-        return "\n".join([*map(line, table), last])
+        lines.append(f"{holder} holds {self.nbytes:,} bytes; {self.optimizer}{with_seams}")
+        return "\n".join(lines)
+
+
+_HEAD = (
+    "unit",
+    "leaves",
+    "storage",
+    "compute",
+    "wire",
+    "where",
+    "bytes",
+    "state",
+    "where",
+    "bytes",
+)
+_NUMBERS = ("leaves", "bytes")  # columns that are aligned to the right
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    wire = ", ".join(f"{what} {short(dtype)}" for what, dtype in row.wire)
-    return (
+    """The row's entries, a cell per column of the head."""
+    compute = "" if row.compute is None else short(row.compute)
+    wire = ", ".join(f"{message} {short(dtype)}" for message, dtype in row.wire)
+    params = (
         row.unit,
         str(len(row.leaves) or ""),
         _dtypes(row.storage),
-        "" if row.compute is None else short(row.compute),
+        compute,
         wire or "-",
         row.where,
         f"{row.nbytes:,}",
-        _dtypes(row.state) or "-",
-        row.state_where or "-",
-        f"{row.state_nbytes:,}",
     )
+    state = (_dtypes(row.state) or "-", row.state_where or "-", f"{row.state_nbytes:,}")
+    return params + state
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    columns = []
+    for name, cell, width in zip(_HEAD, cells, widths, strict=True):
+        columns.append(cell.rjust(width) if name in _NUMBERS else cell.ljust(width))
+    return "  ".join(columns).rstrip()
 
 
 def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
@@ -125,103 +133,127 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
                 "a sharded state was given with an unsharded step. Remedy: describe it with the "
                 "step that made it"
             )
-        layout = _whole_layout(state)
-        plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
-        return Description(_rows(state, layout, plan, num_ranks=1), 0, 1, repr(step.optimizer))
+        return _describe_whole(step, state)
     sharding = sharding_of(state, step.options)
     plan = step.state_plan(sharding.layout)
+    # The parts have rows of their own, which say how they are carried
     others = state.replace(parts=None)
-    gather = step.options.gather
-    rows = _rows(others, sharding.layout, plan, num_ranks=step.group.size, gather=gather)
-    optimizer = repr(step.unsharded.optimizer)
+    gather = step.options.gather if step.group.size > 1 else None
+    rows = _rows(others, sharding.layout, plan, gather)
     rows += _rows_of_parts(step, state)
-    seams = ", ".join(f"{name}={one}" for name, one in step.options.seams.items())
-    return Description(rows, step.group.rank, step.group.size, optimizer, seams)
+    seams = [f"{name}={seam}" for name, seam in step.options.seams.items()]
+    return Description(
+        rows=tuple(rows),
+        rank=step.group.rank,
+        num_ranks=step.group.size,
+        optimizer=repr(step.unsharded.optimizer),
+        seams=", ".join(seams),
+    )
 
 
-def _rows_of_parts(step: ShardedTrainStep, state: State) -> tuple[Row, ...]:
-    """A row for each name under which a part keeps something."""
-    if state.parts is None:
-        return ()
-    assert state.sharding is not None
-    step.parts(state.sharding.layout).check(state.parts)
-    rows, num_ranks = [], step.options.axes.optimizer.size
-    for name, carried in step.options.reduction.keeps.items():
-        where = {"sum": "a share of the sum", "pieces": _share(num_ranks), "same": "whole"}[carried]
-        tensors = optree.tree_leaves(state.parts["reduction"][name])
-        rows.append(_plain(f"(reduction: {name})", tensors)._replace(where=where))
-    return tuple(rows)
-
-
-def _whole_layout(state: State) -> Layout:
-    """The layout of a state that is not sharded: every bucket whole, on one rank."""
+def _describe_whole(step: TrainStep, state: State) -> Description:
+    """The description of an unsharded state: every bucket whole, in one process."""
     whole = Cut(level=0, num_pieces=1, num_held=1)
-    return make_layout(
+    layout = make_layout(
         state.params,
         1,
         trainable=lambda path, leaf: leaf.requires_grad,
         cut=lambda path, leaf: whole,
     )
+    plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
+    rows = _rows(state, layout, plan, None)
+    return Description(rows=tuple(rows), rank=0, num_ranks=1, optimizer=repr(step.optimizer))
 
 
-def _rows(
-    state: State, layout: Layout, plan: StatePlan, *, num_ranks: int, gather: Gather = UNENCODED
-) -> tuple[Row, ...]:
-    params, opt_state = state.params, state.opt_state
-    rest = state.replace(params=None, opt_state=None)
-    leaves, states = optree.tree_leaves(params), optree.tree_leaves(opt_state)
-    of_leaf: dict[int, list[tuple[StateLeaf, Tensor]]] = {}
-    for planned, x in zip(plan.leaves, states, strict=True):
-        if planned.kind != "replicated":
-            of_leaf.setdefault(planned.leaf, []).append((planned, x))
+def _rows_of_parts(step: ShardedTrainStep, state: State) -> list[Row]:
+    """A row for each name under which a part keeps something."""
+    if state.parts is None:
+        return []
+    assert state.sharding is not None
+    step.parts(state.sharding.layout).check(state.parts)
+    places = {
+        "sum": "a share of the sum",
+        "pieces": _share(step.options.axes.optimizer.size),
+        "same": "whole",
+    }
+    rows = []
+    for name, carried in step.options.reduction.keeps.items():
+        tensors = optree.tree_leaves(state.parts["reduction"][name])
+        rows.append(_plain(f"(reduction: {name})", tensors, places[carried]))
+    return rows
+
+
+def _rows(state: State, layout: Layout, plan: StatePlan, gather: Gather | None) -> list[Row]:
+    """A row per bucket, in the order of the units, and those of tensors that belong to no leaf.
+
+    `gather` None: nothing travels, since there is one rank.
+    """
+    params: list[Tensor] = optree.tree_leaves(state.params)
+    slots_of: dict[int, list[_Slot]] = {n: [] for n in range(len(params))}
+    shared: list[Any] = []  # belongs to no leaf: the optimizer's counts and their like
+    for planned, x in zip(plan.leaves, optree.tree_leaves(state.opt_state), strict=True):
+        if planned.kind == "replicated":
+            shared.append(x)
+        else:
+            slots_of[planned.leaf].append(_Slot(planned, x))
     rows = []
     for unit in layout.units:
-        for bucket in (layout.buckets[b] for b in unit.buckets):
-            follows = [pair for n in bucket.leaves for pair in of_leaf.get(n, ())]
-            held, name = [leaves[n] for n in bucket.leaves], unit.name or "root"
-            rows.append(
-                _row(
-                    name,
-                    bucket,
-                    [layout.leaves[n].path for n in bucket.leaves],
-                    held,
-                    follows,
-                    _wire(bucket, gather) if num_ranks > 1 else (),
-                )
-            )
-    shared = [
-        x for planned, x in zip(plan.leaves, states, strict=True) if planned.kind == "replicated"
-    ]
+        for b in unit.buckets:
+            bucket = layout.buckets[b]
+            paths = tuple(layout.leaves[n].path for n in bucket.leaves)
+            held = [params[n] for n in bucket.leaves]
+            slots = [slot for n in bucket.leaves for slot in slots_of[n]]
+            wire = () if gather is None else _wire(bucket, gather)
+            rows.append(_row(unit.name or "root", bucket, paths, held, slots, wire))
+    rest = state.replace(params=None, opt_state=None)
     for name, tree in (("(optimizer)", shared), ("(buffers and counts)", rest)):
         tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
         if tensors:
             rows.append(_plain(name, tensors))
-    return tuple(rows)
+    return rows
+
+
+class _Slot(NamedTuple):
+    """A leaf of the optimizer's state that belongs to a param."""
+
+    planned: StateLeaf
+    tensor: Tensor  # this rank's part
 
 
 def _row(
     unit: str,
     bucket: Bucket,
-    paths: Sequence[str],
+    paths: tuple[str, ...],
     held: Sequence[Tensor],
-    state: Sequence[tuple[StateLeaf, Tensor]],
+    slots: Sequence[_Slot],
     wire: tuple[tuple[str, torch.dtype], ...],
 ) -> Row:
-    kinds = {planned.kind for planned, _ in state}
-    dtypes = [x.dtype for _, x in state]
-    where = [_share(bucket.cut.num_pieces)] if "follows" in kinds else []
+    """The row of a bucket.
+
+    Args:
+        held: the bucket's leaves as this rank holds them between steps.
+        slots: of all of the bucket's leaves.
+    """
+    numel = sum(bucket.numels)
+    kinds = {slot.planned.kind for slot in slots}
+    places = []
+    if "follows" in kinds:
+        places.append(_share(bucket.cut.num_pieces))
+    if "owned" in kinds:
+        places.append("at owners")
+    state = [slot.tensor for slot in slots]
     return Row(
-        unit,
-        tuple(paths),
-        sum(bucket.numels),
-        _distinct(x.dtype for x in held),
-        bucket.compute,
-        wire,
-        _share(bucket.cut.num_held),
-        _nbytes(held),
-        _distinct(dtypes),
-        ", ".join([*where, *(["at owners"] if "owned" in kinds else [])]),
-        _nbytes(x for _, x in state),
+        unit=unit,
+        leaves=paths,
+        elements=numel,
+        storage=_distinct_dtypes(held),
+        compute=bucket.compute,
+        wire=wire,
+        where=_share(bucket.cut.num_held),
+        nbytes=_nbytes(held),
+        state=_distinct_dtypes(state),
+        state_where=", ".join(places),
+        state_nbytes=_nbytes(state),
     )
 
 
@@ -229,30 +261,35 @@ def _wire(bucket: Bucket, gather: Gather) -> tuple[tuple[str, torch.dtype], ...]
     """The traffic of a bucket in a step: gathers on use, reductions, and the all-gather after the
     update."""
 
-    def message(dtype: torch.dtype) -> torch.dtype:
+    def encoded(dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the message in which a piece of this dtype travels."""
         return gather.encode(torch.empty(bucket.piece, dtype=dtype, device="meta")).dtype
 
-    gathers = [("gather", message(bucket.gather))] if bucket.cut.level == 3 else []
-    reduces = [("reduce", bucket.reduce)] if bucket.trainable else []
-    published = bucket.trainable and bucket.cut.level in (1, 2)
-    publishes = [("publish", message(bucket.dtype))] if published else []
-    return (*gathers, *reduces, *publishes)
+    wire = []
+    # A message's dtype is the encoder's choice, so it is asked with a piece without values
+    if bucket.cut.level == 3:
+        wire.append(("gather", encoded(bucket.gather)))
+    if bucket.trainable:
+        wire.append(("reduce", bucket.reduce))
+    if bucket.trainable and bucket.cut.level in (1, 2):
+        wire.append(("publish", encoded(bucket.dtype)))
+    return tuple(wire)
 
 
-def _plain(name: str, tensors: Sequence[Tensor]) -> Row:
-    storage = _distinct(x.dtype for x in tensors)
+def _plain(name: str, tensors: Sequence[Tensor], where: str = "whole") -> Row:
+    """The row of tensors that belong to no leaf."""
     return Row(
-        name,
-        (),
-        sum(x.numel() for x in tensors),
-        storage,
-        None,
-        (),
-        "whole",
-        _nbytes(tensors),
-        (),
-        "",
-        0,
+        unit=name,
+        leaves=(),
+        elements=sum(x.numel() for x in tensors),
+        storage=_distinct_dtypes(tensors),
+        compute=None,
+        wire=(),
+        where=where,
+        nbytes=_nbytes(tensors),
+        state=(),
+        state_where="",
+        state_nbytes=0,
     )
 
 
@@ -260,10 +297,12 @@ def _share(num_pieces: int) -> str:
     return "whole" if num_pieces == 1 else f"1/{num_pieces}"
 
 
-def _distinct(dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
-    return tuple(dict.fromkeys(dtypes))
+def _distinct_dtypes(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
+    """In the order in which they come first."""
+    return tuple(dict.fromkeys(x.dtype for x in tensors))
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Of the storages that the tensors lie in, each once."""
-    return sum({storage_id(x): x.untyped_storage().nbytes() for x in tensors}.values())
+    """Bytes of the storages that the tensors lie in, each once: leaves share their flat's."""
+    storages = {storage_id(x): x.untyped_storage() for x in tensors}
+    return sum(storage.nbytes() for storage in storages.values())

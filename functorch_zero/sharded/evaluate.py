@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..groups import labelled
 from ..groups.protocol import Group
+from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss, pieces_of
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
@@ -28,7 +30,7 @@ class ShardedEvalStep:
 
     def __init__(self, step: EvalStep, options: Options):
         self.unsharded, self.options = step, options
-        self.order = PrefetchOrder()
+        self.order = PrefetchOrder()  # in which the last evaluation gathered units
 
     @property
     def group(self) -> Group:
@@ -37,22 +39,23 @@ class ShardedEvalStep:
 
     @torch.no_grad()
     def __call__(self, state: State, batch: Any) -> Metrics:
-        """Metrics of this rank's part of the batch, averaged over ranks. At level 3 an all-gather a
-        unit, on use."""
+        """Metrics of this rank's part of the batch, averaged over ranks.
+
+        Collectives: at level 3 one all-gather per unit, on use; one all-reduce of the metrics; and
+        one all-gather per bucket at levels 1 and 2, where other params than the state's are chosen.
+        """
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
             sharding = sharding_of(state, self.options)
             layout, axes, gather = sharding.layout, self.options.axes, self.options.gather
             flats = state.params.flats()
-            check_batch(batch, flats[0].device, self.group.rank)
+            device = flats[0].device
+            check_batch(batch, device, self.group.rank)
             log = [f"evaluation at step {int(state.step)}"]
             if self.unsharded.params is not None:
-                pieces = pieces_of(flats, state.params.holding)
-                opt_state = fetched(self.options.state_storage, state.opt_state)
-                chosen = self.unsharded.chosen(opt_state, pieces.tree)
-                flats = evaluated(chosen, flats, layout, axes, gather)
+                flats = self._chosen_flats(state, layout, flats)
             units = make_unit_flats(flats, layout, axes, log, gather)
-            run = Pass(layout, units, None, device=flats[0].device, order=self.order)
-            with replayed(state.seed, state.step, axes.data.rank, flats[0].device):
+            run = Pass(layout, units, None, device=device, order=self.order)
+            with replayed(state.seed, state.step, axes.data.rank, device):
                 params = run.lazy_params()
                 with in_a_loss():
                     metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
@@ -61,3 +64,11 @@ class ShardedEvalStep:
             report = agreement.average(metrics, weight, group, log, copy=axes.copy)
             self.order.record(run.following.gathered)
             return report.metrics
+
+    def _chosen_flats(self, state: State, layout: Layout, flats: list[Tensor]) -> list[Tensor]:
+        """The flats of the params that `eval_step(params=...)` chooses by the optimizer's state, an
+        average say; as held between steps."""
+        pieces = pieces_of(flats, state.params.holding)
+        opt_state = fetched(self.options.state_storage, state.opt_state)
+        chosen = self.unsharded.chosen(opt_state, pieces.tree)
+        return evaluated(chosen, flats, layout, self.options.axes, self.options.gather)

@@ -13,19 +13,21 @@ from ..groups.protocol import Group
 
 @contextmanager
 def sharing_failures(*groups: Group) -> Iterator[None]:
-    """Tell the other ranks when this one fails, so that none waits for it. What failed before is
-    tried again."""
+    """Tell the other ranks when this one fails, so that no rank waits for it.
+
+    Groups that have failed before take part again: a caller may catch an error and go on.
+    """
     for group in groups:
         rejoin(group)
     try:
         yield
+    except NonFiniteError:
+        raise  # on all ranks alike, so none is told
     except BaseException as error:
-        for group in (
-            () if isinstance(error, NonFiniteError) else groups
-        ):  # which all ranks raise alike
-            if len(groups) > 1 or not isinstance(
-                error, GroupError
-            ):  # who shares another group has not heard of it
+        # One group's error is known to its ranks, but not to those that share another group
+        is_known = isinstance(error, GroupError) and len(groups) == 1
+        if not is_known:
+            for group in groups:
                 group.fail(error)
         raise
 
@@ -35,7 +37,7 @@ def propagate_failures(step: Any) -> Iterator[None]:
     """Around a training loop: when it raises on this rank, outside of a step too, the other ranks
     raise `PeerError`.
 
-    Steps, saves and loads tell the other ranks by themselves. What fails between them (a file that
+    Steps, saves and loads tell the other ranks by themselves. A failure between them (a file that
     one rank can't read, say) would keep the others waiting, until this rank's process ends or the
     group's time limit is over.
 

@@ -1,13 +1,13 @@
 """Loss seeds and divisors that turn the sum of gradients over ranks into their weighted mean.
 
 Note [seeds]: the loss is differentiated with this rank's share of the whole (its weight, or 1/N) as
-the seed, so that gradients need only be summed. Lower precisions would round what such a seed makes
-of them, and float16 overflow where the unsharded step doesn't. There the seed is a power of two not
-above 1/N, and packed gradients get the rest.
+the seed, so that gradients need only be summed. Lower precisions would round the gradients of such
+a seed, and float16 would overflow where the unsharded step doesn't. There the seed is a power of
+two not above 1/N, and packed gradients are multiplied by the rest.
 
-Note [overflow]: with a loss scale the seed is 1/N, so that what flows back through float16 has the
-size that it has in the unsharded step, and overflows when it does. A leaf's gradient is a sum,
-whose parts fit where the sum wouldn't; so reduced gradients count as overflown where float16
+Note [overflow]: with a loss scale the seed is 1/N. So gradients flow back through float16 in the
+size that they have in the unsharded step, and overflow when those do. A leaf's gradient is a sum,
+whose parts fit where the sum wouldn't. So reduced gradients count as overflown where float16
 couldn't hold them.
 """
 
@@ -25,14 +25,15 @@ from ..layout.layout import Layout
 from ..step.loss import Outcome, if_weighty
 from ..step.nonfinite import all_finite
 
-F16_END = 65520.0  # what is not below it is infinite in float16
+F16_END = 65520.0  # numbers from here on are infinite in float16
 
 
 @dataclass(frozen=True)
 class GradScale:
     """The factor of packed gradients that the loss's seed did not carry, and the batch's weight.
 
-    What weighs nothing counts for nothing, even where its gradient is the mean of nothing.
+    A batch that weighs nothing counts for nothing, even where its gradient is the mean of nothing,
+    NaN.
     """
 
     factor: Tensor | float | None  # 0-d; None: the seed carried all of it
@@ -40,9 +41,11 @@ class GradScale:
 
     @property
     def writes(self) -> bool:
+        """Whether it writes to the flat that it is given, which then must be a copy."""
         return self.factor is not None
 
     def __call__(self, flat: Tensor) -> Tensor:
+        """The bucket's packed gradients, scaled, in place where there is a factor."""
         if self.factor is not None:
             flat.mul_(self.factor)
         return if_weighty(flat, self.weight)
@@ -63,35 +66,45 @@ def loss_seed_of(
 
     `scale`: of the loss; None: it isn't scaled.
     """
-    share = 1 / (num_ranks * count) if outcome.weight is None else outcome.weight
-    if not layout.rounds and outcome.loss.dtype in (torch.float32, torch.float64):
-        first, rest = share, None
+    loss, weight = outcome.loss, outcome.weight
+    share = 1 / (num_ranks * count) if weight is None else weight
+    is_exact = not layout.rounds and loss.dtype in (torch.float32, torch.float64)
+    first: Tensor | float
+    factor: Tensor | float | None
+    if is_exact:
+        first, factor = share, None
     else:
         first = 0.5 ** math.ceil(math.log2(num_ranks)) if scale is None else 1 / num_ranks
-        rest = share / first
-    seed = torch.as_tensor(
-        first if scale is None else first * scale,
-        dtype=outcome.loss.dtype,
-        device=outcome.loss.device,
-    )
-    return LossSeed(seed.detach(), GradScale(rest, outcome.weight))
+        factor = share / first
+    if scale is not None:
+        first = first * scale
+    seed = torch.as_tensor(first, dtype=loss.dtype, device=loss.device)
+    return LossSeed(seed.detach(), GradScale(factor, weight))
 
 
 def in_range(reduced: Mapping[int, Tensor], layout: Layout, *, weighted: bool) -> bool:
     """Whether reduced, scaled gradients are finite, and would be in the unsharded step; see Note
     [overflow].
 
-    Weighted sums are not held to float16's range: by what they will be divided is not known yet.
+    Weighted sums are not held to float16's range: the weight that will divide them is not known
+    yet.
     """
-    halves = {b for b in reduced if layout.buckets[b].compute == torch.float16 and not weighted}
-    return all_finite(reduced.values(), [F16_END if b in halves else math.inf for b in reduced])
+    ends = []
+    for b in reduced:
+        is_half = layout.buckets[b].compute == torch.float16
+        ends.append(F16_END if is_half and not weighted else math.inf)
+    return all_finite(reduced.values(), ends)
 
 
 def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float | None) -> None:
     """Sums of weighted, scaled gradients -> weighted means, in place. A total of 0 leaves them
-    0."""
-    if total is None and scale is None:
-        return
+    0.
+
+    Args:
+        reduced: by bucket, (piece,) or (numel,).
+        total: the sum of the weights over ranks, 0-d; None: the seeds have divided already.
+        scale: of the loss; None: it isn't scaled.
+    """
     for flat in reduced.values():
         if total is not None:
             flat.div_(torch.where(total == 0, 1.0, total).to(flat.dtype))

@@ -1,5 +1,5 @@
-"""A loop on N ranks: going on and stopping together, so that no rank waits for one that has left,
-and values that one rank has, on all.
+"""Functions for a loop on N ranks. The ranks go on and stop together, so that none waits for one
+that has left, and get one rank's values.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ Batch = TypeVar("Batch")
 
 
 def any_rank(flag: bool, group: Any = None) -> bool:
-    """Whether any rank says so: every rank calls it, and every rank gets the same answer. One
-    all-reduce of a number.
+    """Whether any rank raises its flag: every rank calls it, and every rank gets the same answer.
+    One all-reduce of a number.
 
     For early exit: a rank that leaves a loop alone would keep the others waiting in the next step.
 
     Args:
-        flag: what this rank says: its time is up, it was told to stop, its metric has stopped
-            falling.
+        flag: this rank's: its time is up, it was told to stop, its metric has stopped falling.
         group: as for `shard`.
 
     >>> from functorch_zero.testing import run_ranks
@@ -39,7 +38,7 @@ def any_rank(flag: bool, group: Any = None) -> bool:
     [True, True, True]
     """
     group = labelled(as_group(group), "any_rank")
-    raised = torch.tensor([int(bool(flag))])
+    raised = torch.tensor([int(bool(flag))])  # (1,) int64, on the CPU
     group.all_reduce(raised, "max").wait()
     return bool(raised.item())
 
@@ -50,14 +49,14 @@ def equalize_batches(
     """This rank's batches, and then empty ones for as long as another rank has some: all ranks take
     as many steps.
 
-    One all-reduce of a number a batch. An empty batch joins a step with weight 0, so the loss (or
-    evaluation) must return a weight, `Aux(weight=len(batch))`; then metrics and gradients are those
+    One all-reduce of a number per batch. An empty batch joins a step with weight 0, so the loss (or
+    evaluation) must return a weight, `Aux(weight=len(batch))`. Then metrics and gradients are those
     of the batches there are.
 
     Args:
         batches: of this rank; the numbers of them may differ between ranks.
         group: as for `shard`.
-        empty: what a rank without batches passes. None: its first batch with 0 rows.
+        empty: the batch of a rank that has no more. None: its first batch with 0 rows.
 
     Raises:
         StructureError: a rank that has no batch at all was not given `empty`; PeerError on the
@@ -72,7 +71,7 @@ def equalize_batches(
     """
     group, waiting = as_group(group), iter(batches)
     while True:
-        with sharing_failures(group):
+        with sharing_failures(group):  # users' code reads the batches
             batch = next(waiting, None)
         if not any_rank(batch is not None, group):
             return
@@ -82,9 +81,15 @@ def equalize_batches(
                     f"rank {group.rank} has no batch at all, and others have. Remedy: "
                     "equalize_batches(batches, group, empty=...), a batch with 0 rows"
                 )
-        if empty is None:
-            empty = tree_map(lambda x: x[:0] if isinstance(x, Tensor) and x.dim() else x, batch)
+        if empty is None:  # made once, while this rank has a batch to make it of
+            empty = tree_map(_without_rows, batch)
         yield empty if batch is None else batch
+
+
+def _without_rows(leaf: Any) -> Any:
+    """A leaf of a batch with 0 rows; single numbers have none."""
+    has_rows = isinstance(leaf, Tensor) and leaf.dim() > 0
+    return leaf[:0] if has_rows else leaf
 
 
 def broadcast(
@@ -94,18 +99,17 @@ def broadcast(
     on every rank.
 
     For ranks that have built the same model from different seeds, or of which one has read a file:
-        `init` wants the
-    same whole params on every rank, and compares them.
+    `init` wants the same whole params on every rank, and compares them.
 
         params, buffers = fz.broadcast((params, buffers), group)
 
-    Collectives: an exchange of 32 bytes, and one broadcast a leaf; S bytes arrive in all. `tree`
+    Collectives: one exchange of 32 bytes, and one broadcast per leaf; S bytes arrive in all. `tree`
     stays as it is.
 
     Args:
         tree: tensors on the group's devices; on each rank the whole tree.
         group: as `shard` takes it; None: torch's default group.
-        source: whose values.
+        source: the rank whose values all get.
 
     Raises:
         MismatchError: on every rank: trees, shapes or dtypes differ.
@@ -113,24 +117,26 @@ def broadcast(
     group = as_group(group)
     check_source(group.size, source)
     with sharing_failures(group), torch.no_grad():
-        named = dict(zip(paths(tree), optree.tree_leaves(tree), strict=True))
-        for path, leaf in named.items():
-            if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
-                got = leaf.device if isinstance(leaf, Tensor) else type(leaf).__name__
-                raise StructureError(
-                    explain(
-                        "only tensors with values can be broadcast",
-                        path=path,
-                        got=got,
-                        rank=group.rank,
-                    )
-                )
-        shapes = {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in named.items()}
+        shapes: dict[str, Any] = {}
+        for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
+            _check_has_values(path, leaf, group.rank)
+            shapes[path] = [list(leaf.shape), str(leaf.dtype)]
+        # Ranks that differ in it would hang in the broadcasts, or mix up leaves
         agree(labelled(group, "broadcast/agreement"), {"source": source, "leaves": shapes})
-        return tree_map(lambda leaf: _from(source, leaf, labelled(group, "broadcast/values")), tree)
+        values = labelled(group, "broadcast/values")
+        return tree_map(lambda leaf: _from(source, leaf, values), tree)
+
+
+def _check_has_values(path: str, leaf: Any, rank: int) -> None:
+    if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
+        got = leaf.device if isinstance(leaf, Tensor) else type(leaf).__name__
+        what = "only tensors with values can be broadcast"
+        raise StructureError(explain(what, path=path, got=got, rank=rank))
 
 
 def _from(source: int, leaf: Tensor, group: Group) -> Tensor:
+    """The source's values of a leaf, in a new tensor. One broadcast, of bytes: transports don't
+    know every dtype."""
     new = leaf.detach().clone(memory_format=torch.contiguous_format)
     group.broadcast(new.view(-1).view(torch.uint8), source).wait()
     return new.requires_grad_(leaf.requires_grad)

@@ -23,22 +23,20 @@ from .storage import StateStorage
 
 
 class StatePlace(NamedTuple):
-    """Where a rank's part of a state lies; as in `Sharding`."""
+    """The place of a rank's part of a state, as in `Sharding`."""
 
-    level: int | None
-    num_pieces: int
+    level: int | None  # None: leaves differ in it
+    num_pieces: int  # of the optimizer's state
     rank: int
-    mesh: tuple[int, int, int]
+    mesh: tuple[int, int, int]  # replicas, ranks of one, and the number of this rank's pieces
 
     def __str__(self) -> str:
         level = "several levels" if self.level is None else f"level {self.level}"
+        text = f"{level}, {self.num_pieces} ranks, rank {self.rank}"
         replicas, ranks, number = self.mesh
-        mesh = (
-            f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}"
-            if replicas > 1
-            else ""
-        )
-        return f"{level}, {self.num_pieces} ranks, rank {self.rank}{mesh}"
+        if replicas > 1:
+            text += f" of a mesh of {replicas} replicas of {ranks} ranks, pieces {number}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -46,23 +44,41 @@ class Options:
     """The arguments of `shard`. See there."""
 
     levels: Levels
-    axes: Axes
+    axes: Axes  # of this rank's group
     donate: bool
     sync_buffers: SyncBuffers
     reshard_after_forward: bool
-    reduce_gradients: ReduceGradients | None = None
+    reduce_gradients: ReduceGradients | None = None  # None: as the level's row says
     overlap: OverlapChoice = "memory"
     reduction: Reduction = SUMMED
     gather: Gather = UNENCODED
     state_storage: StateStorage | None = None
 
+    def describe(self) -> dict[str, Any]:
+        """The options as plain data, for comparing ranks. The levels are not among them."""
+        return {
+            "donate": self.donate,
+            "sync_buffers": self.sync_buffers,
+            "reshard_after_forward": self.reshard_after_forward,
+            "reduce_gradients": self.reduce_gradients,
+            "ranks of the shard axis": self.axes.shard.size,
+            "axes of the same data": self.axes.of_same_data,
+            "state_axes": "both" if self.axes.both else "shard",
+            "overlap": self.overlap,
+            **self.seams,
+        }
+
     @property
     def seams(self) -> dict[str, str]:
         """The objects that were given for seams, by the argument of `shard`, as they print."""
-        names = "reduction", "gather", "state_storage"
-        given = {name: getattr(self, name) for name in names}
-        defaults = {*map(id, (SUMMED, UNENCODED, None))}
-        return {name: _printed(one) for name, one in given.items() if id(one) not in defaults}
+        given: dict[str, str] = {}
+        if self.reduction is not SUMMED:
+            given["reduction"] = _printed(self.reduction)
+        if self.gather is not UNENCODED:
+            given["gather"] = _printed(self.gather)
+        if self.state_storage is not None:
+            given["state_storage"] = _printed(self.state_storage)
+        return given
 
     @property
     def group(self) -> Group:
@@ -71,17 +87,21 @@ class Options:
 
     @cached_property
     def place(self) -> StatePlace:
-        """Where this rank's part of a state lies."""
+        """The place of this rank's part of a state."""
         axes = self.axes
-        mesh = axes.replicate.size, axes.shard.size, axes.number
-        return StatePlace(self.levels.number, axes.optimizer.size, self.group.rank, mesh)
+        return StatePlace(
+            level=self.levels.number,
+            num_pieces=axes.optimizer.size,
+            rank=self.group.rank,
+            mesh=(axes.replicate.size, axes.shard.size, axes.number),
+        )
 
     def sharding(self, layout: Layout) -> Sharding:
         """The static part of a state that is cut so."""
         return Sharding(layout, self.place.level, self.place.rank, self.place.mesh)
 
     def layout_of(self, params: PyTree[Tensor]) -> Layout:
-        """How a tree is cut: leaves with `requires_grad` are trained, the others are frozen.
+        """The layout of a tree. Leaves with `requires_grad` are trained, the others are frozen.
 
         Raises:
             ValueError: whole params would be held that did not arrive exactly.
@@ -97,9 +117,14 @@ class Options:
         return layout
 
     def _check_gather(self, layout: Layout) -> None:
-        for bucket in layout.buckets if not self.gather.exact else ():
+        """Raise unless pieces that are rounded on their way are never held afterwards."""
+        if self.gather.exact:
+            return
+        for bucket in layout.buckets:
             level = level_of(bucket)
-            if level.cuts_state and (self.axes.both or not level.cuts_params):
+            # The all-gather after the update, which writes to the params that are held
+            is_published = level.cuts_state and (self.axes.both or not level.cuts_params)
+            if is_published:
                 raise ValueError(
                     f"gather={type(self.gather).__name__} is not exact, and at level "
                     f"{level.number} what arrives of {bucket.name!r} after an update is all that "
@@ -108,17 +133,13 @@ class Options:
                 )
 
     def cut_of(self, path: str, leaf: Any) -> Cut:
-        """How a leaf is cut."""
+        """The cut of a leaf, by its level."""
         replicate = self.axes.replicate.size if self.axes.both else 1
         return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
 
 
 ReduceGradients = Literal["every_microbatch", "once"]
-
-
 StateAxes = Literal["shard", "both"]
-
-
 OverlapChoice = Literal["memory", "time"]
 OVERLAPS: dict[OverlapChoice, Overlap] = {"memory": Overlap.memory, "time": Overlap.time}
 
@@ -196,7 +217,9 @@ def check_state_storage(value: Any) -> StateStorage | None:
     return value
 
 
-def _printed(one: Any) -> str:
-    """With settings where it prints them, as dataclasses do; else the class's name."""
-    text = repr(one)
-    return f"{type(one).__name__}()" if text.endswith(f"at {hex(id(one))}>") else text
+def _printed(seam: Any) -> str:
+    """The object with its settings where it prints them, as dataclasses do; else its class's name.
+    Ranks compare this text, so it holds no address."""
+    text = repr(seam)
+    has_address = text.endswith(f"at {hex(id(seam))}>")
+    return f"{type(seam).__name__}()" if has_address else text

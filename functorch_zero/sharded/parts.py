@@ -1,7 +1,8 @@
-"""What a reduction keeps between steps: in `State.parts` by leaf, for the reduction by bucket.
+"""The tensors that a reduction keeps between steps: in `State.parts` by leaf, for the reduction by
+bucket.
 
-`State.parts` is None where nothing is kept, else {"reduction": {name: {path: tensor}}}. A tensor
-lies there as its name is carried:
+`State.parts` is None where nothing is kept, else {"reduction": {name: {path: tensor}}}. Each name
+is carried in one of three ways, which gives its tensors their form:
 
     "sum"     (1, *shape) per trained leaf: this rank's row of the rows of all ranks
     "pieces"  (n,) per trained leaf: this rank's piece; in a whole state (*shape)
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..groups.mesh import Axes
+from ..groups.protocol import Group
 from ..layout.flat_buffers import cut, flat_of_leaves, flat_of_pieces, slice_flat, unpack
 from ..layout.layout import Bucket, Layout
 from ..runtime.reduce import Carried, Kept, Reduction
@@ -34,11 +36,11 @@ Leaves = dict[str, Tensor]  # of one bucket: by path, or by the bucket's name
 
 @dataclass(frozen=True)
 class Kind:
-    """A leaf of the parts."""
+    """The kind of one leaf of the parts."""
 
     carried: Carried
-    bucket: int
-    k: int  # the leaf's position in the bucket; 0 where it is no leaf's
+    bucket: int  # its number in the layout
+    k: int  # the leaf's position in the bucket; 0 where there is one tensor per bucket
 
 
 class ReductionParts:
@@ -46,7 +48,7 @@ class ReductionParts:
 
     def __init__(self, reduction: Reduction, layout: Layout, axes: Axes):
         self._reduction, self._layout, self._axes = reduction, layout, axes
-        self._rank = axes.number
+        self._rank = axes.number  # among the pieces of a bucket
         if "pieces" in reduction.keeps.values() and axes.replicate.size > 1:
             raise NotImplementedError(
                 f"reduction={type(reduction).__name__} keeps pieces, and replicas of shards would "
@@ -54,7 +56,7 @@ class ReductionParts:
             )
 
     def init(self, device: torch.device) -> Parts | None:
-        """Before the first step. No communication."""
+        """The parts before the first step. No communication."""
         kept = {}
         for b, bucket in self._trained():
             kept[b] = self._reduction.init(bucket, device)
@@ -62,7 +64,7 @@ class ReductionParts:
         return self.parts_of(kept)
 
     def parts_of(self, kept: Mapping[int, Kept]) -> Parts | None:
-        """What is kept by bucket -> parts, as views."""
+        """Kept tensors by bucket -> parts, which are views of them."""
         made: Parts = {}
         for name, carried in self._reduction.keeps.items():
             made[name] = {}
@@ -71,87 +73,91 @@ class ReductionParts:
         return {"reduction": made} if made else None
 
     def kept_in(self, parts: Any) -> dict[int, Kept]:
-        """The inverse: what is kept by bucket."""
+        """The inverse: the kept tensors by bucket."""
         if parts is None and not self._reduction.keeps:
             return {}
         self.check(parts)
         kept: dict[int, Kept] = {}
         for b, bucket in self._trained():
-            kept[b] = {
-                name: self._flat(parts["reduction"][name], carried, bucket)
-                for name, carried in self._reduction.keeps.items()
-            }
+            own: dict[str, Tensor] = {}
+            for name, carried in self._reduction.keeps.items():
+                own[name] = self._flat(parts["reduction"][name], carried, bucket)
+            kept[b] = own
         return kept
 
     def check(self, parts: Any) -> None:
         """Raise StructureError unless the parts of a state are those that this reduction keeps."""
-        name = type(self._reduction).__name__
-        if parts is None and self._reduction.keeps:
+        name, keeps = type(self._reduction).__name__, self._reduction.keeps
+        rank = self._axes.world.rank
+        if parts is None and keeps:
             raise StructureError(
-                f"the state has no parts, and reduction={name} keeps {[*self._reduction.keeps]} "
-                f"between steps (rank {self._axes.world.rank}). Remedy: take the state from this "
-                "step's `init` or `shard_state`"
+                f"the state has no parts, and reduction={name} keeps {[*keeps]} between steps "
+                f"(rank {rank}). Remedy: take the state from this step's `init` or `shard_state`"
             )
-        if parts is not None and not self._reduction.keeps:
+        if parts is not None and not keeps:
             raise StructureError(
                 f"the state has parts, {paths(parts)[:5]}, and reduction={name} keeps nothing "
-                f"(rank {self._axes.world.rank}). Remedy: shard with the reduction that they are "
-                "of, or leave them behind with state.replace(parts=None)"
+                f"(rank {rank}). Remedy: shard with the reduction that they are of, or leave them "
+                "behind with state.replace(parts=None)"
             )
         if parts is not None:
-            same_structure(self._expected(), parts, what="state.parts", rank=self._axes.world.rank)
+            same_structure(self._expected(), parts, what="state.parts", rank=rank)
 
     def kinds(self) -> list[Kind]:
-        """Of the parts' leaves, in flatten order."""
+        """The kinds of the parts' leaves, in flatten order."""
         leaves: list[Kind] = optree.tree_leaves(self._expected())
         return leaves
 
     def whole(self, parts: Any, axes: Axes) -> Parts | None:
         """The parts of a whole state, in tensors of their own: sums of rows, and joined pieces.
 
-        Per bucket, one all-reduce over the ranks' data for each sum, one all-gather for pieces.
+        Collectives: per bucket and name one all-reduce of a sum, over the ranks of different data,
+        or one all-gather of pieces.
         """
         made: Parts = {name: {} for name in self._reduction.keeps}
         for b, kept in self.kept_in(parts).items():
             bucket = self._layout.buckets[b]
             for name, carried in self._reduction.keeps.items():
-                flat = kept[name].clone()
-                if carried == "sum":
-                    axes.data.all_reduce(flat).wait()
-                if carried != "pieces":
-                    made[name] |= self._leaves(flat, carried, bucket)
-                    continue
-                if bucket.cut.num_pieces > 1:
-                    piece, flat = flat, flat.new_empty(bucket.numel)
-                    axes.optimizer.all_gather(flat, piece).wait()
-                made[name] |= dict(zip(self._paths(bucket), unpack(flat, bucket), strict=True))
+                if carried == "pieces":
+                    flat = _all_gathered(kept[name], bucket, axes.optimizer)
+                    leaves = dict(zip(self._paths(bucket), unpack(flat, bucket), strict=True))
+                else:
+                    flat = kept[name].clone()  # the given state stays good
+                    if carried == "sum":
+                        axes.data.all_reduce(flat).wait()
+                    leaves = self._leaves(flat, carried, bucket)
+                made[name] |= leaves
         return {"reduction": made} if made else None
 
     def part(self, whole: Any, device: torch.device) -> Parts | None:
-        """This rank's part of a whole state's parts; first ones, where it has none. No
+        """This rank's part of a whole state's parts; those of `init`, where it has none. No
         communication."""
         if whole is None:
             return self.init(device)
         self.check(whole)
         kept: dict[int, Kept] = {}
         for b, bucket in self._trained():
-            kept[b] = {
-                name: self._flat_of_whole(whole["reduction"][name], carried, bucket)
-                for name, carried in self._reduction.keeps.items()
-            }
+            own: dict[str, Tensor] = {}
+            for name, carried in self._reduction.keeps.items():
+                own[name] = self._flat_of_whole(whole["reduction"][name], carried, bucket)
+            kept[b] = own
         return self.parts_of(kept)
 
     def _flat_of_whole(self, leaves: Leaves, carried: Carried, bucket: Bucket) -> Tensor:
+        """This rank's flat of a bucket, from the leaves of a whole state's parts; see Note
+        [rows]."""
         if carried == "same":
             return leaves[bucket.name].clone()
         own = [leaves[key] for key in self._paths(bucket)]
         if carried == "pieces":
             return slice_flat(own, bucket, self._rank)
-        row = flat_of_leaves([x[0] for x in own], bucket)
-        return row.clone() if self._axes.data.rank == 0 else torch.zeros_like(row)
+        row = flat_of_leaves([leaf[0] for leaf in own], bucket)
+        if self._axes.data.rank == 0:
+            return row.clone()
+        return torch.zeros_like(row)
 
     def _leaves(self, kept: Tensor, carried: Carried, bucket: Bucket) -> Leaves:
-        """Views of what is kept of a bucket."""
+        """The leaves of a bucket, as views of its kept flat."""
         if carried == "same":
             return {bucket.name: kept}
         if carried == "pieces" and bucket.cut.num_pieces > 1:
@@ -168,7 +174,7 @@ class ReductionParts:
             return leaves[bucket.name]
         own = [leaves[key] for key in self._paths(bucket)]
         if carried == "sum":
-            return flat_of_leaves([x[0] for x in own], bucket)
+            return flat_of_leaves([leaf[0] for leaf in own], bucket)
         if bucket.cut.num_pieces == 1:
             return flat_of_leaves(own, bucket)
         return flat_of_pieces(own, bucket, self._rank)
@@ -180,16 +186,18 @@ class ReductionParts:
             made[name] = {}
             for b, bucket in self._trained():
                 keys = [bucket.name] if carried == "same" else self._paths(bucket)
-                made[name] |= {key: Kind(carried, b, k) for k, key in enumerate(keys)}
+                for k, key in enumerate(keys):
+                    made[name][key] = Kind(carried, b, k)
         return {"reduction": made}
 
     def _check_init(self, bucket: Bucket, kept: Kept) -> None:
+        """Raise unless a reduction's first tensors have its names, and shapes that fit them."""
         name, keeps = type(self._reduction).__name__, self._reduction.keeps
         rank = self._axes.world.rank
         if kept.keys() != keeps.keys():
             raise StructureError(
                 explain(
-                    f"{name}.init must make what `keeps` names",
+                    f"{name}.init must make the tensors that `keeps` names",
                     path=bucket.name,
                     expected=sorted(keeps),
                     got=sorted(kept),
@@ -199,6 +207,7 @@ class ReductionParts:
         shapes = {"sum": (bucket.numel,), "pieces": (bucket.piece,)}
         for key, carried in keeps.items():
             expected = shapes.get(carried)
+            # A tensor that is the same everywhere has any shape
             if expected is not None and kept[key].shape != expected:
                 raise StructureError(
                     explain(
@@ -211,7 +220,19 @@ class ReductionParts:
                 )
 
     def _trained(self) -> Iterator[tuple[int, Bucket]]:
-        return ((b, x) for b, x in enumerate(self._layout.buckets) if x.trainable)
+        """The trained buckets with their numbers."""
+        for b, bucket in enumerate(self._layout.buckets):
+            if bucket.trainable:
+                yield b, bucket
 
     def _paths(self, bucket: Bucket) -> list[str]:
         return [self._layout.leaves[n].path for n in bucket.leaves]
+
+
+def _all_gathered(piece: Tensor, bucket: Bucket, group: Group) -> Tensor:
+    """All ranks' pieces (piece,) of a bucket, joined in a new flat (numel,)."""
+    if bucket.cut.num_pieces == 1:
+        return piece.clone()
+    flat = piece.new_empty(bucket.numel)
+    group.all_gather(flat, piece).wait()
+    return flat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..layout.flat_buffers import cut
-from ..layout.layout import Layout
+from ..layout.layout import Bucket, Layout
 from ..layout.sharded_tree import hold
 from ..layout.sharding import Sharding
 from ..params import Engine
@@ -23,38 +23,50 @@ from .update import PreparedUpdate
 
 
 def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) -> Any:
-    """Put leaves that follow a param into one new flat for each bucket and slot (of one dtype);
-    copy the rest."""
+    """Put leaves that follow a param into one new flat per bucket and slot; copy the rest.
+
+    Args:
+        opt_state: this rank's, as `init` makes it: (n,) where a leaf follows a param.
+        rank: this rank's number among the pieces of a bucket.
+    """
     leaves, treedef = optree.tree_flatten(opt_state)
     assert len(leaves) == len(plan.leaves), (
         "the state of init on placeholders has another structure"
     )
-    new: dict[int, Any] = {}
-    for slots in _by_bucket_and_slot(plan, layout):
-        if len({leaves[i].dtype for _, i in slots}) > 1:
-            continue  # an init may choose by shape
-        bucket = layout.buckets[slots[0][0]]
-        flat = leaves[slots[0][1]].new_zeros(bucket.piece)
-        for (_, i), view in zip(slots, cut(flat, bucket, rank), strict=True):
-            new[i] = view.copy_(leaves[i])
-    rest = {i: leaf for i, leaf in enumerate(leaves) if i not in new}
-    new |= {
-        i: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for i, leaf in rest.items()
-    }
+    new: dict[int, Any] = {}  # by position in flatten order
+    for shared in _sharing_a_flat(plan, layout):
+        own = [leaves[i] for i in shared.positions]
+        if len({x.dtype for x in own}) > 1:
+            continue  # an init may choose the dtype by shape; a flat has one
+        flat = own[0].new_zeros(shared.bucket.piece)  # (piece,), padding stays 0
+        views = cut(flat, shared.bucket, rank)
+        for i, x, view in zip(shared.positions, own, views, strict=True):
+            new[i] = view.copy_(x)
+    for i, x in enumerate(leaves):
+        if i not in new:
+            new[i] = x.detach().clone() if isinstance(x, Tensor) else x
     return treedef.unflatten([new[i] for i in range(len(leaves))])
 
 
-def _by_bucket_and_slot(plan: StatePlan, layout: Layout) -> list[list[tuple[int, int]]]:
-    """(bucket, position in the state) of the leaves that share a flat, in bucket order; only
-    complete buckets."""
-    places = plan.slots()
-    num_slots = 1 + max((slot for slot, _ in places), default=-1)
-    groups = []
-    for b, bucket in enumerate(layout.buckets):
+class _Shared(NamedTuple):
+    """Leaves of a state that share a flat: those of one slot that follow a bucket's leaves."""
+
+    bucket: Bucket
+    positions: list[int]  # in flatten order of the state, one per leaf of the bucket
+
+
+def _sharing_a_flat(plan: StatePlan, layout: Layout) -> list[_Shared]:
+    """The leaves that share flats, in bucket order. A slot that some leaf of a bucket lacks has no
+    flat there."""
+    positions = plan.slots()
+    num_slots = 1 + max((slot for slot, _ in positions), default=-1)
+    found = []
+    for bucket in layout.buckets:
         for slot in range(num_slots):
-            if all((slot, leaf) in places for leaf in bucket.leaves):
-                groups.append([(b, places[slot, leaf]) for leaf in bucket.leaves])
-    return groups
+            keys = [(slot, n) for n in bucket.leaves]
+            if all(key in positions for key in keys):
+                found.append(_Shared(bucket, [positions[key] for key in keys]))
+    return found
 
 
 def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
@@ -62,55 +74,74 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
     assert state.sharding is not None
     layout = state.sharding.layout
     leaves, treedef = optree.tree_flatten(prepared.fetched(state.opt_state))
-    whole = [
-        _gather_leaf(x, leaf, layout, axes.optimizer)
-        for x, leaf in zip(leaves, prepared.plan.leaves, strict=True)
-    ]
+    whole = []
+    for x, leaf in zip(leaves, prepared.plan.leaves, strict=True):
+        whole.append(_gather_leaf(x, leaf, layout, axes.optimizer))
     value = TrainValue(
-        all_gather_params(state.params, axes),
-        tree_map(torch.clone, state.buffers),
-        treedef.unflatten(whole),
+        params=all_gather_params(state.params, axes),
+        buffers=tree_map(torch.clone, state.buffers),
+        opt_state=treedef.unflatten(whole),
     )
     return State(
-        state.step.clone(),
-        value,
-        None if state.seed is None else state.seed.clone(),
+        step=state.step.clone(),
+        value=value,
+        seed=tree_map(torch.clone, state.seed),
+        sharding=None,
         finite=tree_map(torch.clone, state.finite),
         parts=prepared.parts.whole(state.parts, axes),
     )
 
 
 def _gather_leaf(x: Any, leaf: StateLeaf, layout: Layout, group: Group) -> Any:
+    """A leaf of the optimizer's state, whole, on every rank. One collective where it isn't whole
+    already."""
     if not isinstance(x, Tensor):
         return x
     if leaf.kind == "follows":
-        b, k = layout.places[leaf.leaf]
-        bucket = layout.buckets[b]
-        if bucket.cut.num_pieces == 1:
-            return x.clone().view(bucket.shapes[k])
-        return _gather_piece(
-            x, [bucket.extent(k, r).num_here for r in range(group.size)], group
-        ).view(bucket.shapes[k])
+        return _gather_following(x, leaf.leaf, layout, group)
     if leaf.kind == "owned":
-        here = leaf.owner == group.rank
-        whole = x.clone() if here else torch.empty(leaf.shape, dtype=leaf.dtype, device=x.device)
-        flat = whole.reshape(-1)
-        if group.size > 1 and flat.numel():
-            group.broadcast(flat, leaf.owner).wait()
-        return flat.view(leaf.shape)
+        return _from_owner(x, leaf, group)
     return x.clone()
 
 
+def _gather_following(x: Tensor, n: int, layout: Layout, group: Group) -> Tensor:
+    """The whole of a leaf (n,) that follows the layout's n-th."""
+    b, k = layout.places[n]
+    bucket = layout.buckets[b]
+    if bucket.cut.num_pieces == 1:
+        return x.clone().view(bucket.shapes[k])
+    counts = [bucket.extent(k, rank).num_here for rank in range(group.size)]
+    return _gather_piece(x, counts, group).view(bucket.shapes[k])
+
+
 def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
-    """All ranks' pieces of one leaf, joined: one all-gather, padded to the longest."""
+    """All ranks' pieces of one leaf, joined: one all-gather, padded to the longest.
+
+    Args:
+        piece: (counts[group.rank],), this rank's.
+    """
     if group.size == 1:
         return piece.clone()
     longest = max(*counts, 1)
+    # An all-gather takes equal parts, and ranks' pieces of one leaf differ in length
     padded = piece.new_zeros(longest)
     padded[: piece.numel()] = piece
-    out = piece.new_empty(group.size * longest)
+    out = piece.new_empty(group.size * longest)  # padded pieces of all ranks, in their order
     group.all_gather(out, padded).wait()
-    return torch.cat([part[:count] for part, count in zip(out.split(longest), counts, strict=True)])
+    parts = zip(out.split(longest), counts, strict=True)
+    return torch.cat([part[:count] for part, count in parts])
+
+
+def _from_owner(x: Tensor, leaf: StateLeaf, group: Group) -> Tensor:
+    """A leaf that its owner has whole, and the other ranks empty: one broadcast."""
+    if leaf.owner == group.rank:
+        whole = x.clone()
+    else:
+        whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=x.device)
+    flat = whole.reshape(-1)
+    if group.size > 1 and flat.numel():
+        group.broadcast(flat, leaf.owner).wait()
+    return flat.view(leaf.shape)
 
 
 def shard_state(
@@ -121,30 +152,38 @@ def shard_state(
     engine: Engine | None = None,
     number: int = 0,
 ) -> State:
-    """The `rank`-th part of a whole state, in tensors of its own."""
+    """The `rank`-th part of a whole state, in tensors of its own. No communication.
+
+    Args:
+        engine, number: of the sharded params; see `Holding`.
+    """
     layout, plan = sharding.layout, prepared.plan
     leaves, treedef = optree.tree_flatten(whole.opt_state)
     assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
-    part: list[Any] = [
-        _scatter_leaf(x, leaf, layout, rank) for x, leaf in zip(leaves, plan.leaves, strict=True)
-    ]
+    own = []  # views: `lay_out_state` copies them
+    for x, leaf in zip(leaves, plan.leaves, strict=True):
+        own.append(_part_of_leaf(x, leaf, layout, rank))
+    opt_state = lay_out_state(treedef.unflatten(own), plan, layout, rank)
     held = hold(whole.params, sharding, engine=engine, number=number)
+    parts = prepared.parts.part(whole.parts, held.flats()[0].device)
     value = TrainValue(
-        held,
-        tree_map(torch.clone, whole.buffers),
-        prepared.stored(lay_out_state(treedef.unflatten(part), plan, layout, rank)),
+        params=held,
+        buffers=tree_map(torch.clone, whole.buffers),
+        opt_state=prepared.stored(opt_state),
     )
     return State(
-        whole.step.clone(),
-        value,
-        None if whole.seed is None else whole.seed.clone(),
-        sharding,
-        tree_map(torch.clone, whole.finite),
-        prepared.parts.part(whole.parts, held.flats()[0].device),
+        step=whole.step.clone(),
+        value=value,
+        seed=tree_map(torch.clone, whole.seed),
+        sharding=sharding,
+        finite=tree_map(torch.clone, whole.finite),
+        parts=parts,
     )
 
 
-def _scatter_leaf(x: Any, leaf: StateLeaf, layout: Layout, rank: int) -> Any:
+def _part_of_leaf(x: Any, leaf: StateLeaf, layout: Layout, rank: int) -> Any:
+    """This rank's part of a whole leaf of the optimizer's state: a view, or empty where another
+    rank owns it."""
     if leaf.kind == "follows":
         b, k = layout.places[leaf.leaf]
         extent = layout.buckets[b].extent(k, rank)

@@ -1,7 +1,7 @@
-"""Where the optimizer's state lies between steps: a seam, `shard(state_storage=...)`.
+"""The place of the optimizer's state between steps: a seam, `shard(state_storage=...)`.
 
-What is moved is what leaves lie in: the state's flats, one per bucket and slot, and tensors by
-themselves. Single numbers, 0-d, stay where they are.
+The state's flats are moved, one per bucket and slot, and tensors that lie in none. Single numbers,
+0-d, stay where they are.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class StateStorage(Protocol):
         ...
 
     def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
-        """The inverse, after the update: what the next state holds, of the same shape and dtype.
+        """The inverse, after the update: the tensor that the next state holds, of the same shape
+        and dtype.
 
         Args:
             tensor: on the params' device; given away.
-            into: what the state before held, to be written to and returned; None where that stays
-                valid, or there was nothing.
+            into: the tensor that the state before held, to be written to and returned; None where
+                that state stays valid, or held nothing.
         """
         ...
 
@@ -43,8 +44,9 @@ def fetched(storage: StateStorage | None, state: Any) -> Any:
     if storage is None:
         return state
     leaves, treedef = optree.tree_flatten(state)
-    homes: dict[int, Tensor] = {}  # by the id of a stored one: fetched
-    for home in map(_home, leaves):
+    homes: dict[int, Tensor] = {}  # fetched ones, by the id of the stored one
+    for leaf in leaves:
+        home = _home(leaf)
         if home is not None and id(home) not in homes:
             homes[id(home)] = storage.fetch(home)
     return treedef.unflatten([_in(homes, leaf) for leaf in leaves])
@@ -56,12 +58,13 @@ def stored(storage: StateStorage | None, state: Any, old: Any = None) -> Any:
         return state
     leaves, treedef = optree.tree_flatten(state)
     befores = [None] * len(leaves) if old is None else optree.tree_leaves(old)
-    homes: dict[int, Tensor] = {}  # by the id of one beside the params: stored
-    taken: set[int] = set()  # what two flats must not be written into
+    homes: dict[int, Tensor] = {}  # stored ones, by the id of the one beside the params
+    taken: set[int] = set()  # ids of old homes: no two flats may be written into one
     for leaf, before in zip(leaves, befores, strict=True):
         home, into = _home(leaf), _home(before)
         if home is None or id(home) in homes:
             continue
+        # Leaves may have shared a flat that they share no more, or changed their dtype
         if into is not None and (id(into) in taken or not _alike(into, home)):
             into = None
         taken.add(id(into))
@@ -70,7 +73,8 @@ def stored(storage: StateStorage | None, state: Any, old: Any = None) -> Any:
 
 
 def _home(leaf: Any) -> Tensor | None:
-    """What is moved of a leaf: the flat that it is a view of, or itself; None: nothing."""
+    """The tensor that is moved with a leaf: the flat that it is a view of, or itself. None: the
+    leaf stays, being a single number or no tensor."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
     base = base_of(leaf)
@@ -79,13 +83,14 @@ def _home(leaf: Any) -> Tensor | None:
 
 
 def _in(homes: dict[int, Tensor], leaf: Any) -> Any:
-    """The leaf, where its home is now."""
+    """The leaf in the place where its home was moved to."""
     home = _home(leaf)
     if home is None:
         return leaf
     now = homes[id(home)]
     if home is leaf:
         return now
+    # A view of a flat becomes the same view of the moved flat
     offset = leaf.storage_offset() - home.storage_offset()
     return now.as_strided(leaf.shape, leaf.stride(), now.storage_offset() + offset)
 

@@ -43,16 +43,16 @@ from .update import PreparedUpdate
 class ShardedTrainStep:
     """`step(state, batch) -> (state, metrics)` on one rank of a group. Made by `shard`.
 
-    Each rank passes its own part of the batch; what comes back is what the unsharded step makes of
-    the whole.
+    Each rank passes its own part of the batch, and gets the result of the unsharded step on the
+    whole.
     """
 
     def __init__(self, step: TrainStep, options: Options):
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
         self.background = BackgroundTasks()
-        self._prepared: PreparedUpdate | None = None
-        self.order = PrefetchOrder()
+        self.order = PrefetchOrder()  # in which the last step gathered units
+        self._prepared: PreparedUpdate | None = None  # for the last layout
 
     @property
     def group(self) -> Group:
@@ -87,35 +87,43 @@ class ShardedTrainStep:
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self.options.layout_of(params)
-            buffers = {} if buffers is None else buffers if values is None else values.fill(buffers)
-            agree(
-                labelled(self.group, "init/agreement"), self._facts(layout, params, buffers, seed)
-            )
+            if buffers is None:
+                buffers = {}
+            elif values is not None:
+                buffers = values.fill(buffers)
+
+            # Before any tensor is made, so that ranks that differ say so instead of hanging later
+            group = labelled(self.group, "init/agreement")
+            agree(group, self._facts(layout, params, buffers, seed))
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
-            made = None if values is None else Made(values)
+
+            # Storage of this rank's own, filled bucket by bucket
+            fill = None if values is None else DigestedFill(values)
             sharding = self.options.sharding(layout)
             number = next_number(self.group)
-            held = hold(params, sharding, engine=self.engine, number=number, fill=made)
-            if made is not None:
-                agree(labelled(self.group, "init/agreement"), {"deferred values": made.digests})
+            held = hold(params, sharding, engine=self.engine, number=number, fill=fill)
+            if fill is not None:
+                # Values that are made on each rank could not be compared before
+                agree(group, {"deferred values": fill.digests})
             opt_state = self.first_optimizer_state(held, layout)
             check_reported(self.unsharded.metrics, opt_state)
-            buffers = tree_map(lambda b: b.detach().clone(), buffers)
+            copies = tree_map(lambda buffer: buffer.detach().clone(), buffers)
+            parts = self._prepare(layout).parts.init(held.flats()[0].device)
             return State(
-                torch.zeros((), dtype=torch.int64),
-                TrainValue(held, buffers, opt_state),
-                None if seed is None else torch.tensor(seed),
-                sharding,
-                self.unsharded.finite.init(),
-                self._prepare(layout).parts.init(held.flats()[0].device),
+                step=torch.zeros((), dtype=torch.int64),
+                value=TrainValue(params=held, buffers=copies, opt_state=opt_state),
+                seed=None if seed is None else torch.tensor(seed),
+                sharding=sharding,
+                finite=self.unsharded.finite.init(),
+                parts=parts,
             )
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step on this rank's part of the batch.
 
-        Collectives: those of the level's row (units' gathers and reductions), one
-        all-reduce of metrics, one of the buffers that changed, and what the optimizer asks for. The
-        state given is used up when donating.
+        Collectives: those of the level's row (units' gathers and reductions), one all-reduce of
+        metrics, one of the buffers that changed, and those that the optimizer asks for. When
+        donating, the given state is used up.
 
         Raises:
             DonatedError: the state was used up before.
@@ -127,6 +135,7 @@ class ShardedTrainStep:
                 is still good.
         """
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
+            # Up to `advance` nothing of the state is written to: an error leaves it good
             run = self._open(state, batch)
             local = differentiate(run, self.order)
             agreed = agree_on(run, local, self.background)
@@ -138,12 +147,20 @@ class ShardedTrainStep:
         prepared = self._prepare(sharding.layout)
         flats = state.params.flats()
         check_batch(batch, flats[0].device, self.group.rank)
-        parts = prepared.parts
-        return Run(self.unsharded, self.options, state, batch, sharding, flats, prepared, parts)
+        return Run(
+            step=self.unsharded,
+            options=self.options,
+            state=state,
+            batch=batch,
+            sharding=sharding,
+            flats=flats,
+            updater=prepared,
+            parts=prepared.parts,
+        )
 
     def unshard(self, state: State) -> State:
-        """The whole, unsharded state on every rank: copies. All-gathers what is in pieces,
-        broadcasts what is owned."""
+        """The whole, unsharded state on every rank: copies. Leaves in pieces are all-gathered,
+        those with an owner broadcast."""
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             sharding = sharding_of(state, self.options)
             prepared = self._prepare(sharding.layout)
@@ -166,11 +183,11 @@ class ShardedTrainStep:
             return shard_state(state, prepared, sharding, self._rank, self.engine, number)
 
     def parts(self, layout: Layout) -> ReductionParts:
-        """What of a state's parts is whose."""
+        """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
         return self._prepare(layout).parts
 
     def state_plan(self, layout: Layout) -> StatePlan:
-        """Which leaves of the optimizer's state follow a param, and which have an owner."""
+        """The plan of the optimizer's state: which leaves follow a param, which have an owner."""
         return self._prepare(layout).plan
 
     def first_optimizer_state(self, params: ShardedTree, layout: Layout) -> Any:
@@ -186,56 +203,66 @@ class ShardedTrainStep:
         return self.options.axes.number
 
     def _prepare(self, layout: Layout) -> PreparedUpdate:
+        """The plans that follow from a layout. Those of the last layout are kept."""
         known = self._prepared
+        # By identity first: comparing layouts takes longer, and steps ask every time
         if known is None or (known.layout is not layout and known.layout != layout):
-            self._prepared = known = PreparedUpdate(self.unsharded, layout, self.options)
+            known = PreparedUpdate(self.unsharded, layout, self.options)
+            self._prepared = known
         return known
 
     def _facts(
         self, layout: Layout, params: PyTree[Tensor], buffers: PyTree[Tensor], seed: int | None
     ) -> dict[str, Any]:
-        """The facts that ranks must agree on."""
-        o = self.options
-        return {
+        """The facts that ranks must agree on, as plain data.
+
+        Of those that differ the first is told, so causes come before their effects: another number
+        of ranks gives another layout, too.
+        """
+        step, options = self.unsharded, self.options
+        facts: dict[str, Any] = {
             "functorch_zero": __version__,
             "torch": torch.__version__,
             "ranks": self.group.size,
-            "level": o.levels.describe(),
-            "accumulate": self.unsharded.accumulate,
-            "metrics": list(self.unsharded.metrics),
-            "finite": described(self.unsharded.finite),
-            "options": {
-                "donate": o.donate,
-                "sync_buffers": o.sync_buffers,
-                "reshard_after_forward": o.reshard_after_forward,
-                "reduce_gradients": o.reduce_gradients,
-                "ranks of the shard axis": o.axes.shard.size,
-                "axes of the same data": o.axes.of_same_data,
-                "state_axes": "both" if o.axes.both else "shard",
-                "overlap": o.overlap,
-                **o.seams,
-            },
-            "optimizer": described(self.unsharded.optimizer),
+        }
+        facts |= {
+            "level": options.levels.describe(),
+            "accumulate": step.accumulate,
+            "metrics": list(step.metrics),
+            "finite": described(step.finite),
+            "options": options.describe(),
+            "optimizer": described(step.optimizer),
+        }
+        facts |= {
             "layout": layout.describe(),
             "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
-            "buffers": {
-                path: [list(b.shape), str(b.dtype)]
-                for path, b in zip(paths(buffers), optree.tree_leaves(buffers), strict=True)
-            },
+            "buffers": _shapes_and_dtypes(buffers),
+        }
+        # Local buffers may differ between ranks from the start
+        compared = {} if options.sync_buffers == "local" else buffers
+        facts |= {
             "values": content_digests(params),
-            "values of buffers": {} if o.sync_buffers == "local" else content_digests(buffers),
+            "values of buffers": content_digests(compared),
             "seed": seed,
         }
+        return facts
 
 
-class Made:
-    """`DeferredInit.fill_leaves`, and digests of all that it gives."""
+def _shapes_and_dtypes(tree: PyTree[Tensor]) -> dict[str, Any]:
+    """By path."""
+    leaves = zip(paths(tree), optree.tree_leaves(tree), strict=True)
+    return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves}
+
+
+class DigestedFill:
+    """`DeferredInit.fill_leaves`, with digests of all values that it has given, for ranks to
+    compare: a whole tree of them is never held at once."""
 
     def __init__(self, values: DeferredInit):
         self._values = values
-        self.digests: dict[str, Any] = {}
+        self.digests: dict[str, Any] = {}  # by path
 
     def __call__(self, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
-        made = self._values.fill_leaves(names, leaves)
-        self.digests |= content_digests(dict(zip(names, made, strict=True)))
-        return made
+        filled = self._values.fill_leaves(names, leaves)
+        self.digests |= content_digests(dict(zip(names, filled, strict=True)))
+        return filled
