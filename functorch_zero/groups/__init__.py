@@ -10,6 +10,7 @@ from .protocol import Done, Group, ReduceOp, Work
 from .ring import dump_on_signal
 from .single import SingleRank
 from .threads import ThreadGroup, run_ranks
+from .work import Then
 
 __all__ = [
     "Call",
@@ -23,6 +24,7 @@ __all__ = [
     "ProcessGroup",
     "ReduceOp",
     "SingleRank",
+    "Then",
     "ThreadGroup",
     "Work",
     "as_group",

@@ -71,7 +71,10 @@ class TorchWork:
 
 
 class Then:
-    """A collective, and a function to call here once it has finished."""
+    """A collective under way, and a function to call on this rank once it has ended.
+
+    It is a `Work`: `wait` waits for the collective, and calls the function the first time.
+    """
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work

@@ -25,17 +25,24 @@ class Overlap:
         settle_at: the ask at which a rank waits for the reductions under way; None: it waits no
             earlier than it must.
         num_under_way: the number of units whose reductions may be under way at a time.
+        distance: the number of units ahead that are being gathered, in forward and in backward; at
+            least 1. Each more takes a unit's memory.
     """
 
     gather_at: int
     settle_at: int | None
     num_under_way: int
+    distance: int = 1
 
     # Least memory: a unit's backward begins with no other flat beside it
     memory: ClassVar[Overlap]
     # Most time to hide communication: the whole backward of a unit, for GPUs. On CUDA, waiting for
     # a reduction stops the computing stream, so nothing waits before a second one is under way.
     time: ClassVar[Overlap]
+
+    def __post_init__(self) -> None:
+        if self.distance < 1:
+            raise ValueError(f"distance must be at least 1, got {self.distance}")
 
 
 Overlap.memory = Overlap(gather_at=2, settle_at=2, num_under_way=1)
@@ -49,24 +56,19 @@ class PrefetchOrder:
     It belongs to a step. Ranks must start the same gathers, so all of them follow the same order.
     When one rank fails, wherever, the others fail in their next collective, and may be a pass
     ahead; so whoever fails forgets it.
-
-    Args:
-        distance: the number of units ahead that are on their way, at least 1.
     """
 
-    def __init__(self, distance: int = 1) -> None:
-        if distance < 1:
-            raise ValueError(f"distance must be at least 1, got {distance}")
-        self.distance = distance
+    def __init__(self) -> None:
         self.units: Sequence[str] = ()
 
     def record(self, units: Sequence[str]) -> None:
         """A pass has gathered these units, in this order."""
         self.units = tuple(units)
 
-    def follow(self, flats: Mapping[str, UnitFlats]) -> Following:
-        """The order, for a pass that begins, over units with these flats by name."""
-        return Following(self.units, self.distance, flats)
+    def follow(self, flats: Mapping[str, UnitFlats], distance: int) -> Following:
+        """The order, for a pass that begins, over units with these flats by name, and that has
+        `distance` units on their way."""
+        return Following(self.units, distance, flats)
 
     @contextmanager
     def forgotten_on_failure(self) -> Iterator[None]:

@@ -61,7 +61,9 @@ class Reduction(Protocol):
         """Begin to sum a bucket's gradients over the ranks of a group, whose data differ.
 
         All ranks call this in the same order, once per use of a unit or once per step; see
-        `GradientReduction`. Any collectives of the group may be started, the same on every rank.
+        `GradientReduction`. Any collectives of the group may be started here, the same on every
+        rank; none in the `wait` of the work, to which ranks come at different moments. A plan calls
+        this with tensors without values.
 
         Args:
             flat: this rank's gradients (numel,), in the dtype of reductions, times the share of its

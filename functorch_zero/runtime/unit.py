@@ -195,7 +195,7 @@ class Pass:
         reduction: takes the gradients; None when there will be none.
         device: of the leaves.
         order: in which the pass before gathered units; None: it is not known.
-        overlap: when reductions are waited for and gathers started in backward.
+        overlap: when gathers start, and reductions are waited for.
         keeps: keep gathered flats from forward to backward (`reshard_after_forward=False`).
         last: whether no other pass will give gradients to the same reduction.
     """
@@ -224,7 +224,8 @@ class Pass:
         for index, unit in enumerate(layout.units):
             self._units.append(UnitInPass(index, unit, layout.contents[index], flats[index]))
         by_name = {unit.name: unit.flats for unit in self._units}
-        self.following = (PrefetchOrder() if order is None else order).follow(by_name)
+        order = PrefetchOrder() if order is None else order
+        self.following = order.follow(by_name, overlap.distance)
         self._staying = []  # resident flats (num_pieces * piece,), in the dtype they are used in
         for own in flats:
             if not own.transient:

@@ -98,7 +98,8 @@ def shard(
         overlap: of communication and backward. "memory": a unit's gradients are reduced, and the
             next unit is gathered, while the rest of the unit after them runs. "time": each has a
             whole unit's backward to hide behind, as GPUs want it, and up to two units' gradients
-            are being reduced at a time. Results are the same to the bit.
+            are being reduced at a time. Or a `runtime.prefetch.Overlap` of your own. Results are
+            the same to the bit.
         reduction: how a bucket's gradients are summed over ranks, an object with the methods of
             `runtime.reduce.Reduction`. The tensors that it keeps between steps are in
             `State.parts`. None: gradients are summed as they are.

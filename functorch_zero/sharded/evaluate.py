@@ -54,7 +54,8 @@ class ShardedEvalStep:
             if self.unsharded.params is not None:
                 flats = self._chosen_flats(state, layout, flats)
             units = make_unit_flats(flats, layout, axes, log, gather)
-            run = Pass(layout, units, None, device=device, order=self.order)
+            overlap = self.options.overlap
+            run = Pass(layout, units, None, device=device, order=self.order, overlap=overlap)
             with replayed(state.seed, state.step, axes.data.rank, device):
                 params = run.lazy_params()
                 with in_a_loss():

@@ -49,7 +49,7 @@ class Options:
     sync_buffers: SyncBuffers
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None = None  # None: as the level's row says
-    overlap: OverlapChoice = "memory"
+    overlap: Overlap = Overlap.memory
     reduction: Reduction = SUMMED
     gather: Gather = UNENCODED
     state_storage: StateStorage | None = None
@@ -64,7 +64,7 @@ class Options:
             "ranks of the shard axis": self.axes.shard.size,
             "axes of the same data": self.axes.of_same_data,
             "state_axes": "both" if self.axes.both else "shard",
-            "overlap": self.overlap,
+            "overlap": str(self.overlap),
             **self.seams,
         }
 
@@ -140,8 +140,8 @@ class Options:
 
 ReduceGradients = Literal["every_microbatch", "once"]
 StateAxes = Literal["shard", "both"]
-OverlapChoice = Literal["memory", "time"]
-OVERLAPS: dict[OverlapChoice, Overlap] = {"memory": Overlap.memory, "time": Overlap.time}
+OverlapChoice = Literal["memory", "time"] | Overlap
+OVERLAPS: dict[str, Overlap] = {"memory": Overlap.memory, "time": Overlap.time}
 
 
 def check_reduce_gradients(value: Any, levels: Levels) -> ReduceGradients | None:
@@ -165,11 +165,13 @@ def check_state_axes(value: Any) -> StateAxes:
     return value  # type: ignore[no-any-return]
 
 
-def check_overlap(value: Any) -> OverlapChoice:
-    """The choice, if it is one."""
+def check_overlap(value: Any) -> Overlap:
+    """The choice of that name, or an `Overlap` as it is."""
+    if isinstance(value, Overlap):
+        return value
     if value not in OVERLAPS:
-        raise ValueError(f"overlap must be one of {(*OVERLAPS,)}, got {value!r}")
-    return value  # type: ignore[no-any-return]
+        raise ValueError(f"overlap must be one of {(*OVERLAPS,)} or an Overlap, got {value!r}")
+    return OVERLAPS[value]
 
 
 def check_reduction(value: Any, *, loss_scale: bool) -> Reduction:

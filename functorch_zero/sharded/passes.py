@@ -16,7 +16,7 @@ from ..runtime.unit import Pass
 from ..step.loss import Outcome, independent
 from ..tree import PyTree
 from .grad_mean import LossSeed
-from .options import OVERLAPS, Options
+from .options import Options
 from .params import make_unit_flats
 
 
@@ -56,7 +56,7 @@ def run_pass(
         reduction,
         device=device,
         order=order,
-        overlap=OVERLAPS[options.overlap],
+        overlap=options.overlap,
         keeps=not options.reshard_after_forward,
         last=last,
     )

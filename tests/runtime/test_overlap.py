@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -19,9 +19,10 @@ from functorch_zero.errors import MismatchError
 from functorch_zero.groups import Call, CountingGroup, LabelledGroup, Work, counted, run_ranks
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.planning.api import plan
-from functorch_zero.runtime.prefetch import PrefetchOrder
+from functorch_zero.runtime.prefetch import Overlap, PrefetchOrder
 from functorch_zero.runtime.unit import Pass
 from functorch_zero.sharded.api import shard
+from functorch_zero.sharded.options import check_overlap
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from tests.compare import Run, train_sharded
@@ -101,15 +102,11 @@ class Noted:
         self._brought = None
 
 
-def warm_step(
-    group: Any, make: Any = Narrowing, order: PrefetchOrder | None = None, **options: Any
-) -> Callable[[], Any]:
+def warm_step(group: Any, make: Any = Narrowing, **options: Any) -> Callable[[], Any]:
     """A step of level 3 whose order of units is known, to be called; two have been run."""
     apply, params, buffers = build(make, units=Halves)
     loss_fn = lambda p, b, x: apply(p, b, x)[0].square().mean()
     step = shard(train_step(loss_fn, optim.sgd(0.1)), level=3, group=group, **options)
-    if order is not None:
-        step.order = order
     state, x = step.init(params, buffers), torch.ones(2, WIDTHS[0], dtype=torch.float64)
     for _ in range(2):
         state, _ = step(state, x)
@@ -185,7 +182,7 @@ def collectives(calls: Sequence[Call]) -> list[tuple[str, int]]:
 def test_gathers_start_so_many_units_ahead(distance: int, expected: str) -> None:
     """g2 is unit 2's gather, r2 its reduction. Unit 3 stays from forward to backward."""
     group = CountingGroup(2)
-    step = warm_step(group, order=PrefetchOrder(distance))
+    step = warm_step(group, overlap=replace(Overlap.memory, distance=distance))
     group.reset()
     step()
     short = {"all_gather": "g", "reduce_scatter": "r"}
@@ -195,13 +192,13 @@ def test_gathers_start_so_many_units_ahead(distance: int, expected: str) -> None
 
 def test_a_distance_is_at_least_one() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        PrefetchOrder(0)
+        replace(Overlap.memory, distance=0)
 
 
 def test_an_order_is_followed_as_far_as_it_is_common() -> None:
-    order, flats = PrefetchOrder(distance=2), {name: object() for name in "abc"}
+    order, flats = PrefetchOrder(), {name: object() for name in "abc"}
     order.record(["a", "b", "gone", "c"])
-    following = order.follow(flats)  # type: ignore[arg-type]
+    following = order.follow(flats, distance=2)  # type: ignore[arg-type]
     assert following.expected == "a" and following.ahead == [flats["a"], flats["b"]]
     following.add("a")
     assert following.expected == "b" and following.ahead == [flats["b"]]
@@ -311,12 +308,10 @@ def test_no_other_choice() -> None:
 
 
 @pytest.fixture(params=[("memory", 2), ("time", 1), ("time", 3)], ids=str)
-def early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of `shard`, and a distance of prefetch, other than the usual ones."""
+def early(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Another overlap than the usual one, and another distance of prefetch."""
     overlap, distance = request.param
-    order = partial(PrefetchOrder, distance)
-    monkeypatch.setattr("functorch_zero.sharded.train.PrefetchOrder", order)
-    return {"overlap": overlap}
+    return {"overlap": replace(check_overlap(overlap), distance=distance)}
 
 
 def test_a_rank_whose_loss_passes_units_by(early: dict[str, Any]) -> None:

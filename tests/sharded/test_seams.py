@@ -20,7 +20,7 @@ import functorch_zero as fz
 from functorch_zero import checkpoint, optim
 from functorch_zero._torch_private import storage_id
 from functorch_zero.errors import MismatchError, StructureError
-from functorch_zero.groups import CountingGroup, HybridGroup, counted, run_ranks
+from functorch_zero.groups import CountingGroup, HybridGroup, Then, counted, run_ranks
 from functorch_zero.runtime.reduce import Carried, Kept
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
 from tests.sharded.test_processes import on_processes
@@ -67,18 +67,6 @@ def sums_of_grads(batches: list[Tensor]) -> dict[str, Tensor]:
 # A reduction that keeps an error between steps
 
 
-class Arriving:
-    """Rounded pieces on their way, summed in the gradients' dtype when they are here."""
-
-    def __init__(self, work: Any, arrived: Tensor, result: Tensor):
-        self._work, self._arrived, self._result = work, arrived, result
-
-    def wait(self) -> None:
-        self._work.wait()
-        arrived = self._arrived.view(-1, self._result.numel())
-        torch.sum(arrived.to(self._result.dtype), 0, out=self._result)
-
-
 @dataclass(frozen=True)
 class Rounded:
     """Sends gradients rounded, and adds what that has cost to the next ones (error feedback)."""
@@ -100,7 +88,11 @@ class Rounded:
         arrived, sizes = torch.empty_like(sent), [size] * group.size
         work = group.all_to_all(arrived, sizes, sent, sizes)
         result = flat.new_empty(size)
-        return result, Arriving(work, arrived, result), new
+
+        def add_up() -> None:
+            torch.sum(arrived.view(-1, size).to(flat.dtype), 0, out=result)
+
+        return result, Then(work, add_up), new
 
 
 ROUNDED = Rounded(torch.bfloat16)
