@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import buffers_dict, params_dict
+from .._torch_private import buffers_dict, params_dict, without_torch_function
 from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Precision
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import check_options
 from .copying import copy_module, without_values
-from .lazy_param import LazyParam
 from .skeleton import Anatomy, Skeleton
 from .slots import Slot
 from .units import Units, choose_modules, find_units
@@ -74,19 +73,18 @@ class Apply:
 
     def _check_shapes(self, params: Mapping[str, Any]) -> None:
         """Raise, naming the first leaf whose shape is not the model's."""
-        kinds = {type(leaf) for leaf in params.values()}
-        if kinds == {LazyParam}:
-            return  # which a step makes in the shapes of whole leaves
+        with without_torch_function():  # a lazy parameter has the shape of its whole leaf
+            shapes = {path: leaf.shape for path, leaf in params.items()}
         for path, shape in self._shapes.items():
-            if params[path].shape != shape:
+            if shapes[path] != shape:
                 raise StructureError(
                     explain(
                         "params don't fit the model",
                         path=path,
                         expected=tuple(shape),
-                        got=tuple(params[path].shape),
-                        remedy="inside a sharded step pass the params the loss was given, not the "
-                        "state's pieces",
+                        got=tuple(shapes[path]),
+                        remedy="pass params of this model; inside a sharded step those that the "
+                        "loss was given, not the state's pieces",
                     )
                 )
 

@@ -43,8 +43,9 @@ JITTERED_RUNS = 4  # of the unsharded step, to see how far round-off carries
 ROUND_OFF = 10
 
 HINT = (
-    "If the loss of a batch is not the mean of its parts' losses (BatchNorm, dropout, a sum "
-    "instead of a mean), compare with per_rank=True."
+    "If the loss is a sum over the batch, make it a mean: a sharded step returns the mean over "
+    "ranks. If it couples the samples of a batch (BatchNorm) or draws random numbers (dropout), "
+    "compare with per_rank=True."
 )
 AMPLIFIED = (
     "Round-off makes a difference of this size in the unsharded step too: model or optimizer "
@@ -104,6 +105,8 @@ def assert_sharded_equals_unsharded(
 
     Raises:
         AssertionError: naming the first leaf, step, level and ranks that differ, and by how much.
+        ProvesNothing: an AssertionError, too: nothing would be compared, or a trained leaf doesn't
+            move.
         ValueError: a batch can't be split so that the comparison would be fair.
 
     >>> from functorch_zero import optim
@@ -114,6 +117,9 @@ def assert_sharded_equals_unsharded(
     >>> params = {"w": torch.zeros(5, dtype=torch.float64, requires_grad=True)}
     >>> assert_sharded_equals_unsharded(step, params, {}, [torch.arange(30.0).view(6, 5)] * 2)
     """
+    for name, given in (("batches", batches), ("levels", levels), ("ranks", ranks)):
+        if not given:
+            raise ProvesNothing(f"{name} is empty: nothing would be compared")
     equality = as_equality(grade)
     oracle = _Oracle(step, Start(params, buffers, seed), batches, sync_buffers, per_rank)
     for num_ranks in ranks:

@@ -587,6 +587,21 @@ def test_a_parameter_tree_that_does_not_match(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_params_of_another_model(level: int) -> None:
+    """Each would work in the model's place, and an unsharded step refuses them."""
+
+    def run(group: Any) -> None:
+        apply, _, _ = functionalize(nn.Linear(7, 3))
+        _, params, _ = functionalize(nn.Linear(7, 4))
+        step = train_step(lambda p, b, x: apply(p, b, x)[0].sum(), optim.sgd(0.1))
+        sharded = shard(step, level=level, group=group)
+        sharded(sharded.init(params), torch.ones(2, 7))
+
+    message = r"params don't fit the model: path weight, expected \(3, 7\), got \(4, 7\).*Remedy"
+    fails_everywhere(run, StructureError, message)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_falsely_tagged_transform(level: int) -> None:
     lying = optim.pointwise(lambda p: (), lambda u, s, p: (tree_map(lambda x: x / x.norm(), u), s))
 

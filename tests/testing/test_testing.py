@@ -271,6 +271,14 @@ def test_an_optimizer_that_does_nothing_proves_nothing() -> None:
         assert_sharded_equals_unsharded(*linear_step(optim.set_to_zero()))
 
 
+@pytest.mark.parametrize("nothing", [{"batches": []}, {"levels": ()}, {"ranks": ()}])
+def test_no_runs_prove_nothing(nothing: dict[str, Any]) -> None:
+    step, params, buffers, batches = linear_step(optim.sgd(0.1))
+    options = {"batches": batches, **nothing}
+    with pytest.raises(testing.ProvesNothing, match=f"{next(iter(nothing))} is empty"):
+        assert_sharded_equals_unsharded(step, params, buffers, **options)
+
+
 def test_a_sum_for_a_loss_fails_with_a_hint() -> None:
     step, start, _, batches = linear_step(optim.sgd(0.01))
     summed = train_step(
@@ -278,7 +286,7 @@ def test_a_sum_for_a_loss_fails_with_a_hint() -> None:
     )
     with pytest.raises(AssertionError, match="updates differ") as caught:
         assert_sharded_equals_unsharded(summed, start, {}, batches, ranks=(2,))
-    assert any("per_rank=True" in note for note in caught.value.__notes__)
+    assert any("make it a mean" in note for note in caught.value.__notes__)
     assert_sharded_equals_unsharded(summed, start, {}, batches, ranks=(2,), per_rank=True)
 
 
