@@ -23,8 +23,10 @@ from torch import Tensor
 from .arithmetic import Number, number
 from .naming import named
 
-Count = Tensor | int
-Schedule = Callable[[Count], Any]
+Count = Tensor | int  # the number of steps before this one; a Tensor is 0-d int64
+Schedule = Callable[
+    [Count], Any
+]  # of ours; the Schedule of `base`, anyone's, is given tensors only
 
 
 # Shapes: functions of `gone`, the share of a stretch's steps that are gone, 0-d float64, 0 to 1
@@ -93,7 +95,10 @@ def polynomial_schedule(
 def linear_schedule(
     init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
-    """From `init_value` to `end_value` along a line, then `end_value`."""
+    """From `init_value` to `end_value` along a line, then `end_value`.
+
+    Arguments: see `polynomial_schedule`.
+    """
     return polynomial_schedule(init_value, end_value, 1.0, transition_steps, transition_begin)
 
 
@@ -184,7 +189,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
 @named
 def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
-    """A linear warm-up from `init_value`, then `peak_value`; without steps, `peak_value`."""
+    """A linear warm-up from `init_value` in `warmup_steps`, then `peak_value`; without a warm-up,
+    `peak_value` from the first step."""
     if warmup_steps <= 0:
         return constant_schedule(peak_value)
     return linear_schedule(init_value, peak_value, warmup_steps)
@@ -226,7 +232,14 @@ def warmup_exponential_decay_schedule(
     staircase: bool = False,
     end_value: float | None = None,
 ) -> Schedule:
-    """A linear warm-up, then `exponential_decay`, whose arguments the last five are."""
+    """A linear warm-up, then an exponential decay.
+
+    Args:
+        init_value: the first value.
+        peak_value: the value after the warm-up.
+        warmup_steps: steps of the warm-up; those of the decay are counted from its end. Others: see
+            `exponential_decay`.
+    """
     warmup = linear_schedule(init_value, peak_value, warmup_steps)
     decay = exponential_decay(
         peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value
@@ -291,7 +304,10 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
 def piecewise_constant_schedule(
     init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
 ) -> Schedule:
-    """`init_value`, multiplied by a scale from each boundary on."""
+    """`init_value`, multiplied by a scale from each boundary on.
+
+    Arguments: see `piecewise_interpolate_schedule`.
+    """
     return piecewise_interpolate_schedule("constant", init_value, boundaries_and_scales)
 
 
@@ -304,8 +320,8 @@ def piecewise_interpolate_schedule(
     """From value to value between boundaries.
 
     Args:
-        interpolate_type: "linear" or "cosine" between boundaries; "constant" until the boundary has
-            been passed.
+        interpolate_type: "linear" or "cosine" between boundaries; "constant" up to each boundary,
+            with a jump there.
         init_value: the value at step 0.
         boundaries_and_scales: at each boundary, the factor on the value before.
     """
@@ -359,8 +375,10 @@ def cosine_onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """One cycle of cosines: up, and down to almost nothing (Smith and Topin, 2018). Arguments: as
-    the linear one's."""
+    """One cycle of cosines: up, and down to almost nothing (Smith and Topin, 2018).
+
+    Arguments: see `linear_onecycle_schedule`.
+    """
     peak = int(pct_start * transition_steps)
     scales = {peak: div_factor, transition_steps: 1 / (div_factor * final_div_factor)}
     return piecewise_interpolate_schedule("cosine", peak_value / div_factor, scales)

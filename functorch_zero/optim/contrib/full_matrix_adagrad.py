@@ -216,6 +216,7 @@ def full_matrix_adagrad(
     """
     rescale = scale_by_full_matrix_adagrad_tree if whole_tree else scale_by_full_matrix_adagrad
     return chain(
+        # There for a decay of 0, too: paths in checkpoint files count it
         add_decayed_weights(weight_decay),
         rescale(eps, limit=limit),
         scale_by_learning_rate(learning_rate),

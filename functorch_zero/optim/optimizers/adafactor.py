@@ -27,7 +27,7 @@ from ..wrappers.masking import Mask
 Shape = tuple[int, ...]
 # From a full shape to the numbers of the dims that count as rows and as columns; None: not factored
 FactoredDims = Callable[[Shape], tuple[int, int] | None]
-ROWS, COLS = 0, 1  # positions in what a FactoredDims returns
+ROWS, COLS = 0, 1  # positions in the answer of a FactoredDims
 
 
 def largest_dims(min_dim_size_to_factor: int) -> FactoredDims:
@@ -37,7 +37,8 @@ def largest_dims(min_dim_size_to_factor: int) -> FactoredDims:
     """
 
     def dims(shape: Shape) -> tuple[int, int] | None:
-        by_size = sorted(range(len(shape)), key=lambda d: shape[d])  # of equal dims the later
+        # The sort is stable: of equal dims the later counts as larger
+        by_size = sorted(range(len(shape)), key=lambda d: shape[d])
         if len(shape) < 2 or shape[by_size[-2]] < min_dim_size_to_factor:
             return None
         return by_size[-2], by_size[-1]
@@ -194,7 +195,7 @@ def scale_by_factored_rms(
 
         weight = (t - step_offset)**-decay_rate
         v_row, v_col = means over COLS and ROWS of g**2 + epsilon, each new one with that weight
-        update = g / sqrt(v_row / mean(v_row)) / sqrt(v_col)
+        update = g / sqrt(v_row / mean(v_row)) / sqrt(v_col)    (not factored: g / sqrt(v))
 
     Source: Shazeer and Stern, 2018 (1804.04235), Algorithm 4, in the variant of
     optax.scale_by_factored_rms: `epsilon` is added to the squared gradient, and the two largest
@@ -259,7 +260,7 @@ def scale_by_adafactor(
         update = rho * max(min_scale, rms(p)) * u / max(1, rms(u) / clipping_threshold)
 
     Source: Shazeer and Stern, 2018 (1804.04235), Algorithm 4; torch.optim.Adafactor's numerics.
-    `adafactor` has the arguments.
+    `adafactor` has the arguments, `step_offset` by the name of `decay_offset`.
 
     Needs: statistics, one all-reduce of the vectors, and one of two scalars per leaf, for the
     params' size and for the clipping. State: as `scale_by_factored_rms`.

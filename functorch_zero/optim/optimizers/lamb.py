@@ -33,7 +33,7 @@ def lamb(
     Needs: statistics, one all-reduce of two scalars per leaf. State: 2 tensors like params.
 
     Args:
-        learning_rate: the length of a leaf's step over that of the leaf; a number or a schedule.
+        learning_rate: the norm of a leaf's step over that of the leaf; a number or a schedule.
         weight_decay: decoupled from the moments, inside the trust ratio.
         mask: which leaves decay; None for all. Others: see `scale_by_adam`.
     """

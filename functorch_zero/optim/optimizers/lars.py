@@ -39,7 +39,8 @@ def lars(
         learning_rate: a number or a schedule. It stands inside the momentum.
         weight_decay: coupled: joins the gradient.
         weight_decay_mask: which leaves decay; None for all.
-        trust_coefficient: the length of a leaf's step over that of the leaf.
+        trust_coefficient: the norm of a leaf's step, before the learning rate, over that of the
+            leaf.
         eps: added to the gradient's norm.
         trust_ratio_mask: which leaves are scaled by the ratio; None for all. Norms and biases are
             often left out.

@@ -39,7 +39,7 @@ def scale_by_radam(
 
     Args:
         threshold: of rho, the second moment's degrees of freedom, up to which a step is the mean of
-            the gradients. Others: see `scale_by_adam`.
+            the gradients; 5 as in torch (the paper: 4). Others: see `scale_by_adam`.
     """
 
     def update(

@@ -120,7 +120,8 @@ def scale_by_soap(
         nu = b2 * nu + (1 - b2) * (L.T @ g @ R)**2
         u = (L.T @ mu @ R / (1 - b1**t)) / (sqrt(nu / (1 - b2**t)) + eps)
         update = L @ u @ R.T
-        left = shampoo_beta * left + (1 - shampoo_beta) * g @ g.T, and right of g.T @ g
+        left = shampoo_beta * left + (1 - shampoo_beta) * g @ g.T    (first step: left = g @ g.T)
+        right likewise, of g.T @ g
         L, R turn towards the eigenvectors of left, right
 
     Source: Vyas et al., 2024 (2409.11321), Algorithms 3 and 4. As in the authors' code the first

@@ -97,7 +97,7 @@ def ema(decay: Number, debias: bool = True) -> Transform:
             directions = elementwise(lambda m: m / correction, mean)
         else:
             # A copy: later parts may write over the updates, and the state must not follow.
-            directions = elementwise(torch.clone, mean)
+            directions = tree_map(torch.clone, mean)
         return directions, EmaState(count, mean)
 
     return pointwise(init, update)

@@ -161,8 +161,11 @@ def _check_labels(labels: PyTree[Any], params: Tree, known: Mapping[Any, Any]) -
 @named
 def freeze(mask: Mask) -> Transform:
     """Set the updates of the leaves where `mask` is true to zero, so that they stay as they are. As
-    optax.freeze."""
+    optax.freeze.
 
+    Args:
+        mask: a tree of bools, or a function `(path, leaf) -> bool`.
+    """
     label = labeller(mask)
 
     def update(
@@ -182,6 +185,10 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
     Learning rates per leaf, or falling from layer to layer: with `factors = {k: 0.8 ** (12 - k) for
     k in range(13)}` and labels that read the layer's number from the path. No communication; the
     state is a step count.
+
+    Args:
+        factors: by label; a schedule is given the number of steps before this one.
+        param_labels: a tree of labels, or a function `(path, leaf) -> label`.
 
     Raises:
         ValueError: a leaf's label names no factor.
