@@ -21,9 +21,9 @@ from ...errors import StructureError, explain
 from ...tree import PyTree, merge, paths, select
 from ..across import Across, Shape
 from ..arithmetic import Tree, on_leaf
-from ..base import EmptyState, Needs, Schedule, Transform, step_count, value_of
+from ..base import EmptyState, Needs, Schedule, Transform, value_of
 from ..naming import named
-from ..states import CountState
+from ..states import CountState, init_count
 
 Labels = PyTree[Any] | Callable[[str, Tensor], Any]
 Mask = PyTree[bool] | Callable[[str, Tensor], bool]
@@ -198,7 +198,7 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
 
     def init(params: Tree, across: Across) -> CountState:
         _check_labels(label(params, across), params, factors)
-        return CountState(step_count())
+        return init_count(params)
 
     def update(
         updates: Tree, state: CountState, params: Tree, across: Across

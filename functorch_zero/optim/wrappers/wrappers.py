@@ -29,7 +29,7 @@ from ..base import (
     value_of,
 )
 from ..naming import named
-from ..states import find_states
+from ..states import only_state
 
 InnerInit = Callable[[Tree], Any]
 InnerUpdate = Callable[[Tree, Any, Tree], tuple[Tree, Any]]
@@ -298,14 +298,12 @@ def ema_params(state: Any, params: Any = None) -> Any:
     rank's pieces.
 
     `params` is not needed: it is there so that this fits `eval_step(fn, params=optim.ema_params)`.
+
+    Raises:
+        ValueError: the state holds no params_ema, or several.
     """
-    found = find_states(state, ParamsEmaState)
-    if len(found) != 1:
-        raise ValueError(
-            f"expected one params_ema in this state, got {len(found)}. Remedy: read its state's "
-            "`ema`"
-        )
-    return found[0].ema
+    remedy = "read its state's `ema`"
+    return only_state(state, ParamsEmaState, made_by="params_ema", remedy=remedy).ema
 
 
 class SamState(NamedTuple):
