@@ -8,7 +8,7 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
-from ..across import Across, sum_dtype
+from ..across import Across, sum_dtype, widest_dtype
 from ..arithmetic import Number, Tree, elementwise
 from ..base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
 from ..naming import named
@@ -31,9 +31,7 @@ def scalar_for(params: Tree, value: float) -> Tensor:
     leaves = tree_leaves(params)
     if not leaves:
         return torch.full((), value, dtype=torch.float32, device="cpu")
-    dtype = sum_dtype(leaves[0].dtype)
-    for leaf in leaves:
-        dtype = torch.promote_types(dtype, sum_dtype(leaf.dtype))
+    dtype = sum_dtype(widest_dtype(leaves))
     return torch.full((), value, dtype=dtype, device=leaves[0].device)
 
 
