@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 def take_step(g: Tensor, state: FullMatrixState, eps: float) -> Step:
     """The direction of a flat gradient (n,), and the state after it."""
-    # A gradient that is not finite leaves the sum as it was: see Note [No answer].
+    # A gradient that is not finite leaves the sum as it was: see Note [No answer]
     outer = if_finite(torch.addr(state.outer, g, g), state.outer)
     return Step(solve_root(outer, g, eps), FullMatrixState(outer))
 

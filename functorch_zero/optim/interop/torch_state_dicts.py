@@ -29,7 +29,7 @@ from ..transforms.moments import ScaleByAdamState
 from ..transforms.momentum import TraceState
 from .frameworks import FromTorchState
 
-# Our fields that are like params, and torch's names for them.
+# Our fields that are like params, and torch's names for them
 _LIKE_PARAMS: dict[type[Any], dict[str, str]] = {
     CountState: {},
     ScaleByLearningRateState: {},

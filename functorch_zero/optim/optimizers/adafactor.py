@@ -133,7 +133,7 @@ def update_factors(
     def new_vector(extent: Extent, old: Tensor | None, total: Tensor | None) -> Tensor | None:
         if old is None or total is None:
             return None
-        # Of an empty leaf there is nothing to sum; any divisor but 0 will do.
+        # Of an empty leaf there is nothing to sum; any divisor but 0 will do
         num_summed = max(extent.numel, 1) // max(total.numel(), 1)
         return mix(old, total / num_summed)
 
@@ -168,7 +168,7 @@ def rows_over_mean(
         if row is None or chosen is None:
             return None
         rows, cols = chosen
-        # Without the COLS dim, those behind it have moved up by one.
+        # Without the COLS dim, those behind it have moved up by one
         rows_in_row = rows - 1 if rows > cols else rows
         mean = row.mean(rows_in_row, keepdim=True)
         return row / mean.clamp(min=floor(row))
@@ -276,7 +276,7 @@ def scale_by_adafactor(
     def direction(g: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
         estimate = r * c if r is not None and c is not None else v
         assert estimate is not None
-        # The clamp gives a new tensor, so the rest may be in place.
+        # The clamp gives a new tensor, so the rest may be in place
         return estimate.clamp(min=floor(g) ** 2).rsqrt_().mul_(g)
 
     def directions_of(updates: Tree, factors: Factors, across: Across) -> Tree:
@@ -294,7 +294,7 @@ def scale_by_adafactor(
 
     def sizes_of(params: Tree, directions: Tree, across: Across) -> Tree:
         """Per leaf 0-d: the direction's factor but for rho."""
-        # One all-reduce for both.
+        # One all-reduce for both
         param_norms, direction_norms = across.norm(params, directions)
         param_rms = block_rms(param_norms, across)
         direction_rms = block_rms(direction_norms, across)
@@ -405,7 +405,7 @@ def adafactor(
     if momentum is not None:
         parts.append(ema(momentum, debias=False))
     if not is_zero(weight_decay_rate):
-        # The learning rate is in the steps already, so the decay brings its own.
+        # The learning rate is in the steps already, so the decay brings its own
         decay = _product(weight_decay_rate, learning_rate)
         parts.append(add_decayed_weights(decay, weight_decay_mask))
     return chain(*parts, scale(-1.0))

@@ -76,7 +76,7 @@ def adagrad(
         parts.append(scale_by_schedule(lambda count: 1 / (1 + count * number(lr_decay))))
     return chain(
         *coupled_decay(weight_decay),
-        # A chain of its own, also of one part: paths in checkpoint files count its parts.
+        # A chain of its own, also of one part: paths in checkpoint files count its parts
         chain(*parts),
         scale_by_learning_rate(learning_rate),
     )

@@ -39,7 +39,7 @@ def lamb(
     """
     return chain(
         scale_by_adam(b1, b2, eps, eps_root),
-        # In front of the ratio: the decay counts in the norm of u.
+        # In front of the ratio: the decay counts in the norm of u
         add_decayed_weights(weight_decay, mask),
         scale_by_trust_ratio(),
         scale_by_learning_rate(learning_rate),

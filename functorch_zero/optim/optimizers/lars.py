@@ -51,7 +51,7 @@ def lars(
     return chain(
         add_decayed_weights(weight_decay, weight_decay_mask),
         ratio if trust_ratio_mask is None else masked(ratio, trust_ratio_mask),
-        # In front of the momentum, as in the paper: the sum keeps each step's own rate.
+        # In front of the momentum, as in the paper: the sum keeps each step's own rate
         scale_by_learning_rate(learning_rate),
         trace(momentum, nesterov),
     )

@@ -70,7 +70,7 @@ def ask(
     """
     m = len(s)
     newest_s, newest_y = s[-1], y[-1]
-    # In the order in which the answers are taken apart below.
+    # In the order in which the answers are taken apart below
     pairs = paired(s, g) + paired(y, g)
     pairs += paired(s, newest_y) + paired(y, newest_y) + paired(y, newest_s)
     pairs.append((g, g))
@@ -107,7 +107,7 @@ def two_loops(products: Products, scale: Tensor) -> Coefficients:
     s_y, y_y, s_g, y_g, _ = products
     m = len(s_g)
     curvature = s_y.diagonal()
-    # A pair without curvature has no part: its rho is 0.
+    # A pair without curvature has no part: its rho is 0
     rho = torch.where(curvature == 0, torch.zeros_like(curvature), 1 / curvature)
     # at[i] is 1 at i: adding a multiple of it sets one element of a new tensor, not of the old one
     at = torch.eye(m, dtype=rho.dtype, device=rho.device)
@@ -191,7 +191,7 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
         directions = elementwise(combine, updates, *s, *y)
         return directions, ScaleByLBFGSState(
             count=state.count + 1,
-            # Copies: a step may write over params and gradients where they lie.
+            # Copies: a step may write over params and gradients where they lie
             params=tree_map(torch.clone, params),
             updates=tree_map(torch.clone, updates),
             diff_params=s,

@@ -27,7 +27,7 @@ from ..wrappers.masking import Labels, partition
 from .adam import scale_by_adam
 
 # From https://kellerjordan.github.io/posts/muon/, as in torch.optim.Muon. The slope at zero is
-# large, so that small singular values grow fast; the price is that none converges to exactly 1.
+# large, so that small singular values grow fast; the price is that none converges to exactly 1
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 Scaling = Literal["original", "match_rms_adamw"]
@@ -156,10 +156,10 @@ def orthogonalize(
         return EmptyState()
 
     def update(updates: Tensor, state: EmptyState) -> tuple[Tensor, EmptyState]:
-        # The first dim counts leaves of one shape, each of which is a stack of `count` matrices.
+        # The first dim counts leaves of one shape, each of which is a stack of `count` matrices
         num_leaves, *shape = updates.shape
         count, rows, cols = view(tuple(shape))
-        # Half precisions run in float32 unless the user says otherwise.
+        # Half precisions run in float32 unless the user says otherwise
         dtype = ns_dtype or sum_dtype(updates.dtype)
         stack = updates.reshape(num_leaves * count, rows, cols).to(dtype)
         orthogonal = newton_schulz(stack, ns_coeffs, ns_steps, eps).to(updates.dtype)

@@ -106,18 +106,18 @@ def prodigy(
         d = state.estim_lr
         rate = rate_of(state, count)
 
-        # Adam's moments of d * g.
+        # Adam's moments of d * g
         scaled = elementwise(lambda g: g * d, updates)
         exp_avg = elementwise(lambda m, u: b1 * m + (1 - b1) * u, state.exp_avg, scaled)
         exp_avg_sq = elementwise(new_mean_of_squares, state.exp_avg_sq, scaled)
 
-        # The estimate's two sums, from one all-reduce.
+        # The estimate's two sums, from one all-reduce
         share = d * (d if safeguard_warmup else rate) / estim_lr0
         grad_sum = elementwise(lambda s, g: b3 * s + g * share, state.grad_sum, updates)
         away = tree_map(lambda g, first, p: g * (first - p), updates, state.params0, params)
         numerator, denominator = across.total(away, tree_map(torch.abs, grad_sum))
 
-        # The estimate never falls: the distance to the solution was at least that.
+        # The estimate never falls: the distance to the solution was at least that
         weighted = b3 * state.numerator_weighted + (d / estim_lr0) * rate * numerator
         weighted = weighted.to(d.dtype)
         estimate = torch.where(denominator > 0, estim_lr_coef * weighted / denominator, d)

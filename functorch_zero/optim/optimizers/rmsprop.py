@@ -98,7 +98,7 @@ def scale_by_stddev(
         return ScaleByStddevState(step_count(), mu, full_like(params, initial_scale))
 
     def variance(m: Tensor, v: Tensor) -> Tensor:
-        # Where gradients hardly vary, rounding may leave less than nothing.
+        # Where gradients hardly vary, rounding may leave less than nothing
         return torch.addcmul(v, m, m, value=-1).clamp(min=0)
 
     def update(
@@ -167,7 +167,7 @@ def rmsprop(
         parts.append(trace(momentum, nesterov))
     return chain(
         *coupled_decay(weight_decay),
-        # A chain of its own, also of one part: paths in checkpoint files count its parts.
+        # A chain of its own, also of one part: paths in checkpoint files count its parts
         chain(*parts),
         scale_by_learning_rate(learning_rate),
     )

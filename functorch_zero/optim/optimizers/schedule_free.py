@@ -177,7 +177,7 @@ def schedule_free_adamw(
         weight_decay: decoupled, times the learning rate: per step. Others: see `schedule_free_sgd`.
     """
     rate = _warmed(learning_rate, warmup_steps)
-    # Adam without its mean of the gradients: the average takes that part.
+    # Adam without its mean of the gradients: the average takes that part
     descent = chain(
         scale_by_rms(b2, eps, bias_correction=True),
         add_decayed_weights(weight_decay),

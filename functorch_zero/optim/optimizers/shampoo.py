@@ -178,7 +178,7 @@ def scale_by_shampoo(
 
     def new_side(old: Side, outer: Tensor, p: int, count: Tensor) -> Side:
         """A side one step on; its root is the inverse p-th one."""
-        # A gradient that is not finite leaves the statistic as it was: see Note [No answer].
+        # A gradient that is not finite leaves the statistic as it was: see Note [No answer]
         mixed = if_finite(b2 * old.outer + share * outer, old.outer)
         if not is_due(count, precondition_frequency):
             return Side(mixed, old.root)
@@ -207,7 +207,7 @@ def scale_by_shampoo(
             blocks.append(sides)
         squares = state.graft
         if graft is not None:
-            # The norm is the whole leaf's, so that blocks keep their proportions.
+            # The norm is the whole leaf's, so that blocks keep their proportions
             step, squares = graft_step(
                 graft, g.reshape(shape), squares, state.count, graft_b2, graft_eps
             )
