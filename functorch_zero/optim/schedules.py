@@ -143,7 +143,9 @@ def exponential_decay(
 def cosine_decay_schedule(
     init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0
 ) -> Schedule:
-    """From `init_value` to `alpha * init_value` along half a cosine (Loshchilov and Hutter, 2017).
+    """From `init_value` to `alpha * init_value` along half a cosine.
+
+    Source: Loshchilov and Hutter, 2017 (1608.03983), equation 5; optax.cosine_decay_schedule.
 
     Args:
         init_value: the first value.
@@ -257,7 +259,9 @@ def warmup_stable_decay_schedule(
     end_value: float = 0.0,
     shape: str = "linear",
 ) -> Schedule:
-    """A linear warm-up, a plateau, then a decay (Hägele et al., 2024). optax has no such name.
+    """A linear warm-up, a plateau, then a decay.
+
+    Source: Hägele et al., 2024 (2405.18392). optax has no such name.
 
     Args:
         init_value: the first value.
@@ -288,7 +292,9 @@ def warmup_stable_decay_schedule(
 
 @named
 def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
-    """Cosines with warm-ups, one after the other: warm restarts (Loshchilov and Hutter, 2017).
+    """Cosines with warm-ups, one after the other: warm restarts.
+
+    Source: Loshchilov and Hutter, 2017 (1608.03983); optax.sgdr_schedule.
 
     Args:
         cosine_kwargs: for each cycle, the arguments of `warmup_cosine_decay_schedule`; its
@@ -333,11 +339,12 @@ def piecewise_interpolate_schedule(
     def schedule(count: Count) -> Tensor:
         now = number(count)
         value = number(init_value)
-        start, last = 0, init_value  # of the stretch before a boundary
+        start, start_value = 0, init_value  # of the stretch that ends at a boundary
         for boundary, factor in scales.items():
+            end_value = start_value * factor
             gone = ((now - start) / max(boundary - start, 1)).clamp(0, 1)
-            value = value + (last * factor - last) * rising(gone)
-            start, last = boundary, last * factor
+            value = value + (end_value - start_value) * rising(gone)
+            start, start_value = boundary, end_value
         return value
 
     return schedule
@@ -352,7 +359,9 @@ def linear_onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """One cycle of lines: up, down, and down to almost nothing (Smith and Topin, 2018).
+    """One cycle of lines: up, down, and down to almost nothing.
+
+    Source: Smith and Topin, 2018 (1708.07120); optax.linear_onecycle_schedule.
 
     Args:
         transition_steps: steps in all.
@@ -375,7 +384,9 @@ def cosine_onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """One cycle of cosines: up, and down to almost nothing (Smith and Topin, 2018).
+    """One cycle of cosines: up, and down to almost nothing.
+
+    Source: Smith and Topin, 2018 (1708.07120); optax.cosine_onecycle_schedule.
 
     Arguments: see `linear_onecycle_schedule`.
     """

@@ -224,8 +224,9 @@ class LookaheadState(NamedTuple):
 
 @named
 def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Number) -> Transform:
-    """Let slow params follow fast ones: every `sync_period` steps both meet (Zhang et al., 2019,
-    Algorithm 1).
+    """Let slow params follow fast ones: every `sync_period` steps both meet.
+
+    Source: Zhang et al., 2019 (1907.08610), Algorithm 1.
 
     Unlike optax.lookahead it takes plain params, which are the fast ones. It must come last, after
     the learning rate. State: 1 tensor like params, and that of the fast optimizer. No communication
@@ -316,8 +317,9 @@ class SamState(NamedTuple):
 
 @named
 def sam(inner: Transform, rho: Number = 0.05) -> Transform:
-    """Sharpness-aware minimisation (Foret et al., 2021): descend by the gradient at the worst point
-    near by.
+    """Sharpness-aware minimisation: descend by the gradient at the worst point near by.
+
+    Source: Foret et al., 2021 (2010.01412), Algorithm 1.
 
     A step sees one gradient, so two steps make one, as in optax.contrib.sam: the first moves the
     params by `rho * g / norm(g)`, the second takes the gradient there, goes back, and applies
