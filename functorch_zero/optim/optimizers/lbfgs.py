@@ -56,7 +56,7 @@ def paired(trees: tuple[Tree, ...], other: Tree) -> list[tuple[Tree, Tree]]:
     return [(tree, other) for tree in trees]
 
 
-def ask(
+def inner_products(
     across: Across, state: ScaleByLBFGSState, s: tuple[Tree, ...], y: tuple[Tree, ...], g: Tree
 ) -> Products:
     """The inner products of a history whose newest pair is new. See Note [Recursion on numbers].
@@ -179,7 +179,7 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
 
         s = (*state.diff_params[1:], tree_map(change, params, state.params))
         y = (*state.diff_updates[1:], tree_map(change, updates, state.updates))
-        products = ask(across, state, s, y, updates)
+        products = inner_products(across, state, s, y, updates)
         of_g, of_s, of_y = two_loops(products, init_scale(products, first))
 
         def combine(g: Tensor, *history: Tensor) -> Tensor:
