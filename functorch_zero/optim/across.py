@@ -194,8 +194,13 @@ class Across(ABC):
 
     @abstractmethod
     def keep(self, state: Any, *passing: Tree) -> Any:
-        """A state to be kept: leaves that lie in the storage of updates or params, which may be
-        overwritten, copied."""
+        """A state to be kept: its leaves that lie in the storage of `passing`, copied.
+
+        Args:
+            state: the new one, of a part of a chain.
+            passing: the part's updates, before and after it, and params. Later parts may overwrite
+                their storage.
+        """
 
     # Primitives of the questions: at most one collective per call
 

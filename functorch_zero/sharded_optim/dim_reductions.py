@@ -76,6 +76,9 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
 
     Args:
         piece: (extent.num_here,)
+        extent: where the piece lies in its leaf.
+        dims: of the leaf, in order; may be none or all.
+        op: "sum" or "max".
 
     Returns:
         A tensor of the full reduced shape, the same on all ranks: 0 or -inf where none of the

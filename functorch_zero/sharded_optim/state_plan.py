@@ -91,6 +91,7 @@ class Planner(Local):
     Args:
         numbers: a tree of leaves' numbers in the layout.
         extents: of the whole leaves, in the same structure.
+        num_ranks: over which the owners of whole leaves are chosen.
         whole: the numbers of leaves that are not cut.
 
     Attributes:
