@@ -15,7 +15,7 @@ from ..naming import named
 
 
 class ProdigyState(NamedTuple):
-    """Adam's moments of `estim_lr` times the gradients, and what the estimate is made of."""
+    """Adam's moments of `estim_lr` times the gradients, and the parts of the estimate."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     exp_avg: Any  # like params: running mean of the scaled gradients

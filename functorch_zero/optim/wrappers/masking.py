@@ -2,7 +2,7 @@
 
 Masks and labels are trees shaped like params (or a prefix of it), or a function `(path, leaf)`. The
 function's `leaf` is a meta tensor with the leaf's whole shape and dtype, also where only a piece of
-it is held, so a decision by shape is the same on every rank. Leaves that are None are in no one's
+it is held. So a decision by shape is the same on every rank. Leaves that are None are in no one's
 part.
 """
 

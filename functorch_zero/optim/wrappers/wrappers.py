@@ -3,8 +3,8 @@ tensor as its inside.
 
 `masked`, `partition` and `freeze` are in `masking`; `inject_hyperparams` is in `hyperparams`.
 
-Note: a sharded step that donates lets an inner update overwrite the updates and the state it is
-given, so no wrapper looks at either after its inside has run.
+Note: in a sharded step that donates, an inner update may overwrite the updates and the state that
+it is given. So no wrapper looks at either after its inside has run.
 """
 
 from __future__ import annotations
