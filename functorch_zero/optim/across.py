@@ -194,8 +194,13 @@ class Across(ABC):
 
     @abstractmethod
     def keep(self, state: Any, *passing: Tree) -> Any:
-        """A state to be kept: leaves that lie in the storage of updates or params, which may be
-        overwritten, copied."""
+        """A state to be kept: its leaves that lie in the storage of `passing`, copied.
+
+        Args:
+            state: the new one, of a part of a chain.
+            passing: the part's updates, before and after it, and params. Later parts may overwrite
+                their storage.
+        """
 
     # Primitives of the questions: at most one collective per call
 
@@ -286,6 +291,16 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
+def reduced_dtype(dtype: torch.dtype, op: DimOp) -> torch.dtype:
+    """The dtype of sums, or of maxima, over tensors of this one."""
+    return sum_dtype(dtype) if op == "sum" else dtype
+
+
+def widest_dtype(tensors: Iterable[Tensor], least: torch.dtype = torch.bool) -> torch.dtype:
+    """The dtype to which torch promotes the tensors' together, `least` among them."""
+    return functools.reduce(torch.promote_types, [x.dtype for x in tensors], least)
+
+
 def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
     """All elements of a tensor in one, 0-d; the maximum of none is -inf."""
     if op == "max":
@@ -310,9 +325,7 @@ def total_of(sums: Sequence[Tensor]) -> Tensor:
     """The sum of 0-d tensors, added in order, in the widest of their dtypes."""
     if not sums:
         return torch.zeros(())
-    dtype = sums[0].dtype
-    for x in sums:
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = widest_dtype(sums)
     return torch.stack([x.to(dtype) for x in sums]).sum()
 
 
@@ -337,6 +350,11 @@ def dims_of(dim: Dim, shape: Shape) -> Shape | None:
 def without(shape: Shape, dims: Shape) -> Shape:
     """`shape` with `dims` gone: the shape of `sum_dim`'s answer."""
     return tuple(size for d, size in enumerate(shape) if d not in dims)
+
+
+def with_ones(shape: Shape, dims: Shape) -> Shape:
+    """`shape` with 1 for `dims`: in it an answer of `sum_dim` broadcasts to the leaf."""
+    return tuple(1 if d in dims else size for d, size in enumerate(shape))
 
 
 def state_elsewhere(part: WholeLeaf, leaf: Tensor, extent: Extent) -> Any:

@@ -31,6 +31,7 @@ from .across import (
     sum_dtype,
     sums_of,
     total_of,
+    with_ones,
     without,
 )
 
@@ -55,8 +56,7 @@ class Local(Across):
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def put_back(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
-            kept = [1 if d in dims else size for d, size in enumerate(extent.shape)]
-            return x.reshape(kept)  # of size 1 where summed, so that it broadcasts
+            return x.reshape(with_ones(extent.shape, dims))
 
         return self._per_leaf(put_back, tree, dim)
 

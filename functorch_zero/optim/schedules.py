@@ -23,8 +23,10 @@ from torch import Tensor
 from .arithmetic import Number, number
 from .naming import named
 
-Count = Tensor | int
-Schedule = Callable[[Count], Any]
+Count = Tensor | int  # the number of steps before this one; a Tensor is 0-d int64
+Schedule = Callable[
+    [Count], Any
+]  # of ours; the Schedule of `base`, anyone's, is given tensors only
 
 
 # Shapes: functions of `gone`, the share of a stretch's steps that are gone, 0-d float64, 0 to 1
@@ -93,7 +95,10 @@ def polynomial_schedule(
 def linear_schedule(
     init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
-    """From `init_value` to `end_value` along a line, then `end_value`."""
+    """From `init_value` to `end_value` along a line, then `end_value`.
+
+    Arguments: see `polynomial_schedule`.
+    """
     return polynomial_schedule(init_value, end_value, 1.0, transition_steps, transition_begin)
 
 
@@ -138,7 +143,9 @@ def exponential_decay(
 def cosine_decay_schedule(
     init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0
 ) -> Schedule:
-    """From `init_value` to `alpha * init_value` along half a cosine (Loshchilov and Hutter, 2017).
+    """From `init_value` to `alpha * init_value` along half a cosine.
+
+    Source: Loshchilov and Hutter, 2017 (1608.03983), equation 5; optax.cosine_decay_schedule.
 
     Args:
         init_value: the first value.
@@ -184,7 +191,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
 @named
 def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
-    """A linear warm-up from `init_value`, then `peak_value`; without steps, `peak_value`."""
+    """A linear warm-up from `init_value` in `warmup_steps`, then `peak_value`; without a warm-up,
+    `peak_value` from the first step."""
     if warmup_steps <= 0:
         return constant_schedule(peak_value)
     return linear_schedule(init_value, peak_value, warmup_steps)
@@ -226,7 +234,14 @@ def warmup_exponential_decay_schedule(
     staircase: bool = False,
     end_value: float | None = None,
 ) -> Schedule:
-    """A linear warm-up, then `exponential_decay`, whose arguments the last five are."""
+    """A linear warm-up, then an exponential decay.
+
+    Args:
+        init_value: the first value.
+        peak_value: the value after the warm-up.
+        warmup_steps: steps of the warm-up; those of the decay are counted from its end. Others: see
+            `exponential_decay`.
+    """
     warmup = linear_schedule(init_value, peak_value, warmup_steps)
     decay = exponential_decay(
         peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value
@@ -244,7 +259,9 @@ def warmup_stable_decay_schedule(
     end_value: float = 0.0,
     shape: str = "linear",
 ) -> Schedule:
-    """A linear warm-up, a plateau, then a decay (Hägele et al., 2024). optax has no such name.
+    """A linear warm-up, a plateau, then a decay.
+
+    Source: Hägele et al., 2024 (2405.18392). optax has no such name.
 
     Args:
         init_value: the first value.
@@ -275,7 +292,9 @@ def warmup_stable_decay_schedule(
 
 @named
 def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
-    """Cosines with warm-ups, one after the other: warm restarts (Loshchilov and Hutter, 2017).
+    """Cosines with warm-ups, one after the other: warm restarts.
+
+    Source: Loshchilov and Hutter, 2017 (1608.03983); optax.sgdr_schedule.
 
     Args:
         cosine_kwargs: for each cycle, the arguments of `warmup_cosine_decay_schedule`; its
@@ -291,7 +310,10 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
 def piecewise_constant_schedule(
     init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
 ) -> Schedule:
-    """`init_value`, multiplied by a scale from each boundary on."""
+    """`init_value`, multiplied by a scale from each boundary on.
+
+    Arguments: see `piecewise_interpolate_schedule`.
+    """
     return piecewise_interpolate_schedule("constant", init_value, boundaries_and_scales)
 
 
@@ -304,8 +326,8 @@ def piecewise_interpolate_schedule(
     """From value to value between boundaries.
 
     Args:
-        interpolate_type: "linear" or "cosine" between boundaries; "constant" until the boundary has
-            been passed.
+        interpolate_type: "linear" or "cosine" between boundaries; "constant" up to each boundary,
+            with a jump there.
         init_value: the value at step 0.
         boundaries_and_scales: at each boundary, the factor on the value before.
     """
@@ -317,11 +339,12 @@ def piecewise_interpolate_schedule(
     def schedule(count: Count) -> Tensor:
         now = number(count)
         value = number(init_value)
-        start, last = 0, init_value  # of the stretch before a boundary
+        start, start_value = 0, init_value  # of the stretch that ends at a boundary
         for boundary, factor in scales.items():
+            end_value = start_value * factor
             gone = ((now - start) / max(boundary - start, 1)).clamp(0, 1)
-            value = value + (last * factor - last) * rising(gone)
-            start, last = boundary, last * factor
+            value = value + (end_value - start_value) * rising(gone)
+            start, start_value = boundary, end_value
         return value
 
     return schedule
@@ -336,7 +359,9 @@ def linear_onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """One cycle of lines: up, down, and down to almost nothing (Smith and Topin, 2018).
+    """One cycle of lines: up, down, and down to almost nothing.
+
+    Source: Smith and Topin, 2018 (1708.07120); optax.linear_onecycle_schedule.
 
     Args:
         transition_steps: steps in all.
@@ -359,8 +384,12 @@ def cosine_onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """One cycle of cosines: up, and down to almost nothing (Smith and Topin, 2018). Arguments: as
-    the linear one's."""
+    """One cycle of cosines: up, and down to almost nothing.
+
+    Source: Smith and Topin, 2018 (1708.07120); optax.cosine_onecycle_schedule.
+
+    Arguments: see `linear_onecycle_schedule`.
+    """
     peak = int(pct_start * transition_steps)
     scales = {peak: div_factor, transition_steps: 1 / (div_factor * final_div_factor)}
     return piecewise_interpolate_schedule("cosine", peak_value / div_factor, scales)

@@ -74,6 +74,26 @@ def find_states(state: Any, kind: type[State]) -> list[State]:
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
+def only_state(state: Any, kind: type[State], *, made_by: str, remedy: str) -> State:
+    """The one state of a kind in an optimizer's state.
+
+    Args:
+        state: an optimizer's.
+        kind: of the state to find.
+        made_by: the transform that makes such states, for the error.
+        remedy: for the error.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    found = find_states(state, kind)
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one {made_by} in this state, got {len(found)}. Remedy: {remedy}"
+        )
+    return found[0]
+
+
 def replace_states(state: Any, kind: type[State], fn: Callable[[State], State]) -> Any:
     """`state` with `fn` of every state of one kind in it."""
 

@@ -34,6 +34,7 @@ from ..optim.across import (
     state_elsewhere,
     sums_of,
     total_of,
+    widest_dtype,
 )
 from ..optim.base import Transform
 from ..tree import PyTree, select, storages
@@ -72,6 +73,7 @@ class Sharded(Across):
         self._on_flats = PointwiseOnFlats(layout, mask, group.rank, donate=donate)
         self._numbers = self._on_flats.numbers
         self._exchange = Exchange(layout, self._numbers, group)
+        # What `select` made, by the numbers of the chosen leaves: each plans and remembers flats
         self._narrowed: dict[tuple[int, ...], Sharded] = {}
 
     def select(self, mask: PyTree[bool]) -> Sharded:
@@ -158,6 +160,8 @@ class Sharded(Across):
         """Reduce the leaves that are cut, of any shape and dtype, in one all-reduce.
 
         Args:
+            trees: this rank's shares.
+            op: of the all-reduce.
             cuts: for each leaf of all trees, whether it is cut; the others are answers already.
         """
         leaves, treedef = optree.tree_flatten(list(trees))
@@ -170,12 +174,10 @@ class Sharded(Across):
 
     def _all_reduce(self, values: list[Tensor], op: ReduceOp) -> list[Tensor]:
         """Reduce values of any shape and dtype, each to its own, packed in the widest dtype."""
-        dtype, device = values[0].dtype, values[0].device
-        for x in values:
-            dtype = torch.promote_types(dtype, x.dtype)
-            # Counts lie on the CPU; a group of GPUs takes no message from there
-            if device.type == "cpu":
-                device = x.device
+        dtype = widest_dtype(values)
+        # Counts lie on the CPU; a group of GPUs takes no message from there
+        elsewhere = (x.device for x in values if x.device.type != "cpu")
+        device = next(elsewhere, values[0].device)
         packed = torch.cat([x.reshape(-1).to(device, dtype) for x in values])
         self._group.all_reduce(packed, op).wait()
         reduced = []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..groups.protocol import ReduceOp
 from ..layout.extent import Box, Extent
-from ..optim.across import sum_dtype, without
+from ..optim.across import reduced_dtype, without
 
 
 class _Rows(NamedTuple):
@@ -76,12 +76,15 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
 
     Args:
         piece: (extent.num_here,)
+        extent: where the piece lies in its leaf.
+        dims: of the leaf, in order; may be none or all.
+        op: "sum" or "max".
 
     Returns:
         A tensor of the full reduced shape, the same on all ranks: 0 or -inf where none of the
         elements is here. Sums are in at least float32.
     """
-    dtype = sum_dtype(piece.dtype) if op == "sum" else piece.dtype
+    dtype = reduced_dtype(piece.dtype, op)
     identity = 0.0 if op == "sum" else -math.inf
     shape = without(extent.shape, dims)
     if extent.box is not None:

@@ -149,7 +149,9 @@ class PointwiseOnFlats:
         """Run a transform's kernel, which writes over params and state. Returns the next state.
 
         Args:
+            transform: one of which `fuses` is true.
             updates: the flat (piece,) of each group; donated, as are params and state.
+            state: leaf by leaf, as `init` made it.
             params: the flats (piece,) of the params, in the same order.
         """
         assert transform.fused is not None and transform.plain is not None

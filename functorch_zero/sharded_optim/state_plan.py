@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import TransformError
 from ..layout.extent import Extent
 from ..layout.layout import Layout
-from ..optim.across import Dim, DimOp, Owned, Question, Tree, WholeLeaf, sum_dtype, without
+from ..optim.across import Dim, DimOp, Owned, Question, Tree, WholeLeaf, reduced_dtype, without
 from ..optim.local import Local
 from ..tree import PyTree, select
 
@@ -91,6 +91,7 @@ class Planner(Local):
     Args:
         numbers: a tree of leaves' numbers in the layout.
         extents: of the whole leaves, in the same structure.
+        num_ranks: over which the owners of whole leaves are chosen.
         whole: the numbers of leaves that are not cut.
 
     Attributes:
@@ -119,8 +120,7 @@ class Planner(Local):
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         def reduced(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
-            dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
-            return x.new_empty(without(extent.shape, dims), dtype=dtype)
+            return x.new_empty(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
 
         return tuple(self._per_leaf(reduced, tree, dim) for tree, dim in questions)
 

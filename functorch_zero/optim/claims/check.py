@@ -239,10 +239,12 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
 
 
 def _must_equal(expected: Any, got: Any, story: str) -> None:
+    """Raise a `TransformError` that tells `story` unless two trees of tensors are equal."""
     alike = optree.tree_structure(expected) == optree.tree_structure(got)
     if alike:
         for x, y in zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=True):
-            same_bits = torch.equal(x.nan_to_num(), y.nan_to_num())
-            alike = alike and same_bits and x.dtype == y.dtype
+            # A NaN equals nothing, itself included
+            same_values = torch.equal(x.nan_to_num(), y.nan_to_num())
+            alike = alike and same_values and x.dtype == y.dtype
     if not alike:
         raise TransformError(f"{story}. Remedy: the same operators in the same order")

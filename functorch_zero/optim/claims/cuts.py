@@ -1,8 +1,8 @@
 """The cut test: a transform makes the same of whole leaves and of the same elements cut otherwise.
 
 On ranks a transform runs on 1-D pieces of leaves, and a pointwise one on any regrouping of them. So
-its own work, beside the answers of `across`, may depend on no shape, number of elements, position,
-path, order or number of leaves, nor on how often it has been called.
+its own work, beside the answers of `across`, may not depend on a leaf's shape, size, position or
+path. Nor may it depend on the leaves' order or number, or on how often it has been called.
 
 Note [later counters]: a transform that changes its ways at a later step, by a counter in its state,
 does as it should in the first steps. So the last step of a test is a late one: the counters in the

@@ -25,8 +25,9 @@ from ..across import (
     Refusing,
     Tree,
     WholeLeaf,
+    reduced_dtype,
     state_elsewhere,
-    sum_dtype,
+    with_ones,
     without,
 )
 from ..local import Local
@@ -95,8 +96,7 @@ class PretendedRank(Local):
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
-            dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
-            return x.new_ones(without(extent.shape, dims), dtype=dtype)
+            return x.new_ones(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
 
         with self._watch.paused():
             return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)
@@ -104,8 +104,7 @@ class PretendedRank(Local):
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def beside(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
             here = torch.arange(extent.start, extent.stop)
-            kept = [1 if d in dims else size for d, size in enumerate(extent.shape)]
-            full = x.reshape(kept).expand(extent.shape)
+            full = x.reshape(with_ones(extent.shape, dims)).expand(extent.shape)
             if full.ndim:
                 found = full[torch.unravel_index(here, full.shape)]
             else:

@@ -43,7 +43,7 @@ def scale_by_belief(
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
         nu = elementwise(new_nu, state.nu, updates, mu)
         new = ScaleByAdamState(state.count + 1, mu, nu)
-        # The root's shift is in `nu` already.
+        # The root's shift is in `nu` already
         return adam_directions(new, b1, b2, eps, 0.0), new
 
     return pointwise(init_moments, update)

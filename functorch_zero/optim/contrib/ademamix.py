@@ -65,7 +65,7 @@ def scale_by_ademamix(
         m1 = elementwise(lambda m, g: ema(m, g, b1), state.m1, updates)
         m2 = elementwise(lambda m, g: ema(m, g, slow_decay), state.m2, updates)
         nu = elementwise(lambda v, g: ema_of_squares(v, g, b2), state.nu, updates)
-        # The fast mean and nu began at zero, and lack these factors.
+        # The fast mean and nu began at zero, and lack these factors
         c1 = bias_correction(b1, count)
         c2 = bias_correction(b2, count)
         shift = uncorrected_shift(eps_root, c2)

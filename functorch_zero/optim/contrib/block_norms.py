@@ -37,7 +37,7 @@ def clip_by_block_rms(threshold: float | Schedule) -> Transform:
         limit = value_of(threshold, state.count)
 
         def clip(u: Tensor, rms: Tensor) -> Tensor:
-            # One factor per leaf, 0-d, the same on every rank.
+            # One factor per leaf, 0-d, the same on every rank
             return times(u, 1 / (rms / limit).clamp(min=1))
 
         clipped = tree_map(clip, updates, block_rms(across.norm(updates), across))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import TransformError, explain
 from ...layout.extent import Extent
 from ...tree import paths
-from ..across import Across, sum_dtype
+from ..across import Across, sum_dtype, widest_dtype
 from ..arithmetic import Number, Tree
 from ..base import Schedule, Transform, chain, with_whole_leaves, with_whole_tree
 from ..naming import named
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 def take_step(g: Tensor, state: FullMatrixState, eps: float) -> Step:
     """The direction of a flat gradient (n,), and the state after it."""
-    # A gradient that is not finite leaves the sum as it was: see Note [No answer].
+    # A gradient that is not finite leaves the sum as it was: see Note [No answer]
     outer = if_finite(torch.addr(state.outer, g, g), state.outer)
     return Step(solve_root(outer, g, eps), FullMatrixState(outer))
 
@@ -113,7 +113,7 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
         leaves = optree.tree_leaves(params)
         device = leaves[0].device if leaves else torch.device("cpu")
         num_elements = sum(leaf.numel() for leaf in leaves)
-        return first_state(num_elements, widest(leaves), device)
+        return first_state(num_elements, widest_dtype(leaves, torch.float32), device)
 
     def update(updates: Tree, state: FullMatrixState) -> tuple[Tree, FullMatrixState]:
         leaves, treedef = optree.tree_flatten(updates)
@@ -129,19 +129,11 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
 
     def check(params: Tree, across: Across) -> None:
         num_elements = sum(extent.numel for extent in optree.tree_leaves(across.extents))
-        dtype = widest(optree.tree_leaves(params))
+        dtype = widest_dtype(optree.tree_leaves(params), torch.float32)
         remedy = "use scale_by_full_matrix_adagrad, leaf by leaf"
         refuse_above(limit, num_elements, dtype, None, remedy)
 
     return checked(with_whole_tree(init, update, limit=limit), check)
-
-
-def widest(leaves: list[Tensor]) -> torch.dtype:
-    """The dtype that holds all leaves, at least float32."""
-    dtype = torch.float32
-    for leaf in leaves:
-        dtype = torch.promote_types(dtype, leaf.dtype)
-    return dtype
 
 
 def refuse_above(
@@ -216,6 +208,7 @@ def full_matrix_adagrad(
     """
     rescale = scale_by_full_matrix_adagrad_tree if whole_tree else scale_by_full_matrix_adagrad
     return chain(
+        # There for a decay of 0, too: paths in checkpoint files count it
         add_decayed_weights(weight_decay),
         rescale(eps, limit=limit),
         scale_by_learning_rate(learning_rate),

@@ -74,7 +74,7 @@ def scale_by_novograd(
             return mean.to(v.dtype)
 
         def momentum(m: Tensor, g: Tensor, v: Tensor, p: Tensor) -> Tensor:
-            # v is 0-d: all pieces of the leaf are divided by one number.
+            # v is 0-d: all pieces of the leaf are divided by one number
             normalised = times(g, 1 / ((v + eps_root).sqrt() + eps))
             return b1 * m + normalised + times(p, decay)
 

@@ -58,7 +58,7 @@ def scale_by_rprop(
         return clamp(resized, min_step_size, max_step_size)
 
     def keep(g: Tensor, prev: Tensor) -> Tensor:
-        # Zero where the sign has changed: no step now, and no second halving in the next step.
+        # Zero where the sign has changed: no step now, and no second halving in the next step
         return torch.where(g * prev < 0, torch.zeros_like(g), g)
 
     def update(

@@ -100,7 +100,7 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         if not num_vectors:
             return ()
         maxima = across.max_dims(*[(sums, all_but(k)) for k in range(num_vectors)])
-        # The maximum of an empty leaf is -inf.
+        # The maximum of an empty leaf is -inf
         return tuple(tree_map(lambda m: m.clamp(min=0), tree) for tree in maxima)
 
     def update(
@@ -109,7 +109,7 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         def kept(a: Tensor, extent: Extent) -> Tensor | None:
             return a if len(extent.shape) < 2 else None
 
-        # Each vector, held whole by every rank, is put beside the elements that are here.
+        # Each vector, held whole by every rank, is put beside the elements that are here
         bounds = [across.spread(mu, all_but(k)) for k, mu in enumerate(state.mu)]
         sums = tree_map(accumulate, updates, state.accumulator, *bounds)
         directions = elementwise(direction, updates, sums)

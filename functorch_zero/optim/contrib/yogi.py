@@ -43,7 +43,7 @@ def scale_by_yogi(
 
     def new_nu(v: Tensor, g: Tensor) -> Tensor:
         squares = g * g
-        # A step of the size of g**2, whatever the distance: nu falls slower than Adam's.
+        # A step of the size of g**2, whatever the distance: nu falls slower than Adam's
         return v - (v - squares).sign() * squares * (1 - b2)
 
     def update(

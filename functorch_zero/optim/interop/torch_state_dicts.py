@@ -29,7 +29,7 @@ from ..transforms.moments import ScaleByAdamState
 from ..transforms.momentum import TraceState
 from .frameworks import FromTorchState
 
-# Our fields that are like params, and torch's names for them.
+# Our fields that are like params, and torch's names for them
 _LIKE_PARAMS: dict[type[Any], dict[str, str]] = {
     CountState: {},
     ScaleByLearningRateState: {},
@@ -71,6 +71,7 @@ def import_torch_state(
     Raises:
         StructureError: a param or a state of one is missing, of another shape, or at another step
             than the rest.
+        ValueError: the state dict has no names and none are passed, or another number of them.
 
     Params for which torch has no state (they never had a gradient) keep what `init` made.
     """
@@ -109,6 +110,9 @@ def export_torch_state(
         optimizer: of the class that ours shares its numerics with. It isn't changed; its
             hyperparameters are kept.
         names: see `import_torch_state`.
+
+    Raises:
+        ValueError: the optimizer has no names and none are passed, or another number of them.
     """
     own = optimizer.state_dict()
     by_name: ByName = {}
@@ -157,7 +161,10 @@ def _order(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> dict[i
     if names is None:
         names = own_names
     if len(names) != len(indices):
-        raise ValueError(f"the torch optimizer has {len(indices)} params, got {len(names)} names")
+        raise ValueError(
+            f"the torch optimizer has {len(indices)} params, got {len(names)} names. Remedy: pass "
+            "one name per param, in its order"
+        )
     return dict(zip(indices, names, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Known chains as torch's fused kernels, for donated storage: one pass over params, gradients and
+"""AdamW's chain as torch's fused kernel, for donated storage: one pass over params, gradients and
 state.
 
 The numbers are those of the pure chain up to rounding; `tests/optim/test_fused_adamw.py` holds them
@@ -41,8 +41,10 @@ def fused_adamw(
     eps: float,
     weight_decay: float | Schedule,
 ) -> Fused:
-    """`chain(scale_by_adam, add_decayed_weights, scale_by_learning_rate)` as torch's fused
-    AdamW."""
+    """`chain(scale_by_adam, add_decayed_weights, scale_by_learning_rate)` as torch's fused AdamW.
+
+    Arguments: see `adamw`; the kernel takes `b1`, `b2` and `eps` as numbers only.
+    """
 
     def update(
         params: list[Tensor], updates: list[Tensor], states: list[AdamWState]
@@ -59,7 +61,7 @@ def fused_adamw(
         decay = float(value_of(weight_decay, decayed.count))
         step = moments.count + 1
         for (_, device), flats in kinds.items():
-            largest_nu: list[Tensor] = []  # of amsgrad
+            largest_nu: list[Tensor] = []  # amsgrad's, which is off
             steps = [step.to(device, torch.float32)] * len(flats.params)
             torch._fused_adamw_(
                 *flats,

@@ -43,8 +43,8 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
     def init(params: Tree) -> ScaleByAdaDeltaState:
         return ScaleByAdaDeltaState(e_g=tree_zeros_like(params), e_x=tree_zeros_like(params))
 
-    def step(g: Tensor, x: Tensor, e: Tensor) -> Tensor:
-        ratio = (x + eps).sqrt() / (e + eps).sqrt()
+    def step(g: Tensor, of_steps: Tensor, of_grads: Tensor) -> Tensor:
+        ratio = (of_steps + eps).sqrt() / (of_grads + eps).sqrt()
         return ratio * g
 
     def update(

@@ -27,7 +27,7 @@ from ..wrappers.masking import Mask
 Shape = tuple[int, ...]
 # From a full shape to the numbers of the dims that count as rows and as columns; None: not factored
 FactoredDims = Callable[[Shape], tuple[int, int] | None]
-ROWS, COLS = 0, 1  # positions in what a FactoredDims returns
+ROWS, COLS = 0, 1  # positions in the answer of a FactoredDims
 
 
 def largest_dims(min_dim_size_to_factor: int) -> FactoredDims:
@@ -37,7 +37,8 @@ def largest_dims(min_dim_size_to_factor: int) -> FactoredDims:
     """
 
     def dims(shape: Shape) -> tuple[int, int] | None:
-        by_size = sorted(range(len(shape)), key=lambda d: shape[d])  # of equal dims the later
+        # The sort is stable: of equal dims the later counts as larger
+        by_size = sorted(range(len(shape)), key=lambda d: shape[d])
         if len(shape) < 2 or shape[by_size[-2]] < min_dim_size_to_factor:
             return None
         return by_size[-2], by_size[-1]
@@ -132,7 +133,7 @@ def update_factors(
     def new_vector(extent: Extent, old: Tensor | None, total: Tensor | None) -> Tensor | None:
         if old is None or total is None:
             return None
-        # Of an empty leaf there is nothing to sum; any divisor but 0 will do.
+        # Of an empty leaf there is nothing to sum; any divisor but 0 will do
         num_summed = max(extent.numel, 1) // max(total.numel(), 1)
         return mix(old, total / num_summed)
 
@@ -167,7 +168,7 @@ def rows_over_mean(
         if row is None or chosen is None:
             return None
         rows, cols = chosen
-        # Without the COLS dim, those behind it have moved up by one.
+        # Without the COLS dim, those behind it have moved up by one
         rows_in_row = rows - 1 if rows > cols else rows
         mean = row.mean(rows_in_row, keepdim=True)
         return row / mean.clamp(min=floor(row))
@@ -194,7 +195,7 @@ def scale_by_factored_rms(
 
         weight = (t - step_offset)**-decay_rate
         v_row, v_col = means over COLS and ROWS of g**2 + epsilon, each new one with that weight
-        update = g / sqrt(v_row / mean(v_row)) / sqrt(v_col)
+        update = g / sqrt(v_row / mean(v_row)) / sqrt(v_col)    (not factored: g / sqrt(v))
 
     Source: Shazeer and Stern, 2018 (1804.04235), Algorithm 4, in the variant of
     optax.scale_by_factored_rms: `epsilon` is added to the squared gradient, and the two largest
@@ -259,7 +260,7 @@ def scale_by_adafactor(
         update = rho * max(min_scale, rms(p)) * u / max(1, rms(u) / clipping_threshold)
 
     Source: Shazeer and Stern, 2018 (1804.04235), Algorithm 4; torch.optim.Adafactor's numerics.
-    `adafactor` has the arguments.
+    `adafactor` has the arguments, `step_offset` by the name of `decay_offset`.
 
     Needs: statistics, one all-reduce of the vectors, and one of two scalars per leaf, for the
     params' size and for the clipping. State: as `scale_by_factored_rms`.
@@ -275,7 +276,7 @@ def scale_by_adafactor(
     def direction(g: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
         estimate = r * c if r is not None and c is not None else v
         assert estimate is not None
-        # The clamp gives a new tensor, so the rest may be in place.
+        # The clamp gives a new tensor, so the rest may be in place
         return estimate.clamp(min=floor(g) ** 2).rsqrt_().mul_(g)
 
     def directions_of(updates: Tree, factors: Factors, across: Across) -> Tree:
@@ -293,7 +294,7 @@ def scale_by_adafactor(
 
     def sizes_of(params: Tree, directions: Tree, across: Across) -> Tree:
         """Per leaf 0-d: the direction's factor but for rho."""
-        # One all-reduce for both.
+        # One all-reduce for both
         param_norms, direction_norms = across.norm(params, directions)
         param_rms = block_rms(param_norms, across)
         direction_rms = block_rms(direction_norms, across)
@@ -404,7 +405,7 @@ def adafactor(
     if momentum is not None:
         parts.append(ema(momentum, debias=False))
     if not is_zero(weight_decay_rate):
-        # The learning rate is in the steps already, so the decay brings its own.
+        # The learning rate is in the steps already, so the decay brings its own
         decay = _product(weight_decay_rate, learning_rate)
         parts.append(add_decayed_weights(decay, weight_decay_mask))
     return chain(*parts, scale(-1.0))

@@ -72,11 +72,11 @@ def adagrad(
     """
     parts = [scale_by_rss(initial_accumulator_value, eps)]
     if not is_zero(lr_decay):
-        # A schedule of the count, behind the directions and in front of the learning rate.
+        # The count is of the steps before this one: t - 1
         parts.append(scale_by_schedule(lambda count: 1 / (1 + count * number(lr_decay))))
     return chain(
         *coupled_decay(weight_decay),
-        # A chain of its own, also of one part: paths in checkpoint files count its parts.
+        # A chain of its own, also of one part: paths in checkpoint files count its parts
         chain(*parts),
         scale_by_learning_rate(learning_rate),
     )

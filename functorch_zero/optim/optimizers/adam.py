@@ -28,10 +28,10 @@ def adam_directions(
     state: ScaleByAdamState, b1: Number, b2: Number, eps: Number, eps_root: Number
 ) -> Tree:
     """Adam's directions from moments that are up to date: `scale_by_adam` has the formula."""
-    # Both means began at zero, and lack these factors.
+    # Both means began at zero, and lack these factors
     c1 = bias_correction(b1, state.count)
     c2 = bias_correction(b2, state.count)
-    # The root is divided, not nu, as in torch.optim.Adam: the bits depend on it.
+    # The root is divided, not nu, as in torch.optim.Adam: the bits depend on it
     shift = uncorrected_shift(eps_root, c2)
     root_of_c2 = c2.sqrt()
 
@@ -71,7 +71,7 @@ def scale_by_adam(
         new = update_moments(updates, state, b1, b2)
         return adam_directions(new, b1, b2, eps, eps_root), new
 
-    # The kernels below take decays as numbers, and would need a temporary for eps_root.
+    # The kernels below take decays as numbers, and would need a temporary for eps_root
     if isinstance(b1, Tensor) or isinstance(b2, Tensor) or not is_zero(eps_root):
         return pointwise(init_moments, update)
     rest1, rest2 = 1 - b1, 1 - b2
@@ -87,7 +87,7 @@ def scale_by_adam(
         def move(g: Tensor, m: Tensor, v: Tensor) -> None:
             m.lerp_(g, rest1)
             v.mul_(b2).addcmul_(g, g, value=rest2)
-            # Nothing reads the gradient any more: its storage takes the direction.
+            # Nothing reads the gradient any more: its storage takes the direction
             denominator = v.sqrt().div_(root_of_c2).add_(eps)
             torch.div(m, c1, out=g).div_(denominator)
 
@@ -158,7 +158,7 @@ def adamw(
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
-    # torch's kernel decays all leaves, takes numbers, and has no eps_root.
+    # torch's kernel decays all leaves, takes numbers, and has no eps_root
     has_numbers = all(isinstance(x, int | float) for x in (b1, b2, eps))
     if mask is not None or not has_numbers or not is_zero(eps_root):
         return pure

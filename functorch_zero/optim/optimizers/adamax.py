@@ -51,7 +51,7 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
         count = state.count + 1
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
         nu = elementwise(lambda v, g: torch.maximum(v * b2, g.abs() + eps), state.nu, updates)
-        # Only the mean is corrected: the maximum does not begin too small.
+        # Only the mean is corrected: the maximum does not begin too small
         c1 = bias_correction(b1, count)
         directions = elementwise(lambda m, v: m / c1 / v, mu, nu)
         return directions, ScaleByAdamaxState(count, mu, nu)

@@ -38,7 +38,8 @@ def scale_by_amsgrad(
         update = mu / (1 - b1**t) / (sqrt(nu_max / (1 - b2**t) + eps_root) + eps)
 
     Source: Reddi et al., 2018 (1904.09237), Algorithm 2; torch.optim.Adam(amsgrad=True)'s numerics.
-    That is the maximum of second moments before their bias is corrected; optax takes it after.
+    torch corrects the bias of the maximum, optax takes the maximum of corrected moments, and the
+    paper corrects none.
 
     Needs: pointwise. State: 3 tensors like params, and a step count.
 

@@ -33,13 +33,13 @@ def lamb(
     Needs: statistics, one all-reduce of two scalars per leaf. State: 2 tensors like params.
 
     Args:
-        learning_rate: the length of a leaf's step over that of the leaf; a number or a schedule.
+        learning_rate: the norm of a leaf's step over that of the leaf; a number or a schedule.
         weight_decay: decoupled from the moments, inside the trust ratio.
         mask: which leaves decay; None for all. Others: see `scale_by_adam`.
     """
     return chain(
         scale_by_adam(b1, b2, eps, eps_root),
-        # In front of the ratio: the decay counts in the norm of u.
+        # In front of the ratio: the decay counts in the norm of u
         add_decayed_weights(weight_decay, mask),
         scale_by_trust_ratio(),
         scale_by_learning_rate(learning_rate),

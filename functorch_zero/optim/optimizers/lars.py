@@ -39,7 +39,8 @@ def lars(
         learning_rate: a number or a schedule. It stands inside the momentum.
         weight_decay: coupled: joins the gradient.
         weight_decay_mask: which leaves decay; None for all.
-        trust_coefficient: the length of a leaf's step over that of the leaf.
+        trust_coefficient: the norm of a leaf's step, before the learning rate, over that of the
+            leaf.
         eps: added to the gradient's norm.
         trust_ratio_mask: which leaves are scaled by the ratio; None for all. Norms and biases are
             often left out.
@@ -50,7 +51,7 @@ def lars(
     return chain(
         add_decayed_weights(weight_decay, weight_decay_mask),
         ratio if trust_ratio_mask is None else masked(ratio, trust_ratio_mask),
-        # In front of the momentum, as in the paper: the sum keeps each step's own rate.
+        # In front of the momentum, as in the paper: the sum keeps each step's own rate
         scale_by_learning_rate(learning_rate),
         trace(momentum, nesterov),
     )

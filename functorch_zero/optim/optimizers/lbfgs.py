@@ -56,7 +56,7 @@ def paired(trees: tuple[Tree, ...], other: Tree) -> list[tuple[Tree, Tree]]:
     return [(tree, other) for tree in trees]
 
 
-def ask(
+def inner_products(
     across: Across, state: ScaleByLBFGSState, s: tuple[Tree, ...], y: tuple[Tree, ...], g: Tree
 ) -> Products:
     """The inner products of a history whose newest pair is new. See Note [Recursion on numbers].
@@ -70,7 +70,7 @@ def ask(
     """
     m = len(s)
     newest_s, newest_y = s[-1], y[-1]
-    # In the order in which the answers are taken apart below.
+    # In the order in which the answers are taken apart below
     pairs = paired(s, g) + paired(y, g)
     pairs += paired(s, newest_y) + paired(y, newest_y) + paired(y, newest_s)
     pairs.append((g, g))
@@ -93,19 +93,24 @@ def shifted(old: Tensor, column: Tensor, row: Tensor) -> Tensor:
 
 
 def two_loops(products: Products, scale: Tensor) -> Coefficients:
-    """Nocedal and Wright, Algorithm 7.4, on numbers; `scale` (0-d) times 1 is its first matrix.
+    """The two-loop recursion (Nocedal and Wright, 2006, Algorithm 7.4), on numbers.
 
     The algorithm's vectors q and r stay combinations of g, s and y:
 
         q = g - sum(alpha[i] * y_i)
         r = scale * q + sum(of_s[i] * s_i)
+
+    Args:
+        products: of a history of m pairs, oldest first.
+        scale: 0-d: the recursion's first matrix is this number times the identity.
     """
     s_y, y_y, s_g, y_g, _ = products
     m = len(s_g)
     curvature = s_y.diagonal()
-    # A pair without curvature has no part: its rho is 0.
+    # A pair without curvature has no part: its rho is 0
     rho = torch.where(curvature == 0, torch.zeros_like(curvature), 1 / curvature)
-    at = torch.eye(m, dtype=rho.dtype, device=rho.device)  # at[i]: 1 at i, so that none is written
+    # at[i] is 1 at i: adding a multiple of it sets one element of a new tensor, not of the old one
+    at = torch.eye(m, dtype=rho.dtype, device=rho.device)
     alpha = torch.zeros_like(rho)
     for i in reversed(range(m)):
         s_q = s_g[i] - s_y[i] @ alpha
@@ -125,9 +130,9 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
         s = p - p before, y = g - g before    (the last memory_size pairs)
         update = H g, by the two-loop recursion
 
-    Source: Nocedal and Wright, Algorithms 7.4 and 7.5; optax.scale_by_lbfgs, with its first scale.
-    Pairs without curvature (s . y = 0) don't count. Line search is yours: updates are the
-    direction.
+    Source: Nocedal and Wright, 2006 (Numerical Optimization), Algorithms 7.4 and 7.5;
+    optax.scale_by_lbfgs, with its first scale. Pairs without curvature (s . y = 0) don't count.
+    Line search is yours: updates are the direction.
 
     Needs: statistics, one all-reduce of 5 memory_size + 1 scalars per leaf. State:
     2 (memory_size + 1) tensors like params, two small tables and a step count.
@@ -157,7 +162,7 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
         )
 
     def init_scale(products: Products, first: Tensor) -> Tensor:
-        """The recursion's first matrix is this number (0-d) times 1."""
+        """The `scale` (0-d) of `two_loops`."""
         s_y, y_y = products.s_y[-1, -1], products.y_y[-1, -1]
         if not scale_init_precond:
             return torch.ones_like(s_y)
@@ -174,7 +179,7 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
 
         s = (*state.diff_params[1:], tree_map(change, params, state.params))
         y = (*state.diff_updates[1:], tree_map(change, updates, state.updates))
-        products = ask(across, state, s, y, updates)
+        products = inner_products(across, state, s, y, updates)
         of_g, of_s, of_y = two_loops(products, init_scale(products, first))
 
         def combine(g: Tensor, *history: Tensor) -> Tensor:
@@ -186,7 +191,7 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
         directions = elementwise(combine, updates, *s, *y)
         return directions, ScaleByLBFGSState(
             count=state.count + 1,
-            # Copies: a step may write over params and gradients where they lie.
+            # Copies: a step may write over params and gradients where they lie
             params=tree_map(torch.clone, params),
             updates=tree_map(torch.clone, updates),
             diff_params=s,
@@ -206,14 +211,14 @@ def lbfgs(
 
         update = -learning_rate * scale_by_lbfgs(g)
 
-    Source: Nocedal and Wright, Algorithms 7.4 and 7.5; optax.lbfgs without its line search.
+    Source: Nocedal and Wright, 2006, Algorithms 7.4 and 7.5; optax.lbfgs without its line search.
 
     Needs: statistics, one all-reduce of 5 memory_size + 1 scalars per leaf. State:
     2 (memory_size + 1) tensors like params.
 
     Args:
-        learning_rate: the step's length over the direction's; a number or a schedule. Others: see
-            `scale_by_lbfgs`.
+        learning_rate: the step's length over the direction's; a number or a schedule.
+        memory_size: the number of pairs that are remembered. Others: see `scale_by_lbfgs`.
     """
     return chain(
         scale_by_lbfgs(memory_size, scale_init_precond),

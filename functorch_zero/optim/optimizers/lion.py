@@ -43,7 +43,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
     def update(
         updates: Tree, state: ScaleByLionState, params: Tree
     ) -> tuple[Tree, ScaleByLionState]:
-        # Both mixtures are of the mean before; only the second is kept.
+        # Both mixtures are of the mean before; only the second is kept
         signs = elementwise(lambda m, g: ema(m, g, b1).sign(), state.mu, updates)
         mu = elementwise(lambda m, g: ema(m, g, b2), state.mu, updates)
         return signs, ScaleByLionState(state.count + 1, mu)

@@ -26,8 +26,8 @@ from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.masking import Labels, partition
 from .adam import scale_by_adam
 
-# https://kellerjordan.github.io/posts/muon/, torch.optim.Muon's: their slope at zero is large, so
-# that small singular values grow fast; the price is that none converges to exactly 1.
+# From https://kellerjordan.github.io/posts/muon/, as in torch.optim.Muon. The slope at zero is
+# large, so that small singular values grow fast; the price is that none converges to exactly 1
 MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 Scaling = Literal["original", "match_rms_adamw"]
@@ -140,10 +140,9 @@ def orthogonalize(
         ns_coeffs: of the iteration, see `newton_schulz`.
         ns_steps: the number of iterations.
         eps: the least norm of a matrix.
-        ns_dtype: the dtype of the iterations; None: the update's dtype, at least float32, as optax
-            does. torch always takes bfloat16, which is faster on GPUs, but there a last bit of the
-            gradient, or how many matrices run as one batch, can show as a relative change of 1e-2
-            in the update.
+        ns_dtype: the dtype of the iterations; None: the update's dtype, at least float32. torch
+            always takes bfloat16, which is faster on GPUs, but there a last bit of the gradient, or
+            how many matrices run as one batch, can show as a relative change of 1e-2 in the update.
         scaling: see `shape_scale`; rows and cols are those of `as_matrices`.
         as_matrices: from a full shape to `(count, rows, cols)`, the stack of matrices it is; None
             for `matrices`.
@@ -157,10 +156,10 @@ def orthogonalize(
         return EmptyState()
 
     def update(updates: Tensor, state: EmptyState) -> tuple[Tensor, EmptyState]:
-        # The first dim counts leaves of one shape, each of which is a stack of `count` matrices.
+        # The first dim counts leaves of one shape, each of which is a stack of `count` matrices
         num_leaves, *shape = updates.shape
         count, rows, cols = view(tuple(shape))
-        # Half precisions run in float32 unless the user says otherwise.
+        # Half precisions run in float32 unless the user says otherwise
         dtype = ns_dtype or sum_dtype(updates.dtype)
         stack = updates.reshape(num_leaves * count, rows, cols).to(dtype)
         orthogonal = newton_schulz(stack, ns_coeffs, ns_steps, eps).to(updates.dtype)
@@ -205,8 +204,9 @@ def muon(
         update = -learning_rate * (u + weight_decay * p)
 
     Source: Jordan et al., 2024; torch.optim.Muon's momentum, coefficients, scalings and weight
-    decay (optax corrects the momentum's bias, which the orthogonalisation undoes but for `eps`);
-    optax's names.
+    decay; optax's names. optax also corrects the bias of the momentum. Without nesterov the
+    orthogonalisation undoes that but for `eps`; with it the first steps mix momentum and gradient
+    in other shares.
 
     Needs: whole leaves. The matrices' momentum goes to their owners and comes back orthogonal: two
     all-to-alls, about 2S/N bytes per rank; each rank does 1/N of the work. State: 1 tensor like
@@ -219,8 +219,8 @@ def muon(
         weight_decay: of the matrices; decoupled, times the learning rate: per step.
         nesterov: of the momentum: look one step ahead.
         scaling: "original" or "match_rms_adamw" as torch's `adjust_lr_fn`, see `shape_scale`.
-        ns_dtype: the dtype of the iterations; None for the update's dtype. torch always takes
-            bfloat16, which no longer shows that sharded equals unsharded to the last bits: see
+        ns_dtype: the dtype of the iterations; None for the update's dtype, at least float32. In
+            torch's bfloat16 sharded no longer equals unsharded to the last bits: see
             `orthogonalize`.
         as_matrices: from a full shape to `(count, rows, cols)`. By default 3-D leaves are stacks of
             matrices (experts) and 4-D and 5-D ones convolution kernels of (out, in * kernel). For
@@ -230,7 +230,7 @@ def muon(
             default leaves with two dims and more are matrices; embeddings and heads are commonly
             given to AdamW.
         adam_learning_rate: of the other leaves; None for `learning_rate`.
-        adam_b1: see `scale_by_adam`, as for adam_b2 and adam_eps.
+        adam_b1: of the other leaves, as `adam_b2` and `adam_eps`: see `scale_by_adam`.
         adam_weight_decay: of the other leaves; decoupled. Others: see `orthogonalize`.
     """
     orthogonal = orthogonalize(

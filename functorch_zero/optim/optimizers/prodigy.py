@@ -8,14 +8,14 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
-from ..across import Across, sum_dtype
+from ..across import Across, sum_dtype, widest_dtype
 from ..arithmetic import Number, Tree, elementwise
 from ..base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
 from ..naming import named
 
 
 class ProdigyState(NamedTuple):
-    """Adam's moments of `estim_lr` times the gradients, and what the estimate is made of."""
+    """Adam's moments of `estim_lr` times the gradients, and the parts of the estimate."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     exp_avg: Any  # like params: running mean of the scaled gradients
@@ -31,9 +31,7 @@ def scalar_for(params: Tree, value: float) -> Tensor:
     leaves = tree_leaves(params)
     if not leaves:
         return torch.full((), value, dtype=torch.float32, device="cpu")
-    dtype = sum_dtype(leaves[0].dtype)
-    for leaf in leaves:
-        dtype = torch.promote_types(dtype, sum_dtype(leaf.dtype))
+    dtype = sum_dtype(widest_dtype(leaves))
     return torch.full((), value, dtype=dtype, device=leaves[0].device)
 
 
@@ -108,18 +106,18 @@ def prodigy(
         d = state.estim_lr
         rate = rate_of(state, count)
 
-        # Adam's moments of d * g.
+        # Adam's moments of d * g
         scaled = elementwise(lambda g: g * d, updates)
         exp_avg = elementwise(lambda m, u: b1 * m + (1 - b1) * u, state.exp_avg, scaled)
         exp_avg_sq = elementwise(new_mean_of_squares, state.exp_avg_sq, scaled)
 
-        # The estimate's two sums, from one all-reduce.
+        # The estimate's two sums, from one all-reduce
         share = d * (d if safeguard_warmup else rate) / estim_lr0
         grad_sum = elementwise(lambda s, g: b3 * s + g * share, state.grad_sum, updates)
         away = tree_map(lambda g, first, p: g * (first - p), updates, state.params0, params)
         numerator, denominator = across.total(away, tree_map(torch.abs, grad_sum))
 
-        # The estimate never falls: the distance to the solution was at least that.
+        # The estimate never falls: the distance to the solution was at least that
         weighted = b3 * state.numerator_weighted + (d / estim_lr0) * rate * numerator
         weighted = weighted.to(d.dtype)
         estimate = torch.where(denominator > 0, estim_lr_coef * weighted / denominator, d)

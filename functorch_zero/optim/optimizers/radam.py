@@ -39,7 +39,7 @@ def scale_by_radam(
 
     Args:
         threshold: of rho, the second moment's degrees of freedom, up to which a step is the mean of
-            the gradients. Others: see `scale_by_adam`.
+            the gradients; 5 as in torch (the paper: 4). Others: see `scale_by_adam`.
     """
 
     def update(
@@ -50,12 +50,12 @@ def scale_by_radam(
         c2 = bias_correction(b2, new.count)
         limit = 2 / (1 - b2) - 1
         rho = limit - 2 * new.count * (1 - c2) / c2
-        # Up to the threshold it may be NaN, and is not taken.
+        # Up to the threshold it may be NaN, and is not taken
         numerator = (rho - 4) * (rho - 2) * limit
         denominator = (limit - 4) * (limit - 2) * rho
         rect = (numerator / denominator).sqrt()
         # The two cases in one formula, so that no value is read on the host. The denominator is
-        # `of_root * (sqrt(nu) + eps) + of_one`: the first where rectified, else 1.
+        # `of_root * (sqrt(nu) + eps) + of_one`: the first where rectified, else 1
         rectified = rho > threshold
         of_root = torch.where(rectified, 1 / (rect * c2.sqrt()), number(0.0))
         of_one = torch.where(rectified, number(0.0), number(1.0))

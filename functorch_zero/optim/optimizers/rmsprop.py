@@ -35,6 +35,8 @@ def scale_by_rms(
         nu = decay * nu + (1 - decay) * g**2
         update = g / (sqrt(nu) + eps)    (with eps_in_sqrt: g / sqrt(nu + eps))
 
+    With bias_correction the root is of nu / (1 - decay**t), at step t from 1.
+
     Source: Hinton, 2012 (lecture 6e of Neural Networks for Machine Learning); torch.optim.RMSprop's
     numerics. optax's defaults differ: decay 0.9, eps under the root.
 
@@ -45,7 +47,7 @@ def scale_by_rms(
         eps: added to the root, against division by zero.
         initial_scale: the mean begins at it.
         eps_in_sqrt: add eps under the root instead.
-        bias_correction: divide the mean by `1 - decay**t` at step t, as Adam does.
+        bias_correction: correct the mean for having begun at zero, as Adam does.
     """
 
     def init(params: Tree) -> ScaleByRmsState:
@@ -81,10 +83,10 @@ def scale_by_stddev(
 
         mu = decay * mu + (1 - decay) * g
         nu = decay * nu + (1 - decay) * g**2
-        update = g / (sqrt(nu - mu**2) + eps)
+        update = g / (sqrt(max(nu - mu**2, 0)) + eps)
 
-    Source: Graves, 2013 (1308.0850), section 4.2; torch.optim.RMSprop(centered=True)'s
-    numerics.
+    Source: Graves, 2013 (1308.0850), section 4.2; torch.optim.RMSprop(centered=True)'s numerics,
+    but for the maximum with 0: torch's root of less than 0 is NaN.
 
     Needs: pointwise. State: 2 tensors like params, and a step count.
 
@@ -96,7 +98,7 @@ def scale_by_stddev(
         return ScaleByStddevState(step_count(), mu, full_like(params, initial_scale))
 
     def variance(m: Tensor, v: Tensor) -> Tensor:
-        # Where gradients hardly vary, rounding may leave less than nothing.
+        # Where gradients hardly vary, rounding may leave less than nothing
         return torch.addcmul(v, m, m, value=-1).clamp(min=0)
 
     def update(
@@ -143,7 +145,8 @@ def rmsprop(
     """RMSprop, with coupled weight decay (g gradient, p param).
 
         g = g + weight_decay * p
-        update = -learning_rate * trace(scale_by_rms(g), momentum)
+        u = scale_by_rms(g), centered: scale_by_stddev(g)
+        update = -learning_rate * u, with momentum -learning_rate * trace(u, momentum)
 
     Source: Hinton, 2012; centred: Graves, 2013 (1308.0850); torch.optim.RMSprop, with its defaults.
     optax differs: decay 0.9, eps under the root, and momentum after the learning rate, which
@@ -164,7 +167,7 @@ def rmsprop(
         parts.append(trace(momentum, nesterov))
     return chain(
         *coupled_decay(weight_decay),
-        # A chain of its own, also of one part: paths in checkpoint files count its parts.
+        # A chain of its own, also of one part: paths in checkpoint files count its parts
         chain(*parts),
         scale_by_learning_rate(learning_rate),
     )

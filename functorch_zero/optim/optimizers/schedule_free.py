@@ -17,7 +17,7 @@ from ..arithmetic import Number, Tree, elementwise, number
 from ..base import Schedule, Transform, chain, step_count, value_of
 from ..naming import named
 from ..schedules import warmup_constant_schedule
-from ..states import find_states
+from ..states import only_state
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import add_decayed_weights, coupled_decay
 from ..wrappers.wrappers import InnerInit, InnerUpdate, wrapper
@@ -116,14 +116,8 @@ def schedule_free_eval_params(state: Any, params: Tree) -> Tree:
     Raises:
         ValueError: the state holds none, or several.
     """
-    found = find_states(state, ScheduleFreeState)
-    if len(found) != 1:
-        raise ValueError(
-            f"expected one schedule_free in this state, got {len(found)}. Remedy: pass its own "
-            "state"
-        )
-    b1, z = found[0].b1, found[0].z
-    return elementwise(lambda y, z: _average(y, z, b1), params, z)
+    own = only_state(state, ScheduleFreeState, made_by="schedule_free", remedy="pass its own state")
+    return elementwise(lambda y, z: _average(y, z, own.b1), params, own.z)
 
 
 @named
@@ -183,7 +177,7 @@ def schedule_free_adamw(
         weight_decay: decoupled, times the learning rate: per step. Others: see `schedule_free_sgd`.
     """
     rate = _warmed(learning_rate, warmup_steps)
-    # Adam without its mean of the gradients: the average takes that part.
+    # Adam without its mean of the gradients: the average takes that part
     descent = chain(
         scale_by_rms(b2, eps, bias_correction=True),
         add_decayed_weights(weight_decay),

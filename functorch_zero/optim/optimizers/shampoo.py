@@ -59,7 +59,8 @@ def length(where: slice) -> int:
 
 
 def empty_side(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Side:
-    """A side of `count` blocks before the first step: no statistic, and the unit matrix as root."""
+    """A block's side before the first step, for `count` matrices: no statistic, unit matrices for
+    roots."""
     unit = torch.eye(size, dtype=dtype, device=device)
     return Side(
         outer=torch.zeros(count, size, size, dtype=dtype, device=device),
@@ -77,7 +78,7 @@ class Grafted(NamedTuple):
 def graft_step(
     graft: Graft, g: Tensor, squares: Any, count: Tensor, b2: float, eps: float
 ) -> Grafted:
-    """The step of the optimizer that is grafted on.
+    """The step of the optimizer that is grafted on, at step t = count + 1.
 
         sgd: g
         adagrad: g / (sqrt(squares) + eps), squares = squares + g**2
@@ -129,7 +130,7 @@ def scale_by_shampoo(
     Roots are by eigenvectors: eigenvalues below zero count as zero, `eps` times the largest is
     added. Where that does not converge see `matrix_roots.eigh`. A gradient that is not finite
     leaves the statistics as they were. Where a statistic has a null space, a last bit of the
-    gradient grows by up to `eps ** (-1 / 4)` (vectors: `eps ** (-1 / 2)`).
+    gradient grows by up to `eps ** (-1 / 4)` per side (vectors: `eps ** (-1 / 2)`).
 
     Needs: whole leaves at their owners: two all-to-alls, about 2S/N bytes per rank. State, at the
     leaf's owner: for a block of m x n, 2 (m^2 + n^2) numbers; with grafting (not "sgd") a tensor
@@ -177,7 +178,7 @@ def scale_by_shampoo(
 
     def new_side(old: Side, outer: Tensor, p: int, count: Tensor) -> Side:
         """A side one step on; its root is the inverse p-th one."""
-        # A gradient that is not finite leaves the statistic as it was: see Note [No answer].
+        # A gradient that is not finite leaves the statistic as it was: see Note [No answer]
         mixed = if_finite(b2 * old.outer + share * outer, old.outer)
         if not is_due(count, precondition_frequency):
             return Side(mixed, old.root)
@@ -206,7 +207,7 @@ def scale_by_shampoo(
             blocks.append(sides)
         squares = state.graft
         if graft is not None:
-            # The norm is the whole leaf's, so that blocks keep their proportions.
+            # The norm is the whole leaf's, so that blocks keep their proportions
             step, squares = graft_step(
                 graft, g.reshape(shape), squares, state.count, graft_b2, graft_eps
             )

@@ -120,7 +120,8 @@ def scale_by_soap(
         nu = b2 * nu + (1 - b2) * (L.T @ g @ R)**2
         u = (L.T @ mu @ R / (1 - b1**t)) / (sqrt(nu / (1 - b2**t)) + eps)
         update = L @ u @ R.T
-        left = shampoo_beta * left + (1 - shampoo_beta) * g @ g.T, and right of g.T @ g
+        left = shampoo_beta * left + (1 - shampoo_beta) * g @ g.T    (first step: left = g @ g.T)
+        right likewise, of g.T @ g
         L, R turn towards the eigenvectors of left, right
 
     Source: Vyas et al., 2024 (2409.11321), Algorithms 3 and 4. As in the authors' code the first
@@ -161,13 +162,13 @@ def scale_by_soap(
         )
 
     def adam(g: Tensor, state: SoapState) -> AdamStep:
-        # 0-d: 0 in the first step, which leaves the moments alone; 1 later.
+        # 0-d: 0 in the first step, which leaves the moments alone; 1 later
         later = (state.count > 0).double()
         mu = state.mu + ((1 - b1) * later).to(g.dtype) * (g - state.mu)
         rotated = into_basis(g, state.left, state.right)
         rotated_mu = into_basis(mu, state.left, state.right)
         nu = state.nu + ((1 - b2) * later).to(g.dtype) * (rotated * rotated - state.nu)
-        # Steps that count; in the first, where there are none, the corrections are 1.
+        # Steps that count; in the first, where there are none, the corrections are 1
         steps = state.count.double()
         c1 = 1 - b1**steps + (1 - later)
         c2 = 1 - b2**steps + (1 - later)
@@ -181,7 +182,7 @@ def scale_by_soap(
             return old
         is_first = int(count) == 0  # on the CPU: waits for no device
         weight = 1.0 if is_first else 1 - beta
-        # A gradient that is not finite leaves the mean as it was: see Note [No answer].
+        # A gradient that is not finite leaves the mean as it was: see Note [No answer]
         mean = if_finite(old.outer + weight * (outer - old.outer), old.outer)
         basis = Basis(mean, old.vectors)
         num_due = 1 if is_due(count, precondition_frequency) else 0
@@ -193,7 +194,7 @@ def scale_by_soap(
     def update(update: Tensor, state: SoapState) -> tuple[Tensor, SoapState]:
         g = update.to(state.nu.dtype).reshape(state.nu.shape)
         direction, mu, nu = adam(g, state)
-        # The basis turns after the step, as in Algorithm 3.
+        # The basis turns after the step, as in Algorithm 3
         left = new_basis(state.left, g @ g.mT, state.count)
         right = new_basis(state.right, g.mT @ g, state.count)
         new = SoapState(state.count + 1, mu, nu, left, right)

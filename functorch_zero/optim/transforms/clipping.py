@@ -67,7 +67,7 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
     """
 
     def init(params: Tree) -> ClipByGlobalNormState:
-        # The numbers lie where the params do: they are computed from answers about the updates.
+        # The numbers lie where the params do: they are computed from answers about the updates
         like = next(iter(tree_leaves(params)), torch.zeros(()))
         norm = like.new_full((), 0.0, dtype=torch.float64)
         factor = like.new_full((), 1.0, dtype=torch.float64)
@@ -78,7 +78,7 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
     ) -> tuple[Tree, ClipByGlobalNormState]:
         limit = value_of(max_norm, state.count)
         norm = global_norm(updates, across)
-        # Below the limit exactly 1, not `limit / norm` clamped: a NaN norm gives NaN, not 1.
+        # A NaN norm is not below the limit, and makes the factor NaN: clipping hides none
         factor = torch.where(norm < limit, torch.ones_like(norm), limit / norm)
         clipped = tree_map(lambda u: times(u, factor), updates)
         return clipped, ClipByGlobalNormState(state.count + 1, norm.double(), factor.double())
@@ -129,7 +129,7 @@ def adaptive_grad_clip(
             """Per unit, from the sums of squares."""
             norm = update_sum.sqrt()
             limit = ratio * param_sum.sqrt().clamp(min=eps)
-            # A norm of 0 is below the limit; the clamp keeps the branch not taken finite.
+            # A norm of 0 is below the limit; the clamp keeps the branch not taken finite
             return torch.where(norm < limit, torch.ones_like(norm), limit / norm.clamp(min=1e-6))
 
         update_squares = tree_map(safe_square, updates)

@@ -67,9 +67,9 @@ def inverse_root(a: Tensor, p: int, ridge: float) -> Tensor:
     if not size:
         return vectors  # an empty matrix has no largest eigenvalue
     precision = torch.finfo(a.dtype)
-    # Of a zero matrix the ridge, too, would be zero: the largest counts as tiny, but its root fits.
+    # Of a zero matrix the ridge, too, would be zero: the largest counts as tiny, but its root fits
     largest = values.amax(-1, keepdim=True).clamp(min=precision.tiny**0.5)
-    # At most a tenth of the ridge, so that counting them as zero changes a root little.
+    # At most a tenth of the ridge, so that counting them as zero changes a root little
     rounding = min(size * precision.eps, ridge / 10) * largest
     shifted = values.where(values > rounding, 0.0) + ridge * largest
     roots = shifted.pow(-1 / p).unsqueeze(-2)  # (..., 1, n): scales columns

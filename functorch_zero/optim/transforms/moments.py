@@ -1,7 +1,7 @@
 """First and second moments of the gradients, as Adam and its relatives keep them.
 
-Symbols as in optax: `mu` is the running mean of the gradients, `nu` that of their squares, `b1` and
-`b2` are their decays per step, and `count` is the number of steps taken.
+Symbols as in optax: `mu` is the running mean of the gradients, `nu` that of their squares; `b1` and
+`b2` are their decays per step. `count` is the number of steps taken.
 """
 
 from __future__ import annotations

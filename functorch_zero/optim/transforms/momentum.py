@@ -49,7 +49,7 @@ def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Tra
     def share_of_update(count: Tensor) -> Number:
         if is_zero(dampening):
             return 1.0
-        # A condition on a tensor: no value is read on the host.
+        # A condition on a tensor: no value is read on the host
         return torch.where(count == 0, number(1.0), number(1.0 - dampening))
 
     def update(updates: Tree, state: TraceState, params: Tree) -> tuple[Tree, TraceState]:
@@ -58,7 +58,7 @@ def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Tra
         if nesterov:
             directions = elementwise(lambda g, t: add_scaled(g, t, decay), updates, new)
         else:
-            # A copy: later parts may write over the updates, and the state must not follow.
+            # A copy: later parts may write over the updates, and the state must not follow
             directions = tree_map(torch.clone, new)
         return directions, TraceState(state.count + 1, new)
 
@@ -96,8 +96,8 @@ def ema(decay: Number, debias: bool = True) -> Transform:
             correction = bias_correction(decay, count)
             directions = elementwise(lambda m: m / correction, mean)
         else:
-            # A copy: later parts may write over the updates, and the state must not follow.
-            directions = elementwise(torch.clone, mean)
+            # A copy: later parts may write over the updates, and the state must not follow
+            directions = tree_map(torch.clone, mean)
         return directions, EmaState(count, mean)
 
     return pointwise(init, update)

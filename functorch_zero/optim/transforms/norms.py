@@ -28,7 +28,7 @@ def times(leaf: Tensor, factor: Any) -> Tensor:
     """
     if not isinstance(factor, Tensor):
         return leaf.mul(factor)
-    # Else the factor would be rounded to half precision before the product.
+    # Else the factor would be rounded to half precision before the product
     wide = sum_dtype(leaf.dtype)
     product = leaf.to(wide) * factor.to(wide)
     return product.to(leaf.dtype)
@@ -42,7 +42,7 @@ def safe_square(leaf: Tensor) -> Tensor:
 
 def global_norm(updates: Tree, across: Across) -> Tensor:
     """The Euclidean norm of a whole tree, 0-d. One all-reduce of a scalar per leaf."""
-    # Added in the leaves' order: the same bits on every rank.
+    # Added in the leaves' order: the same bits on every rank
     squares = [norm * norm for norm in tree_leaves(across.norm(updates))]
     return total_of(squares).sqrt()
 

@@ -89,7 +89,7 @@ def scale_by_learning_rate(
         learning_rate: a number, or a schedule, which is given the number of steps before this one.
         flip_sign: False multiplies by plus the learning rate.
     """
-    # Of a number the tensor that is kept is made once, not once per step.
+    # Of a number the tensor that is kept is made once, not once per step
     fixed = None if callable(learning_rate) else number(learning_rate)
 
     def init(params: Tree) -> ScaleByLearningRateState:

@@ -37,7 +37,7 @@ def scale_by_trust_ratio(
         param_norm = param_norm.clamp(min=min_norm)
         update_norm = update_norm.clamp(min=min_norm)
         ratio = trust_coefficient * param_norm / (update_norm + eps)
-        # A condition on tensors: no value is read on the host.
+        # A condition on tensors: no value is read on the host
         either_is_zero = (param_norm == 0) | (update_norm == 0)
         return torch.where(either_is_zero, torch.ones_like(ratio), ratio)
 

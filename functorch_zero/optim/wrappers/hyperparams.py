@@ -16,7 +16,7 @@ from ..across import Across, Pointwise
 from ..arithmetic import Tree, elementwise, number
 from ..base import Transform, of_pointwise, pointwise, step_count, value_of
 from ..naming import arguments_of, named
-from ..states import find_states, replace_states
+from ..states import find_states, only_state, replace_states
 
 
 class InjectHyperparamsState(NamedTuple):
@@ -143,14 +143,14 @@ def _injected(
 
 
 def hyperparams(state: Any) -> dict[str, Tensor]:
-    """The hyperparameters that `inject_hyperparams` keeps in an optimizer's state, by name."""
-    found = find_states(state, InjectHyperparamsState)
-    if len(found) != 1:
-        raise ValueError(
-            f"expected one inject_hyperparams in this state, got {len(found)}. Remedy: pass the "
-            "part that holds one"
-        )
-    return dict(found[0].hyperparams)
+    """The hyperparameters that `inject_hyperparams` keeps in an optimizer's state, by name.
+
+    Raises:
+        ValueError: the state holds no inject_hyperparams, or several.
+    """
+    remedy = "pass the part that holds one"
+    found = only_state(state, InjectHyperparamsState, made_by="inject_hyperparams", remedy=remedy)
+    return dict(found.hyperparams)
 
 
 def with_hyperparams(state: Any, **values: float | Tensor) -> Any:
@@ -269,6 +269,9 @@ def observe(state: Any, value: float | Tensor) -> Any:
     """A state in which every `reduce_on_plateau` has seen one more value of the metric.
 
     Call it on every rank with the same value, which a step's metrics are; nothing is communicated.
+
+    Raises:
+        ValueError: the state holds no reduce_on_plateau.
     """
     if not find_states(state, ReduceLROnPlateauState):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 Masks and labels are trees shaped like params (or a prefix of it), or a function `(path, leaf)`. The
 function's `leaf` is a meta tensor with the leaf's whole shape and dtype, also where only a piece of
-it is held, so a decision by shape is the same on every rank. Leaves that are None are in no one's
+it is held. So a decision by shape is the same on every rank. Leaves that are None are in no one's
 part.
 """
 
@@ -21,9 +21,9 @@ from ...errors import StructureError, explain
 from ...tree import PyTree, merge, paths, select
 from ..across import Across, Shape
 from ..arithmetic import Tree, on_leaf
-from ..base import EmptyState, Needs, Schedule, Transform, step_count, value_of
+from ..base import EmptyState, Needs, Schedule, Transform, value_of
 from ..naming import named
-from ..states import CountState
+from ..states import CountState, init_count
 
 Labels = PyTree[Any] | Callable[[str, Tensor], Any]
 Mask = PyTree[bool] | Callable[[str, Tensor], bool]
@@ -161,8 +161,11 @@ def _check_labels(labels: PyTree[Any], params: Tree, known: Mapping[Any, Any]) -
 @named
 def freeze(mask: Mask) -> Transform:
     """Set the updates of the leaves where `mask` is true to zero, so that they stay as they are. As
-    optax.freeze."""
+    optax.freeze.
 
+    Args:
+        mask: a tree of bools, or a function `(path, leaf) -> bool`.
+    """
     label = labeller(mask)
 
     def update(
@@ -183,6 +186,10 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
     k in range(13)}` and labels that read the layer's number from the path. No communication; the
     state is a step count.
 
+    Args:
+        factors: by label; a schedule is given the number of steps before this one.
+        param_labels: a tree of labels, or a function `(path, leaf) -> label`.
+
     Raises:
         ValueError: a leaf's label names no factor.
     """
@@ -191,7 +198,7 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
 
     def init(params: Tree, across: Across) -> CountState:
         _check_labels(label(params, across), params, factors)
-        return CountState(step_count())
+        return init_count(params)
 
     def update(
         updates: Tree, state: CountState, params: Tree, across: Across

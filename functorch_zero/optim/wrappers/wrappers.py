@@ -3,8 +3,8 @@ tensor as its inside.
 
 `masked`, `partition` and `freeze` are in `masking`; `inject_hyperparams` is in `hyperparams`.
 
-Note: a sharded step that donates lets an inner update overwrite the updates and the state it is
-given, so no wrapper looks at either after its inside has run.
+Note: in a sharded step that donates, an inner update may overwrite the updates and the state that
+it is given. So no wrapper looks at either after its inside has run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..base import (
     value_of,
 )
 from ..naming import named
-from ..states import find_states
+from ..states import only_state
 
 InnerInit = Callable[[Tree], Any]
 InnerUpdate = Callable[[Tree, Any, Tree], tuple[Tree, Any]]
@@ -224,8 +224,9 @@ class LookaheadState(NamedTuple):
 
 @named
 def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Number) -> Transform:
-    """Let slow params follow fast ones: every `sync_period` steps both meet (Zhang et al., 2019,
-    Algorithm 1).
+    """Let slow params follow fast ones: every `sync_period` steps both meet.
+
+    Source: Zhang et al., 2019 (1907.08610), Algorithm 1.
 
     Unlike optax.lookahead it takes plain params, which are the fast ones. It must come last, after
     the learning rate. State: 1 tensor like params, and that of the fast optimizer. No communication
@@ -298,14 +299,12 @@ def ema_params(state: Any, params: Any = None) -> Any:
     rank's pieces.
 
     `params` is not needed: it is there so that this fits `eval_step(fn, params=optim.ema_params)`.
+
+    Raises:
+        ValueError: the state holds no params_ema, or several.
     """
-    found = find_states(state, ParamsEmaState)
-    if len(found) != 1:
-        raise ValueError(
-            f"expected one params_ema in this state, got {len(found)}. Remedy: read its state's "
-            "`ema`"
-        )
-    return found[0].ema
+    remedy = "read its state's `ema`"
+    return only_state(state, ParamsEmaState, made_by="params_ema", remedy=remedy).ema
 
 
 class SamState(NamedTuple):
@@ -318,8 +317,9 @@ class SamState(NamedTuple):
 
 @named
 def sam(inner: Transform, rho: Number = 0.05) -> Transform:
-    """Sharpness-aware minimisation (Foret et al., 2021): descend by the gradient at the worst point
-    near by.
+    """Sharpness-aware minimisation: descend by the gradient at the worst point near by.
+
+    Source: Foret et al., 2021 (2010.01412), Algorithm 1.
 
     A step sees one gradient, so two steps make one, as in optax.contrib.sam: the first moves the
     params by `rho * g / norm(g)`, the second takes the gradient there, goes back, and applies
@@ -339,7 +339,7 @@ def sam(inner: Transform, rho: Number = 0.05) -> Transform:
         updates: Tree, state: SamState, params: Tree, across: Across
     ) -> tuple[Tree, SamState]:
         squares = across.total(tree_map(lambda u: u * u, updates))
-        factor = rho / (squares.double().sqrt() + 1e-12)
+        factor = rho / (squares.double().sqrt() + 1e-12)  # finite, too, where all gradients are 0
         step = elementwise(lambda u: u * factor, updates)
         return step, SamState(state.step + 1, tree_map(torch.clone, params), state.inner_state)
 
