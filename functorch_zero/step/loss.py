@@ -212,6 +212,7 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     if len(outcomes) == 1:
         return outcomes[0]
     _check_all_weighted(outcomes)
+    _check_same_metrics(outcomes)
     metrics = {}
     for name in outcomes[-1].metrics:
         metrics[name] = weighted_mean([o.metrics[name] for o in outcomes], outcomes)
@@ -245,6 +246,21 @@ def _check_all_weighted(outcomes: Sequence[Outcome]) -> None:
                 remedy="give each a weight; 1 counts as much as none",
             )
         )
+
+
+def _check_same_metrics(outcomes: Sequence[Outcome]) -> None:
+    """Raise unless all micro-batches have metrics of the same names: else one has no mean."""
+    expected = outcomes[0].metrics.keys()
+    for i, outcome in enumerate(outcomes):
+        if outcome.metrics.keys() != expected:
+            raise StructureError(
+                explain(
+                    "micro-batches have different metrics",
+                    expected=f"{sorted(expected)}, as from micro-batch 0",
+                    got=f"{sorted(outcome.metrics)} from micro-batch {i} of {len(outcomes)}",
+                    remedy="return the same metrics from every call of the loss",
+                )
+            )
 
 
 def as_tensor(value: Any) -> Tensor:
