@@ -27,7 +27,7 @@ from .skeleton import Anatomy, Skeleton
 from .slots import Slot
 from .units import Units, choose_modules, find_units
 
-# Per `apply`, of those that something still refers to; free ones are used again
+# Kept per `apply`, of those that something still refers to; free ones are used again
 MAX_SKELETONS = 16
 
 
@@ -75,8 +75,9 @@ class Apply:
     def _check_shapes(self, params: Mapping[str, Any]) -> None:
         """Raise, naming the first leaf whose shape is not the model's."""
         kinds = {type(leaf) for leaf in params.values()}
+        # A step makes lazy params in the shapes of whole leaves, and calls this often
         if kinds == {LazyParam}:
-            return  # which a step makes in the shapes of whole leaves
+            return
         for path, shape in self._shapes.items():
             if params[path].shape != shape:
                 raise StructureError(
@@ -96,7 +97,7 @@ class Apply:
             if skeleton.is_free():
                 return self._skeletons.pop(i)
         # The oldest are left to those that refer to them, and live as long as these do
-        del self._skeletons[: -MAX_SKELETONS or None]
+        del self._skeletons[:-MAX_SKELETONS]
         return Skeleton(copy_module(self._prototype, {}), self._anatomy).settle()
 
 

@@ -33,10 +33,10 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
     """Partition the model's leaves into units.
 
     Args:
+        model: whose leaves they are.
         units: a module class, a predicate `(path, module)`, a pattern of paths ("blocks.*"), or
-            several of them.
-            None: each child of the model is a unit, and containers (ModuleList, Sequential,
-            ModuleDict) are opened.
+            several of them. None: each child of the model is a unit, and containers (ModuleList,
+            Sequential, ModuleDict) are opened.
         slots: every place where a parameter is used; a tied one has several.
 
     A leaf belongs to the innermost unit around all its places. Leaves in none of the chosen units
@@ -168,8 +168,7 @@ def _parent(path: str) -> str:
 
 
 def _join(drafts: list[_Draft]) -> list[_Draft]:
-    """Small units that nobody chose join the next one of their parent that nobody chose, else the
-    one before."""
+    """Each unit joins the one before it, where both may be one unit and either is small."""
     joined: list[_Draft] = []
     for draft in drafts:
         if joined and _are_neighbours(joined[-1], draft) and _one_is_small(joined[-1], draft):
