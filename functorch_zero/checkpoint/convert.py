@@ -63,7 +63,7 @@ def export_weights(
     out: PathLike,
     *,
     count: int | None = None,
-    trees: Sequence[str] = ("params", "buffers"),
+    trees: Sequence[str] = TREES,
     aliases: Aliases = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> Path:

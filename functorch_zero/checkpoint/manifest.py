@@ -171,6 +171,7 @@ class _Checked:
         return self.value[key]
 
     def need(self, condition: bool, problem: str) -> None:
+        """Raise `CorruptError`, which names the file and the problem, unless this holds."""
         if not condition:
             raise CorruptError(f"{self.where}: {problem}")
 
@@ -180,13 +181,14 @@ def _short(value: Any) -> str:
 
 
 def _body(data: bytes, where: str) -> Any:
+    """The JSON after the first line, whose checksum it has."""
     if len(data) > MAX_BYTES:
         raise CorruptError(f"{where}: larger than {MAX_BYTES} bytes")
     line, _, body = data.partition(b"\n")
     body = body[:-1] if body.endswith(b"\n") else body
     if line != f"crc32 {zlib.crc32(body):08x}".encode():
         raise CorruptError(
-            f"{where}: its checksum is not that of its first line, so it is damaged or cut off"
+            f"{where}: its checksum is not the one in its first line, so it is damaged or cut off"
         )
     return strict_json(body, where)
 
