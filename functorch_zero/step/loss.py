@@ -123,7 +123,7 @@ def independent(rank: int | None = None) -> StructureError:
     )
 
 
-def check_weight(weight: Any, rank: int | None) -> None:
+def check_weight(weight: Any, rank: int | None = None) -> None:
     """Raise unless means can be taken with this weight."""
     if not isinstance(weight, Tensor | int | float | None):
         raise TypeError(f"Aux.weight must be a number or a 0-d tensor, got {type(weight).__name__}")
