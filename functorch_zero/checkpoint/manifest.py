@@ -244,6 +244,7 @@ def _leaves(rows: _Checked) -> tuple[Leaf, ...]:
 
 
 def _leaf(rows: _Checked, row: Any) -> Leaf:
+    """One leaf's entry, checked."""
     rows.need(_is_list(row, 4) and isinstance(row[0], str), f"no leaf: {_short(row)}")
     path, dtype, shape, order = row
     name = path[:200]  # for errors
@@ -269,6 +270,7 @@ def _files(rows: _Checked, leaves: tuple[Leaf, ...]) -> tuple[File, ...]:
 
 
 def _file(rows: _Checked, row: Any, expected: str, leaves: tuple[Leaf, ...]) -> File:
+    """One file's entry, checked. `expected` is the name that it must have."""
     rows.need(_is_list(row, 4), f"no entry of a file: {_short(row)}")
     name, size, sums, pieces = row
     rows.need(name == expected, f"expected the file {expected}, got {_short(name)}")

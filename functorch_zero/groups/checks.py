@@ -98,6 +98,7 @@ def fold(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise unless both tensors are flat, and of one dtype and device."""
     check_flat(name, tensor)
     check_flat(other_name, other)
     if tensor.dtype == other.dtype and tensor.device == other.device:
@@ -110,6 +111,7 @@ def _check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
 
 
 def _check_pieces(size: int, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
+    """Raise unless one tensor has `size` times the elements of the other."""
     _check_alike(long_name, long, short_name, short)
     num_long, num_short = long.numel(), short.numel()
     if num_long == size * num_short:
@@ -123,6 +125,7 @@ def _check_pieces(size: int, long_name: str, long: Tensor, short_name: str, shor
 def _check_runs(
     size: int, sizes_name: str, sizes: Sequence[int], name: str, tensor: Tensor
 ) -> None:
+    """Raise unless the sizes are one per rank, and those of runs that make up the tensor."""
     expected = tensor.numel()
     if len(sizes) == size and min(sizes) >= 0 and sum(sizes) == expected:
         return

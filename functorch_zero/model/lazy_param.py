@@ -107,7 +107,8 @@ def make_lazy_param(
     device: torch.device,
     requires_grad: bool,
 ) -> LazyParam:
-    """A lazy parameter without storage: number `number` among the entrance's leaves."""
+    """A lazy parameter without storage: number `number` among the entrance's leaves. Shape, dtype
+    and device are those of the whole leaf in use."""
     lazy: LazyParam = make_wrapper(
         LazyParam, shape, None, None, None, dtype, torch.strided, device, False, requires_grad
     )

@@ -116,17 +116,18 @@ def choose_modules(
     return frozenset(chosen)
 
 
-def matches(units: Units, model: nn.Module, path: str, module: nn.Module) -> bool:
-    """Whether a rule, or any of several, names the module of this path."""
-    if units is None:
+def matches(rules: Units, model: nn.Module, path: str, module: nn.Module) -> bool:
+    """Whether a rule, or any of several, names the model's module of this path. None names each
+    child of the model, with containers opened."""
+    if rules is None:
         return _is_opened_child(model, path)
-    if isinstance(units, type):
-        return isinstance(module, units)
-    if isinstance(units, str):
-        return path_matches(path, units)
-    if callable(units):
-        return bool(units(path, module))
-    return any(matches(rule, model, path, module) for rule in units)
+    if isinstance(rules, type):
+        return isinstance(module, rules)
+    if isinstance(rules, str):
+        return path_matches(path, rules)
+    if callable(rules):
+        return bool(rules(path, module))
+    return any(matches(rule, model, path, module) for rule in rules)
 
 
 def _is_opened_child(model: nn.Module, path: str) -> bool:

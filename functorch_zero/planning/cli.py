@@ -128,7 +128,14 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
 def table(
     plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, bandwidth: float | None
 ) -> str:
-    """One row per level."""
+    """One row per level, as text.
+
+    Args:
+        plans: one per level, in the order of `LEVELS`.
+        peaks: bytes of a rank, one per plan, activations included.
+        memory: of a device, in GB. None: nobody asks whether a level fits.
+        bandwidth: of a rank's link, in GB per second. None: nobody asks for times.
+    """
     head = ["level", "params", "gradients", "state", "gathered", "peak", "sent per step"]
     if bandwidth:
         head.append("at least")

@@ -246,7 +246,7 @@ class ShardedEngine:
         """The trees' layouts as one, of which the trained trees' stay trainable."""
         layouts = [sharded.sharding.layout for sharded in trees]
         # By id, since to compare layouts takes long. `Joined` keeps them, and so their ids.
-        key = (*map(id, layouts), *trained)  # two lists of one length
+        key = (*map(id, layouts), *trained)  # n ids, then n flags
         if key not in self._joined:
             self._joined[key] = join_layouts(layouts, trained)
             self._orders[key] = PrefetchOrder()

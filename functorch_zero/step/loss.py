@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 def call_loss(
     loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
 ) -> Outcome:
-    """Call a user's loss and check its results."""
+    """Call a user's loss and check its results. Errors name the rank, if one is given."""
     loss, given = check_loss(loss_fn(params, buffers, batch), rank)
     aux = given or Aux()
     if aux.buffers is None:
@@ -154,6 +154,7 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
 
 
 def _parts(path: str, leaf: Any, count: int) -> list[Any]:
+    """The `count` parts of one leaf of a batch."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return [leaf] * count
     if 0 < len(leaf) < count:  # an empty batch is that of a rank which ran out of data
