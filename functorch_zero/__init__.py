@@ -67,7 +67,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import those names when they are first used that take long to import."""
+    """Import a name when it is first used: `plan`, `checkpoint` and `testing` take long."""
     from importlib import import_module
 
     if name == "plan":

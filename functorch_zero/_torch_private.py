@@ -58,8 +58,7 @@ def is_fake(x: Tensor) -> bool:
 
 
 # (class, shape, None, None, None, dtype, layout, device, pin_memory, requires_grad) -> a tensor of
-# that class without storage. Torch's guide to subclasses says to use it, and has no public name.
-# Torch's own function, so that `map` makes many without a line of Python for each.
+# that class without storage. Torch's guide to subclasses says to use it; it has no public name.
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 

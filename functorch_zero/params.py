@@ -12,8 +12,6 @@ from ._torch_private import register_in_torch
 from .errors import StructureError
 from .precision import Precision
 
-register: Any = optree.register_pytree_node
-
 
 class Engine(Protocol):
     """The functions of sharded trees, for the ranks that hold them. Every rank calls them, in the
@@ -133,7 +131,9 @@ def _unflatten_params(
     return Params(zip(keys, leaves, strict=True), units)
 
 
-register(Params, _flatten_params, _unflatten_params, namespace=optree.registry.__GLOBAL_NAMESPACE)
+optree.register_pytree_node(
+    Params, _flatten_params, _unflatten_params, namespace=optree.registry.__GLOBAL_NAMESPACE
+)
 
 register_in_torch(
     Params,

@@ -106,7 +106,14 @@ def same_structure(
     expected: PyTree[Any], got: PyTree[Any], *, what: str, rank: int | None = None
 ) -> None:
     """Raise `StructureError`, naming the first path that differs, unless both trees have the same
-    structure."""
+    structure.
+
+    Args:
+        expected: a tree of the right structure.
+        got: the tree to check.
+        what: its name, for the error: "the mask".
+        rank: the rank that found it, for the error.
+    """
     if optree.tree_structure(expected) == optree.tree_structure(got):
         return
     expected_paths, got_paths = paths(expected), paths(got)

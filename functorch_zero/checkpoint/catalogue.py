@@ -101,6 +101,7 @@ def _listed(counts: list[int]) -> str:
 
 
 def _problems(root: Path, count: int) -> list[str]:
+    """The faults of one step's checkpoint, in words."""
     folder = step_folder(root, count)
     try:
         manifest = read_manifest(root, count)

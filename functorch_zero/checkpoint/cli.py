@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from .catalogue import bytes_in, check_sizes, verify
-from .convert import export_weights
+from .convert import TREES, export_weights
 from .errors import CheckpointError
 from .files import counts_in
 
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         kind.add_argument(
             "--count", type=int, help="the step; by default all (verify), or the newest (export)"
         )
-    out.add_argument("--trees", nargs="+", default=["params", "buffers"], help="paths in the state")
+    out.add_argument("--trees", nargs="+", default=list(TREES), help="paths in the state")
     out.add_argument("--max-file-bytes", type=int, default=5 * 10**9, help="of tensors in one file")
 
 

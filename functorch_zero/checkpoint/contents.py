@@ -152,11 +152,11 @@ class _Spot(NamedTuple):
     """A rank's elements of a leaf, [start, stop). With `everywhere`, every rank has all of it."""
 
     shape: tuple[int, ...] | None  # of the whole leaf; None: as it is here
-    start: int = 0
+    start: int = 0  # in elements of the flattened whole leaf
     stop: int = 0
     everywhere: bool = False
-    saved: bool = True
-    summed: bool = False
+    saved: bool = True  # as of `Held`
+    summed: bool = False  # as of `Held`
 
 
 _EVERYWHERE = _Spot(None, everywhere=True)
@@ -214,6 +214,7 @@ def _param_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
 
 
 def _param_spot(layout: Layout, number: int, rank: int) -> _Spot:
+    """The spot of param `number`, as this rank holds it between steps."""
     b, k = layout.places[number]
     bucket = layout.buckets[b]
     if not level_of(bucket).cuts_params:
@@ -242,6 +243,7 @@ def _state_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
 
 
 def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
+    """The spot of one leaf of the optimizer's state."""
     if planned.kind == "replicated":
         return _EVERYWHERE
     leaf = layout.leaves[planned.leaf]
@@ -279,7 +281,7 @@ def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
 
 
 def _cut(layout: Layout, number: int, rank: int) -> _Spot:
-    """This rank's piece of leaf `number`."""
+    """This rank's piece of leaf `number`, as of its gradient and optimizer state."""
     b, k = layout.places[number]
     extent = layout.buckets[b].extent(k, rank)
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)

@@ -63,7 +63,7 @@ def export_weights(
     out: PathLike,
     *,
     count: int | None = None,
-    trees: Sequence[str] = ("params", "buffers"),
+    trees: Sequence[str] = TREES,
     aliases: Aliases = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> Path:
@@ -168,6 +168,7 @@ def _split(tensors: Sequence[Named], limit: int) -> list[list[Named]]:
 
 
 def _file_names(num_files: int) -> list[str]:
+    """The names that Hugging Face's tools give to so many files."""
     if num_files == 1:
         return [WEIGHTS]
     return [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
@@ -186,6 +187,7 @@ def _index(names: Sequence[str], files: Sequence[Sequence[Named]]) -> bytes:
 
 
 def _write(path: Path, tensors: Sequence[Named], manifest: Manifest, folder: Path) -> None:
+    """Write one safetensors file of these leaves, read from the checkpoint in `folder`."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.leaf.width)  # so that each is aligned
     entries = [Entry(tensor.name, tensor.leaf.dtype, tensor.leaf.shape) for tensor in ordered]
     header, _ = make_header(entries, {"format": "pt"})

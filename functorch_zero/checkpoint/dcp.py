@@ -16,7 +16,16 @@ from torch import Tensor
 from ..step.state import State
 from .catalogue import chosen
 from .contents import Step
-from .convert import Aliases, Import, PathLike, Source, aliases_of, named_leaves_in, read_leaf
+from .convert import (
+    TREES,
+    Aliases,
+    Import,
+    PathLike,
+    Source,
+    aliases_of,
+    named_leaves_in,
+    read_leaf,
+)
 from .files import Temporary
 from .load import Allowed
 
@@ -26,7 +35,7 @@ def export_dcp(
     out: PathLike,
     *,
     count: int | None = None,
-    trees: Sequence[str] = ("params", "buffers"),
+    trees: Sequence[str] = TREES,
     aliases: Aliases = None,
     prefix: str = "",
 ) -> Path:
@@ -130,7 +139,7 @@ def list_tensors(folder: Path) -> dict[str, DcpTensor]:
 
 
 def read_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """One of them, whole, on the CPU."""
+    """One of a folder's tensors, whole, on the CPU."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     whole = torch.empty(shape, dtype=dtype)
@@ -140,7 +149,7 @@ def read_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dt
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write these as one process's part, which is all of it."""
+    """Write a folder of these tensors, all by this process."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     state: dict[str, Any] = dict(tensors)
@@ -150,8 +159,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Without its warning that there is no process group; its errors, which are no `Exception`s, as
-    ours."""
+    """Inside, torch.distributed.checkpoint doesn't warn that there is no process group, and its
+    errors, which are no `Exception`s, become OSErrors that name the folder."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

@@ -171,6 +171,7 @@ class _Checked:
         return self.value[key]
 
     def need(self, condition: bool, problem: str) -> None:
+        """Raise `CorruptError`, which names the file and the problem, unless this holds."""
         if not condition:
             raise CorruptError(f"{self.where}: {problem}")
 
@@ -180,13 +181,14 @@ def _short(value: Any) -> str:
 
 
 def _body(data: bytes, where: str) -> Any:
+    """The JSON after the first line, whose checksum it has."""
     if len(data) > MAX_BYTES:
         raise CorruptError(f"{where}: larger than {MAX_BYTES} bytes")
     line, _, body = data.partition(b"\n")
     body = body[:-1] if body.endswith(b"\n") else body
     if line != f"crc32 {zlib.crc32(body):08x}".encode():
         raise CorruptError(
-            f"{where}: its checksum is not that of its first line, so it is damaged or cut off"
+            f"{where}: its checksum is not the one in its first line, so it is damaged or cut off"
         )
     return strict_json(body, where)
 
@@ -242,6 +244,7 @@ def _leaves(rows: _Checked) -> tuple[Leaf, ...]:
 
 
 def _leaf(rows: _Checked, row: Any) -> Leaf:
+    """One leaf's entry, checked."""
     rows.need(_is_list(row, 4) and isinstance(row[0], str), f"no leaf: {_short(row)}")
     path, dtype, shape, order = row
     name = path[:200]  # for errors
@@ -267,6 +270,7 @@ def _files(rows: _Checked, leaves: tuple[Leaf, ...]) -> tuple[File, ...]:
 
 
 def _file(rows: _Checked, row: Any, expected: str, leaves: tuple[Leaf, ...]) -> File:
+    """One file's entry, checked. `expected` is the name that it must have."""
     rows.need(_is_list(row, 4), f"no entry of a file: {_short(row)}")
     name, size, sums, pieces = row
     rows.need(name == expected, f"expected the file {expected}, got {_short(name)}")

@@ -104,6 +104,7 @@ class SaveJob:
 
 
 def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
+    """Raise `MismatchError` unless all ranks save the same state, by the rows of `_begin`."""
     steps = [row["step"] for row in begun]
     if len(set(steps)) > 1:
         raise MismatchError(
@@ -125,6 +126,7 @@ def _file_of(row: dict[str, Any]) -> File:
 
 
 def _manifest(snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> Manifest:
+    """The manifest of all ranks' files, by the rows of `_write`."""
     orders: dict[int, tuple[int, ...]] = {}  # by the leaf's number
     for row in rows:
         for i, order in row["orders"]:

@@ -29,32 +29,39 @@ def check_flat(name: str, tensor: Tensor) -> None:
 
 
 def check_all_gather(size: int, out: Tensor, piece: Tensor) -> None:
-    # out (size * k,), piece (k,)
+    """Raise unless `out` is (size * k,) and `piece` (k,), of one dtype and device."""
     _check_pieces(size, "out", out, "piece", piece)
 
 
 def check_reduce_scatter(size: int, out: Tensor, whole: Tensor) -> None:
-    # out (k,), whole (size * k,)
+    """Raise unless `out` is (k,) and `whole` (size * k,), of one dtype and device."""
     _check_pieces(size, "whole", whole, "out", out)
 
 
 def check_all_to_all(
     size: int, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
 ) -> None:
-    # Sizes are local: that they fit the other ranks' sizes, only the collective can tell
+    """Raise unless the sizes are those of runs of `out` and `source`, one per rank.
+
+    Only the collective can tell that they fit the other ranks' sizes.
+    """
     _check_alike("out", out, "source", source)
     _check_runs(size, "out_sizes", out_sizes, "out", out)
     _check_runs(size, "in_sizes", in_sizes, "source", source)
 
 
 def check_source(size: int, source: int) -> None:
+    """Raise unless a broadcast's source is a rank of the group."""
     if 0 <= source < size:
         return
     raise ValueError(f"source must be a rank of the group, from 0 to {size - 1}, got {source}")
 
 
 def check_subgroup(rank: int, size: int, ranks: Sequence[int]) -> None:
-    # A group asks this before its ranks meet: a wrong list must not make them wait for each other
+    """Raise unless these ranks may form a group: some of `size`, in order, `rank` among them.
+
+    A group asks this before its ranks meet: a wrong list must not make them wait for each other.
+    """
     in_order = list(ranks) == sorted(set(ranks))
     exist = set(ranks) <= set(range(size))
     if in_order and exist and rank in ranks:
@@ -91,6 +98,7 @@ def fold(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise unless both tensors are flat, and of one dtype and device."""
     check_flat(name, tensor)
     check_flat(other_name, other)
     if tensor.dtype == other.dtype and tensor.device == other.device:
@@ -103,6 +111,7 @@ def _check_alike(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
 
 
 def _check_pieces(size: int, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
+    """Raise unless one tensor has `size` times the elements of the other."""
     _check_alike(long_name, long, short_name, short)
     num_long, num_short = long.numel(), short.numel()
     if num_long == size * num_short:
@@ -116,6 +125,7 @@ def _check_pieces(size: int, long_name: str, long: Tensor, short_name: str, shor
 def _check_runs(
     size: int, sizes_name: str, sizes: Sequence[int], name: str, tensor: Tensor
 ) -> None:
+    """Raise unless the sizes are one per rank, and those of runs that make up the tensor."""
     expected = tensor.numel()
     if len(sizes) == size and min(sizes) >= 0 and sum(sizes) == expected:
         return

@@ -165,7 +165,8 @@ class _Report(NamedTuple):
 def _start(
     rank: int, meet: Callable[[int], None], task: Callable[[], Any], start_method: str
 ) -> _Member:
-    """Start one rank's process, which reports through a pipe."""
+    """Start one rank's process, which calls `meet(rank)`, then `task()`, and reports through a
+    pipe."""
     context: Any = torch.multiprocessing.get_context(start_method)
     pipe, rank_end = context.Pipe(duplex=False)
     process = context.Process(target=_run_rank, args=(os.getpid(), rank, meet, task, rank_end))
@@ -284,7 +285,7 @@ def _distance_from_cause(report: _Report) -> int:
 def _run_rank(
     parent: int, rank: int, meet: Callable[[int], None], task: Callable[[], Any], pipe: Connection
 ) -> None:
-    """A rank's process, from its start to its end."""
+    """A rank's process, from its start to its end. `parent` is the launching process's id."""
     _die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends the ranks
     try:
@@ -313,7 +314,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _meet(ranks: int, port: int, backend: str | None, threads: int, rank: int) -> None:
-    """Initialise torch.distributed at the parent's store."""
+    """Initialise torch.distributed in the process of `rank`, at the parent's store."""
     torch.set_num_threads(threads)
     if sys.platform == "linux":
         # Without it gloo takes an address of the host by its name, which may be out of reach

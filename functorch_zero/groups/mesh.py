@@ -218,11 +218,11 @@ class Axis:
 
 
 class Copy(NamedTuple):
-    """This rank among those that hold the same data as it does."""
+    """This rank among those that hold the same data as it does, each of which is a copy."""
 
-    data: int = 0  # the number of the data
-    number: int = 0
-    num: int = 1
+    data: int = 0  # the number of the data: the part of the batch
+    number: int = 0  # of this copy
+    num: int = 1  # of all copies of these data
 
 
 ONLY_COPY = Copy()
@@ -270,7 +270,7 @@ class Axes:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The groups that are not the same, or of one rank."""
+        """The groups of more than one rank, each once."""
         groups = self.world, self.shard.group, self.replicate.group, self.optimizer
         distinct = {id(group): group for group in groups}
         return [group for group in distinct.values() if group.size > 1]
@@ -297,7 +297,7 @@ class Axes:
 
 
 def axes_of(group: Group, *, both: bool = False) -> Axes:
-    """Those of a group; `both` cuts the state over the replicate axis too.
+    """The axes of a group; `both` cuts the state over the replicate axis too, for one exchange.
 
     Raises:
         ValueError: the group has one axis, and can't.
@@ -324,7 +324,7 @@ def mesh_axes(
 
 
 def check_same_data(value: SameData | None) -> SameData | None:
-    """The choice, if it is one."""
+    """The axis named, or None. Raises ValueError for any other value."""
     if value not in (None, *get_args(SameData)):
         raise ValueError(
             f"same_data must be None or one of the mesh's axes, {get_args(SameData)}, got {value!r}"

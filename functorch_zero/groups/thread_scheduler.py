@@ -18,6 +18,7 @@ import torch
 
 from .._torch_private import in_forward_ad
 from ..errors import GroupError, PeerError
+from ..precision import short
 from .checks import ranks_text
 
 Combine = Callable[[list[Any]], Sequence[Any]]  # all ranks' deposits -> each rank's result
@@ -36,8 +37,7 @@ class Signature(NamedTuple):
         if self.dtype is None:
             return name
         count = "" if self.num_elements is None else f"{self.num_elements} "
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{name} of {count}{dtype}"
+        return f"{name} of {count}{short(self.dtype)}"
 
 
 class Meeting:
@@ -220,7 +220,9 @@ class World:
     def check_all_called(self) -> None:
         """Refuse ranks that all returned, some without collectives that others called and never
         waited for."""
-        for circle in self._circles if self.broken is None else ():
+        if self.broken is not None:
+            return  # its own error is raised
+        for circle in self._circles:
             if not circle.open:
                 continue
             meeting = circle.open[min(circle.open)]

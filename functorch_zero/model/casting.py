@@ -50,15 +50,15 @@ class Policies:
     def of_leaves(self, slots: Iterable[Slot]) -> dict[str, Precision]:
         """The policy of each leaf, from every place that one is used in."""
         found: dict[str, Precision] = {}
-        for module, _, leaf in slots:
-            policy = self.of(module)
-            if found.setdefault(leaf, policy) != policy:
+        for slot in slots:
+            policy = self.of(slot.module)
+            if found.setdefault(slot.leaf, policy) != policy:
                 raise StructureError(
                     explain(
                         "a leaf that several modules share would have two policies",
-                        path=leaf,
-                        expected=found[leaf],
-                        got=f"{policy} at {module or 'the model'}",
+                        path=slot.leaf,
+                        expected=found[slot.leaf],
+                        got=f"{policy} at {slot.module or 'the model'}",
                         remedy="give all modules that use it the same policy",
                     )
                 )
@@ -217,7 +217,7 @@ class CastUnit:
         return nullcontext()
 
     def close(self) -> None:
-        """Let go of the leaves made at the last entry."""
+        """Let go of the leaves made at the last entry; raise if the loss has written to them."""
         check_unchanged(self._leaves or [], self._versions)
         self._leaves = None
 
@@ -231,7 +231,10 @@ class CastUnit:
 
 
 class CastParams:
-    """Params as a loss sees them: `params`, themselves where no policy says otherwise."""
+    """Params as a loss sees them, in `params`: the given ones where no policy says otherwise.
+
+    Call `finish` when the loss has returned.
+    """
 
     def __init__(self, params: PyTree[Tensor]):
         self._units: list[CastUnit] = []
@@ -267,7 +270,7 @@ class CastParams:
         return lazy
 
     def finish(self) -> None:
-        """The loss has returned."""
+        """Let go of the leaves that were cast, and raise if the loss has written to one."""
         for unit in self._units:
             unit.close()
 

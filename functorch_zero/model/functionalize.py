@@ -26,7 +26,7 @@ from .skeleton import Anatomy, Skeleton
 from .slots import Slot
 from .units import Units, choose_modules, find_units
 
-# Per `apply`, of those that something still refers to; free ones are used again
+# Kept per `apply`, of those that something still refers to; free ones are used again
 MAX_SKELETONS = 16
 
 
@@ -94,7 +94,7 @@ class Apply:
             if skeleton.is_free():
                 return self._skeletons.pop(i)
         # The oldest are left to those that refer to them, and live as long as these do
-        del self._skeletons[: -MAX_SKELETONS or None]
+        del self._skeletons[:-MAX_SKELETONS]
         return Skeleton(copy_module(self._prototype, {}), self._anatomy).settle()
 
 

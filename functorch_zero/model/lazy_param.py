@@ -107,7 +107,8 @@ def make_lazy_param(
     device: torch.device,
     requires_grad: bool,
 ) -> LazyParam:
-    """A lazy parameter without storage: number `number` among the entrance's leaves."""
+    """A lazy parameter without storage: number `number` among the entrance's leaves. Shape, dtype
+    and device are those of the whole leaf in use."""
     lazy: LazyParam = make_wrapper(
         LazyParam, shape, None, None, None, dtype, torch.strided, device, False, requires_grad
     )
@@ -148,12 +149,12 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def check_unchanged(params: Sequence[Tensor], versions: list[int]) -> None:
-    """Raise if a loss has written to params, by the versions from before it ran.
+    """Raise if a loss or an evaluation has written to params, by the versions from before it ran.
 
     The write would change the state, or be lost, depending on the level.
     """
     if params and versions_of(params) != versions:
         raise StructureError(
-            "the loss changed a leaf of params in place, and a step is a pure function. "
+            "a leaf of params was changed in place, and a step is a pure function. "
             "Remedy: make a new tensor, `p = p * 0.5` instead of `p *= 0.5`"
         )

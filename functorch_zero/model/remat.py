@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._torch_private import transforms_active
-from .slots import Place, found, put
+from .slots import Place, put, tensors_in
 
 
 def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callable[..., Any]:
@@ -46,10 +46,10 @@ class _Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is None:
-            self._before = [buffer.detach().clone() for buffer in found(self._places)]
+            self._before = [buffer.detach().clone() for buffer in tensors_in(self._places)]
             return self._forward(*args, **kwargs)
         # In backward: on the first run's buffers, and the changes to them don't count twice
-        after = found(self._places)
+        after = tensors_in(self._places)
         put(self._places, [buffer.clone() for buffer in self._before])
         try:
             return self._forward(*args, **kwargs)

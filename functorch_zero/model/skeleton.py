@@ -29,7 +29,7 @@ from .compile import CompiledForward
 from .copying import functions_of
 from .lazy_param import LazyParam
 from .remat import recomputed
-from .slots import Place, Slot, entering, found, put, used
+from .slots import Place, Slot, entering, leaves_for, put, tensors_in
 
 
 class Anatomy(NamedTuple):
@@ -59,12 +59,12 @@ class Skeleton:
         self._policies: dict[str, Precision] = {}  # by leaf, of those that have one
         for unit in anatomy.units:
             self._policies |= unit.policies
-        self._slots = _places(root, anatomy.slots, params_dict)
-        self._buffer_slots = _places(root, anatomy.buffer_slots, buffers_dict)
-        self._places = self._slots + self._buffer_slots
-        self._empty = found(self._places)  # tensors on the meta device
+        self._param_places = _places(root, anatomy.slots, params_dict)
+        self._buffer_places = _places(root, anatomy.buffer_slots, buffers_dict)
+        self._all_places = self._param_places + self._buffer_places
+        self._empty = tensors_in(self._all_places)  # tensors on the meta device
         self._params: Mapping[str, Any] = {}  # those of the call, by path
-        self._lazy = False  # whether units are to be entered in it
+        self._lazy = False  # whether the call's params have lazy ones, so that units are entered
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
         self._wrap_units(anatomy)
@@ -75,7 +75,7 @@ class Skeleton:
         """Give the units' modules a forward that, from the outside in, is computed again in
         backward, enters the unit, and is compiled."""
         by_leaf: dict[str, list[Place]] = {}
-        for place in self._slots:
+        for place in self._param_places:
             by_leaf.setdefault(place.leaf, []).append(place)
         for unit in anatomy.units:
             inside: list[Place] = []
@@ -92,11 +92,13 @@ class Skeleton:
     def _buffers_in(self, module: nn.Module) -> list[Place]:
         """The places of the buffers of a module and of those inside it."""
         inside = {id(buffers_dict(m)) for m in module.modules()}
-        return [place for place in self._buffer_slots if id(place.held) in inside]
+        return [place for place in self._buffer_places if id(place.held) in inside]
 
     def settle(self) -> Skeleton:
-        """Note how often modules and functions are referred to while nothing runs. Call it outside
-        `__init__`."""
+        """Note how often modules and functions are referred to while nothing runs.
+
+        Call it after `__init__`, whose frame and caller still refer to the root.
+        """
         self._refs = self._count_refs()
         return self
 
@@ -114,12 +116,12 @@ class Skeleton:
         self._params = params
         kinds = {type(leaf) for leaf in params.values()}
         self._lazy = LazyParam in kinds
-        leaves = used(self._slots, params)
+        leaves = leaves_for(self._param_places, params)
         # A lazy leaf has its policy's dtype already, and is cast when it is entered
         if self._policies and kinds != {LazyParam}:
-            for i, place in enumerate(self._slots):
+            for i, place in enumerate(self._param_places):
                 leaves[i] = self._as_used(place.leaf, leaves[i])
-        put(self._slots, leaves)
+        put(self._param_places, leaves)
         taken = {}
         for path, copied in self._put_copies(buffers).items():
             taken[path] = BufferCopy(copied, _version(copied))
@@ -140,14 +142,14 @@ class Skeleton:
         """
         if self.is_free():
             self._params = {}
-            put(self._places, self._empty)
+            put(self._all_places, self._empty)
         else:
             self._put_copies(buffers)
 
     def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in the places of buffers, since modules write to theirs; they are returned."""
         copies = {path: buffer.clone() for path, buffer in buffers.items()}
-        put(self._buffer_slots, used(self._buffer_slots, copies))
+        put(self._buffer_places, leaves_for(self._buffer_places, copies))
         return copies
 
     def new_buffers(
@@ -155,7 +157,7 @@ class Skeleton:
     ) -> dict[str, Tensor]:
         """The buffers after the call: the old tensors where nothing changed."""
         new = dict(old)
-        for place, buffer in zip(self._buffer_slots, found(self._buffer_slots), strict=True):
+        for place, buffer in zip(self._buffer_places, tensors_in(self._buffer_places), strict=True):
             if _is_changed(buffer, taken[place.leaf], old[place.leaf]):
                 new[place.leaf] = buffer.detach()
         return new

@@ -25,19 +25,19 @@ class Place(NamedTuple):
     leaf: str  # the leaf's path
 
 
-def found(places: Iterable[Place]) -> list[Any]:
+def tensors_in(places: Iterable[Place]) -> list[Any]:
     """The tensors in the places."""
     return [place.held[place.attribute] for place in places]
 
 
 def put(places: Iterable[Place], values: Iterable[Any]) -> None:
-    """Fill the places."""
+    """Fill the places, each with its value."""
     for place, value in zip(places, values, strict=True):
         place.held[place.attribute] = value
 
 
-def used(places: Iterable[Place], leaves: Mapping[str, Any]) -> list[Any]:
-    """For each place the leaf that is used there."""
+def leaves_for(places: Iterable[Place], leaves: Mapping[str, Any]) -> list[Any]:
+    """The leaf that each place uses, in the order of the places."""
     return [leaves[place.leaf] for place in places]
 
 
@@ -78,7 +78,7 @@ def _entered(
 ) -> Any:
     """Run inside the entrance, with its whole leaves of these numbers in the places meanwhile."""
     leaves = entrance.enter(path)
-    before = found(places)
+    before = tensors_in(places)
     try:
         put(places, [leaves[number] for number in numbers])
         with entrance.watch():

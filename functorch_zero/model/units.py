@@ -33,10 +33,10 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
     """Partition the model's leaves into units.
 
     Args:
+        model: whose leaves they are.
         units: a module class, a predicate `(path, module)`, a pattern of paths ("blocks.*"), or
-            several of them.
-            None: each child of the model is a unit, and containers (ModuleList, Sequential,
-            ModuleDict) are opened.
+            several of them. None: each child of the model is a unit, and containers (ModuleList,
+            Sequential, ModuleDict) are opened.
         slots: every place where a parameter is used; a tied one has several.
 
     A leaf belongs to the innermost unit around all its places. Leaves in none of the chosen units
@@ -116,17 +116,18 @@ def choose_modules(
     return frozenset(chosen)
 
 
-def matches(units: Units, model: nn.Module, path: str, module: nn.Module) -> bool:
-    """Whether a rule, or any of several, names the module of this path."""
-    if units is None:
+def matches(rules: Units, model: nn.Module, path: str, module: nn.Module) -> bool:
+    """Whether a rule, or any of several, names the model's module of this path. None names each
+    child of the model, with containers opened."""
+    if rules is None:
         return _is_opened_child(model, path)
-    if isinstance(units, type):
-        return isinstance(module, units)
-    if isinstance(units, str):
-        return path_matches(path, units)
-    if callable(units):
-        return bool(units(path, module))
-    return any(matches(rule, model, path, module) for rule in units)
+    if isinstance(rules, type):
+        return isinstance(module, rules)
+    if isinstance(rules, str):
+        return path_matches(path, rules)
+    if callable(rules):
+        return bool(rules(path, module))
+    return any(matches(rule, model, path, module) for rule in rules)
 
 
 def _is_opened_child(model: nn.Module, path: str) -> bool:
@@ -168,8 +169,7 @@ def _parent(path: str) -> str:
 
 
 def _join(drafts: list[_Draft]) -> list[_Draft]:
-    """Small units that nobody chose join the next one of their parent that nobody chose, else the
-    one before."""
+    """Each unit joins the one before it, where both may be one unit and either is small."""
     joined: list[_Draft] = []
     for draft in drafts:
         if joined and _are_neighbours(joined[-1], draft) and _one_is_small(joined[-1], draft):

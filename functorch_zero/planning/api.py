@@ -155,7 +155,8 @@ def plan(
             num_saved = saved_by_names(layout, model_or_params)
             work = _without_loss(work, num_saved, keeps=not reshard_after_forward)
         imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, work.fake)
-        inputs = tree_map(partial(_without_value, work=work, device=device), work[:3])
+        given = (work.params, work.buffers, work.batch)
+        inputs = tree_map(partial(_without_value, work=work, device=device), given)
         with _values_refused(journal):
             state = imagined.run(*inputs, order=work.order)
     num_params = sum(leaf.numel for leaf in layout.leaves)
@@ -193,6 +194,7 @@ class _Work(NamedTuple):
 
 
 def _no_loss(params: Any, buffers: Any, batch: Any) -> Any:
+    """The loss of a step that was made of an optimizer alone: a stand-in takes its place."""
     raise AssertionError
 
 
@@ -251,7 +253,8 @@ def _without_loss(work: _Work, num_saved: Callable[[Unit], int], *, keeps: bool)
 
 
 def _without_value(x: Any, work: _Work, device: torch.device) -> Any:
-    """A tensor of the same shape that takes no room."""
+    """A tensor of the same shape that takes no room: on the meta device, or a fake one on its own
+    device, which is `device` for those without values already."""
     if not isinstance(x, Tensor):
         return x
     if work.fake is None:

@@ -71,7 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     run_.add_argument("--memory", type=_positive, help="a device's, in GB (10**9 bytes)")
     run_.add_argument(
-        "--bandwidth", type=_positive, help="of a rank's link, in GB a second, one way"
+        "--bandwidth", type=_positive, help="of a rank's link, in GB per second, one way"
     )
     run_.add_argument("--activations", type=float, default=0.0, help="a rank's, in GB")
     run_.add_argument("--json", type=Path, help="write the plans there")
@@ -113,7 +113,7 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
     peaks = [made.peak.total + args.activations * _GB for made in plans]
     print(table(plans, peaks, args.memory, args.bandwidth))
     paper = [zero_bytes(num_params, num_ranks, level=level.number) for level in LEVELS]
-    print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes a parameter:", end=" ")
+    print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes per parameter:", end=" ")
     print(", ".join(map(bytes_text, paper)))
     if args.memory is None:
         return True
@@ -128,8 +128,15 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
 def table(
     plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, bandwidth: float | None
 ) -> str:
-    """One row per level."""
-    head = ["level", "params", "gradients", "state", "gathered", "peak", "sent a step"]
+    """One row per level, as text.
+
+    Args:
+        plans: one per level, in the order of `LEVELS`.
+        peaks: bytes of a rank, one per plan, activations included.
+        memory: of a device, in GB. None: nobody asks whether a level fits.
+        bandwidth: of a rank's link, in GB per second. None: nobody asks for times.
+    """
+    head = ["level", "params", "gradients", "state", "gathered", "peak", "sent per step"]
     if bandwidth:
         head.append("at least")
     if memory:

@@ -124,7 +124,13 @@ def imagined_axes(
     same_data: SameData | None = None,
 ) -> Axes:
     """The groups of rank `rank` of `size`: of one axis, or of a mesh with `shard_size` ranks along
-    its shard axis."""
+    its shard axis.
+
+    Args:
+        journal: the record that all of them write to.
+        state_axes, same_data: as for `plan`.
+        swaps: as for `Recorder`.
+    """
 
     def group(rank: int, size: int, axis: str) -> Recorder:
         name = f"{axis} {size}" if size > 1 else "itself"

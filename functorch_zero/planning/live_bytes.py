@@ -75,13 +75,13 @@ class LiveBytes(QuickDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = _kind(func)
-        if self._paused or kind.views:
+        facts = _facts_of(func)
+        if self._paused or facts.views:
             return func(*args, **kwargs)
         given = [*_tensors(args), *(_tensors(kwargs.values()) if kwargs else ())]
         num_known = sum(map(has_values, given))
         if num_known == len(given):
-            return self._known(func, args, kwargs, anew=kind.makes if given else kind.has_device)
+            return self._known(func, args, kwargs, anew=facts.makes if given else facts.has_device)
         if reads_number(func):
             return self._answer(given[0])
         if self._fake is None:
@@ -93,7 +93,7 @@ class LiveBytes(QuickDispatchMode):
             out = torch.empty(args[1], dtype=dtype, device="meta")
         else:
             out = func(*args, **kwargs)
-        for position, name in kind.writes:
+        for position, name in facts.writes:
             written = args[position] if position < len(args) else kwargs.get(name)
             self._written.update(map(storage_id, _tensors([written])))
         self._follow(out)
@@ -136,8 +136,10 @@ class LiveBytes(QuickDispatchMode):
             self._paused = False
 
     def _known(self, func: Any, args: Any, kwargs: Any, *, anew: bool) -> Any:
-        """An operator on values: single numbers, or tensors that a loss brings along. A new tensor
-        of more than one number gets no values."""
+        """An operator on values: single numbers, or tensors that a loss brings along.
+
+        With `anew` it makes a new tensor, which gets no values, unless it is a single number.
+        """
         if anew and self._fake is not None:
             with self._fake:
                 made = func(*args, **kwargs)
@@ -203,7 +205,7 @@ def _moved(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
     return kwargs | {"device": torch.device(device)}
 
 
-class _Kind(NamedTuple):
+class _Facts(NamedTuple):
     """The facts of an operator that say how to follow its results."""
 
     views: bool  # it makes a view, and nothing new
@@ -213,7 +215,7 @@ class _Kind(NamedTuple):
 
 
 @cache  # a plan calls few operators, each very often
-def _kind(func: Any) -> _Kind:
+def _facts_of(func: Any) -> _Facts:
     arguments = arguments_of(func)
     writes = []
     for position, argument in enumerate(arguments):
@@ -221,7 +223,7 @@ def _kind(func: Any) -> _Kind:
         says_so = alias is not None and alias.is_write
         if says_so or argument.name in _WRITTEN_ANYWAY:
             writes.append((position, argument.name))
-    return _Kind(
+    return _Facts(
         views=func.is_view and not writes,
         makes=func.overloadpacket in _MAKERS,
         has_device=any(argument.name == "device" for argument in arguments),

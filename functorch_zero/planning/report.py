@@ -12,6 +12,7 @@ import torch
 
 from ..layout.layout import Layout
 from ..optim.base import Needs, Transform
+from ..precision import short
 from ..sharded_optim.state_plan import EVERYONE, make_planner
 
 KINDS = {  # of memory: the field of a `Sample`, and its name for people
@@ -138,7 +139,7 @@ def format_collectives(collectives: Sequence[Collective]) -> str:
     rows = [["phase", "kind", "dtype", "calls", "bytes", "sent"]]
     grouped: dict[tuple[str, str, str], list[Collective]] = {}
     for collective in collectives:
-        key = (collective.phase, collective.kind, _dtype_name(collective.dtype))
+        key = (collective.phase, collective.kind, short(collective.dtype))
         grouped.setdefault(key, []).append(collective)
     for key, calls in grouped.items():
         nbytes = bytes_text(sum(call.nbytes for call in calls))
@@ -271,16 +272,12 @@ class Plan:
 
 
 def _collective_as_dict(collective: Collective) -> dict[str, Any]:
-    named = {"dtype": _dtype_name(collective.dtype), "bytes": collective.nbytes}
+    named = {"dtype": short(collective.dtype), "bytes": collective.nbytes}
     return collective._asdict() | named
 
 
 def _balance_as_dict(balance: Balance) -> dict[str, Any]:
     return {"imbalance": balance.imbalance, "leaves": [leaf._asdict() for leaf in balance.leaves]}
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def draw(samples: Sequence[Sample], path: str, *, title: str) -> None:

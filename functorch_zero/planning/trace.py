@@ -138,7 +138,8 @@ class ImaginedStep:
         return Run(step, options, state, batch, sharding, flats, updater, prepared.parts)
 
     def _fetched_before(self, run: Run, order: Sequence[str] | None) -> PrefetchOrder:
-        """The order of units as the step before has recorded it; empty where no params are cut."""
+        """The order of units as the step before has recorded it; empty where no params are cut. A
+        pass of its own finds it out, unless `order` is known."""
         fetched = PrefetchOrder()
         if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
             if order is None:

@@ -72,7 +72,7 @@ class ShardedEngine:
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
         self._orders: dict[Any, PrefetchOrder] = {}
-        self._across: dict[int, Sharded] = {}  # by the id of a layout, which it keeps alive
+        self._across: dict[int, Sharded] = {}  # by the id of its layout, which it keeps alive
 
     def __eq__(self, other: object) -> bool:
         """Whether trees of both can be used together: they lie on one group, cut over one mesh."""
@@ -108,7 +108,11 @@ class ShardedEngine:
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[ShardedTree, Any]:
         """The updates, in pieces, and the next state. Collectives: those that the transform asks
-        for."""
+        for.
+
+        Raises:
+            StructureError: params, updates or new updates are not cut as they must be.
+        """
         with sharing_failures(*self.options.axes.groups), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params)
@@ -150,9 +154,9 @@ class ShardedEngine:
         `fz.value_and_grad`."""
         given, treedef = optree.tree_flatten((tree, args), is_leaf=_is_sharded)
         num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
-        at = [i for i, node in enumerate(given) if _is_sharded(node)]
-        trees: list[ShardedTree] = [given[i] for i in at]
-        trained = [i < num_trained for i in at]
+        numbers = [i for i, node in enumerate(given) if _is_sharded(node)]  # among all given
+        trees: list[ShardedTree] = [given[i] for i in numbers]
+        trained = [i < num_trained for i in numbers]
         with ExitStack() as stack:
             stack.enter_context(sharing_failures(*self.options.axes.groups))
             for sharded in trees:
@@ -165,19 +169,18 @@ class ShardedEngine:
             joined, order = self._join(trees, trained)
             stack.enter_context(order.forgotten_on_failure())
 
-            def call(seen: Sequence[Any]) -> Any:
+            def call(lazy_trees: Sequence[Any]) -> Any:
                 nodes = list(given)
-                for i, lazy in zip(at, seen, strict=True):
+                for i, lazy in zip(numbers, lazy_trees, strict=True):
                     nodes[i] = lazy
                 own_tree, own_args = treedef.unflatten(nodes)
                 return loss(own_tree, *own_args)
 
             value, reduced = self._differentiate(call, _name_of(loss), trees, joined, order)
-            grads = [
-                grads_like(sharded.pieces(), reduced, first)
-                for sharded, first, on in zip(trees, joined.first_buckets, trained, strict=True)
-                if on
-            ]
+            grads = []
+            for sharded, first, on in zip(trees, joined.first_buckets, trained, strict=True):
+                if on:
+                    grads.append(grads_like(sharded.pieces(), reduced, first))
         return value, optree.tree_structure(tree, is_leaf=_is_sharded).unflatten(grads)
 
     def _differentiate(
@@ -188,13 +191,25 @@ class ShardedEngine:
         joined: Joined,
         order: PrefetchOrder,
     ) -> tuple[Any, dict[int, Tensor]]:
-        """One pass over the joined trees: the means over ranks, and the reduced gradients by
-        bucket of the joined layout."""
+        """One pass over the joined trees.
+
+        Args:
+            call: the user's loss, of the trees as it may use them, in their order.
+            name: the loss's, for errors.
+            trees: those that are joined.
+            joined: their layouts as one.
+            order: the units as the last such pass gathered them.
+
+        Returns: the mean over ranks (with those of the metrics, if there is an `Aux`), and the
+            reduced gradients by bucket of the joined layout.
+        """
         options, axes, layout = self.options, self.options.axes, joined.layout
         self._num_gradients += 1
         numbers = [sharded.holding.number for sharded in trees]
         log = [f"gradient {self._num_gradients} of {name} at trees {numbers}"]
-        flats = [flat for sharded in trees for flat in sharded.flats()]
+        flats: list[Tensor] = []
+        for sharded in trees:
+            flats += sharded.flats()
         # A program has no State.parts, so no reduction that keeps something
         summing = replace(options, reduction=SUMMED, reduce_gradients=None)
         reduction = make_reduction(layout, summing, log, {})
@@ -230,8 +245,8 @@ class ShardedEngine:
     ) -> tuple[Joined, PrefetchOrder]:
         """The trees' layouts as one, of which the trained trees' stay trainable."""
         layouts = [sharded.sharding.layout for sharded in trees]
-        # Kept layouts keep their ids
-        key = (*map(id, layouts), *trained)
+        # By id, since to compare layouts takes long. `Joined` keeps them, and so their ids.
+        key = (*map(id, layouts), *trained)  # n ids, then n flags
         if key not in self._joined:
             self._joined[key] = join_layouts(layouts, trained)
             self._orders[key] = PrefetchOrder()
@@ -245,6 +260,7 @@ class ShardedEngine:
         return self._across[id(layout)]
 
     def _check_held(self, tree: Any) -> None:
+        """Raise unless this is a sharded tree in the form of params."""
         if not _is_sharded(tree) or tree.holding.form != "held":
             got = tree.holding if _is_sharded(tree) else type(tree).__name__
             raise StructureError(

@@ -39,12 +39,19 @@ def run_pass(
 
     Args:
         loss: called with lazy parameters, in the structure of the layout.
-        seed_of: this rank's share of the mean, from the loss's outcome. It may refuse the outcome.
-        flats: that hold the params between steps, (numel,) or (piece,), bucket by bucket.
-        order: in which the last pass gathered units. This pass's own order takes its place.
-        log: of the collectives started, which ranks compare.
-        held: leaves that were cut from the flats already; else they are cut anew.
+        seed_of: gives this rank's share of the mean, from the loss's outcome. It may raise, where
+            it refuses the outcome.
+        flats: those that hold the params between steps, (numel,) or (piece,), bucket by bucket.
+        layout: of the params.
+        reduction: takes the gradients. The caller finishes it, after its last pass.
+        order: the units as the last pass gathered them. This pass's own order takes its place.
+        options: those of `shard`.
+        log: the step, and the collectives started so far. This pass adds its own, and ranks compare
+            them afterwards.
+        held: leaves that were cut from the flats already; None: they are cut anew.
         last: whether no other pass will give gradients to the same reduction.
+
+    Returns: the loss's outcome, which is still in its autograd graph.
 
     Raises:
         StructureError: the loss depends on no trained leaf.

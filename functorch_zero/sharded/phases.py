@@ -74,7 +74,8 @@ class Run:
     state: State
     batch: Any  # this rank's part
     sharding: Sharding
-    flats: list[Tensor]  # that hold the params between steps, in the order of the buckets
+    # Those that hold the params between steps, (numel,) or (piece,), in the order of the buckets
+    flats: list[Tensor]
     updater: Updater
     parts: ReductionParts
 
@@ -175,6 +176,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
     Nothing of the state has been written to by then.
 
     Raises:
+        Exception: a background task's own, where one has failed; PeerError on the other ranks.
         GroupError: ranks are at different steps, or have started different collectives.
         MismatchError: ranks of the same data have found different losses or metrics.
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
@@ -205,7 +207,8 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
 
 @torch.no_grad()
 def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
-    """Update the params, and publish them to the ranks that hold them between steps.
+    """Update the params, and publish them to the ranks that hold them between steps. Returns the
+    next state and the step's metrics.
 
     Collectives: one of the buffers that changed, those that the optimizer asks for, the level's
     gathers of the new params, and one for the norms among the metrics.

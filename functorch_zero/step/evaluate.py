@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..errors import StructureError
 from ..model.casting import CastParams
+from ..model.lazy_param import check_unchanged, versions_of
 from ..tree import PyTree, merge, same_structure
-from .loss import Aux, Metrics, as_metric, if_weighty
+from .loss import Aux, Metrics, as_metric, check_weight, if_weighty
 from .rng import replayed
 from .state import State
 from .train import optimizer_view
@@ -30,6 +31,7 @@ class EvalStep:
 
     @torch.no_grad()
     def __call__(self, state: State, batch: Any) -> Metrics:
+        """Metrics of a whole batch, 0-d; the state stays as it is."""
         if state.sharding is not None:
             raise StructureError(
                 "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "
@@ -40,10 +42,13 @@ class EvalStep:
             trained_params, _ = optimizer_view(params)
             # Frozen leaves stay the state's own
             params = merge(self.chosen(state.opt_state, trained_params), params)
-        device = optree.tree_leaves(params)[0].device
-        with replayed(state.seed, state.step, 0, device):
+        leaves = optree.tree_leaves(params)
+        with replayed(state.seed, state.step, 0, leaves[0].device):
+            versions = versions_of(leaves)
             cast = CastParams(params)
             given, weight = call_eval(self.fn, cast.params, state.buffers, batch)
+            cast.finish()
+            check_unchanged(leaves, versions)  # they are the state's own
         metrics = {}
         for name, value in given.items():
             metrics[name] = if_weighty(as_metric(value), weight)
@@ -84,6 +89,7 @@ def call_eval(
     """Call a user's evaluation and check its results: metrics and weight."""
     result = fn(params, buffers, batch)
     if isinstance(result, Aux):
+        check_weight(result.weight)
         return result.metrics, result.weight
     if not isinstance(result, Mapping):
         got = type(result).__name__

@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 def call_loss(
     loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
 ) -> Outcome:
-    """Call a user's loss and check its results."""
+    """Call a user's loss and check its results. Errors name the rank, if one is given."""
     loss, given = check_loss(loss_fn(params, buffers, batch), rank)
     aux = given or Aux()
     if aux.buffers is None:
@@ -123,7 +123,7 @@ def independent(rank: int | None = None) -> StructureError:
     )
 
 
-def check_weight(weight: Any, rank: int | None) -> None:
+def check_weight(weight: Any, rank: int | None = None) -> None:
     """Raise unless means can be taken with this weight."""
     if not isinstance(weight, Tensor | int | float | None):
         raise TypeError(f"Aux.weight must be a number or a 0-d tensor, got {type(weight).__name__}")
@@ -154,6 +154,7 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
 
 
 def _parts(path: str, leaf: Any, count: int) -> list[Any]:
+    """The `count` parts of one leaf of a batch."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return [leaf] * count
     if 0 < len(leaf) < count:  # an empty batch is that of a rank which ran out of data
@@ -212,6 +213,7 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     if len(outcomes) == 1:
         return outcomes[0]
     _check_all_weighted(outcomes)
+    _check_same_metrics(outcomes)
     metrics = {}
     for name in outcomes[-1].metrics:
         metrics[name] = weighted_mean([o.metrics[name] for o in outcomes], outcomes)
@@ -245,6 +247,21 @@ def _check_all_weighted(outcomes: Sequence[Outcome]) -> None:
                 remedy="give each a weight; 1 counts as much as none",
             )
         )
+
+
+def _check_same_metrics(outcomes: Sequence[Outcome]) -> None:
+    """Raise unless all micro-batches have metrics of the same names: else one has no mean."""
+    expected = outcomes[0].metrics.keys()
+    for i, outcome in enumerate(outcomes):
+        if outcome.metrics.keys() != expected:
+            raise StructureError(
+                explain(
+                    "micro-batches have different metrics",
+                    expected=f"{sorted(expected)}, as from micro-batch 0",
+                    got=f"{sorted(outcome.metrics)} from micro-batch {i} of {len(outcomes)}",
+                    remedy="return the same metrics from every call of the loss",
+                )
+            )
 
 
 def as_tensor(value: Any) -> Tensor:

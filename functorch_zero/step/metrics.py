@@ -48,13 +48,13 @@ class UpdateMetrics:
         # By norm: a tree of 0-d sums of squares, each of this rank's part of a leaf
         self._squares: dict[str, PyTree[Tensor]] = {}
 
-    def see(self, name: str, tree: Callable[[], PyTree[Tensor]]) -> None:
-        """Take the norm of a tree of whole leaves or pieces, if it was asked for.
+    def see(self, name: str, make_tree: Callable[[], PyTree[Tensor]]) -> None:
+        """Take the norm of a tree of whole leaves or pieces, if the metric `name` was asked for.
 
         A function gives the tree, which need not be made where nobody asks.
         """
         if name in self._names:
-            self._squares[name] = tree_map(_square, tree())
+            self._squares[name] = tree_map(_square, make_tree())
 
     def metrics(self, opt_state: Any) -> dict[str, Tensor]:
         """All that was asked for, by name."""

@@ -70,8 +70,17 @@ class TrainStep:
         """The first state: copies of params and buffers, and the optimizer's state.
 
         The trained leaves are those that `trainable` names, or else those with `requires_grad`; the
-        others are frozen. `values`, from `deferred_init`, gives the values of leaves and buffers on
-        the meta device.
+        others are frozen.
+
+        Args:
+            params: whole leaves.
+            buffers: those that the loss is given. None: there are none.
+            seed: of each step's random numbers. None: the global random state is used.
+            values: from `deferred_init`: the values of leaves and buffers on the meta device.
+
+        Raises:
+            StructureError: params hold no tensors, or none that is trained.
+            ValueError: the optimizer has no metric of a name that was asked for.
         """
         buffers = {} if buffers is None else buffers
         if values is not None:
@@ -109,8 +118,10 @@ class TrainStep:
     def loss_and_grads(
         self, state: State, batch: Any, rank: int = 0
     ) -> tuple[PyTree[Tensor], Outcome]:
-        """The loss on `batch` as rank `rank` would draw its random numbers, and its gradients (None
-        where frozen)."""
+        """The gradients (None where frozen) of the loss on `batch`, and its results.
+
+        Random numbers are those that rank `rank` of a sharded step would draw.
+        """
         grads_of: list[PyTree[Tensor]] = []  # one tree per micro-batch, whole leaves
         outcomes: list[Outcome] = []
         for i, micro_batch in enumerate(micro_batches(batch, self.accumulate)):

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..groups import run_ranks
-from .equality import Equality, assert_equal_updates, assert_equal_values
+from .equality import Equality, ProvesNothing, assert_equal_updates, assert_equal_values
 from .step import assert_sharded_equals_unsharded
 from .transforms import check_transform
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Equality",
+    "ProvesNothing",
     "assert_equal_updates",
     "assert_equal_values",
     "assert_sharded_equals_unsharded",

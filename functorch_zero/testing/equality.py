@@ -231,6 +231,7 @@ def _dtypes(leaves: Iterable[Any]) -> list[torch.dtype]:
 
 
 def _trained(tree: PyTree[Tensor]) -> list[bool]:
+    """Which leaves are trained: those with `requires_grad`, or all where none has it."""
     flags = [leaf.requires_grad for leaf in optree.tree_leaves(tree)]
     return flags if any(flags) else [True] * len(flags)
 
@@ -258,6 +259,7 @@ class _LeafUpdate(NamedTuple):
 def _leaf_updates(
     old: PyTree[Tensor], new: PyTree[Tensor], old_got: PyTree[Tensor], new_got: PyTree[Tensor]
 ) -> list[_LeafUpdate]:
+    """The updates of the trees' leaves, in flatten order."""
     trees = [_leaves(tree) for tree in (old, new, old_got, new_got)]
     return [_LeafUpdate(*row) for row in zip(paths(old), *trees, strict=True)]
 

@@ -314,6 +314,8 @@ def mixed(width: int = 5, seed: int = 0) -> Case:
 def _regression(
     name: str, make: Callable[[], nn.Module], num_in: int, num_out: int, seed: int, **rest: Any
 ) -> Case:
+    """A model from (rows, num_in) to (rows, num_out), with normal inputs and targets, float64."""
+
     def make_batch(rows: int, g: torch.Generator) -> Batch:
         x = torch.randn(rows, num_in, generator=g, dtype=torch.float64)
         y = torch.randn(rows, num_out, generator=g, dtype=torch.float64)

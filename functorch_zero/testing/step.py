@@ -307,6 +307,7 @@ class Comparison:
     def _compare_updates(
         self, k: int, moving: list[str], jittered: Sequence[Run], at: dict[str, Any]
     ) -> None:
+        """Step k's updates of the params; leaves that don't move in any step are refused."""
         before, after = self.expected.states[k : k + 2]
         got_before, got_after = self.got[0].states[k : k + 2]
         updates = [run.update(k) for run in (self.expected, *jittered)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functorch_zero.model.lazy_param import LazyParam, make_lazy_param
-from functorch_zero.model.slots import Place, entering, found
+from functorch_zero.model.slots import Place, entering, tensors_in
 
 
 class Told:
@@ -52,11 +52,11 @@ def test_leaves_of_several_entrances_and_whole_ones() -> None:
     }
     names = {"x": "a", "y": "b", "z": "c", "v": "d", "again": "a"}
     places = [Place(module, name, leaf) for name, leaf in names.items()]
-    before = found(places)
+    before = tensors_in(places)
     seen = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        seen.append((args, kwargs, found(places)))
+        seen.append((args, kwargs, tensors_in(places)))
         raise ValueError("of the user's")
 
     with pytest.raises(ValueError, match="of the user's"):
@@ -65,7 +65,7 @@ def test_leaves_of_several_entrances_and_whole_ones() -> None:
     assert args == (1,) and kwargs == {"path": 2, "leaves": 3, "forward": 4}
     expected = [first.leaves[2], plain, second.leaves[1], first.leaves[0], first.leaves[2]]
     assert all(x is y for x, y in zip(inside, expected, strict=True))
-    assert all(x is y for x, y in zip(found(places), before, strict=True))
+    assert all(x is y for x, y in zip(tensors_in(places), before, strict=True))
     assert sorted(log[:2]) == ["enter first for block", "enter second for block"]
     assert log[2:] == [entry.replace("enter", "leave") for entry in reversed(log[:2])]
 

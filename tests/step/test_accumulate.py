@@ -74,6 +74,28 @@ def test_weights_of_some_micro_batches_only_are_refused(first):
     run_ranks(run, 1)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_metrics_of_some_micro_batches_only_are_refused(first):
+    """They have no mean over the batch, and one must not be dropped in silence."""
+
+    def loss_fn(params, buffers, batch):
+        metrics = {"seen": 1.0} if (batch[0] == 0) == first else {}
+        return fz.unshard(params)["w"].square() * batch.sum(), fz.Aux(metrics=metrics)
+
+    step = fz.train_step(loss_fn, optim.sgd(0.1), accumulate=2)
+    params = {"w": torch.ones((), requires_grad=True)}
+    refused = r"different metrics: expected \[.*\], as from micro-batch 0, got \[.*Remedy"
+    with pytest.raises(StructureError, match=refused):
+        step(step.init(params), torch.arange(4.0))
+
+    def run(group):
+        sharded = fz.shard(step, level=3, group=group)
+        with pytest.raises(StructureError, match=refused):
+            sharded(sharded.init(params), torch.arange(4.0))
+
+    run_ranks(run, 1)
+
+
 def make_batches(size, count=3):
     torch.manual_seed(1)
     draw = [{"x": torch.randn(size, 3), "y": torch.randn(size, 2)} for _ in range(count)]

@@ -267,6 +267,31 @@ def test_eval_step() -> None:
         as_metric(torch.ones(2))
 
 
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_an_evaluation_with_no_weight_for_a_mean_is_refused(weight: float) -> None:
+    """On ranks, a mean by such weights would be no mean, and nothing would tell."""
+    step = train_step(lambda p, b, x: (p["w"] * x).sum(), optim.sgd(0.1))
+    params = {"w": torch.ones(2, requires_grad=True)}
+    evaluate = eval_step(lambda p, b, x: Aux(metrics={"a": 1.0}, weight=weight))
+    with pytest.raises(StructureError, match=r"expected >= 0, got .*Remedy"):
+        evaluate(step.init(params), None)
+
+    def run(group: Any) -> None:
+        state = shard(step, level=1, group=group).init(params)
+        shard(evaluate, level=1, group=group)(state, torch.ones(2))
+
+    with pytest.raises(StructureError, match=r"expected >= 0, got .*Remedy"):
+        run_ranks(run, 2)
+
+
+def test_an_evaluation_that_writes_to_params_is_refused() -> None:
+    """It sees the state's own tensors."""
+    step = train_step(lambda p, b, x: (p["w"] * x).sum(), optim.sgd(0.1))
+    state = step.init({"w": torch.ones(2, requires_grad=True)})
+    with pytest.raises(StructureError, match=r"in place.*Remedy"):
+        eval_step(lambda p, b, x: {"a": p["w"].mul_(2.0).sum()})(state, None)
+
+
 def test_a_state_is_a_pytree() -> None:
     loss_fn, params, buffers = ZOO["convnet"].build()
     state = train_step(loss_fn, optim.adamw(0.1)).init(params, buffers)

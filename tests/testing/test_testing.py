@@ -33,6 +33,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import (
     Equality,
+    ProvesNothing,
     assert_equal_updates,
     assert_equal_values,
     assert_sharded_equals_unsharded,
@@ -275,7 +276,7 @@ def test_an_optimizer_that_does_nothing_proves_nothing() -> None:
 def test_no_runs_prove_nothing(nothing: dict[str, Any]) -> None:
     step, params, buffers, batches = linear_step(optim.sgd(0.1))
     options = {"batches": batches, **nothing}
-    with pytest.raises(testing.ProvesNothing, match=f"{next(iter(nothing))} is empty"):
+    with pytest.raises(ProvesNothing, match=f"{next(iter(nothing))} is empty"):
         assert_sharded_equals_unsharded(step, params, buffers, **options)
 
 
