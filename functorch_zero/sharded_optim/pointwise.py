@@ -7,6 +7,8 @@ function: it may return a tensor that it was given, or one tensor twice. So befo
 overwritten:
 
 - `_copy_repeated` copies a leaf that the given state holds twice: each will be written to;
+- `_in_storages_of_their_own` copies one of two results that share storage, where no result is
+  written over anything: the next step will write to each;
 - `_storages_of_one_group` leaves out updates whose storage holds something else as well;
 - `_write` copies results that lie in what was given (a state that is the old updates, say).
 """
@@ -342,10 +344,7 @@ def _run_in_chunks(
     chunk = _CHUNK if update.device.type in ("cpu", "meta") else numel
     if numel <= chunk and not any(operand.donated for operand in operands):
         everything = [operand.chunk(slice(None)) for operand in operands]
-        new_update, *new_state = _run(run, one, everything, param)
-        # The next transform may write over its updates
-        kept = [x.clone() if _share(x, new_update) else x for x in new_state]
-        return [new_update, *kept]
+        return _in_storages_of_their_own(_run(run, one, everything, param))
 
     # A plan's tensors have no values, and one chunk stands for all
     end = numel if has_values(update) else min(numel, chunk)
@@ -365,6 +364,17 @@ def _run_in_chunks(
                 results[k] = made[k]
         _write([*given, param[here]], of_flats)
     return results
+
+
+def _in_storages_of_their_own(made: Sequence[Tensor]) -> list[Tensor]:
+    """The results, copied where one lies in another's storage. The next transform may write over
+    its updates, and the next step over each leaf of the state."""
+    taken: set[int] = set()
+    apart = []
+    for x in made:
+        apart.append(x.clone() if storage_id(x) in taken else x)
+        taken.add(storage_id(x))
+    return apart
 
 
 def _choose_function(part: Pointwise, operands: Sequence[_Operand]) -> Callable[..., Any]:

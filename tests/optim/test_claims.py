@@ -304,8 +304,63 @@ def test_other_questions_on_pieces_are_refused() -> None:
             total = total + across.total(params)
         return tree_map(lambda u: u * total, updates), state
 
-    with pytest.raises(TransformError, match=r"update: it asks across for more"):
+    with pytest.raises(TransformError, match=r"update: it asks across for other things"):
         check_claims(with_statistics(init_empty, update), {"w": torch.zeros(3, 4)})
+
+
+def asks_if(fits: Any, question: Any, first: int = 1) -> Transform:
+    """A transform that asks, from its `first` call on, where its first leaf fits."""
+
+    def update(updates: Any, state: Steps, params: Any, across: Any) -> Any:
+        n = state.n + 1
+        if n >= first and fits(optree.tree_leaves(updates)[0]):
+            question(across, updates)
+        return updates, Steps(n)
+
+    return with_statistics(lambda params: Steps(torch.zeros((), dtype=torch.int64)), update)
+
+
+QUESTIONS: dict[str, Any] = {
+    "totals": lambda across, tree: across.total(tree),
+    "sums": lambda across, tree: across.sum(tree),
+    "sums over a dim": lambda across, tree: across.sum_dim(tree, 0),
+}
+
+
+@pytest.mark.parametrize("first", [1, 1001])
+@pytest.mark.parametrize("fits", [lambda u: u.numel() > 5, lambda u: u.numel() <= 5])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_questions_of_some_ranks_only_are_refused(question: str, fits: Any, first: int) -> None:
+    """On ranks, those that ask would wait for the others."""
+    transform = asks_if(fits, QUESTIONS[question], first)
+    with pytest.raises(TransformError, match="asks across for other things"):
+        check_claims(transform, {"w": torch.zeros(3, 4)})
+
+
+def test_other_questions_are_told_from_one_another() -> None:
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        whole = optree.tree_leaves(updates)[0].ndim > 1
+        across.norm(updates) if whole else across.sum(updates)
+        return updates, state
+
+    with pytest.raises(TransformError, match="asks across for other things"):
+        check_claims(with_statistics(init_empty, update), {"w": torch.zeros(3, 4)})
+
+
+def test_a_question_that_a_pointwise_transform_asks_later_is_refused() -> None:
+    def update(updates: Any, state: Steps, params: Any, across: Any) -> Any:
+        if state.n > 1000:
+            across.total(updates)
+        return updates, Steps(state.n + 1)
+
+    with pytest.raises(TransformError, match=r"asked across\.total"):
+        check_claims(pointwise(lambda params: Steps(torch.zeros((), dtype=torch.int64)), update))
+
+
+def test_a_late_step_that_fails_on_pieces_only_is_refused() -> None:
+    transform = from_a_step_on(1001, lambda u: u.mT.mT, branch=True)
+    with pytest.raises(TransformError, match="fails on 1-D pieces"):
+        check_claims(transform, {"w": torch.zeros(4, 3)})
 
 
 def test_paths_of_the_tree_are_tried() -> None:

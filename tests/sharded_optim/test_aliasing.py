@@ -160,6 +160,53 @@ def test_donation_does_not_change_what_a_transform_keeps(kept, levels, ranks, ma
     run_ranks(on_a_rank, ranks)
 
 
+def keeps_a_mean_twice():
+    """At every third step, one tensor is both the mean and the mean kept for later steps."""
+
+    def init(params):
+        return zeros(params), zeros(params), torch.zeros((), dtype=torch.int64)
+
+    def update(updates, state, params):
+        mean, kept, count = state
+        mean = tree_map(lambda m, u: 0.9 * m + u, mean, updates)
+        kept = mean if int(count) % 3 == 2 else kept
+        return tree_map(lambda u, k: u + k, updates, kept), (mean, kept, count + 1)
+
+    return optim.pointwise(init, update)
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+@pytest.mark.parametrize("level", tiers((0, 3), (1, 2)))
+def test_results_that_share_storage_are_not_written_over_each_other(level, ranks):
+    torch.manual_seed(0)
+    params = {
+        k: torch.randn(s).double().requires_grad_() for k, s in {"a": (5, 3), "b": (4,)}.items()
+    }
+    batches = [torch.tensor(0.1 * k, dtype=torch.float64) for k in range(5)]
+    # The first part's updates are new tensors, and lie in no flat
+    optimizer = optim.chain(optim.clip_by_global_norm(1.0), keeps_a_mean_twice(), optim.scale(-0.1))
+    step = train_step(loss_fn, optimizer)
+    state = step.init(params)
+    for batch in batches:
+        state, _ = step(state, batch)
+
+    def on_a_rank(group):
+        sharded = shard(step, level=level, group=group)
+        own = sharded.init(params)
+        for k, batch in enumerate(batches):
+            # A state that its owner has mapped lies in no flat either
+            own, _ = sharded(own if k != 2 else tree_map(torch.clone, own), batch)
+        whole = sharded.unshard(own)
+
+        def close(x, y):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+
+        tree_map(close, whole.params, state.params)
+        tree_map(close, whole.opt_state, state.opt_state)
+
+    run_ranks(on_a_rank, ranks)
+
+
 def pass_on(updates, state, params, across):
     return tree_map(lambda u: u * 1.5, updates), state
 

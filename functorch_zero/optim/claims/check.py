@@ -184,12 +184,15 @@ def _check_pointwise(
 def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
     """A transform on whole leaves, and on two ranks that are given the same answers."""
     answers: list[Any] = []
+    ranks: list[PretendedRank] = []
     watch = Watch(name_of(transform))
 
     def across_of(cut: Cut) -> Any:
         if cut is FIRST_PIECES:
             answers.clear()
+            ranks.clear()
         rank = PretendedRank(tree, cut, watch, answers)
+        ranks.append(rank)
         return Silent(rank) if transform.needs == Needs.POINTWISE else rank
 
     params, updates = _draw(tree)
@@ -197,6 +200,8 @@ def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
         transform, params, updates, watch, difference_of, operators=True, across_of=across_of
     )
     test.check()
+    for rank in ranks:
+        rank.check_all_asked()
 
 
 def difference_of(expected: Tensor, got: Tensor) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from optree import tree_flatten, tree_leaves, tree_map
+from optree import tree_flatten, tree_leaves, tree_map, tree_structure
 from torch import Tensor
 
 from ...errors import TransformError
@@ -47,20 +47,33 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return block
 
 
+_OTHER_QUESTIONS = "asks across for other things on some pieces of leaves than on others"
+_SAME_QUESTIONS = "ask the same questions on every rank"
+
+
+class _Answer(NamedTuple):
+    """A question that the first rank has asked, and the answer."""
+
+    question: tuple[Any, ...]  # its name, and the facts about it that are the same on every rank
+    answer: Any
+
+
 class PretendedRank(Local):
     """The `across` of a rank that holds a block of each leaf, or one of its pieces, and owns none.
 
     Its answers have the shapes and dtypes of real ones. Sums are those of the first rank, noted in
-    `answers` for the others; sums over dims are ones.
+    `answers` for the others; sums over dims are ones. Each question is a collective, so the others
+    must ask what the first rank has asked, in its order.
 
     Args:
         tree: of full leaves; only their shapes are read.
-        cut: `FIRST_PIECES`, `SECOND_PIECES`, or `WHOLE` for the blocks as they are.
+        cut: `FIRST_PIECES` for the first rank, `SECOND_PIECES`, or `WHOLE` for the blocks as they
+            are.
         watch: that of the transform, which pauses while an answer is made.
-        answers: empty for the first rank; the others are given the same list.
+        answers: the first rank's questions and the answers, which it notes there.
     """
 
-    def __init__(self, tree: Tree, cut: Cut, watch: Watch, answers: list[Any]):
+    def __init__(self, tree: Tree, cut: Cut, watch: Watch, answers: list[_Answer]):
         def held(leaf: Tensor) -> Extent:
             numel = math.prod(block_of(leaf.shape))
             start = middle(numel) if cut is SECOND_PIECES else 0
@@ -69,35 +82,40 @@ class PretendedRank(Local):
 
         self.extents = tree_map(held, tree)
         self._is_whole, self._watch, self._answers = cut is WHOLE, watch, answers
-        self._told = iter([*answers]) if answers else None  # None: this is the first rank
+        self._told = None if cut is FIRST_PIECES else iter([*answers])
         self._states: dict[Any, Any] = {}  # that others own, by author, shape and dtype
 
-    def _answer(self, ask: Callable[[], Any]) -> Any:
+    def _answer(self, question: tuple[Any, ...], ask: Callable[[], Any] = tuple) -> Any:
         with self._watch.paused():
             if self._told is None:
                 answer = ask()
-                self._answers.append(answer)
+                self._answers.append(_Answer(question, answer))
             else:
-                answer = next(self._told, None)
-            if answer is None:
-                raise TransformError(
-                    "it asks across for more on some pieces of leaves than on others. Remedy: ask "
-                    "the same questions on every rank"
-                )
+                asked, answer = next(self._told, _Answer((), ()))
+                if asked != question:
+                    raise TransformError(f"it {_OTHER_QUESTIONS}. Remedy: {_SAME_QUESTIONS}")
             return tree_map(torch.clone, answer)
 
+    def check_all_asked(self) -> None:
+        """Refuse the transform if the first rank has asked more."""
+        if self._told is not None and next(self._told, None) is not None:
+            self._watch.refuse(_OTHER_QUESTIONS, _SAME_QUESTIONS)
+
     def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
-        sums: tuple[Tree, ...] = self._answer(lambda: Local.reduce(self, trees, op))
+        question = "reduce", op, _num_leaves(trees)
+        sums: tuple[Tree, ...] = self._answer(question, lambda: Local.reduce(self, trees, op))
         return sums
 
     def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
-        sums: tuple[Tensor, ...] = self._answer(lambda: Local.totals(self, products))
+        question = "totals", _num_leaves(products)
+        sums: tuple[Tensor, ...] = self._answer(question, lambda: Local.totals(self, products))
         return sums
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
             return x.new_ones(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
 
+        self._answer(("reduce_dims", op, _num_leaves([tree for tree, _ in questions])))
         with self._watch.paused():
             return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)
 
@@ -120,6 +138,7 @@ class PretendedRank(Local):
         return updates, state  # checked on its own
 
     def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
+        self._answer(("init_whole", _num_leaves([params])))
         leaves, treedef = tree_flatten(params)
         states = []
         for i, (leaf, extent) in enumerate(zip(leaves, tree_leaves(self.extents), strict=True)):
@@ -133,9 +152,12 @@ class PretendedRank(Local):
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
+        self._answer(("run_whole", _num_leaves([updates])))
         return tree_map(torch.clone, updates), state
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
+        self._answer(("gather", _num_leaves(trees)))
+
         def whole(x: Tensor, extent: Extent) -> Tensor:
             return x.new_empty(extent.shape, device="meta")
 
@@ -148,7 +170,13 @@ class PretendedRank(Local):
     def run_whole_tree(
         self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
+        self._answer(("run_whole_tree", _num_leaves([updates, params])))
         return tree_map(torch.clone, updates), state
+
+
+def _num_leaves(trees: Sequence[Any]) -> list[int]:
+    """The number of leaves of each tree, or product of two."""
+    return [tree_structure(tree).num_leaves for tree in trees]
 
 
 class Silent(Refusing):
