@@ -169,10 +169,12 @@ class ShardedTree(OnEngine):
         self._check_not_used_up()
         if self._known is not None and self._known.leaves is None:
             layout = self.sharding.layout
-            parts: list[Sequence[Tensor | None]] = [
-                [None] * len(bucket.leaves) if flat is None else self.holding.views(flat, bucket)
-                for flat, bucket in zip(self._known.flats, layout.buckets, strict=True)
-            ]
+            parts: list[Sequence[Tensor | None]] = []
+            for flat, bucket in zip(self._known.flats, layout.buckets, strict=True):
+                if flat is None:
+                    parts.append([None] * len(bucket.leaves))
+                else:
+                    parts.append(self.holding.views(flat, bucket))
             self._tree = to_tree(parts, layout)
             self._known.remember(self._leaves())
         return self._tree
@@ -286,7 +288,7 @@ class ShardedTree(OnEngine):
 
 
 class _Fault(NamedTuple):
-    """What is wrong with a leaf, in the words of an error."""
+    """The fault of a leaf, in the words of an error."""
 
     what: str
     expected: Any

@@ -245,12 +245,12 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     if agreed.fine:
         opt_state = run.updater.stored(opt_state, state.opt_state if options.donate else None)
     new = State(
-        state.step + 1,
-        TrainValue(params, buffers, opt_state),
-        state.seed,
-        run.sharding,
-        agreed.finite,
-        run.parts.parts_of(local.kept) if agreed.fine else state.parts,
+        step=state.step + 1,
+        value=TrainValue(params, buffers, opt_state),
+        seed=state.seed,
+        sharding=run.sharding,
+        finite=agreed.finite,
+        parts=run.parts.parts_of(local.kept) if agreed.fine else state.parts,
     )
     return new, metrics
 
@@ -259,14 +259,16 @@ def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:
     """The buffers after the step, the same on every rank by the rule; a skipped step keeps them."""
     if not agreed.fine:
         return run.state.buffers
+    group = labelled(run.options.axes.data, "step/buffers")
+    weighty = outcome.weight is None or float(outcome.weight) != 0
     return synchronize(
         run.state.buffers,
         outcome.buffers,
         agreed.changed,
         run.options.sync_buffers,
-        labelled(run.options.axes.data, "step/buffers"),
+        group,
         agreed.num_weighty,
-        weighty=outcome.weight is None or float(outcome.weight) != 0,
+        weighty=weighty,
     )
 
 
