@@ -161,7 +161,18 @@ def plan_state(
     """Plan the state that `init(params, across)` makes for the leaves where `mask` is true."""
     planner = make_planner(layout, mask, num_ranks)
     dtypes = [leaf.dtype for leaf in layout.leaves]
-    return plan_of(init(planner.placeholders(dtypes), planner))
+    try:
+        state = init(planner.placeholders(dtypes), planner)
+    except RuntimeError as error:
+        # A placeholder has no memory, and a tensor of its length elsewhere has no room
+        if "allocate" not in str(error):
+            raise
+        raise TransformError(
+            "the optimizer's init makes a state leaf of a param's shape on a device of its own "
+            f"choice: expected the param's device, got {error}. Remedy: torch.zeros_like(param), "
+            "or torch.zeros(param.shape, dtype=param.dtype, device=param.device)"
+        ) from error
+    return plan_of(state)
 
 
 def make_planner(layout: Layout, mask: PyTree[bool], num_ranks: int) -> Planner:

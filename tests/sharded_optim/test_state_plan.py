@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functorch_zero import optim
+from functorch_zero.errors import TransformError
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.sharded.api import shard
@@ -45,6 +46,17 @@ def test_momentum_follows_and_counts_do_not() -> None:
         (slot, leaf) for slot in (0, 1) for leaf in range(5)
     ]
     assert [leaf.kind for leaf in adam.leaves].count("replicated") == len(adam.leaves) - 10
+
+
+def test_an_init_that_chooses_the_device_itself_is_named() -> None:
+    """Torch would say that it can't allocate terabytes; so many here that no machine can."""
+
+    def init(params: Any) -> Any:
+        return optree.tree_map(lambda p: torch.zeros(*p.shape, 2**18), params)
+
+    with pytest.raises(TransformError, match=r"torch\.zeros_like") as caught:
+        plan(optim.pointwise(init, lambda u, s, p: (u, s)))
+    assert "allocate" in str(caught.value)
 
 
 def test_statistics_are_replicated_whatever_their_shape() -> None:
