@@ -48,7 +48,7 @@ def test_train_lm_knows_its_optimizers() -> None:
         assert torch.count_nonzero(state.params["w"] - 1)
 
 
-@pytest.mark.parametrize(("level", "optimizer"), [("1", "lamb"), ("3", "muon")])
+@pytest.mark.parametrize(("level", "optimizer"), tiers([("3", "muon")], [("1", "lamb")], rows=True))
 def test_train_lm(run_example: RunExample, level: str, optimizer: str) -> None:
     out = run_example("train_lm.py", "--level", level, "--optimizer", optimizer, *SMALL_LM)
     before, after = held_out_losses(out)

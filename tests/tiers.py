@@ -36,10 +36,10 @@ def tiers(
     return [*quick, *marked(thorough, THOROUGH), *marked(full, FULL)]
 
 
-def thinned(values: Iterable[Any], n: int = 2) -> list[Any]:
-    """Values for `parametrize`: every n-th is quick, the others are thorough."""
+def thinned(values: Iterable[Any], n: int = 2, *, rows: bool = False) -> list[Any]:
+    """Values for `parametrize`, or `rows`: every n-th is quick, the others are thorough."""
     values = [*values]
-    return tiers(values[::n], [value for i, value in enumerate(values) if i % n])
+    return tiers(values[::n], [value for i, value in enumerate(values) if i % n], rows=rows)
 
 
 def crossed(*axes: Iterable[Any], n: int = 2) -> list[Any]:

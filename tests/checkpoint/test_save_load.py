@@ -161,8 +161,9 @@ def run_noisy(
     return seen[-3:]
 
 
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("name", ["schedule", "soap", "shampoo", "adafactor"])
+@pytest.mark.parametrize(
+    ("name", "level"), crossed(["schedule", "soap", "shampoo", "adafactor"], [0, 3])
+)
 def test_a_resumed_run_is_bit_identical(tmp_path: Path, level: int, name: str) -> None:
     """C9. At the same world size: dropout, BatchNorm, schedules and preconditioners go on as if
     nothing had been."""

@@ -21,7 +21,7 @@ from functorch_zero.optim.claims.check import check_claims
 from functorch_zero.optim.local import Local
 from functorch_zero.tree import named_leaves, paths
 from tests.parity.cases import assert_close, decayed_matrices, gradients, hostile_tree, run
-from tests.tiers import tiers
+from tests.tiers import thinned, tiers
 
 
 def by_shape(path: str, leaf: Tensor) -> str:
@@ -98,7 +98,7 @@ WRAPPED: dict[str, Callable[[], optim.Transform]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", thinned(WRAPPED))
 def test_pure_and_as_claimed(name: str) -> None:
     transform, params = WRAPPED[name](), hostile_tree()
     check_claims(transform, params)

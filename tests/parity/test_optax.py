@@ -18,7 +18,7 @@ from functorch_zero import optim
 from functorch_zero.optim.local import Local
 from functorch_zero.testing.strategies import public_functions
 from tests.parity.cases import assert_close, gradients, run, stacked
-from tests.tiers import tiers
+from tests.tiers import thinned
 
 jax = pytest.importorskip("jax", reason="optax is the oracle: pip install functorch-zero[test]")
 optax = pytest.importorskip("optax", reason="optax is the oracle: pip install functorch-zero[test]")
@@ -160,7 +160,7 @@ def optax_updates(transform: Any, params: Any, grads: list[Any]) -> list[Any]:
     return history
 
 
-@pytest.mark.parametrize("name", tiers([*ROWS][::3], [*ROWS][1::3] + [*ROWS][2::3]))
+@pytest.mark.parametrize("name", thinned(ROWS, 5))
 def test_updates_are_optaxs(name: str) -> None:
     ours, theirs = ROWS[name]
     params = params_of_two_leaves()
@@ -266,7 +266,7 @@ SCHEDULES: list[tuple[str, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "args"), SCHEDULES)
+@pytest.mark.parametrize(("name", "args"), thinned(SCHEDULES, rows=True))
 def test_schedules_are_optaxs(name: str, args: tuple[Any, ...]) -> None:
     ours, theirs = public_functions()[name](*args), getattr(optax, name)(*args)
     for count in range(17):

@@ -15,6 +15,7 @@ from functorch_zero.__main__ import main
 from functorch_zero.planning import Plan
 from functorch_zero.planning.decoder import Shape, read_config
 from functorch_zero.planning.report import KINDS, bytes_text, figure_of_levels, figure_of_step
+from tests.tiers import THOROUGH
 
 LLAMA = [
     "plan",
@@ -56,6 +57,7 @@ def test_activations_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert "The smallest level that fits: 3" in capsys.readouterr().out
 
 
+@THOROUGH
 def test_a_hundred_thousand_ranks_and_muon(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -392,6 +392,7 @@ def test_a_compiled_chain_is_not_compiled_for_a_plan() -> None:
     assert compiled == plain
 
 
+@THOROUGH
 def test_compiled_units_are_planned_as_they_are() -> None:
     plans = []
     for chosen in (False, "blocks.*"):
@@ -447,7 +448,9 @@ def test_a_mesh_of_two_axes(level: int, over: Any, planned: tuple[int, ...]) -> 
         assert groups == ({"all 4"} if level == 0 else {"all 4", "shard 2", "replicate 2"})
 
 
-@pytest.mark.parametrize(("level", "same_data"), [(2, "replicate"), (3, "shard")])
+@pytest.mark.parametrize(
+    ("level", "same_data"), tiers([(3, "shard")], [(2, "replicate")], rows=True)
+)
 def test_an_axis_of_the_same_data(level: int, same_data: Any) -> None:
     """With buffers, which are averaged over the other axis."""
     case = CASES["convnet"]()

@@ -37,7 +37,7 @@ from functorch_zero.groups import (
 from functorch_zero.testing import Equality, assert_equal_values
 from functorch_zero.testing.step import Comparison, Run, Start, Step, run_in_parts, run_whole
 from tests.models import split
-from tests.tiers import drawn, tiers
+from tests.tiers import drawn, thinned, tiers
 
 # Torch's compiler looks at it
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -522,7 +522,7 @@ COMPILED = "compiled units"  # the slow one
 QUICK = [name for name in OPTIONS if name != COMPILED]
 
 
-@pytest.mark.parametrize("name", tiers(QUICK[::2], [*QUICK[1::2], COMPILED]))
+@pytest.mark.parametrize("name", thinned([*QUICK, COMPILED], 4))
 def test_each_alone(name: str) -> None:
     check(drawn_case((name,), random.Random(name).choice))
 
@@ -567,7 +567,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_pairs", tiers([4], [20]))
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", tiers([3], [2]))
 def test_on_processes(ranks: int, num_pairs: int) -> None:
     """Pairs that are drawn here, all in one launch."""
     rng, some = random.Random(ranks), []

@@ -25,7 +25,7 @@ from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import GPT, Block
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import crossed, tiers
+from tests.tiers import crossed, thinned, tiers
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LEVELS = (0, 1, 2, 3)
@@ -245,13 +245,14 @@ def test_writing_to_what_the_loss_sees_is_refused() -> None:
 # Sharded = unsharded
 
 
-@pytest.mark.parametrize(("name", "ranks"), crossed(POLICIES, [3, 1]))
+@pytest.mark.parametrize(("name", "ranks"), crossed(POLICIES, [3, 1], n=3))
 def test_each_policy(name: str, ranks: int) -> None:
     check(*gpt_step(POLICIES[name]), ranks=(ranks,))
 
 
 @pytest.mark.parametrize(
-    "make", [models.shared, models.frozen_mlp, models.convnet, models.mixed, models.unused]
+    "make",
+    thinned([models.shared, models.frozen_mlp, models.convnet, models.mixed, models.unused]),
 )
 def test_each_kind_of_model(make: Callable[[], models.Case]) -> None:
     """Modules called twice, frozen and unused leaves, BatchNorm, leaves of several dtypes."""
@@ -302,7 +303,7 @@ def test_against_the_whole_batch() -> None:
     check(*gpt_step(POLICIES["norms"]), ranks=(2, 3), per_rank=False, grade=bound)
 
 
-@pytest.mark.parametrize("reduce", [BF16, F16])
+@pytest.mark.parametrize("reduce", tiers([BF16], [F16]))
 def test_sums_in_a_half_precision(reduce: torch.dtype) -> None:
     bound = Equality(
         "approximate", 0.05, "4 roundings of 2^-9, of parts that may be several times their mean"

@@ -293,9 +293,10 @@ def test_without_a_seed_the_global_random_state_is_used(level: int) -> None:
 # gather and scatter
 
 
-@pytest.mark.parametrize("name", ["convnet", "scalars"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
-@pytest.mark.parametrize("back", [(0, 1), (1, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "back"),
+    crossed(["convnet", "scalars"], ["adamw", "adafactor", "muon"], [(0, 1), (1, 2), (3, 4)]),
+)
 def test_training_goes_on_at_another_level_and_world_size(
     name: str, optimizer: str, back: tuple[int, int]
 ) -> None:

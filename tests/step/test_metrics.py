@@ -21,6 +21,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.step import split
+from tests.tiers import thinned
 
 LEVELS = (0, 1, 2, 3)
 MIXED = {"": 3, "layers.0": 0, "layers.1": 1}
@@ -57,7 +58,7 @@ def step_of(
     )
 
 
-@pytest.mark.parametrize("name", BY_CASE)
+@pytest.mark.parametrize("name", thinned(BY_CASE))
 def test_sharded_is_unsharded(name: str) -> None:
     make, metrics = BY_CASE[name]
     case, accumulate = (
