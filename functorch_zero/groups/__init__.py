@@ -3,11 +3,11 @@
 from .counting import Call, CountedGroup, CountingGroup, counted
 from .debug import CheckedGroup, LabelledGroup, labelled
 from .forwarding import rejoin, sibling
+from .last_collectives import dump_on_signal
 from .launch import launch
 from .mesh import HybridGroup, as_group
 from .process import ProcessGroup
 from .protocol import Done, Group, ReduceOp, Work
-from .ring import dump_on_signal
 from .single import SingleRank
 from .threads import ThreadGroup, run_ranks
 from .work import Then

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..errors import GroupError, LostPeerError, PeerError
 from .checks import ranks_text
 from .forwarding import Forwarding, ranks_of, ring_of
+from .last_collectives import Entry
 from .protocol import Group, ReduceOp, Work
-from .ring import Entry
 from .thread_scheduler import Signature
 
 

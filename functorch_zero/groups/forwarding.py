@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .last_collectives import RING_OF_PROCESS, Ring
 from .protocol import Group, ReduceOp, Work
-from .ring import RING_OF_PROCESS, Ring
 
 
 class Forwarding:

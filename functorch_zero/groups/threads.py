@@ -30,8 +30,8 @@ from .checks import (
     fold,
     ranks_text,
 )
+from .last_collectives import Ring
 from .protocol import ReduceOp, Work, check_reducible
-from .ring import Ring
 from .thread_scheduler import Circle, Combine, Meeting, Signature, World
 
 T = TypeVar("T")

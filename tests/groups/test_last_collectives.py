@@ -31,7 +31,7 @@ from functorch_zero.groups import (
     run_ranks,
 )
 from functorch_zero.groups.forwarding import ring_of
-from functorch_zero.groups.ring import Entry, Ring
+from functorch_zero.groups.last_collectives import Entry, Ring
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.faults import outcome, survivors

@@ -40,7 +40,7 @@ class Entry:
     """One collective that this rank has started. It holds no tensor."""
 
     number: int  # how many this rank had started then, this one included
-    label: str  # a unit and a phase, "blocks.1/gather"
+    label: str  # a unit or bucket and a phase, "blocks.1/gather"
     kind: str  # the method's name
     dtype: torch.dtype | None  # None: a barrier
     num_elements: int | None  # that this rank brings; bytes of an exchange
