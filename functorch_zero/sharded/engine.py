@@ -353,7 +353,7 @@ def shard_tree(
         layout_like: cut as this tree is, instead: for teachers, averages and copies of it. Shapes
             and dtypes are the same, and so is what is trained, unless nothing of `tree` is.
 
-    Collectives: one exchange, which compares layout and values.
+    Collectives: one exchange, which compares layout, levels and values.
 
     Raises:
         MismatchError: on every rank, naming the first leaf in which ranks differ.
@@ -386,7 +386,12 @@ def shard_tree(
             _check_like(tree, sharding.layout)
         else:
             sharding = options.sharding(options.layout_of(tree))
-        facts = {"layout": sharding.layout.describe(), "values": content_digests(tree)}
+        layout = sharding.layout
+        facts = {
+            "layout": layout.describe(),
+            "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
+            "values": content_digests(tree),
+        }
         agreement.agree(labelled(axes.world, "shard_tree/agreement"), facts)
         return hold(tree, sharding, engine=engine, number=next_number(axes.world))
 

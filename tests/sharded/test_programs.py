@@ -529,6 +529,15 @@ def test_ranks_that_shard_other_values_are_told() -> None:
     run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_ranks_that_cut_at_other_levels_are_told(first: int) -> None:
+    def run(group: fz.Group) -> None:
+        with pytest.raises(MismatchError, match=rf"level of leaves\.w is {first} on rank 0"):
+            fz.shard_tree({"w": torch.ones(4)}, level=first + group.rank, group=group)
+
+    run_ranks(run, 2)
+
+
 def test_a_pickled_tree_has_the_same_leaves() -> None:
     params = fz.shard_tree({"w": torch.ones(3)}, level=3, group=fz.groups.SingleRank())
     again = pickle.loads(pickle.dumps(params))
