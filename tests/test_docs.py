@@ -58,16 +58,19 @@ def script_of(page: Path, folder: Path) -> Path:
 
 
 WITH_CODE = [page for page in PAGES if blocks(page.read_text())[0].strip()]
+QUICK = WITH_CODE[::3]  # the README is the first
+OTHERS = [page for page in WITH_CODE if page not in QUICK]
 
 
 @pytest.mark.parametrize(
     ("page", "run"),
     tiers(
-        [(page, run_in_fork) for page in WITH_CODE[::3]],  # the README is the first
+        [(page, run_in_fork) for page in QUICK],
+        [(page, run_in_fork) for page in OTHERS],
         [(page, run_script) for page in WITH_CODE],
         rows=True,
     ),
-    ids=[*(f"{page.stem}-fork" for page in WITH_CODE[::3]), *(page.stem for page in WITH_CODE)],
+    ids=[*(f"{page.stem}-fork" for page in QUICK + OTHERS), *(page.stem for page in WITH_CODE)],
 )
 def test_blocks_run(page: Path, run: Callable[..., Ended], tmp_path: Path) -> None:
     out = run(script_of(page, tmp_path), folder=tmp_path).check()
