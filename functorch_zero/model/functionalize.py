@@ -74,19 +74,20 @@ class Apply:
     def _check_shapes(self, params: Mapping[str, Any]) -> None:
         """Raise, naming the first leaf whose shape is not the model's."""
         with without_torch_function():  # a lazy parameter has the shape of its whole leaf
-            shapes = {path: leaf.shape for path, leaf in params.items()}
-        for path, shape in self._shapes.items():
-            if shapes[path] != shape:
-                raise StructureError(
-                    explain(
-                        "params don't fit the model",
-                        path=path,
-                        expected=tuple(shape),
-                        got=tuple(shapes[path]),
-                        remedy="pass params of this model; inside a sharded step those that the "
-                        "loss was given, not the state's pieces",
-                    )
-                )
+            others = [path for path, shape in self._shapes.items() if params[path].shape != shape]
+        if not others:
+            return
+        path = others[0]
+        raise StructureError(
+            explain(
+                "params don't fit the model",
+                path=path,
+                expected=tuple(self._shapes[path]),
+                got=tuple(params[path].shape),
+                remedy="pass params of this model; inside a sharded step those that the loss was "
+                "given, not the state's pieces",
+            )
+        )
 
     def _take(self) -> Skeleton:
         """A skeleton that nobody uses: one whose last call is forgotten, or else a new one."""

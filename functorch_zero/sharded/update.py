@@ -48,9 +48,11 @@ class PreparedUpdate:
         No updates where a fused kernel has added them to the params already. Collectives: those
         that the optimizer asks for.
         """
-        if self._split is not None and self.across.fuses(self._split[1], _trained(params)):
+        if self._split is not None:
             head, fused = self._split
-            return None, self._update_fused(head, fused, grads, state, params)
+            flats = _trained(params)
+            if self.across.fuses(fused, flats):
+                return None, self._update_fused(head, fused, grads, state, params, flats)
         updates, state = self._optimizer.update(grads.tree, state, params.tree, self.across)
         state = self.across.keep(state, params.tree)
         same_structure(params.tree, updates, what="the optimizer's updates")
@@ -63,9 +65,13 @@ class PreparedUpdate:
         grads: ShardedTree,
         state: Any,
         params: ShardedTree,
+        flats: list[Tensor],
     ) -> Any:
-        """The next state of an optimizer that is a kernel, or a chain that ends in one."""
-        flats = _trained(params)
+        """The next state of an optimizer that is a kernel, or a chain that ends in one.
+
+        Args:
+            flats: (piece,) each, of the trained params, to which the kernel adds the updates.
+        """
         if head is None:
             return self.across.fused(fused, _trained(grads), state, flats)
         *before, last = state
