@@ -18,6 +18,7 @@ State = TypeVar("State")
 class CountState(NamedTuple):
     """The number of steps taken."""
 
+    # mypy: a tuple has a method of this name, which the field takes the place of, as in optax
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
 
 

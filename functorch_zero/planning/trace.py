@@ -102,18 +102,18 @@ class ImaginedStep:
             # The step uses up the tree that it is given, as donated; this one is for the plan
             state: State = tree_map(lambda x: x, run.state)
         with whole, _uncompiled():
-            fetched = self._fetched_before(run, order)
+            last_order = self._order_before(run, order)
             self._adopt_held((params, buffers, batch), state)
             self._begin_counting()
-            local = self._differentiate(run, fetched)
+            local = self._differentiate(run, last_order)
             self.reduced = sum(flat.nbytes for flat in local.reduced.values())
             self._enter("metrics")
             with self.live.paused():  # ranks agree on numbers, which have values
                 agreed = agree_on(run, self._with_numbers(run, local), BackgroundTasks())
             self._enter("buffers")
             advance(run, local, agreed)
-        if order is not None and fetched.units:
-            assert [*fetched.units] == [*order], "units came in another order"
+        if order is not None and last_order.units:
+            assert [*last_order.units] == [*order], "units came in another order"
         return state
 
     def stored_in(self, state: State) -> list[Tensor]:
@@ -137,16 +137,16 @@ class ImaginedStep:
         updater = _Announced(prepared, self._enter, idle=self._only_buckets)
         return Run(step, options, state, batch, sharding, flats, updater, prepared.parts)
 
-    def _fetched_before(self, run: Run, order: Sequence[str] | None) -> PrefetchOrder:
+    def _order_before(self, run: Run, order: Sequence[str] | None) -> PrefetchOrder:
         """The order of units as the step before has recorded it; empty where no params are cut. A
         pass of its own finds it out, unless `order` is known."""
-        fetched = PrefetchOrder()
+        last_order = PrefetchOrder()
         if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
             if order is None:
-                self._differentiate(run, fetched)
+                self._differentiate(run, last_order)
             else:
-                fetched.record(order)
-        return fetched
+                last_order.record(order)
+        return last_order
 
     def _adopt_held(self, given: Any, state: State) -> None:
         """Give each tensor that is held between steps its kind, before anything is counted."""

@@ -101,7 +101,7 @@ class CutTest:
         """Raise `TransformError` unless the results are the same for all cuts."""
         try:
             self._check(LATER)
-        except Exception as error:
+        except Exception as error:  # an author's function may raise anything
             if is_refusal(error) or self._runs_on_whole_leaves(LATER):
                 raise
             self._check(later=0)  # it has no late step, see Note [later counters]

@@ -17,7 +17,8 @@ from ..wrappers.masking import Mask
 class ScaleByLionState(NamedTuple):
     """Lion's mean of the gradients."""
 
-    count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
+    # 0-d int64, on the CPU; read by nothing here, and in files, as in optax
+    count: Tensor  # type: ignore[assignment]
     mu: Any  # like params: running mean of the gradients
 
 
