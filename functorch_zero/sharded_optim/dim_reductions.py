@@ -2,8 +2,8 @@
 way back: an answer's values put beside the elements.
 
 A full shape is read as (rows, width). `width` is the last run of dims that are all reduced or all
-kept; `rows` are the dims before it. So a piece is a few whole rows with a part of one at each end,
-and each row goes to one row of the answer.
+kept; `rows` are the dims before it. So a piece is a few whole rows with a part of one at each end.
+Each row goes to one row of the answer.
 
 A piece of a box of the tensor is first taken as a piece of a tensor of the box's shape. The answer
 about that is the box's part of the answer about the whole.
