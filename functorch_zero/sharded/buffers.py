@@ -35,7 +35,7 @@ def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
 def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
     """The buffers, with copies of those that lie in the params' storage, which the step is about to
     overwrite: a target network, say."""
-    # Most models have none, and no storage need be looked up
+    # Without buffers no storage need be looked up
     if not optree.tree_leaves(buffers):
         return buffers
     taken = {storage_id(flat) for flat in flats}

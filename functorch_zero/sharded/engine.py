@@ -283,6 +283,7 @@ class ShardedEngine:
 
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
         """Raise unless a tree is updates of params; with `some`, of some of their leaves."""
+        # Engines and numbers are not compared: averages of a tree fit it, too
         fits = _is_sharded(tree) and tree.holding == replace(params.holding, form="pieces")
         if not fits:
             got = tree.holding if _is_sharded(tree) else type(tree).__name__
@@ -296,7 +297,7 @@ class ShardedEngine:
 def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     """One layout of several trees, frozen where they are not trained."""
     treedef = optree.treespec_tuple([layout.treedef for layout in layouts])
-    if len(layouts) == 1 and trained[0]:  # under its own names
+    if len(layouts) == 1 and trained[0]:  # under its own names, the user's, in errors and logs
         return Joined(replace(layouts[0], treedef=treedef), [0], tuple(layouts))
     # Numbers of leaves and of buckets go on from tree to tree
     leaves: list[LeafSpec] = []
@@ -309,6 +310,7 @@ def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
         for leaf in layout.leaves:
             path = f"{i}.{leaf.path}"
             leaves.append(replace(leaf, path=path, trainable=leaf.trainable and on))
+        # A name is unique in a layout only; it stands in logs and in labels of collectives
         for bucket in layout.buckets:
             numbers = tuple(n + first_leaf for n in bucket.leaves)
             named = replace(bucket, name=f"{i}.{bucket.name}", leaves=numbers)

@@ -57,7 +57,11 @@ class Updater(Protocol):
         self, grads: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates and the optimizer's next state; None where the params hold the sums
-        already."""
+        already.
+
+        Gradients, params and updates are this rank's pieces, (n,) per leaf. When donating, all that
+        is given may be written over.
+        """
         ...
 
     def fetched(self, state: Any) -> Any:
@@ -97,7 +101,7 @@ class Local(NamedTuple):
     """The results of the loss on this rank's part of the batch."""
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
-    kept: dict[int, Kept]  # by bucket: what the reduction keeps for the next step
+    kept: dict[int, Kept]  # by bucket: the tensors that the reduction keeps for the next step
     outcome: Outcome  # of all micro-batches as one
     overflown: bool  # a reduced gradient is not finite, and the step looks
     log: list[str]  # the step's number, and the collectives started since

@@ -97,7 +97,8 @@ class ShardedTrainStep:
             agree(group, self._facts(layout, params, buffers, seed))
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
 
-            # Storage of this rank's own, filled bucket by bucket
+            # Storage of this rank's own, filled bucket by bucket: no rank need have room for a
+            # whole tree beside it, where values are made here
             fill = None if values is None else DigestedFill(values)
             # The static part of the state, with donations of its own
             sharding = self.options.sharding(layout)

@@ -50,7 +50,7 @@ class FlatGroup:
     def find(self, pieces: Sequence[Tensor]) -> Tensor:
         """The flat (piece,) that the leaves' pieces lie in, or a new one that they are copied
         to."""
-        # The leaf's piece has no padding and no neighbours, so it is a flat as it is
+        # A single leaf's piece is its flat, wherever it lies
         if self.bucket is None:
             return pieces[0]
         return flat_of_pieces(pieces, self.bucket, self.rank)
