@@ -1,5 +1,5 @@
-"""Agreement of ranks: at `init` on what they were given, and in each step on metrics, weights,
-flags and a digest of the collectives that each has started.
+"""Agreement of ranks: at `init` on models, optimizers, options and values; in each step on metrics,
+weights, flags and a digest of the collectives that each has started.
 
 Note [equal copies]: ranks of the same data must find the same loss, metrics and weight, to the bit.
 The first copy of each part of the batch sends a digest of them under one number, the other copies
@@ -27,6 +27,7 @@ from ..layout.layout import Layout
 from ..step.loss import as_metric
 from ..step.nonfinite import not_finite, refusal
 
+# Compared by identity: it says that no metric lies on an accelerator
 _CPU = torch.device("cpu")
 # The vector's length is a multiple of this, so that ranks whose metrics differ still send equal
 # lengths, and learn of it instead of hanging
@@ -65,16 +66,18 @@ def average(
         flags: this rank's; any one rank raises a flag for all.
         copy: which copy of which part of the batch this rank has.
     """
-    values = {name: as_metric(value) for name, value in metrics.items()}
+    values = {name: as_metric(value) for name, value in metrics.items()}  # 0-d, floating-point
+    # An accelerator's, if any value lies on one: its group may take no message from the CPU
     device = next((value.device for value in values.values() if not value.is_cpu), _CPU)
     numbers = _on_host(list(values.values()), device)
     own_weight = 1.0 if weight is None else float(as_metric(weight))
     # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
     weighted = [number * own_weight if own_weight else 0.0 for number in numbers]
-    found = dict(zip(values, numbers, strict=True))
+    found = dict(zip(values, numbers, strict=True))  # unweighted, for comparing copies
     found["weight of its batch"] = own_weight
 
     kind = f"{len(flags)} flags, {'no' if weight is None else 'a'} weight"
+    # Names in their order, since sums are matched by position. A mistake is caught, no attack.
     digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % _NUM_DIGESTS
     # Sections of fixed length come first, so that digests meet digests even where metrics differ
     sections: list[Sequence[float]] = [
@@ -84,6 +87,7 @@ def average(
         _of_copies(copy, found),
         flags,
     ]
+    # (multiple of _WIDTH,) float64: counts below 2**53 are exact, and so are digests
     vector = _pack(sections, device)
     group.all_reduce(vector).wait()
     weights, digests, sums, of_copies, flag_counts = _unpack(vector, sections)
@@ -91,9 +95,11 @@ def average(
     # The other sections are read only once the ranks are known to have sent the same ones
     _check(digests, group, log)
     _check_copies(of_copies, copy, found, group)
+    # Copies count `copy.num` times in sums and weights alike, which a mean doesn't show
     total_weight, num_weighty = weights
     means = {}
     for (name, value), total in zip(values.items(), sums, strict=True):
+        # Where no batch weighs anything the sums are 0
         mean = total / total_weight if total_weight else total
         means[name] = torch.tensor(mean, dtype=value.dtype, device=device)
     return Report(
@@ -114,6 +120,7 @@ def _on_host(values: Sequence[Tensor], device: torch.device) -> list[float]:
 def _pack(sections: Sequence[Sequence[float]], device: torch.device) -> Tensor:
     """The sections one after the other, and zeros: (a multiple of _WIDTH,) float64."""
     entries = [entry for section in sections for entry in section]
+    # Rounded up to the width
     num_zeros = -len(entries) % _WIDTH
     return torch.tensor([*entries, *[0.0] * num_zeros], dtype=torch.float64, device=device)
 
@@ -135,6 +142,7 @@ def refuse(
         reduced: the reduced gradients (piece,), by bucket.
         rank: this rank's number among the pieces of a bucket.
     """
+    # By path, this rank's gradients (n,)
     pieces: dict[str, Tensor] = {}
     for b, flat in reduced.items():
         bucket = layout.buckets[b]
@@ -151,9 +159,11 @@ def _check(digests: Sequence[float], group: Group, log: Sequence[str]) -> None:
     Args:
         digests: summed over ranks, and their squares summed over ranks.
     """
+    # Integers in float64, exact; as Python's own they can't overflow below
     total, squares = map(int, digests)
     if total * total == squares * group.size:
         return
+    # A rank knows only its own log: each tells where it was
     at = log[0] if log else "none"
     started = log[1:]
     last = ", ".join(started[-4:]) or "none"
@@ -174,6 +184,7 @@ def _of_copies(copy: Copy, found: Mapping[str, float]) -> list[float]:
     """
     if copy.num == 1:
         return []
+    # Below 2**32: float64 adds those of 2**21 ranks exactly
     digest = zlib.crc32(f"{copy.data}: {_bits(found)}".encode())
     if copy.number == 0:
         return [1, 0, digest, 0]
@@ -185,6 +196,7 @@ def _check_copies(
 ) -> None:
     """Raise, on every rank with the same words, unless the copies are equal. Where they aren't, one
     more exchange of JSON finds the first difference."""
+    # Every rank has data of its own
     if not sums:
         return
     num_first, num_others, first, others = map(int, sums)
@@ -192,6 +204,7 @@ def _check_copies(
     if first * num_others == others * num_first:
         return
     told = group.exchange(json.dumps([copy.data, found]).encode())
+    # All ranks have all messages, and find the same first difference
     holders: dict[int, tuple[int, dict[str, float]]] = {}  # by part: first rank, and its findings
     for rank, message in enumerate(told):
         part, theirs = json.loads(message)
@@ -219,12 +232,14 @@ def agree(group: Group, facts: dict[str, Any]) -> None:
 
     One exchange of 32-byte digests. Only when they differ, a second one of the facts, as JSON.
     """
+    # Keys are sorted, since equal dicts may differ in their order
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     if len(set(group.exchange(digest))) == 1:
         return
     # The keys in the order given: causes come before their effects
     everyone = [json.loads(message) for message in group.exchange(json.dumps(facts).encode())]
     first = everyone[0]
+    # Two of the facts are enough to name: rank 0's, and the first that differ
     other = next(theirs for theirs in everyone if theirs != first)
     like_other = [rank for rank, theirs in enumerate(everyone) if theirs == other]
     field, ours, theirs = first_difference(first, other)
@@ -263,6 +278,7 @@ def first_difference(ours: Any, theirs: Any, field: str = "") -> Difference:
             if a != b:
                 return first_difference(a, b, f"{field}.{key}".lstrip("."))
     if isinstance(ours, list) and isinstance(theirs, list):
+        # A list that is longer differs there, unless it differs before
         for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
             if a != b:
                 return first_difference(a, b, f"{field}[{i}]")

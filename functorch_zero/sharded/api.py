@@ -113,7 +113,9 @@ def shard(
     """
     if not isinstance(step, TrainStep | EvalStep):
         raise TypeError(f"shard takes what train_step or eval_step made, got {type(step).__name__}")
+    # Each argument is checked on its own before ranks compare them, in `init`
     levels = Levels(level)
+    # Checked before `axes_of`, which makes groups and may exchange ranks' numbers
     cuts_over_both = check_state_axes(state_axes) == "both"
     axes = axes_of(as_group(group), both=cuts_over_both)
     options = Options(

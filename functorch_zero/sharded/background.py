@@ -39,6 +39,7 @@ class BackgroundTasks:
         """Raise on every rank if a task has `failed` on any: here its own error, or PeerError."""
         if not failed:
             return
+        # Raises here, if it is one of this rank's; a task that went well just returns
         for task in self._tasks:
             task.wait()
         raise PeerError("a task beside training has failed on another rank, and not on this one")

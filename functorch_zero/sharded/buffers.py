@@ -28,12 +28,14 @@ def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
     """Per buffer, in flatten order: whether this rank's loss replaced it. Ranks may differ in
     it."""
     pairs = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
+    # By identity: a buffer that the loss left alone is the same object
     return [before is not after for before, after in pairs]
 
 
 def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
     """The buffers, with copies of those that lie in the params' storage, which the step is about to
     overwrite: a target network, say."""
+    # Without buffers no storage need be looked up
     if not optree.tree_leaves(buffers):
         return buffers
     taken = {storage_id(flat) for flat in flats}
@@ -69,6 +71,7 @@ def synchronize(
         num_weighty: the number of ranks that count; None: all do.
         weighty: whether this rank counts.
     """
+    # The same on every rank, so all skip the collectives or none does
     if rule == "local" or group.size == 1 or not any(changed):
         return new
     before: list[Tensor]
@@ -78,8 +81,10 @@ def synchronize(
     chosen = [i for i, flag in enumerate(changed) if flag and after[i].numel()]
     num_counting = group.size if num_weighty is None else num_weighty
     source = 0  # the rank whose integers all get
+    # Rank 0 may be one whose batch weighed nothing
     if chosen and rule == "mean" and 0 < num_counting < group.size:
         source = group.exchange(b"1" if weighty else b"").index(b"1")
+    # In the order of the buffers, the same on every rank; one message per dtype
     for dtype in dict.fromkeys(after[i].dtype for i in chosen):
         own = [i for i in chosen if after[i].dtype == dtype]
         packed = _pack(after, own)  # (k,), this rank's values
@@ -90,6 +95,7 @@ def synchronize(
             group.broadcast(packed.view(torch.uint8), source).wait()
         parts = packed.split([after[i].numel() for i in own])
         for i, part in zip(own, parts, strict=True):
+            # A view of the message, which the step's new buffers keep
             after[i] = part.view(after[i].shape)
     return treedef.unflatten(after)
 
@@ -111,6 +117,7 @@ def _mean(old: Tensor, new: Tensor, group: Group, num: int, *, counts: bool) -> 
     """
     # Half precisions would round the shares, and float16 the number of changes from 2**11 on
     dtype = torch.promote_types(old.dtype, torch.float32)
+    # Divided before the sum, so that large buffers don't overflow in it
     share = new.to(dtype) / num if counts else torch.zeros_like(new, dtype=dtype)
     changed = (new != old).to(dtype)
     packed = torch.cat([share, changed])  # (2k,): one message for both

@@ -19,6 +19,7 @@ from .options import Options, StatePlace
 
 def check_batch(batch: Any, device: torch.device, rank: int) -> None:
     """Refuse a batch on another kind of device than the params; single numbers may be anywhere."""
+    # Paths are made for the error alone: a step checks each batch
     for n, leaf in enumerate(optree.tree_leaves(batch)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.device.type != device.type:
             raise StructureError(
@@ -41,6 +42,7 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
         loss: 0-d, of this batch.
         weight: that the loss returned; None: every batch counts the same.
     """
+    # A weight of 0 says it already
     if weight is not None:
         return
     for n, leaf in enumerate(optree.tree_leaves(batch)):
@@ -72,6 +74,7 @@ def sharding_of(state: State, options: Options) -> Sharding:
         raise StructureError(
             "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
         )
+    # Of this very place in the mesh: another rank's part would fit in shape alone
     got = StatePlace(
         level=sharding.level,
         num_pieces=sharding.layout.num_ranks,

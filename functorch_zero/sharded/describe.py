@@ -138,6 +138,7 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
     plan = step.state_plan(sharding.layout)
     # The parts have rows of their own, which say how they are carried
     others = state.replace(parts=None)
+    # One rank sends nothing
     gather = step.options.gather if step.group.size > 1 else None
     rows = _rows(others, sharding.layout, plan, gather)
     rows += _rows_of_parts(step, state)
@@ -153,6 +154,7 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
 
 def _describe_whole(step: TrainStep, state: State) -> Description:
     """The description of an unsharded state: every bucket whole, in one process."""
+    # As if sharded at level 0 over one rank
     whole = Cut(level=0, num_pieces=1, num_held=1)
     layout = make_layout(
         state.params,
@@ -171,6 +173,7 @@ def _rows_of_parts(step: ShardedTrainStep, state: State) -> list[Row]:
         return []
     assert state.sharding is not None
     step.parts(state.sharding.layout).check(state.parts)
+    # A tensor's place, by how the reduction carries it
     places = {
         "sum": "a share of the sum",
         "pieces": _share(step.options.axes.optimizer.size),
@@ -189,6 +192,7 @@ def _rows(state: State, layout: Layout, plan: StatePlan, gather: Gather | None) 
     `gather` None: nothing travels, since there is one rank.
     """
     params: list[Tensor] = optree.tree_leaves(state.params)
+    # By the param's number: its leaves of the optimizer's state
     slots_of: dict[int, list[_Slot]] = {n: [] for n in range(len(params))}
     shared: list[Any] = []  # belongs to no leaf: the optimizer's counts and their like
     for planned, x in zip(plan.leaves, optree.tree_leaves(state.opt_state), strict=True):
@@ -205,6 +209,7 @@ def _rows(state: State, layout: Layout, plan: StatePlan, gather: Gather | None) 
             slots = [slot for n in bucket.leaves for slot in slots_of[n]]
             wire = () if gather is None else _wire(bucket, gather)
             rows.append(_row(unit.name or "root", bucket, paths, held, slots, wire))
+    # Buffers, counters, the seed and the loss scale
     rest = state.replace(params=None, opt_state=None)
     for name, tree in (("(optimizer)", shared), ("(buffers and counts)", rest)):
         tensors = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
@@ -234,7 +239,9 @@ def _row(
         held: the bucket's leaves as this rank holds them between steps.
         slots: of all of the bucket's leaves.
     """
+    # Without padding, which the bytes include
     numel = sum(bucket.numels)
+    # A chain may hold both kinds of state for one leaf
     kinds = {slot.planned.kind for slot in slots}
     places = []
     if "follows" in kinds:
@@ -304,5 +311,6 @@ def _distinct_dtypes(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages that the tensors lie in, each once: leaves share their flat's."""
+    # A view counts as all of its storage, which it keeps alive
     storages = {storage_id(x): x.untyped_storage() for x in tensors}
     return sum(storage.nbytes() for storage in storages.values())

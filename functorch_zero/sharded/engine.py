@@ -68,9 +68,10 @@ class ShardedEngine:
 
     def __init__(self, options: Options):
         self.options = options
-        self._num_gradients = 0
+        self._num_gradients = 0  # so far; ranks compare it, in the log
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
+        # Each combination of trees is gathered in an order of its own
         self._orders: dict[Any, PrefetchOrder] = {}
         self._across: dict[int, Sharded] = {}  # by the id of its layout, which it keeps alive
 
@@ -96,9 +97,11 @@ class ShardedEngine:
         with sharing_failures(*axes.groups), torch.no_grad():
             self._check_held(params)
             layout = params.sharding.layout
+            # First: other transforms ask other questions, whose collectives would not meet
             group = labelled(axes.world, "optimizer/agreement")
             agreement.agree(group, {"optimizer": described(transform)})
             check_claims(transform, _trained_on_meta(layout))
+            # The optimizer sees the trained leaves' pieces (n,), and so state lies beside them
             view = params.pieces()
             made = transform.init_fn(view.tree, self._across_of(layout))
             plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
@@ -119,6 +122,7 @@ class ShardedEngine:
             across = self._across_of(params.sharding.layout)
             view = params.pieces()
             new, state = transform.update_fn(updates.tree, state, view.tree, across)
+            # The caller may write to these trees later; a state must not follow
             state = across.keep(state, new, updates.tree, view.tree)
             same_structure(view.tree, new, what="the optimizer's updates")
             return ShardedTree(new, updates.holding), state
@@ -150,12 +154,15 @@ class ShardedEngine:
     def value_and_grad(
         self, loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]
     ) -> tuple[Any, Any]:
-        """Means over ranks of what the loss gives, and gradients in pieces. See
+        """The loss and its metrics as means over ranks, and gradients in pieces. See
         `fz.value_and_grad`."""
+        # Sharded trees count as leaves here; whole ones fall into their tensors
         given, treedef = optree.tree_flatten((tree, args), is_leaf=_is_sharded)
+        # The first ones given are those of `tree`
         num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
         numbers = [i for i, node in enumerate(given) if _is_sharded(node)]  # among all given
         trees: list[ShardedTree] = [given[i] for i in numbers]
+        # Per sharded tree: whether its gradients are asked for; those in `args` are read only
         trained = [i < num_trained for i in numbers]
         with ExitStack() as stack:
             stack.enter_context(sharing_failures(*self.options.axes.groups))
@@ -166,10 +173,12 @@ class ShardedEngine:
                     "a gradient was asked of sharded and of whole trees together. Remedy: shard "
                     "them all with fz.shard_tree, or pass the whole ones as later arguments"
                 )
+            # One pass over all trees: a unit is gathered where the loss uses it, in whatever tree
             joined, order = self._join(trees, trained)
             stack.enter_context(order.forgotten_on_failure())
 
             def call(lazy_trees: Sequence[Any]) -> Any:
+                # A copy with lazy trees where the sharded ones were given
                 nodes = list(given)
                 for i, lazy in zip(numbers, lazy_trees, strict=True):
                     nodes[i] = lazy
@@ -206,14 +215,15 @@ class ShardedEngine:
         options, axes, layout = self.options, self.options.axes, joined.layout
         self._num_gradients += 1
         numbers = [sharded.holding.number for sharded in trees]
+        # Ranks that take gradients of other things, or in another order, find out in `average`
         log = [f"gradient {self._num_gradients} of {name} at trees {numbers}"]
-        flats: list[Tensor] = []
+        flats: list[Tensor] = []  # one per bucket of the joined layout, as held between steps
         for sharded in trees:
             flats += sharded.flats()
         # A program has no State.parts, so no reduction that keeps something
         summing = replace(options, reduction=SUMMED, reduce_gradients=None)
         reduction = make_reduction(layout, summing, log, {})
-        has_aux = False
+        has_aux = False  # known once the loss has returned: whether the caller wants metrics
 
         def run_loss(lazy: Any) -> Outcome:
             nonlocal has_aux
@@ -224,10 +234,12 @@ class ShardedEngine:
             return Outcome(value, {}, given.metrics, given.weight)
 
         def seed_of(outcome: Outcome) -> LossSeed:
+            # One micro-batch, and no loss scale
             return loss_seed_of(outcome, layout, axes.data.size, 1, None)
 
         outcome = run_pass(run_loss, seed_of, flats, layout, reduction, order, options, log)
         reduced = reduction.finish()
+        # Logs are compared here, when all collectives of the pass have started
         report = agreement.average(
             {"loss": outcome.loss.detach(), **outcome.metrics},
             outcome.weight,
@@ -236,6 +248,7 @@ class ShardedEngine:
             copy=axes.copy,
         )
         with torch.no_grad():
+            # In place: the flats were made for this gradient
             to_means(reduced, None if outcome.weight is None else report.weight, None)
         mean = report.metrics.pop("loss")
         return ((mean, report.metrics) if has_aux else mean), reduced
@@ -270,6 +283,7 @@ class ShardedEngine:
 
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
         """Raise unless a tree is updates of params; with `some`, of some of their leaves."""
+        # Engines and numbers are not compared: averages of a tree fit it, too
         fits = _is_sharded(tree) and tree.holding == replace(params.holding, form="pieces")
         if not fits:
             got = tree.holding if _is_sharded(tree) else type(tree).__name__
@@ -283,8 +297,9 @@ class ShardedEngine:
 def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     """One layout of several trees, frozen where they are not trained."""
     treedef = optree.treespec_tuple([layout.treedef for layout in layouts])
-    if len(layouts) == 1 and trained[0]:  # under its own names
+    if len(layouts) == 1 and trained[0]:  # under its own names, the user's, in errors and logs
         return Joined(replace(layouts[0], treedef=treedef), [0], tuple(layouts))
+    # Numbers of leaves and of buckets go on from tree to tree
     leaves: list[LeafSpec] = []
     units: list[Unit] = []
     buckets: list[Bucket] = []
@@ -295,6 +310,7 @@ def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
         for leaf in layout.leaves:
             path = f"{i}.{leaf.path}"
             leaves.append(replace(leaf, path=path, trainable=leaf.trainable and on))
+        # A name is unique in a layout only; it stands in logs and in labels of collectives
         for bucket in layout.buckets:
             numbers = tuple(n + first_leaf for n in bucket.leaves)
             named = replace(bucket, name=f"{i}.{bucket.name}", leaves=numbers)
@@ -302,6 +318,7 @@ def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
         for unit in layout.units:
             numbers = tuple(b + first_bucket for b in unit.buckets)
             units.append(replace(unit, name=f"{i}.{unit.name}", buckets=numbers))
+    # Trees of one engine are cut over the same ranks
     num_ranks = layouts[0].num_ranks
     joined = Layout(num_ranks, tuple(leaves), tuple(units), tuple(buckets), treedef)
     return Joined(joined, first_buckets, tuple(layouts))
@@ -324,7 +341,8 @@ def _name_of(loss: Callable[..., Any]) -> str:
     return getattr(loss, "__qualname__", type(loss).__name__)
 
 
-# By group: the numbers of the trees that are cut over it
+# By group, while it lives: the numbers of the trees that are cut over it. Ranks cut trees in the
+# same order, so a tree has one number on all of them, whichever step or `shard_tree` has cut it.
 _NUMBERS: WeakKeyDictionary[Group, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -351,7 +369,7 @@ def shard_tree(
         level: as `shard` takes it.
         group: as `shard` takes it; trees that are used together lie on one.
         layout_like: cut as this tree is, instead: for teachers, averages and copies of it. Shapes
-            and dtypes are the same, and so is what is trained, unless nothing of `tree` is.
+            and dtypes are the same. The same leaves are trained, unless none of `tree` is.
 
     Collectives: one exchange, which compares layout, levels and values.
 
@@ -366,6 +384,7 @@ def shard_tree(
     if (level is None) == (layout_like is None):
         raise StructureError("shard_tree takes either a level or layout_like, and not both")
     if layout_like is not None:
+        # Of the same ranks and options, so that trees can be used together
         engine = layout_like.engine
         assert isinstance(engine, ShardedEngine)
     else:
@@ -387,6 +406,7 @@ def shard_tree(
         else:
             sharding = options.sharding(options.layout_of(tree))
         layout = sharding.layout
+        # Each rank cuts its own copy, and no later collective would show that copies differ
         facts = {
             "layout": layout.describe(),
             "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
@@ -397,10 +417,11 @@ def shard_tree(
 
 
 def _check_like(tree: PyTree[Tensor], layout: Layout) -> None:
-    """Raise unless a tree's leaves are those of the layout: in path, shape and dtype; and in what
-    is trained, unless nothing of the tree is."""
+    """Raise unless a tree's leaves are those of the layout: in path, shape and dtype; and trained
+    where those are, unless none of the tree's is."""
     same_structure(layout.trainable, tree, what="the tree")
     leaves = optree.tree_leaves(tree)
+    # A teacher, say: it is cut as if trained, so that its pieces lie beside the student's
     read_only = not any(leaf.requires_grad for leaf in leaves)
     for leaf, spec in zip(leaves, layout.leaves, strict=True):
         trained = spec.trainable if read_only else leaf.requires_grad

@@ -47,15 +47,20 @@ class ShardedEvalStep:
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
             sharding = sharding_of(state, self.options)
             layout, axes, gather = sharding.layout, self.options.axes, self.options.gather
+            # Per bucket, as held between steps: (piece,) at level 3, else (numel,)
             flats = state.params.flats()
             device = flats[0].device
             check_batch(batch, device, self.group.rank)
+            # Ranks compare it with their metrics
             log = [f"evaluation at step {int(state.step)}"]
+            # An average, say, in flats of its own: the state's params stay
             if self.unsharded.params is not None:
                 flats = self._chosen_flats(state, layout, flats)
             units = make_unit_flats(flats, layout, axes, log, gather)
             overlap = self.options.overlap
+            # Without a reduction leaves bring no gradients: units are used and freed
             run = Pass(layout, units, None, device=device, order=self.order, overlap=overlap)
+            # The numbers that a training step draws from this state, so evaluations repeat
             with replayed(state.seed, state.step, axes.data.rank, device):
                 params = run.lazy_params()
                 with in_a_loss():

@@ -17,12 +17,14 @@ def sharing_failures(*groups: Group) -> Iterator[None]:
 
     Groups that have failed before take part again: a caller may catch an error and go on.
     """
+    # Nothing happens where nothing has failed; else all ranks meet here
     for group in groups:
         rejoin(group)
     try:
         yield
     except NonFiniteError:
         raise  # on all ranks alike, so none is told
+    # An interrupt, too: the others would wait for this rank until the group's time limit
     except BaseException as error:
         # One group's error is known to its ranks, but not to those that share another group
         is_known = isinstance(error, GroupError) and len(groups) == 1
@@ -37,9 +39,9 @@ def propagate_failures(step: Any) -> Iterator[None]:
     """Around a training loop: when it raises on this rank, outside of a step too, the other ranks
     raise `PeerError`.
 
-    Steps, saves and loads tell the other ranks by themselves. A failure between them (a file that
-    one rank can't read, say) would keep the others waiting, until this rank's process ends or the
-    group's time limit is over.
+    Steps, saves and loads tell the other ranks by themselves. After a failure between them (one
+    rank can't read a file, say) the others would wait: until this rank's process ends, or for the
+    group's time limit.
 
         with fz.propagate_failures(step):
             for batch in batches:

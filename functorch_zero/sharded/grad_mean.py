@@ -25,6 +25,7 @@ from ..layout.layout import Layout
 from ..step.loss import Outcome, if_weighty
 from ..step.nonfinite import all_finite
 
+# float16's largest number is 65504, and from halfway to the next power of two it rounds up
 F16_END = 65520.0  # numbers from here on are infinite in float16
 
 
@@ -67,13 +68,16 @@ def loss_seed_of(
     `scale`: of the loss; None: it isn't scaled.
     """
     loss, weight = outcome.loss, outcome.weight
+    # Weights are divided by their sum at the end, in `to_means`
     share = 1 / (num_ranks * count) if weight is None else weight
+    # No policy rounds, and the loss has precision enough for any seed
     is_exact = not layout.rounds and loss.dtype in (torch.float32, torch.float64)
-    first: Tensor | float
-    factor: Tensor | float | None
+    first: Tensor | float  # the part of the share that the seed carries
+    factor: Tensor | float | None  # the rest, for packed gradients; None: 1
     if is_exact:
         first, factor = share, None
     else:
+        # A power of two rounds nothing; with a loss scale 1/N, see Note [overflow]
         first = 0.5 ** math.ceil(math.log2(num_ranks)) if scale is None else 1 / num_ranks
         factor = share / first
     if scale is not None:
@@ -89,7 +93,7 @@ def in_range(reduced: Mapping[int, Tensor], layout: Layout, *, weighted: bool) -
     Weighted sums are not held to float16's range: the weight that will divide them is not known
     yet.
     """
-    ends = []
+    ends = []  # per bucket, the magnitude that its gradients must stay below
     for b in reduced:
         is_half = layout.buckets[b].compute == torch.float16
         ends.append(F16_END if is_half and not weighted else math.inf)
@@ -107,6 +111,7 @@ def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float |
     """
     for flat in reduced.values():
         if total is not None:
+            # Where nothing has weight, gradients are 0 and stay 0
             flat.div_(torch.where(total == 0, 1.0, total).to(flat.dtype))
         if scale is not None:
             flat.div_(scale)

@@ -73,8 +73,10 @@ def equalize_batches(
     while True:
         with sharing_failures(group):  # users' code reads the batches
             batch = next(waiting, None)
+        # Every rank asks before every batch, so all stop after the same number
         if not any_rank(batch is not None, group):
             return
+        # The others go on to the step, and hear of it in their next collective
         if batch is None and empty is None:
             with sharing_failures(group):
                 raise StructureError(
@@ -117,6 +119,7 @@ def broadcast(
     group = as_group(group)
     check_source(group.size, source)
     with sharing_failures(group), torch.no_grad():
+        # By path, as plain data
         shapes: dict[str, Any] = {}
         for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
             _check_has_values(path, leaf, group.rank)

@@ -89,6 +89,7 @@ class Options:
     def place(self) -> StatePlace:
         """The place of this rank's part of a state."""
         axes = self.axes
+        # States that say the same here fit this step
         return StatePlace(
             level=self.levels.number,
             num_pieces=axes.optimizer.size,
@@ -118,6 +119,7 @@ class Options:
 
     def _check_gather(self, layout: Layout) -> None:
         """Raise unless pieces that are rounded on their way are never held afterwards."""
+        # Whole params that arrive to the bit may be held
         if self.gather.exact:
             return
         for bucket in layout.buckets:
@@ -134,6 +136,7 @@ class Options:
 
     def cut_of(self, path: str, leaf: Any) -> Cut:
         """The cut of a leaf, by its level."""
+        # Without `both`, replicas have the same pieces
         replicate = self.axes.replicate.size if self.axes.both else 1
         return self.levels.of(path, leaf).cut(self.axes.shard.size, replicate)
 
@@ -150,6 +153,7 @@ def check_reduce_gradients(value: Any, levels: Levels) -> ReduceGradients | None
         raise ValueError(
             f"reduce_gradients must be one of {get_args(ReduceGradients)} or None, got {value!r}"
         )
+    # With levels by leaf the choice concerns those of level 2 and 3
     if value == "every_microbatch" and levels.number in (0, 1):
         raise ValueError(
             f"level {levels.number} keeps whole gradients until the update, so they can't add up "
@@ -223,5 +227,6 @@ def _printed(seam: Any) -> str:
     """The object with its settings where it prints them, as dataclasses do; else its class's name.
     Ranks compare this text, so it holds no address."""
     text = repr(seam)
+    # Python's default repr, "<module.Class object at 0x...>"
     has_address = text.endswith(f"at {hex(id(seam))}>")
     return f"{type(seam).__name__}()" if has_address else text

@@ -31,8 +31,9 @@ from .options import Options
 def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
     """This rank's part -> whole leaves, copies, which say whether they are trained. One all-gather
     per bucket of level 3."""
+    # One flat per bucket: (piece,) at level 3, else (numel,)
     layout, flats = params.sharding.layout, list(params.flats())
-    started = []
+    started = []  # all under way at once
     for b, bucket in enumerate(layout.buckets):
         if level_of(bucket).cuts_params:
             whole = flats[b].new_empty(bucket.numel)
@@ -43,6 +44,7 @@ def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
     whole = to_tree(
         [unpack(flat, bucket) for flat, bucket in zip(flats, layout.buckets, strict=True)], layout
     )
+    # The state's own flats are among them, so leaves are copied
     return tree_map(
         lambda p, train: p.detach().clone().requires_grad_(train), whole, layout.trainable
     )
@@ -54,12 +56,14 @@ def all_gather_pieces(pieces: ShardedTree, axes: Axes) -> PyTree[Tensor | None]:
     layout = pieces.sharding.layout
     parts: list[Sequence[Tensor | None]] = []
     for bucket, piece in zip(layout.buckets, pieces.flats(), strict=True):
+        # Frozen leaves have no gradients and no updates
         if piece is None:
             parts.append([None] * len(bucket.leaves))
             continue
         whole = piece.clone()
         if bucket.cut.num_pieces > 1:
             whole = piece.new_empty(bucket.numel)
+            # Above level 0, pieces are those that the optimizer's ranks update
             axes.optimizer.all_gather(whole, piece).wait()
         parts.append(unpack(whole, bucket))
     return to_tree(parts, layout)
@@ -69,9 +73,12 @@ def make_reduction(
     layout: Layout, options: Options, log: list[str], kept: Mapping[int, Kept]
 ) -> GradientReduction:
     """The reduction of a step's gradients; `kept` from earlier steps, by bucket."""
+    # In layout order only where backward starts no other collective: see Note [order of
+    # reductions] in runtime/unit.py
     every_use, in_layout_order = set[int](), True
     for b, bucket in enumerate(layout.buckets):
         level = level_of(bucket)
+        # At once, in pieces; the others add up whole, over the micro-batches too
         if level.streams and options.reduce_gradients != "once":
             every_use.add(b)
         if level.cuts_params or (level.streams and bucket.trainable):
@@ -116,10 +123,12 @@ def make_unit_flats(
 ) -> list[UnitFlats]:
     """Each unit's whole flats, for one pass. `params` may have been cut from the flats already."""
     made: list[UnitFlats] = []
+    # Whole leaves in tree order; empty where `params` is None
     leaves = optree.tree_leaves(params)
     for unit, content in zip(layout.units, layout.contents, strict=True):
         own = [*map(flats.__getitem__, unit.buckets)]
         sharded = [level_of(bucket).cuts_params for bucket in content.buckets]
+        # Flats of this pass, gathered or cast; else those of the state, which stay
         if content.rounds or any(sharded):
             group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
             made.append(GatheredFlats(own, content.buckets, sharded, group, log, unit.name, gather))
@@ -147,9 +156,11 @@ def publish(
     Levels 1 and 2: one all-gather per bucket, each started when that bucket is ready.
     """
     rank, layout = axes.number, params.sharding.layout
+    # Per leaf in tree order, (n,) or None
     given = None if updates is None else layout.treedef.flatten_up_to(updates)
     made, started = [], []
     for bucket, flat in zip(layout.buckets, flats, strict=True):
+        # A frozen flat stays the same one; without donation the given params stay valid
         new = flat if donate or not bucket.trainable else torch.empty_like(flat)
         made.append(new)
         if not bucket.trainable:
@@ -160,7 +171,9 @@ def publish(
             if any(update is None for update in own):
                 own = _zeros_for_none(own, cut(old_piece, bucket, rank))
             update = flat_of_pieces(own, bucket, rank)  # (piece,)
+            # Rounded to the param's dtype before the sum, as the oracle does
             torch.add(old_piece, update.to(flat.dtype), out=piece)
+        # The all-gather runs while the next bucket is added
         if over := _held_over(bucket, axes):
             started.append(_Spreading(new, bucket, over, gather))
     _finish(started)
@@ -182,21 +195,26 @@ class _Spreading:
         self._gather = gather
         # Where messages are no pieces: the stage under way, and its messages (num_ranks * m,)
         self._arriving: tuple[Group, Tensor, Tensor] | None = None
+        # Per axis: its group, the out (N * k,), and this rank's piece of it (k,), a view
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
         for axis in over:
             group = labelled(axis, f"{bucket.name}/publish")
             piece = held.view(group.size, -1)[group.rank]
             self._stages.append((group, held, piece))
+            # The piece is itself cut along the next axis
             held = piece
         self._work = self._next()
 
     def _next(self) -> Work | None:
         if not self._stages:
             return None
+        # The innermost axis first: it fills the piece that travels along the next
         group, out, piece = self._stages.pop()
         message = self._gather.encode(piece)
+        # Not encoded: pieces arrive where they belong, without a copy
         if message is piece:
             return group.all_gather(out, piece)
+        # (num_ranks * m,)
         messages = message.new_empty(group.size * message.numel())
         self._arriving = group, out, messages
         return group.all_gather(messages, message)
@@ -215,12 +233,15 @@ class _Spreading:
 def _finish(started: list[_Spreading]) -> None:
     """Wait for all of them. Each starts its next all-gather before the last ones have ended."""
     while started:
+        # In bucket order on every rank, so the second axis's gathers start in one order, too
         started = [spreading for spreading in started if spreading.go_on()]
 
 
 def _held_over(bucket: Bucket, axes: Axes) -> list[Group]:
-    """The axes along which what is held between steps is cut further, outermost first."""
+    """The axes along which ranks update pieces of a flat that each holds between steps, outermost
+    first."""
     level = level_of(bucket)
+    # Levels 1 and 2 hold params whole, and level 3 cut over the shard axis alone
     shard = [axes.shard.group] if level.cuts_state and not level.cuts_params else []
     return shard + ([axes.replicate.group] if level.cuts_state and axes.both else [])
 
@@ -240,12 +261,14 @@ def evaluated(
 
     Levels 1 and 2: one all-gather per bucket, all under way at once.
     """
+    # Trained leaves alone are given, in tree order
     leaves, held, started = iter(optree.tree_leaves(chosen)), [], []
-    pieces = {n: next(leaves) for n in _trained_numbers(layout)}
+    pieces = {n: next(leaves) for n in _trained_numbers(layout)}  # by the leaf's number
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         if bucket.trainable:
             in_bucket = [pieces[n].reshape(-1) for n in bucket.leaves]
             own = flat_of_pieces(in_bucket, bucket, axes.number)
+            # Never in place: the state's own params stay as they are
             flat = torch.empty_like(flat)
             own_piece(flat, bucket, axes.number).copy_(own)
             started.append(_Spreading(flat, bucket, _held_over(bucket, axes), gather))

@@ -49,6 +49,7 @@ class ReductionParts:
     def __init__(self, reduction: Reduction, layout: Layout, axes: Axes):
         self._reduction, self._layout, self._axes = reduction, layout, axes
         self._rank = axes.number  # among the pieces of a bucket
+        # A whole state has one piece of each place, and replicas would disagree about it
         if "pieces" in reduction.keeps.values() and axes.replicate.size > 1:
             raise NotImplementedError(
                 f"reduction={type(reduction).__name__} keeps pieces, and replicas of shards would "
@@ -57,7 +58,7 @@ class ReductionParts:
 
     def init(self, device: torch.device) -> Parts | None:
         """The parts before the first step. No communication."""
-        kept = {}
+        kept = {}  # by bucket
         for b, bucket in self._trained():
             kept[b] = self._reduction.init(bucket, device)
             self._check_init(bucket, kept[b])
@@ -124,6 +125,7 @@ class ReductionParts:
                 else:
                     flat = kept[name].clone()  # the given state stays good
                     if carried == "sum":
+                        # Ranks of the same data keep equal rows, of which one counts
                         axes.data.all_reduce(flat).wait()
                     leaves = self._leaves(flat, carried, bucket)
                 made[name] |= leaves
@@ -151,7 +153,9 @@ class ReductionParts:
         own = [leaves[key] for key in self._paths(bucket)]
         if carried == "pieces":
             return slice_flat(own, bucket, self._rank)
+        # The one row of a whole state, (numel,)
         row = flat_of_leaves([leaf[0] for leaf in own], bucket)
+        # Any split with this sum would do; this one is exact
         if self._axes.data.rank == 0:
             return row.clone()
         return torch.zeros_like(row)
@@ -160,11 +164,13 @@ class ReductionParts:
         """The leaves of a bucket, as views of its kept flat."""
         if carried == "same":
             return {bucket.name: kept}
+        # An uncut bucket's piece is all of it, and its leaves keep their shapes
         if carried == "pieces" and bucket.cut.num_pieces > 1:
             views = cut(kept, bucket, self._rank)
         else:
             views = unpack(kept, bucket)
         if carried == "sum":
+            # (1, *shape): this rank's row
             views = [view[None] for view in views]
         return dict(zip(self._paths(bucket), views, strict=True))
 
@@ -204,6 +210,7 @@ class ReductionParts:
                     rank=rank,
                 )
             )
+        # Of the kept flat, by how it is carried
         shapes = {"sum": (bucket.numel,), "pieces": (bucket.piece,)}
         for key, carried in keeps.items():
             expected = shapes.get(carried)

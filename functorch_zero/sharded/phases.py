@@ -4,6 +4,10 @@
 
 `ShardedTrainStep` runs them one after the other. A plan runs the same functions on tensors without
 values, and looks on between them.
+
+Note [before the first write]: `advance` is the first to write to the state that the step was given,
+and only when donating. All ranks have agreed by then. So whatever fails before, on any rank, leaves
+every rank a good state, and the step can be tried again. Afterwards the given state is used up.
 """
 
 from __future__ import annotations
@@ -53,7 +57,11 @@ class Updater(Protocol):
         self, grads: ShardedTree, state: Any, params: ShardedTree
     ) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates and the optimizer's next state; None where the params hold the sums
-        already."""
+        already.
+
+        Gradients, params and updates are this rank's pieces, (n,) per leaf. When donating, all that
+        is given may be written over.
+        """
         ...
 
     def fetched(self, state: Any) -> Any:
@@ -67,17 +75,17 @@ class Updater(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """One step on one rank: what it was given, and what follows from the layout."""
+    """One step on one rank: its arguments, and the parts that follow from the layout."""
 
     step: TrainStep
-    options: Options
-    state: State
+    options: Options  # of `shard`
+    state: State  # as given; see Note [before the first write]
     batch: Any  # this rank's part
     sharding: Sharding
     # Those that hold the params between steps, (numel,) or (piece,), in the order of the buckets
     flats: list[Tensor]
-    updater: Updater
-    parts: ReductionParts
+    updater: Updater  # prepared for this layout
+    parts: ReductionParts  # the same, for what the reduction keeps
 
     @property
     def layout(self) -> Layout:
@@ -93,7 +101,7 @@ class Local(NamedTuple):
     """The results of the loss on this rank's part of the batch."""
 
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
-    kept: dict[int, Kept]  # by bucket: what the reduction keeps for the next step
+    kept: dict[int, Kept]  # by bucket: the tensors that the reduction keeps for the next step
     outcome: Outcome  # of all micro-batches as one
     overflown: bool  # a reduced gradient is not finite, and the step looks
     log: list[str]  # the step's number, and the collectives started since
@@ -116,17 +124,21 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     Collectives: the units' gathers and reductions, as the level's row says. Gradients are reduced
     while backward runs.
     """
+    # Ranks at different steps, or in other collectives, find out in `agree_on`
     log = [f"step {int(run.state.step)}"]
     options = run.options
-    kept = run.parts.kept_in(run.state.parts)
+    kept = run.parts.kept_in(run.state.parts)  # by bucket, from the step before
+    # One for all micro-batches: gradients add up in it
     reduction = make_reduction(run.layout, options, log, kept)
     outcomes: list[Outcome] = []
     buffers = run.state.buffers
     for part in micro_batches(run.batch, run.step.accumulate):
         outcome = _on_micro_batch(run, part, buffers, len(outcomes), reduction, log, order)
         outcomes.append(outcome)
-        buffers = outcome.buffers
+        buffers = outcome.buffers  # each micro-batch is given those of the one before
+    # The one wait for the last reductions; from here on gradients are sums over ranks
     reduced, outcome = reduction.finish(), joined(outcomes)
+    # `in_range` makes the host wait for the device, so it is asked only if the step looks
     looks = run.step.finite.looks
     overflown = looks and not in_range(reduced, run.layout, weighted=_weighted(outcome))
     return Local(reduced, reduction.kept, outcome, overflown, log)
@@ -153,6 +165,7 @@ def _on_micro_batch(
         scale = run.step.finite.scale(state.finite)
         return loss_seed_of(outcome, run.layout, axes.data.size, count, scale)
 
+    # Ranks of the same data draw the same numbers, so they find the same loss
     with replayed(state.seed, state.step, axes.data.rank, run.flats[0].device, i):
         outcome = run_pass(
             loss,
@@ -166,14 +179,15 @@ def _on_micro_batch(
             held=state.params,
             last=i == count - 1,
         )
+    # Detached: the graph of this micro-batch goes before the next begins
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
     return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
 
 
 def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
-    """Tell all ranks what this one has found, and learn what they have. One all-reduce.
+    """Tell all ranks this one's findings, and learn theirs. One all-reduce.
 
-    Nothing of the state has been written to by then.
+    Nothing of the state has been written to by then: see Note [before the first write].
 
     Raises:
         Exception: a background task's own, where one has failed; PeerError on the other ranks.
@@ -182,6 +196,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
     """
     outcome, policy, group = local.outcome, run.step.finite, run.options.group
+    # In the order in which they are taken apart below; all ranks have as many buffers
     flags = [
         *replaced(run.state.buffers, outcome.buffers),
         local.overflown,
@@ -196,8 +211,11 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         copy=run.options.axes.copy,
     )
     *changed, overflown, failed = report.flags
+    # Before the numbers are looked at: whatever they are, the task's error is told
     background.raise_if(failed)
+    # The mean is not finite where the loss of any batch with weight isn't
     fine = not policy.looks or (not overflown and all_finite([report.metrics["loss"]]))
+    # All ranks come here alike, so one more exchange can say which leaf, on which rank
     if not fine and policy.nonfinite == "raise":
         number = int(run.state.step)
         agreement.refuse(number, outcome.loss, local.reduced, run.layout, run.rank, group)
@@ -210,21 +228,25 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     """Update the params, and publish them to the ranks that hold them between steps. Returns the
     next state and the step's metrics.
 
-    Collectives: one of the buffers that changed, those that the optimizer asks for, the level's
-    gathers of the new params, and one for the norms among the metrics.
+    Collectives: one per dtype of the buffers that changed, those that the optimizer asks for, and
+    the level's gathers of the new params. One more for the norms, if metrics ask for them.
     """
     state, options = run.state, run.options
     scale = run.step.finite.scale(state.finite)
+    # In place: these flats are the reduction's own
     to_means(local.reduced, agreed.weight if _weighted(local.outcome) else None, scale)
+    # This rank's pieces: views of what is held
     view = pieces_of(run.flats, state.params.holding)
     grads = grads_like(view, local.reduced)
     buffers = _next_buffers(run, local.outcome, agreed)
     params, opt_state = state.params, state.opt_state
+    # From here on the given state is used up: see Note [before the first write]
     if options.donate:
         buffers = apart(buffers, run.flats)
         run.sharding.donations.take(state.step)
         params = params.handed_on()
 
+    # Norms of gradients and params are taken before the update, which may write over both
     measured = UpdateMetrics(run.step.metrics, run.updater.across)
     measured.see("grad_norm", lambda: grads.tree)
     measured.see("param_norm", lambda: view.tree)
@@ -237,11 +259,13 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
             params = publish(
                 params, run.flats, updates, options.axes, options.gather, donate=options.donate
             )
+    # A skipped step: params and optimizer state stay, an update of zeros is reported
     else:
         measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
 
     metrics = with_measured(agreed.metrics, measured.metrics(opt_state))
     metrics = with_measured(metrics, run.step.finite.metrics(agreed.finite))
+    # Last, since metrics are read off the state beside the params
     if agreed.fine:
         opt_state = run.updater.stored(opt_state, state.opt_state if options.donate else None)
     new = State(
@@ -260,6 +284,7 @@ def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:
     if not agreed.fine:
         return run.state.buffers
     group = labelled(run.options.axes.data, "step/buffers")
+    # Whether this rank's buffers count in the mean
     weighty = outcome.weight is None or float(outcome.weight) != 0
     return synchronize(
         run.state.buffers,

@@ -43,6 +43,7 @@ def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) ->
         for i, x, view in zip(shared.positions, own, views, strict=True):
             new[i] = view.copy_(x)
     for i, x in enumerate(leaves):
+        # Copies, since `init` may return params, or one tensor for several leaves
         if i not in new:
             new[i] = x.detach().clone() if isinstance(x, Tensor) else x
     return treedef.unflatten([new[i] for i in range(len(leaves))])
@@ -58,6 +59,7 @@ class _Shared(NamedTuple):
 def _sharing_a_flat(plan: StatePlan, layout: Layout) -> list[_Shared]:
     """The leaves that share flats, in bucket order. A slot that some leaf of a bucket lacks has no
     flat there."""
+    # (slot, param) -> position in flatten order
     positions = plan.slots()
     num_slots = 1 + max((slot for slot, _ in positions), default=-1)
     found = []
@@ -73,7 +75,9 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
     """The whole state on every rank, in tensors of its own."""
     assert state.sharding is not None
     layout = state.sharding.layout
+    # Beside the params, where collectives can reach it; the given state stays where it lies
     leaves, treedef = optree.tree_flatten(prepared.fetched(state.opt_state))
+    # In flatten order, so that all ranks start the same collective next
     whole = []
     for x, leaf in zip(leaves, prepared.plan.leaves, strict=True):
         whole.append(_gather_leaf(x, leaf, layout, axes.optimizer))
@@ -108,8 +112,10 @@ def _gather_following(x: Tensor, n: int, layout: Layout, group: Group) -> Tensor
     """The whole of a leaf (n,) that follows the layout's n-th."""
     b, k = layout.places[n]
     bucket = layout.buckets[b]
+    # Level 0: whole here already
     if bucket.cut.num_pieces == 1:
         return x.clone().view(bucket.shapes[k])
+    # Per rank, in elements; the layout tells, without communication
     counts = [bucket.extent(k, rank).num_here for rank in range(group.size)]
     return _gather_piece(x, counts, group).view(bucket.shapes[k])
 
@@ -138,7 +144,9 @@ def _from_owner(x: Tensor, leaf: StateLeaf, group: Group) -> Tensor:
         whole = x.clone()
     else:
         whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=x.device)
+    # A copy where the state is not contiguous, so this is what is returned
     flat = whole.reshape(-1)
+    # Nothing to send of a leaf without elements
     if group.size > 1 and flat.numel():
         group.broadcast(flat, leaf.owner).wait()
     return flat.view(leaf.shape)
@@ -163,6 +171,7 @@ def shard_state(
     own = []  # views: `lay_out_state` copies them
     for x, leaf in zip(leaves, plan.leaves, strict=True):
         own.append(_part_of_leaf(x, leaf, layout, rank))
+    # Laid out as `init` does it, so that updates find flats without a copy
     opt_state = lay_out_state(treedef.unflatten(own), plan, layout, rank)
     held = hold(whole.params, sharding, engine=engine, number=number)
     parts = prepared.parts.part(whole.parts, held.flats()[0].device)
@@ -188,6 +197,7 @@ def _part_of_leaf(x: Any, leaf: StateLeaf, layout: Layout, rank: int) -> Any:
         b, k = layout.places[leaf.leaf]
         extent = layout.buckets[b].extent(k, rank)
         return x.reshape(-1)[extent.in_leaf]
+    # As `init` makes it where another rank owns the leaf
     if leaf.kind == "owned" and leaf.owner != rank:
         return x.new_empty(0)
     return x

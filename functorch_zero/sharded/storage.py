@@ -44,6 +44,7 @@ def fetched(storage: StateStorage | None, state: Any) -> Any:
     if storage is None:
         return state
     leaves, treedef = optree.tree_flatten(state)
+    # Many leaves share a home, which is fetched once. Ids are good while `leaves` holds them.
     homes: dict[int, Tensor] = {}  # fetched ones, by the id of the stored one
     for leaf in leaves:
         home = _home(leaf)
@@ -57,6 +58,7 @@ def stored(storage: StateStorage | None, state: Any, old: Any = None) -> Any:
     if storage is None:
         return state
     leaves, treedef = optree.tree_flatten(state)
+    # Per leaf, the one that held it before: an update keeps the state's structure
     befores = [None] * len(leaves) if old is None else optree.tree_leaves(old)
     homes: dict[int, Tensor] = {}  # stored ones, by the id of the one beside the params
     taken: set[int] = set()  # ids of old homes: no two flats may be written into one
@@ -77,6 +79,7 @@ def _home(leaf: Any) -> Tensor | None:
     leaf stays, being a single number or no tensor."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
+    # A view of anything but a flat of its own dtype moves alone
     base = base_of(leaf)
     lies_in_flat = base is not None and base.dim() == 1 and base.dtype == leaf.dtype
     return base if lies_in_flat else leaf
@@ -92,6 +95,7 @@ def _in(homes: dict[int, Tensor], leaf: Any) -> Any:
         return now
     # A view of a flat becomes the same view of the moved flat
     offset = leaf.storage_offset() - home.storage_offset()
+    # Its own offset may be any: the storage chooses where a flat lies
     return now.as_strided(leaf.shape, leaf.stride(), now.storage_offset() + offset)
 
 

@@ -97,8 +97,10 @@ class ShardedTrainStep:
             agree(group, self._facts(layout, params, buffers, seed))
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
 
-            # Storage of this rank's own, filled bucket by bucket
+            # Storage of this rank's own, filled bucket by bucket: no rank need have room for a
+            # whole tree beside it, where values are made here
             fill = None if values is None else DigestedFill(values)
+            # The static part of the state, with donations of its own
             sharding = self.options.sharding(layout)
             number = next_number(self.group)
             held = hold(params, sharding, engine=self.engine, number=number, fill=fill)
@@ -107,6 +109,7 @@ class ShardedTrainStep:
                 agree(group, {"deferred values": fill.digests})
             opt_state = self.first_optimizer_state(held, layout)
             check_reported(self.unsharded.metrics, opt_state)
+            # The caller's buffers stay the caller's
             copies = tree_map(lambda buffer: buffer.detach().clone(), buffers)
             parts = self._prepare(layout).parts.init(held.flats()[0].device)
             return State(
@@ -122,8 +125,8 @@ class ShardedTrainStep:
         """One step on this rank's part of the batch.
 
         Collectives: those of the level's row (units' gathers and reductions), one all-reduce of
-        metrics, one of the buffers that changed, and those that the optimizer asks for. When
-        donating, the given state is used up.
+        metrics, and one per dtype of the buffers that changed. Besides, those that the optimizer
+        asks for. When donating, the given state is used up.
 
         Raises:
             DonatedError: the state was used up before.
@@ -135,7 +138,7 @@ class ShardedTrainStep:
                 is still good.
         """
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
-            # Up to `advance` nothing of the state is written to: an error leaves it good
+            # Up to `advance` an error leaves the state good: Note [before the first write]
             run = self._open(state, batch)
             local = differentiate(run, self.order)
             agreed = agree_on(run, local, self.background)
@@ -144,7 +147,9 @@ class ShardedTrainStep:
     def _open(self, state: State, batch: Any) -> Run:
         """Check the state and the batch, and find the flats that the params lie in."""
         sharding = sharding_of(state, self.options)
+        # Plans are made at the first step with a layout, and found again in later ones
         prepared = self._prepare(sharding.layout)
+        # Leaves that were replaced since the last step are packed here, into new flats
         flats = state.params.flats()
         check_batch(batch, flats[0].device, self.group.rank)
         return Run(
@@ -176,6 +181,7 @@ class ShardedTrainStep:
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
         with torch.no_grad():
+            # The whole state's own params say what is trained
             layout = self.options.layout_of(state.params)
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout)
@@ -220,11 +226,13 @@ class ShardedTrainStep:
         of ranks gives another layout, too.
         """
         step, options = self.unsharded, self.options
+        # Causes: another release or number of ranks
         facts: dict[str, Any] = {
             "functorch_zero": __version__,
             "torch": torch.__version__,
             "ranks": self.group.size,
         }
+        # The choices of `train_step` and `shard`
         facts |= {
             "level": options.levels.describe(),
             "accumulate": step.accumulate,
@@ -233,6 +241,7 @@ class ShardedTrainStep:
             "options": options.describe(),
             "optimizer": described(step.optimizer),
         }
+        # What follows from them and from the model
         facts |= {
             "layout": layout.describe(),
             "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
@@ -240,6 +249,7 @@ class ShardedTrainStep:
         }
         # Local buffers may differ between ranks from the start
         compared = {} if options.sync_buffers == "local" else buffers
+        # Last the numbers themselves, which another model would change as well
         facts |= {
             "values": content_digests(params),
             "values of buffers": content_digests(compared),

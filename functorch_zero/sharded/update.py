@@ -50,10 +50,12 @@ class PreparedUpdate:
         """
         if self._split is not None:
             head, fused = self._split
+            # (piece,) each, views of the params' own, to which a kernel writes
             flats = _trained(params)
             if self.across.fuses(fused, flats):
                 return None, self._update_fused(head, fused, grads, state, params, flats)
         updates, state = self._optimizer.update(grads.tree, state, params.tree, self.across)
+        # Params are written to next, in `publish`; the state may be one of them
         state = self.across.keep(state, params.tree)
         same_structure(params.tree, updates, what="the optimizer's updates")
         return updates, state
@@ -72,8 +74,10 @@ class PreparedUpdate:
         Args:
             flats: (piece,) each, of the trained params, to which the kernel adds the updates.
         """
+        # The kernel takes the gradients as they come
         if head is None:
             return self.across.fused(fused, _trained(grads), state, flats)
+        # A chain's state: one entry per part, the kernel's last
         *before, last = state
         updates, before = head.update(grads.tree, tuple(before), params.tree, self.across)
         last = self.across.fused(fused, self.across.flats(updates), last, flats)

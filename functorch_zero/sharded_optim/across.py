@@ -68,9 +68,11 @@ class Sharded(Across):
     ):
         self._layout, self._group, self._donate = layout, group, donate
         mask = layout.trainable if mask is None else mask
-        self.extents = select(layout.extents(group.rank), mask)
+        self.extents = select(layout.extents(group.rank), mask)  # per leaf; None where masked
+        # Per leaf, whether its pieces lie on several ranks; not so at level 0, or on one rank
         self._is_cut = select(tree_map(lambda cut: cut.num_pieces > 1, layout.cuts), mask)
         self._on_flats = PointwiseOnFlats(layout, mask, group.rank, donate=donate)
+        # Of the leaves that the trees have, in tree order: their numbers in the layout
         self._numbers = self._on_flats.numbers
         self._exchange = Exchange(layout, self._numbers, group)
         # What `select` made, by the numbers of the chosen leaves: each plans and remembers flats
@@ -80,6 +82,7 @@ class Sharded(Across):
         flags = optree.tree_leaves(mask)
         chosen = tuple(number for number, keep in zip(self._numbers, flags, strict=True) if keep)
         if chosen not in self._narrowed:
+            # By all leaves of the layout; `mask` has the leaves of this one's trees only
             of_all = [number in chosen for number in range(len(self._layout.leaves))]
             self._narrowed[chosen] = Sharded(
                 self._layout,
@@ -92,8 +95,8 @@ class Sharded(Across):
     # Questions: one all-reduce for all leaves of all trees
 
     def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
-        shares: list[Tree] = []  # of this rank
-        cuts: list[bool] = []
+        shares: list[Tree] = []  # of this rank, 0-d per leaf
+        cuts: list[bool] = []  # per leaf of all trees, in order
         for tree in trees:
             shares.append(tree_map(lambda x: reduce_leaf(x, op), tree))
             cuts += self._cut_leaves(tree)
@@ -107,6 +110,7 @@ class Sharded(Across):
         def reduce_leaf_dims(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
             return reduce_piece(x, extent, dims, op)
 
+        # A leaf that is not asked has no share, and so must have no flag: None is no leaf
         def cut_if_asked(cut: bool, share: Tensor | None) -> bool | None:
             return None if share is None else cut
 
@@ -124,13 +128,16 @@ class Sharded(Across):
         whole_sums: list[list[Tensor]] = []  # per product, of each leaf that is not cut, 0-d
         for product in products:
             sums, cuts = sums_of(product), self._cut_leaves(product[0])
+            # Cut leaves add up before they travel: one number per product
             shares.append(total_of(list(compress(sums, cuts))))
             some_cut.append(any(cuts))
+            # The others are the same on every rank; a sum over ranks would count them N times
             whole_sums.append(list(compress(sums, map(not_, cuts))))
 
         totals = []
         reduced = self._reduce(shares, "sum", some_cut)
         for total, some, whole in zip(reduced, some_cut, whole_sums, strict=True):
+            # Where nothing is cut, `total` is an empty sum, whose dtype must not count
             totals.append(total_of([total, *whole] if some else whole))
         return tuple(totals)
 
@@ -146,6 +153,7 @@ class Sharded(Across):
         flags: list[bool]
         flags, params_treedef = optree.tree_flatten(self._is_cut)
         treedef = optree.tree_structure(tree)
+        # All leaves alike: a tree of any structure will do
         if len(set(flags)) <= 1:
             return [any(flags)] * treedef.num_leaves
         if treedef != params_treedef:
@@ -165,6 +173,7 @@ class Sharded(Across):
             cuts: for each leaf of all trees, whether it is cut; the others are answers already.
         """
         leaves, treedef = optree.tree_flatten(list(trees))
+        # The same positions on every rank, by the layout
         at = [i for i, cut in zip(range(len(leaves)), cuts, strict=True) if cut]
         if at and self._group.size > 1:
             reduced = self._all_reduce([leaves[i] for i in at], op)
@@ -178,6 +187,7 @@ class Sharded(Across):
         # Counts lie on the CPU; a group of GPUs takes no message from there
         elsewhere = (x.device for x in values if x.device.type != "cpu")
         device = next(elsewhere, values[0].device)
+        # (k,), the values one after the other: a collective costs more than its few bytes
         packed = torch.cat([x.reshape(-1).to(device, dtype) for x in values])
         self._group.all_reduce(packed, op).wait()
         reduced = []
@@ -220,6 +230,7 @@ class Sharded(Across):
 
     def _owners(self, part: WholeLeaf) -> list[int]:
         """The owner of each leaf of the tree: a rank or EVERYONE."""
+        # By whole shapes alone, so that all ranks find the same owners without a word
         costs = [part.cost(extent.shape) for extent in optree.tree_leaves(self.extents)]
         return owners_of(costs, optree.tree_leaves(self._is_cut), self._group.size)
 
@@ -227,12 +238,13 @@ class Sharded(Across):
         leaves, treedef = optree.tree_flatten(params)
         extents = optree.tree_leaves(self.extents)
         owners = self._owners(part)
-        (whole,) = self._exchange.to_owners([leaves], owners)
+        (whole,) = self._exchange.to_owners([leaves], owners)  # by position, here only
         states = []
         for i, (leaf, owner, extent) in enumerate(zip(leaves, owners, extents, strict=True)):
             if owner in (self._group.rank, EVERYONE):
                 state = part.init(whole[i])
             else:
+                # Another rank owns it: the state has the same structure, with empty tensors
                 state = state_elsewhere(part, leaf, extent)
             states.append(Owned(state, i))
         return treedef.unflatten(states)
@@ -243,14 +255,17 @@ class Sharded(Across):
         leaves, treedef = optree.tree_flatten(updates)
         states: list[Owned] = treedef.flatten_up_to(state)
         owners = self._owners(part)
+        # A param travels only where the update reads it
         trees = [leaves, optree.tree_leaves(params)] if part.wants_param else [leaves]
         whole_updates, *whole_params = self._exchange.to_owners(trees, owners)
         given_params = whole_params[0] if part.wants_param else None
+        # By position, the whole updates made here: of leaves owned, or not cut
         results: dict[int, Tensor] = {}
         for batch in batches(part, whole_updates):
             made = run_batch(part, batch, whole_updates, states, given_params)
             for i, new in zip(batch, made, strict=True):
                 check_whole(updates, i, (whole_updates[i], states[i].state), new)
+                # Receivers expect the dtype of the pieces that they have sent
                 results[i] = new.update.to(leaves[i].dtype)
                 states[i] = Owned(new.state, states[i].leaf)
         pieces = self._exchange.from_owners(results, leaves, owners)
@@ -265,12 +280,14 @@ class Sharded(Across):
         check_limit(extents, leaves[0], limit)
         gathered = []
         for whole in self._exchange.to_owners(leaves, [EVERYONE] * len(extents)):
+            # Leaves arrive dtype by dtype
             in_order = [whole[position] for position in range(len(extents))]
             gathered.append(treedef.unflatten(in_order))
         return gathered
 
     def cut(self, tree: Tree) -> Tree:
         def own_piece(leaf: Tensor, extent: Extent) -> Tensor:
+            # A view would keep the whole leaf alive
             return leaf.reshape(-1)[extent.in_leaf].clone()
 
         return tree_map(own_piece, tree, self.extents)

@@ -34,7 +34,7 @@ from ..tree import PyTree, has_values, select, storages
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 # Elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
-_CHUNK = 2**17
+_CHUNK = 2**17  # 512 KiB of float32, per operand
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,12 @@ class FlatGroup:
     leaves: tuple[int, ...]  # their numbers in the layout
     positions: tuple[int, ...]  # of the leaves in the masked trees, which lack the other leaves
     bucket: Bucket | None  # None: a single leaf, whose piece is the flat
-    rank: int
+    rank: int  # of this rank's piece in a bucket
 
     def find(self, pieces: Sequence[Tensor]) -> Tensor:
         """The flat (piece,) that the leaves' pieces lie in, or a new one that they are copied
         to."""
+        # A single leaf's piece is its flat, wherever it lies
         if self.bucket is None:
             return pieces[0]
         return flat_of_pieces(pieces, self.bucket, self.rank)
@@ -75,22 +76,24 @@ class PointwiseOnFlats:
         # Of the leaves where the mask is true, in tree order
         self.numbers: list[int] = optree.tree_leaves(select(everything, mask))
         self._groups = _group_leaves(layout, self.numbers, rank)
-        # None: the transform doesn't treat all leaves alike
+        # None: the transform doesn't treat all leaves alike. Weak: it goes with the transform.
         self._regroupings: WeakKeyDictionary[Pointwise, _Regrouping | None] = WeakKeyDictionary()
 
     def update(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         """Run a pointwise update: `(updates, state)`. Donated storage is written over."""
         regrouping = self._regrouping(part)
-        # Without leaves, counts go on all the same
+        # Leaves that are not treated alike stay apart. Without leaves, counts go on all the same.
         if regrouping is None or not self._groups:
             return part.update(updates, state, params)
 
         # Replaced group by group, so that old updates are freed on the way
         new_updates, treedef = optree.tree_flatten(updates)
         param_leaves = optree.tree_leaves(params)
+        # In flatten order of the full state; a leaf that follows a param is this rank's piece (n,)
         old_state = _copy_repeated(optree.tree_leaves(state))
         new_state = list(old_state)
         writable = self._writable_storages(new_updates, param_leaves)
+        # Per group, the operands beside its updates: flats (piece,), and counts that groups share
         states = regrouping.group_states(regrouping.find_flats(old_state), old_state)
         for group, own_state, places in zip(self._groups, states, regrouping.places, strict=True):
             # Pieces that were copied to a new flat would not change with it
@@ -100,14 +103,18 @@ class PointwiseOnFlats:
             operands = [_Operand(flat, is_flat=True, donated=donated)]
             for tensor, place in zip(own_state, places, strict=True):
                 lies_in = _share(old_state[place.positions[0]], tensor)
+                # A count is never written over: each group reads the same old one
                 donated = self._donate and place.follows and lies_in
                 operands.append(_Operand(tensor, place.follows, donated))
 
+            # (piece,); only read
             param = group.find(_at(group.positions, param_leaves))
             new_flat, *results = _run_in_chunks(part, regrouping.one, operands, param)
+            # The flat itself: the updates' leaves hold these values already
             if new_flat is not flat:
                 _put(group.cut(new_flat), group.positions, new_updates)
             for old, new, place in zip(own_state, results, places, strict=True):
+                # All groups make the same of a count, so any one's is the answer
                 if not place.follows:
                     new_state[place.positions[0]] = new
                 elif new is not old:
@@ -118,11 +125,13 @@ class PointwiseOnFlats:
         """The storages of updates that results may be written to."""
         if not self._donate:
             return set()
+        # An update may be a param itself, which is only read here
         return self._storages_of_one_group(updates) - storages(params)
 
     def _storages_of_one_group(self, updates: list[Tensor]) -> set[int]:
         """The storages in which only one group's updates lie: in another, padding of one group may
         be a leaf of the next."""
+        # By storage, the number of groups that have updates in it
         num_groups: Counter[int] = Counter()
         for group in self._groups:
             num_groups.update(storages(_at(group.positions, updates)))
@@ -139,6 +148,7 @@ class PointwiseOnFlats:
 
     def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this transform on these flats."""
+        # A kernel writes over params and state; `plain` tells how its state is cut flat by flat
         if not self._donate or transform.fused is None or transform.plain is None or not params:
             return False
         if not all(map(transform.fused.takes, params)):
@@ -166,6 +176,7 @@ class PointwiseOnFlats:
         flats = regrouping.find_flats(leaves)
         states = regrouping.group_states(flats, leaves)
         trees = [regrouping.one.unflatten(own_state) for own_state in states]
+        # One call for all groups: a kernel may launch once for many tensors
         next_trees = transform.fused.update(params, updates, trees)
         for flat, place in zip(flats, regrouping.following, strict=True):
             # The kernel has written to a copy, where the leaves lay in no flat
@@ -191,8 +202,10 @@ class PointwiseOnFlats:
         def init(params: Tree, across: Across) -> Any:
             return part.init(params)
 
+        # The state of all leaves, and that of one param alone
         full = plan_state(init, self._layout, self._mask, self._layout.num_ranks)
         one = plan_of(part.init({"": placeholder(0, torch.float32)}))
+        # Alike: each leaf has as many followers as the one, and counts are shared by all leaves
         num_following, num_shared = _count_kinds(full)
         num_slots, num_shared_of_one = _count_kinds(one)
         if num_following != num_slots * len(self.numbers) or num_shared != num_shared_of_one:
@@ -202,6 +215,7 @@ class PointwiseOnFlats:
 
 def _group_leaves(layout: Layout, numbers: Sequence[int], rank: int) -> list[FlatGroup]:
     """The groups of the leaves with these numbers, bucket by bucket."""
+    # A leaf's number in the layout -> its position in the masked trees
     positions = {number: position for position, number in enumerate(numbers)}
     groups = []
     for bucket in layout.buckets:
@@ -210,6 +224,7 @@ def _group_leaves(layout: Layout, numbers: Sequence[int], rank: int) -> list[Fla
             own_positions = tuple(map(positions.__getitem__, chosen))
             groups.append(FlatGroup(chosen, own_positions, bucket, rank))
         else:
+            # The flat of such a bucket would hold leaves that the update must not see
             for number in chosen:
                 groups.append(FlatGroup((number,), (positions[number],), None, rank))
     return groups
@@ -243,7 +258,9 @@ class _Regrouping:
         self, full: StatePlan, one: StatePlan, groups: Sequence[FlatGroup], *, remember: bool
     ):
         self.full, self.one = full.treedef, one.treedef
+        # (slot, param) -> position in the full state
         slots = full.slots()
+        # Positions of the leaves that follow no param, which are shared by all groups
         shared = [i for i, leaf in enumerate(full.leaves) if leaf.kind != "follows"]
         self.places: list[list[_Place]] = []
         self.following: list[_Place] = []
@@ -253,6 +270,7 @@ class _Regrouping:
             own = []
             for leaf in one.leaves:
                 if leaf.kind == "follows":
+                    # One slot of a bucket's leaves is one flat
                     positions = tuple(slots[leaf.slot, number] for number in group.leaves)
                     place = _Place(group, True, positions)
                     self.following.append(place)
@@ -261,6 +279,7 @@ class _Regrouping:
                     place = _Place(group, False, (next(others),))
                 own.append(place)
             self.places.append(own)
+        # Donated leaves come back as the ones written to, and `Recall` needn't look closer then.
         # A state that was not donated doesn't come back, so there is nothing to remember
         self._find = Recall(self._find_ordered) if remember else self._find_ordered
 
@@ -280,6 +299,7 @@ class _Regrouping:
     def group_states(self, flats: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[Tensor]]:
         """Per group, the leaves of its state, in the order of `one`: of the flats its own, and of
         the full state's leaves those that follow no param."""
+        # Flats come in the order of `following`, which is that of groups and their places
         remaining = iter(flats)
         states = []
         for places in self.places:
@@ -341,14 +361,18 @@ def _run_in_chunks(
     update = operands[0].tensor
     run = _choose_function(part, operands)
     numel = update.numel()
+    # On a GPU the whole flat: a launch costs more than a cache would save
     chunk = _CHUNK if update.device.type in ("cpu", "meta") else numel
+    # One chunk, and nothing to write over: results are handed on as they were made
     if numel <= chunk and not any(operand.donated for operand in operands):
         everything = [operand.chunk(slice(None)) for operand in operands]
         return _in_storages_of_their_own(_run(run, one, everything, param))
 
     # A plan's tensors have no values, and one chunk stands for all
     end = numel if has_values(update) else min(numel, chunk)
+    # Per operand; made after the first chunk, which tells their dtypes
     results: list[Tensor] = []
+    # An empty flat is run once, too: its counts go on
     for start in range(0, max(end, 1), max(chunk, 1)):
         here = slice(start, start + chunk)
         given = [operand.chunk(here) for operand in operands]
@@ -361,7 +385,9 @@ def _run_in_chunks(
             if operand.is_flat:
                 of_flats.append(_Result(made[k], results[k][here]))
             else:
+                # Each chunk was given the same old count, so any chunk's new one is the answer
                 results[k] = made[k]
+        # Only this chunk of what was donated is written over, and no later chunk reads it
         _write([*given, param[here]], of_flats)
     return results
 
@@ -390,6 +416,7 @@ def _run(run: Callable[..., Any], one: Any, given: Sequence[Tensor], param: Tens
     """Call an author's function with trees of one leaf. Given and returned: the updates, then the
     state's leaves."""
     update, *state = given
+    # The author's trees, of one leaf with an empty path
     new_updates, new_state = run({"": update}, one.unflatten(state), {"": param})
     return [new_updates[""], *optree.tree_leaves(new_state)]
 
@@ -400,6 +427,7 @@ def _make_results(operands: Sequence[_Operand], made: Sequence[Tensor]) -> list[
     numel = operands[0].tensor.numel()
     results = []
     for operand, value in zip(operands, made, strict=True):
+        # A result in another dtype, a float32 mean of bfloat16 say, doesn't fit its operand
         if operand.donated and operand.tensor.dtype == value.dtype:
             results.append(operand.tensor)
         elif operand.is_flat:
@@ -419,6 +447,7 @@ class _Result(NamedTuple):
 def _write(given: Sequence[Tensor], made: Sequence[_Result]) -> None:
     """Copy values to their targets. Values that lie in given tensors are cloned before any of these
     is overwritten. See Note [Writing over donated storage]."""
+    # 0-d ones are counts, and nothing is written over these
     given_storages = {storage_id(x) for x in given if x.dim()}
     pending = []
     for value, target in made:

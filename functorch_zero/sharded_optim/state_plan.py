@@ -28,7 +28,7 @@ from ..tree import PyTree, select
 
 EVERYONE = -1  # the owner of a leaf that every rank has whole
 
-_LONG = 2**40  # a placeholder's length, plus the number of its leaf
+_LONG = 2**40  # plus the number of its leaf, a placeholder's length; 4 TiB in float32
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ class Planner(Local):
 
     def select(self, mask: PyTree[bool]) -> Self:
         chosen = super().select(mask)  # a copy, with the same list of owned params
+        # `super` has narrowed the extents
         chosen._numbers = select(self._numbers, mask)
         return chosen
 
@@ -120,12 +121,14 @@ class Planner(Local):
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         def reduced(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+            # The answer's own shape, no placeholder: every rank will have it whole
             return x.new_empty(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
 
         return tuple(self._per_leaf(reduced, tree, dim) for tree, dim in questions)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def beside_param(number: int, answer: Tensor | None) -> Tensor | None:
+            # One value per element of the param: a placeholder again, in the answer's dtype
             return None if answer is None else answer.new_empty(_LONG + number)
 
         return tree_map(beside_param, self._numbers, tree)
@@ -134,12 +137,14 @@ class Planner(Local):
         leaves, treedef = optree.tree_flatten(params)
         extents = optree.tree_leaves(self.extents)
         numbers = optree.tree_leaves(self._numbers)
+        # The same choice as `Sharded` makes, so the plan's owners are the step's
         costs = [part.cost(extent.shape) for extent in extents]
         cuts = [number not in self._whole for number in numbers]
         owners = owners_of(costs, cuts, self._num_ranks)
         self.owned += map(OwnedParam, numbers, owners, costs)
         states = []
         for i, (leaf, extent) in enumerate(zip(leaves, extents, strict=True)):
+            # Run on a whole leaf of true shape, without values, as its owner will run it
             state = part.init(leaf.new_empty(extent.shape))
             states.append(Owned(_at_owner(state, numbers[i], owners[i]), i))
         return treedef.unflatten(states)
@@ -162,6 +167,7 @@ def plan_state(
     planner = make_planner(layout, mask, num_ranks)
     dtypes = [leaf.dtype for leaf in layout.leaves]
     try:
+        # On the meta device: an author's `zeros_like` and arithmetic give shapes and dtypes
         state = init(planner.placeholders(dtypes), planner)
     except RuntimeError as error:
         # A placeholder has no memory, and a tensor of its length elsewhere has no room
@@ -195,13 +201,16 @@ def plan_of(state: Any) -> StatePlan:
     num_slots: Counter[int] = Counter()  # by param, of the leaves so far that follow it
     plan = []
     for leaf in leaves:
+        # Marked by `init_whole`: only its owner has it
         if isinstance(leaf, _AtOwner):
             shape, dtype = tuple(leaf.tensor.shape), leaf.tensor.dtype
             plan.append(StateLeaf("owned", leaf.leaf, owner=leaf.owner, shape=shape, dtype=dtype))
         elif isinstance(leaf, Tensor) and leaf.dim() == 1 and leaf.numel() >= _LONG:
+            # The length names the param
             number = leaf.numel() - _LONG
             plan.append(StateLeaf("follows", number, slot=num_slots[number]))
             num_slots[number] += 1
+        # Grown by a dim, (2, length) say, or joined
         elif isinstance(leaf, Tensor) and is_placeholder(leaf):
             raise TransformError(
                 "a leaf of the optimizer's state holds several values for each element of a param "
@@ -209,12 +218,14 @@ def plan_of(state: Any) -> StatePlan:
                 "tensors, each shaped like the param"
             )
         else:
+            # Counts, and statistics over dims: every rank has them whole
             plan.append(StateLeaf("replicated"))
     return StatePlan(tuple(plan), treedef)
 
 
 def is_placeholder(x: Tensor) -> bool:
     """Whether a tensor stands for a leaf."""
+    # A large whole leaf may have as many elements, and has no dim of that length
     return x.is_meta and x.numel() >= _LONG and max(x.shape) >= _LONG
 
 
@@ -226,6 +237,7 @@ def placeholder(number: int, dtype: torch.dtype) -> Tensor:
 def owners_of(costs: Sequence[float], cuts: Sequence[bool], num_ranks: int) -> list[int]:
     """The owner of each leaf: a rank if the leaf is cut, else EVERYONE."""
     owners = [EVERYONE] * len(costs)
+    # Positions of the leaves that one rank has to own; every rank runs the others
     cut = [i for i, is_cut in enumerate(cuts) if is_cut]
     assigned = assign_owners([costs[i] for i in cut], num_ranks)
     for i, owner in zip(cut, assigned, strict=True):
@@ -235,9 +247,13 @@ def owners_of(costs: Sequence[float], cuts: Sequence[bool], num_ranks: int) -> l
 
 def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
     """A rank for each cost, the same on every rank: the costliest first, each goes to the rank with
-    the least so far."""
+    the least so far.
+
+    By Graham (1969), the largest load is then at most 4/3 of the least possible.
+    """
     loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap: the least load, then rank, first
     owners = [0] * len(costs)
+    # Equal costs in tree order, so that all ranks sort alike
     costliest_first = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     for i in costliest_first:
         load, rank = heapq.heappop(loads)

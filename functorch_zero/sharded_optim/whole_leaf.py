@@ -27,7 +27,7 @@ from .state_plan import EVERYONE
 class _Leaf:
     """Where a leaf lies: it is the `index`-th of its bucket."""
 
-    bucket: Bucket
+    bucket: Bucket  # in which all its elements lie
     index: int
     shape: tuple[int, ...]  # of the whole leaf
 
@@ -44,6 +44,7 @@ class _Leaf:
         numel = self.bucket.numels[self.index]
         if numel == 0:
             return range(0)
+        # Rank r holds the bucket's elements [r * piece, (r + 1) * piece)
         first = self.bucket.offsets[self.index]
         last = first + numel - 1
         return range(first // self.bucket.piece, last // self.bucket.piece + 1)
@@ -65,7 +66,7 @@ class _Mail:
 
     def __init__(self, group: Group):
         self._group = group
-        # By rank
+        # By rank, the runs (n,) to send and those to receive, in order
         self._outgoing: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._expected: defaultdict[int, list[_Expected]] = defaultdict(list)
 
@@ -83,8 +84,9 @@ class _Mail:
         ordered by sender."""
         # This rank's runs for itself skip the collective, and are not copied
         own = iter(self._outgoing[self._group.rank])
+        # Runs in the order of their receivers; `torch.cat` takes no empty list
         outgoing = [like.new_empty(0)]
-        num_sent, num_received = [], []
+        num_sent, num_received = [], []  # elements per rank
         for rank in range(self._group.size):
             is_other = rank != self._group.rank
             runs = self._outgoing[rank] if is_other else []
@@ -93,16 +95,20 @@ class _Mail:
             expected = self._expected[rank] if is_other else []
             num_received.append(sum(run.numel for run in expected))
 
+        # (sum of num_sent,): the one copy that sending takes
         source = torch.cat(outgoing)
+        # (sum of num_received,): runs are views of it
         target = like.new_empty(sum(num_received))
         self._group.all_to_all(target, num_received, source, num_sent).wait()
 
+        # By key, runs in the order of senders
         arrived: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
         start = 0
         for sender in range(self._group.size):
             for key, numel in self._expected[sender]:
                 if sender == self._group.rank and numel:
                     arrived[key].append(next(own))
+                # An empty run, which `send` has left out
                 elif sender == self._group.rank:
                     arrived[key].append(like.new_empty(0))
                 else:
@@ -150,12 +156,14 @@ class Exchange:
             and those that are not cut.
         """
         whole: list[dict[int, Tensor]] = [{} for _ in trees]
+        # In the order of the leaves, so that all ranks start the same all-to-all next
         by_dtype: defaultdict[torch.dtype, list[_Travelling]] = defaultdict(list)
         for t, pieces in enumerate(trees):
             for i, (piece, leaf) in enumerate(zip(pieces, self._leaves, strict=True)):
                 if self._group.size > 1 and leaf.is_cut:
                     by_dtype[piece.dtype].append(_Travelling(t, i))
                 else:
+                    # Here whole on every rank: a view, and nothing travels
                     whole[t][i] = piece.reshape(leaf.shape)
 
         for travelling in by_dtype.values():
@@ -171,9 +179,11 @@ class Exchange:
     ) -> None:
         """Put leaves of one dtype into `whole`, at their owners. One all-to-all."""
         like = trees[travelling[0].tree][travelling[0].position]
+        # Senders and receivers go through the leaves in this order, so runs need no labels
         mail = _Mail(self._group)
         for key in travelling:
             leaf, owner = self._leaves[key.position], owners[key.position]
+            # For EVERYONE this is an all-gather of uneven pieces
             for receiver in range(self._group.size) if owner == EVERYONE else (owner,):
                 mail.send(receiver, trees[key.tree][key.position])
             if owner in (self._group.rank, EVERYONE):
@@ -182,6 +192,7 @@ class Exchange:
         arrived = mail.exchange(like)
         for key in travelling:
             if owners[key.position] in (self._group.rank, EVERYONE):
+                # Runs come in the order of senders, which is that of elements
                 joined = _join(arrived[key], like)
                 whole[key.tree][key.position] = joined.reshape(self._leaves[key.position].shape)
 
@@ -198,10 +209,11 @@ class Exchange:
         Returns:
             By position, this rank's pieces (n,) of the results.
         """
-        found: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}  # by position, this rank's pieces (n,) of results
         by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
         for i, piece in enumerate(pieces):
             if self._group.size == 1 or owners[i] == EVERYONE:
+                # Every rank has run it, on a leaf that is not cut: all of it is the piece
                 found[i] = results[i].reshape(-1)
             else:
                 by_dtype[piece.dtype].append(i)
@@ -223,6 +235,7 @@ class Exchange:
         mail = _Mail(self._group)
         for i in travelling:
             leaf = self._leaves[i]
+            # One run per leaf, empty where this rank holds nothing of it
             mail.expect(owners[i], i, leaf.extent(here).num_here)
             if owners[i] == here:
                 flat = results[i].reshape(-1)  # (numel,)
@@ -236,6 +249,7 @@ class Exchange:
 
 def _join(runs: list[Tensor], like: Tensor) -> Tensor:
     """Runs in element order as one flat (numel,); a single run as it is, without a copy."""
+    # A leaf without elements has no run at all
     return runs[0] if len(runs) == 1 else torch.cat([like.new_empty(0), *runs])
 
 
@@ -244,6 +258,7 @@ def batches(part: WholeLeaf, whole: Mapping[int, Tensor]) -> list[list[int]]:
     takes batches."""
     if not part.batched:
         return [[i] for i in whole]
+    # (shape, dtype) -> positions
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for i, leaf in whole.items():
         alike[leaf.shape, leaf.dtype].append(i)
@@ -271,6 +286,7 @@ def run_batch(
         states: of all leaves, by position; those of the batch are held here.
         params: whole leaves, by position; None where the update wants none.
     """
+    # `batches` has given this transform one leaf at a time
     if not part.batched:
         (i,) = batch
         param = None if params is None else params[i]
@@ -279,6 +295,7 @@ def run_batch(
     def stack(*leaves: Tensor) -> Tensor:
         return torch.stack(leaves)
 
+    # (k, *shape) for k leaves, and so is each leaf of the states
     stacked_updates = stack(*map(updates.__getitem__, batch))
     stacked_states = tree_map(stack, *[states[i].state for i in batch])
     stacked_params = None if params is None else stack(*map(params.__getitem__, batch))
