@@ -40,6 +40,7 @@ def scale_by_rss(initial_accumulator_value: Number = 0.0, eps: Number = 1e-10) -
         return ScaleByRssState(full_like(params, initial_accumulator_value))
 
     def update(updates: Tree, state: ScaleByRssState, params: Tree) -> tuple[Tree, ScaleByRssState]:
+        # They never fall, so neither do the divisors
         sums = elementwise(lambda s, g: torch.addcmul(s, g, g), state.sum_of_squares, updates)
         directions = elementwise(lambda g, s: g / (s.sqrt() + eps), updates, sums)
         return directions, ScaleByRssState(sums)
@@ -70,6 +71,7 @@ def adagrad(
         lr_decay: of the learning rate, see the formula; per step.
         weight_decay: coupled: joins the gradient. Others: see `scale_by_rss`.
     """
+    # The decay of the rate is a factor of its own, and missing where it is 1
     parts = [scale_by_rss(initial_accumulator_value, eps)]
     if not is_zero(lr_decay):
         # The count is of the steps before this one: t - 1

@@ -33,7 +33,7 @@ def adam_directions(
     c2 = bias_correction(b2, state.count)
     # The root is divided, not nu, as in torch.optim.Adam: the bits depend on it
     shift = uncorrected_shift(eps_root, c2)
-    root_of_c2 = c2.sqrt()
+    root_of_c2 = c2.sqrt()  # 0-d float64, on the CPU, as c1 is
 
     def direction(m: Tensor, v: Tensor) -> Tensor:
         corrected = m / c1
@@ -68,12 +68,14 @@ def scale_by_adam(
     def update(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
+        # From the new moments: they have seen this step's gradients
         new = update_moments(updates, state, b1, b2)
         return adam_directions(new, b1, b2, eps, eps_root), new
 
     # The kernels below take decays as numbers, and would need a temporary for eps_root
     if isinstance(b1, Tensor) or isinstance(b2, Tensor) or not is_zero(eps_root):
         return pointwise(init_moments, update)
+    # Python numbers, as lerp_ and addcmul_ take them
     rest1, rest2 = 1 - b1, 1 - b2
 
     def in_place(
@@ -82,6 +84,7 @@ def scale_by_adam(
         """The same to the bit, over donated gradients and moments: one temporary per leaf."""
         count = state.count + 1
         c1 = bias_correction(b1, count)
+        # 0-d, and the same for all leaves
         root_of_c2 = bias_correction(b2, count).sqrt()
 
         def move(g: Tensor, m: Tensor, v: Tensor) -> None:
@@ -91,6 +94,7 @@ def scale_by_adam(
             denominator = v.sqrt().div_(root_of_c2).add_(eps)
             torch.div(m, c1, out=g).div_(denominator)
 
+        # The updates' storage has the directions then, and the moments' storage the new moments
         tree_map_(move, updates, state.mu, state.nu)
         return updates, state._replace(count=count)
 
@@ -153,6 +157,7 @@ def adamw(
         weight_decay: decoupled, times the learning rate: per step.
         mask: which leaves decay; None for all. Others: see `scale_by_adam`.
     """
+    # The definition: it runs wherever storage was not donated, and the kernel is held to it
     pure = chain(
         scale_by_adam(b1, b2, eps, eps_root),
         add_decayed_weights(weight_decay, mask),
@@ -162,5 +167,6 @@ def adamw(
     has_numbers = all(isinstance(x, int | float) for x in (b1, b2, eps))
     if mask is not None or not has_numbers or not is_zero(eps_root):
         return pure
+    # Schedules of rate and decay are fine: it looks them up step by step
     kernel = fused_adamw(learning_rate, b1, b2, eps, weight_decay)  # type: ignore[arg-type]
     return replace(pure, fused=kernel)
