@@ -37,6 +37,7 @@ def scale_by_yogi(
     """
 
     def init(params: Tree) -> ScaleByAdamState:
+        # The mean begins at it, too, as in optax
         mu = full_like(params, initial_accumulator_value)
         nu = full_like(params, initial_accumulator_value)
         return ScaleByAdamState(step_count(), mu, nu)
@@ -49,6 +50,7 @@ def scale_by_yogi(
     def update(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
+        # As Adam's; only nu moves in another way
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
         nu = elementwise(new_nu, state.nu, updates)
         new = ScaleByAdamState(state.count + 1, mu, nu)
