@@ -347,7 +347,7 @@ def chain(*transforms: Transform) -> Transform:
 
 
 def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
-    """A transform as (what comes first, a fused end), if it ends in one. A chain's state is split
+    """A transform as (the parts before, a fused end), if it ends in one. A chain's state is split
     at its last part."""
     if t.fused is not None:
         return None, t

@@ -1,9 +1,9 @@
 """Schedules: functions of the number of steps taken, which may stand wherever a hyperparameter can.
 optax's names.
 
-A schedule takes a count, a 0-d int64 tensor or an int, and answers with a 0-d float64 tensor on the
-CPU, without reading a value on the host. Any function `count -> number or 0-d tensor` will do as
-one; in one of your own, torch makes `0.1 * count` float32, so take `0.1 * count.double()`.
+A schedule takes a count, a 0-d int64 tensor or an int. It answers with a 0-d float64 tensor on the
+CPU, and reads no value on the host. Any function `count -> number or 0-d tensor` will do as one. In
+one of your own, torch makes `0.1 * count` float32, so take `0.1 * count.double()`.
 
 >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=10, decay_steps=100)
 >>> [round(schedule(count).item(), 3) for count in (0, 5, 10, 55, 100)]

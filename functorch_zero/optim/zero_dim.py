@@ -1,8 +1,8 @@
 """0-d leaves, which a pointwise author's functions see as (1,).
 
-Sharded, a 0-d leaf is one element of a flat. Were it 0-d in one process, a 0-d float64 number would
-promote it there by torch's rules, as in `x * torch.tensor(0.1, dtype=torch.float64)`, and the two
-would have other bits.
+Sharded, a 0-d leaf is one element of a flat. In one process, were it 0-d there, a 0-d float64
+number would promote it by torch's rules, as in `x * torch.tensor(0.1, dtype=torch.float64)`. So the
+two would have other bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def narrowed(tree: Tree, like: Tree) -> Tree:
 
 def init_widened(init: Callable[[Tree], Any], params: Tree) -> Any:
     """The state of `params`, made from widened ones; its leaves that follow a 0-d param are 0-d."""
-    # Made of (1,) leaves, so what follows a 0-d param is (1,) here
+    # Made of (1,) leaves, so state that follows a 0-d param is (1,) here
     state = init(widened(params))
     return _map_flagged(_to_0d, state, followers(init, params))
 

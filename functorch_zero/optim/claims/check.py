@@ -68,7 +68,7 @@ def simple_parts(transform: Transform) -> Iterator[Transform]:
 
 def pointwise_parts(transform: Transform) -> Iterator[Transform]:
     """The largest transforms inside that are pointwise whatever the grouping; itself if it is."""
-    # `plain` is of any grouping, so what it holds need not be looked into
+    # `plain` is of any grouping, so the transforms inside need not be looked into
     if transform.plain is not None:
         yield transform
     else:
@@ -196,7 +196,7 @@ def _check_pointwise(
 
 def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
     """A transform on whole leaves, and on two ranks that are given the same answers."""
-    answers: list[Any] = []  # what the first rank asked and was told, for the second
+    answers: list[Any] = []  # the first rank's questions, and their answers
     ranks: list[PretendedRank] = []  # one per run
     watch = Watch(name_of(transform))
 
@@ -236,15 +236,14 @@ def difference_of(expected: Tensor, got: Tensor) -> str | None:
     close = torch.isclose(expected.double(), got.double(), 0, bound, equal_nan=True)
     if bool(close.all()):
         return None
-    # The first one is enough for an author to look into
     i = int(close.reshape(-1).logical_not().nonzero()[0])
     want, have = expected.reshape(-1)[i].item(), got.reshape(-1)[i].item()
     return f"element {i} is {want} and {have}"
 
 
 def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
-    """`in_place` gives the bits of `update`, and writes to nothing but updates and what follows a
-    param."""
+    """`in_place` gives the bits of `update`, and writes to nothing but updates and state that
+    follows a param."""
     if part.in_place is None:
         return
     size = 3  # of the one param

@@ -82,7 +82,7 @@ class Watch:
         for x in _tensors(optree.tree_leaves(given)):
             self._inputs[storage_id(x)] = x, version_of(x)
         if operators:
-            # The state needs no mark: what was made of leaves in earlier runs still has one
+            # The state needs no mark: tensors made of leaves in earlier runs still have theirs
             self._mark(optree.tree_leaves([given["params"], given.get("updates")]))
         phase = "update" if "updates" in given else "init"
         # The first run is watched. One that fails only later does so because its leaves are cut
@@ -143,7 +143,7 @@ class Watch:
         # One marked operand is enough: the result depends on values of leaves
         marked = next((x for x in given if storage_id(x) in self._marked), None)
         if marked is not None:
-            # `item`, `nonzero`, a mask's indices: their results differ from rank to rank
+            # `item`, `nonzero`, indexing by a tensor: values reach the host, or decide a shape
             if kind.reads_values:
                 self._refuse_reading(str(func))
             if not kind.elementwise:

@@ -134,7 +134,7 @@ class PretendedRank(Local):
             # Numbers of elements in the flattened leaf
             here = torch.arange(extent.start, extent.stop)
             full = x.reshape(with_ones(extent.shape, dims)).expand(extent.shape)
-            # `unravel_index` takes no 0-d shape
+            # Of a 0-d shape `unravel_index` gives no indices at all
             if full.ndim:
                 found = full[torch.unravel_index(here, full.shape)]
             else:

@@ -57,7 +57,7 @@ def compiled(transform: Transform) -> Transform:
             f"expected Needs.POINTWISE, got {transform.needs!r}. Remedy: compile the pointwise "
             "end of a chain, as in chain(clip_by_global_norm(1.0), compiled(chain(...)))"
         )
-    # `plain` stays: it runs where nothing is donated, and says what the kernel must give
+    # `plain` stays: it runs where nothing is donated, and the kernel is held to it
     fused = Fused(_kernel(transform.plain), _takes)
     return replace(transform, fused=fused, name="compiled", hyperparams={"transform": transform})
 

@@ -236,7 +236,7 @@ def scale_by_factored_rms(
         updates: Tree, state: ScaleByFactoredRmsState, params: Tree, across: Across
     ) -> tuple[Tree, ScaleByFactoredRmsState]:
         count = state.count + 1
-        # 0-d float64, on the CPU: 1 in the first step
+        # 0-d float64, on the CPU: 1 in the step after `step_offset`, then ever less
         weight = (count - step_offset).double() ** -decay_rate
         squares = tree_map(lambda g: safe_square(g) + epsilon, updates)
         factors = update_factors(state.factors, squares, across, dims, weight)
@@ -331,7 +331,6 @@ def scale_by_adafactor(
     ) -> tuple[Tree, ScaleByFactoredRmsState]:
         count = state.count + 1
         weight = (count - step_offset).double() ** -decay_rate
-        # Like the pieces; freed once the vectors have been summed
         squares = tree_map(safe_square, updates)  # at least fp32, as the means are
         # First all-reduce: the vectors
         factors = update_factors(state.factors, squares, across, dims, weight)

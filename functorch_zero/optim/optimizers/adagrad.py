@@ -40,7 +40,6 @@ def scale_by_rss(initial_accumulator_value: Number = 0.0, eps: Number = 1e-10) -
         return ScaleByRssState(full_like(params, initial_accumulator_value))
 
     def update(updates: Tree, state: ScaleByRssState, params: Tree) -> tuple[Tree, ScaleByRssState]:
-        # They never fall, so neither do the divisors
         sums = elementwise(lambda s, g: torch.addcmul(s, g, g), state.sum_of_squares, updates)
         directions = elementwise(lambda g, s: g / (s.sqrt() + eps), updates, sums)
         return directions, ScaleByRssState(sums)

@@ -92,7 +92,7 @@ def inner_products(
 
 def shifted(old: Tensor, column: Tensor, row: Tensor) -> Tensor:
     """A table (m, m) one step on: without the oldest pair, with a new last column and row (m,)."""
-    # (m - 1, m): what stays, each row with its product with the newest
+    # (m - 1, m): the rows that stay, each with its product with the newest
     above = torch.cat([old[1:, 1:], column[:-1, None]], dim=1)
     return torch.cat([above, row[None, :]])
 

@@ -3,11 +3,12 @@
 Note [Turning the basis]: three things differ from the paper, so that a last bit of a gradient shows
 as a last bit of the update.
 
-Where a statistic has a null space (a gradient's rank is less than its rows, so almost always at
-first), its eigenvectors are arbitrary and rounding picks them. So the basis is turned by QR of
-`(outer / norm(outer) + shift) @ basis`, whose fixed points are the same eigenvectors. And it is
-started by ten such turns from the unit vectors, not by an eigendecomposition. `shift=0` turns as
-the paper does: then two runs that differ in a last bit soon share nothing in such a leaf.
+A statistic has a null space while the ranks of its gradients add up to less than its rows: almost
+always at first. Its eigenvectors there are arbitrary, and rounding picks them. So the basis is
+turned by QR of `(outer / norm(outer) + shift) @ basis`, whose fixed points are the same
+eigenvectors. And it is started by ten such turns from the unit vectors, not by an
+eigendecomposition. `shift=0` turns as the paper does: then two runs that differ in a last bit soon
+share nothing in such a leaf.
 
 Elements that are mere rounding once rotated count as zero, where Adam would divide them by their
 own size.

@@ -117,8 +117,8 @@ def adaptive_grad_clip(
     Args:
         clipping: the largest ratio of norms; a number or a schedule.
         eps: stands for the norm of params that are still about zero.
-        axis: the dims that a unit's norm sums over, optax's name. By default a unit is what one
-            output is made of: torch stores outputs first, so all dims but the first (optax, whose
+        axis: the dims that a unit's norm sums over, optax's name. By default a unit makes one
+            output: torch stores outputs first, so all dims but the first (optax, whose
             layouts store them last, sums over the first dims); scalars, vectors and tensors with
             only one dim longer than 1 are one unit, as in optax.
     """

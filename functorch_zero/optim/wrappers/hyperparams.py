@@ -46,7 +46,7 @@ def inject_hyperparams(
             or branch on those.
         static_args: names of arguments to leave alone.
     """
-    static = set(static_args)  # names
+    static = set(static_args)
     signature = inspect.signature(inner_factory)
 
     def make(*args: Any, **kwargs: Any) -> Transform:
@@ -231,9 +231,9 @@ def reduce_on_plateau(
     """Multiply updates by a scale that falls while a metric has stopped falling. As
     optax.contrib's.
 
-    The metric comes by `state = observe(state, value)`, between steps and as often as you like
-    (each step's loss, or each epoch's), rather than as an argument of `update`. State: 13 numbers.
-    No communication.
+    The metric comes by `state = observe(state, value)` rather than as an argument of `update`. Call
+    it between steps, as often as you like: with each step's loss, or each epoch's. State: 13
+    numbers. No communication.
 
     Args:
         factor: of the scale, when the metric hasn't been better for `patience` means.

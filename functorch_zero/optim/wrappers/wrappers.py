@@ -230,7 +230,7 @@ class LookaheadState(NamedTuple):
 
     steps_since_sync: Tensor  # 0-d int64, on the CPU
     slow: Any  # like params
-    fast_state: Any  # of the fast optimizer
+    fast_state: Any
 
 
 @named
@@ -278,7 +278,7 @@ class ParamsEmaState(NamedTuple):
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     ema: Any  # like params
-    inner_state: Any  # `inner`'s, with which it makes the updates
+    inner_state: Any
 
 
 @named
