@@ -92,14 +92,14 @@ class Owned:
     """
 
     def __init__(self, state: Any, leaf: int):
-        # A tree of tensors, as the author's `init` made it; the number stays with it in files
+        # A tree of tensors, as the author's `init` made it; the number is part of the structure
         self.state, self.leaf = state, leaf
 
 
 optree.register_pytree_node(
     Owned,
-    # "owned" is its entry in paths, checkpoint files' among them
-    # Flattened to (children, static part, entries)
+    # Flattened to (children, static part, entries): "owned" is its entry in paths, checkpoint
+    # files' among them
     lambda owned: ((owned.state,), owned.leaf, ("owned",)),
     lambda leaf, children: Owned(children[0], leaf),
     # The global one: users' `tree_map` finds it without naming a namespace
@@ -256,7 +256,7 @@ class Across(ABC):
         self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
         """Run a whole-tree update; params are None where it wants none."""
-        # Both trees travel in one exchange
+        # Updates alone, or both trees in one exchange
         if params is None:
             (whole_updates,), whole_params = self.gather([updates], limit), None
         else:

@@ -126,7 +126,6 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
         for leaf in leaves:
             flats.append(leaf.reshape(-1).to(state.outer.dtype))
         direction, new = take_step(torch.cat(flats), state, eps)
-        # Taken apart in the order in which it was joined
         parts = direction.split([leaf.numel() for leaf in leaves])
         directions = []
         for part, leaf in zip(parts, leaves, strict=True):

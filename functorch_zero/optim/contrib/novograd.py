@@ -81,7 +81,6 @@ def scale_by_novograd(
 
         # One all-reduce, of one squared norm per leaf
         nu = tree_map(new_nu, state.nu, across.norm(updates))
-        # The leaf's number stands beside each of its elements
         mu = elementwise(momentum, state.mu, updates, nu, params)
         return mu, ScaleByNovogradState(state.count + 1, mu, nu)
 

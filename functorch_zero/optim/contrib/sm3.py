@@ -96,7 +96,6 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         # Its own accumulator, or one bound per dim: the least holds for all of them
         there = [bound for bound in (own, *beside) if bound is not None]
         bound = functools.reduce(torch.minimum, there)
-        # Like the piece, 1-D or whole
         return (share * g * g + b2 * bound).to(g.dtype)
 
     def direction(g: Tensor, a: Tensor) -> Tensor:

@@ -50,7 +50,6 @@ def scale_by_yogi(
     def update(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
-        # As Adam's; only nu moves in another way
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
         nu = elementwise(new_nu, state.nu, updates)
         new = ScaleByAdamState(state.count + 1, mu, nu)

@@ -105,7 +105,6 @@ def init_factors(params: Tree, across: Across, dims: FactoredDims) -> Factors:
     def whole(p: Tensor, extent: Extent) -> Tensor | None:
         if dims(extent.shape) is not None:
             return None
-        # Like the piece, and cut along with it
         return torch.zeros_like(p, dtype=sum_dtype(p.dtype))
 
     return Factors(

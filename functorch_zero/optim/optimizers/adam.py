@@ -68,7 +68,6 @@ def scale_by_adam(
     def update(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
-        # From the new moments: they have seen this step's gradients
         new = update_moments(updates, state, b1, b2)
         return adam_directions(new, b1, b2, eps, eps_root), new
 
@@ -84,7 +83,6 @@ def scale_by_adam(
         """The same to the bit, over donated gradients and moments: one temporary per leaf."""
         count = state.count + 1
         c1 = bias_correction(b1, count)
-        # 0-d, and the same for all leaves
         root_of_c2 = bias_correction(b2, count).sqrt()
 
         def move(g: Tensor, m: Tensor, v: Tensor) -> None:

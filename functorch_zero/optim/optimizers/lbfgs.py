@@ -70,7 +70,7 @@ def inner_products(
         y: changes of gradient, likewise.
         g: the gradient.
     """
-    m = len(s)  # pairs
+    m = len(s)
     newest_s, newest_y = s[-1], y[-1]
     # In the order in which the answers are taken apart below
     pairs = paired(s, g) + paired(y, g)

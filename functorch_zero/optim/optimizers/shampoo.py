@@ -208,7 +208,6 @@ def scale_by_shampoo(
     def update(update: Tensor, state: ShampooState) -> tuple[Tensor, ShampooState]:
         shape = tuple(update.shape)
         g = update.to(sum_dtype(update.dtype)).reshape(view(shape))  # (count, rows, cols)
-        # Filled block by block
         direction = torch.zeros_like(g)
         blocks: list[tuple[Side, ...]] = []
         for (rows, cols), old in zip(blocks_of(shape), state.blocks, strict=True):
@@ -224,7 +223,7 @@ def scale_by_shampoo(
                 graft, g.reshape(shape), squares, state.count, graft_b2, graft_eps
             )
             norm = torch.linalg.vector_norm(direction)  # 0-d: of the leaf's whole direction
-            wanted = torch.linalg.vector_norm(step)  # 0-d: of the grafted step
+            wanted = torch.linalg.vector_norm(step)
             direction = direction * torch.where(norm == 0, 0.0, wanted / norm)
         new = ShampooState(state.count + 1, tuple(blocks), squares)
         return direction.reshape(shape).to(update.dtype), new

@@ -329,7 +329,6 @@ def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
     best_value = torch.where(better, state.avg_value, state.best_value)
     plateau_count = torch.where(falls | cooling, 0, plateau)
     cooldown_count = torch.where(falls, rules.cooldown.long(), one_less)
-    # The next mean begins with no values
     no_values, no_mean = torch.zeros_like(state.count), torch.zeros_like(state.avg_value)
     return ReduceLROnPlateauState(
         scale, best_value, plateau_count, cooldown_count, no_values, no_mean, rules

@@ -155,7 +155,6 @@ def _run(
     """`inner` on the chosen leaves, put back among the others."""
     given, beside = select(updates, chosen), select(params, chosen)
     new, state = inner.update(given, state, beside, across.select(chosen))
-    # The leaves that were not chosen keep their updates
     return merge(new, updates), state
 
 

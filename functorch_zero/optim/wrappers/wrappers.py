@@ -300,7 +300,6 @@ def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
     def update(
         updates: Tree, state: ParamsEmaState, params: Tree, inner: InnerUpdate
     ) -> tuple[Tree, ParamsEmaState]:
-        # A schedule is given the number of steps before this one
         now = value_of(decay, state.count)
         updates, inner_state = inner(updates, state.inner_state, params)
         # p + u: the params as they will be after this step
