@@ -1,4 +1,4 @@
-"""Optimizers as pure transforms that declare what they must see of a tensor."""
+"""Optimizers as pure transforms that declare the part of a tensor that they must see."""
 
 from typing import NoReturn
 
@@ -88,7 +88,7 @@ from .wrappers.wrappers import (
     sam,
 )
 
-# Transforms: what an author writes with, and the plain data of it
+# Transforms: the words of an author, and their plain data
 __all__ = [
     "Needs",
     "Schedule",

@@ -24,13 +24,13 @@ from ..layout.extent import Extent
 from ..tree import PyTree, paths
 
 Tree = PyTree[Tensor]
-Shape = tuple[int, ...]
-Dims = int | tuple[int, ...]
+Shape = tuple[int, ...]  # of a whole leaf; also some of its dims, in order
+Dims = int | tuple[int, ...]  # of the full shape; negative ones count from its end
 Dim = Dims | Callable[[Shape], Dims | None]  # or by a leaf's full shape; None: not asked
-Question = tuple[Tree, Dim]
+Question = tuple[Tree, Dim]  # a tree, and the dims that its leaves are reduced over
 Product = tuple[Tree] | tuple[Tree, Tree]  # element by element
-LeafOp = Literal["sum", "max", "norm"]
-DimOp = Literal["sum", "max"]
+LeafOp = Literal["sum", "max", "norm"]  # over all elements of a leaf
+DimOp = Literal["sum", "max"]  # over some dims of a leaf
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Pointwise:
             where they did.
     """
 
-    init: Callable[[Tree], Any]
+    init: Callable[[Tree], Any]  # params -> state
+    # (updates, state, params) -> (updates, state)
     update: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
     in_place: Callable[[Tree, Any, Tree], tuple[Tree, Any]] | None = None
 
@@ -91,14 +92,17 @@ class Owned:
     """
 
     def __init__(self, state: Any, leaf: int):
+        # A tree of tensors, as the author's `init` made it; the number is part of the structure
         self.state, self.leaf = state, leaf
 
 
 optree.register_pytree_node(
     Owned,
-    # "owned" is its entry in paths, checkpoint files' among them
+    # Flattened to (children, static part, entries): "owned" is its entry in paths, checkpoint
+    # files' among them
     lambda owned: ((owned.state,), owned.leaf, ("owned",)),
     lambda leaf, children: Owned(children[0], leaf),
+    # The global one: users' `tree_map` finds it without naming a namespace
     namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
 
@@ -129,6 +133,7 @@ class Across(ABC):
         def divide(total: Tensor, extent: Extent) -> Tensor:
             return total / max(extent.numel, 1)
 
+        # By the whole leaf's number of elements: every rank divides the same sum by the same number
         sums = self.reduce(trees, "sum")
         return _one_or_all(tree_map(divide, tree, self.extents) for tree in sums)
 
@@ -251,10 +256,12 @@ class Across(ABC):
         self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
         """Run a whole-tree update; params are None where it wants none."""
+        # Updates alone, or both trees in one exchange
         if params is None:
             (whole_updates,), whole_params = self.gather([updates], limit), None
         else:
             whole_updates, whole_params = self.gather([updates, params], limit)
+        # Every rank runs it on the same values, and so comes to the same result
         made, new_state = update(whole_updates, state, whole_params)
         return self.cut(made), new_state
 
@@ -263,6 +270,7 @@ class Across(ABC):
     ) -> Tree:
         """Per leaf, `answer(leaf, extent, dims)`; None where the leaf is None, or is not asked."""
 
+        # Mapped over the extents' structure: a leaf that is None in `tree` comes here, too
         def one(extent: Extent, leaf: Tensor | None) -> Tensor | None:
             dims = dims_of(dim, extent.shape)
             return None if leaf is None or dims is None else answer(leaf, extent, dims)
@@ -303,8 +311,10 @@ def widest_dtype(tensors: Iterable[Tensor], least: torch.dtype = torch.bool) -> 
 
 def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
     """All elements of a tensor in one, 0-d; the maximum of none is -inf."""
+    # Of no elements torch has no maximum
     if op == "max":
         return x.max() if x.numel() else x.new_full((), -math.inf)
+    # Half-precision squares would overflow, so sums and norms are taken in float32 at least
     if op == "norm":
         norm: Tensor = torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype))
         return norm
@@ -314,6 +324,7 @@ def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
 def sums_of(product: Product) -> list[Tensor]:
     """Leaf by leaf, the sum of the elements of a tree, or of the product of two, 0-d."""
 
+    # A product lives for one leaf, so the peak is that of the largest
     def sum_leaf(*factors: Tensor) -> Tensor:
         return reduce_leaf(functools.reduce(torch.mul, factors), "sum")
 
@@ -322,9 +333,10 @@ def sums_of(product: Product) -> list[Tensor]:
 
 
 def total_of(sums: Sequence[Tensor]) -> Tensor:
-    """The sum of 0-d tensors, added in order, in the widest of their dtypes."""
+    """The sum of 0-d tensors, in the widest of their dtypes, 0-d."""
     if not sums:
-        return torch.zeros(())
+        return torch.zeros(())  # float32, on the CPU: no leaf says otherwise
+    # One kernel over all of them, in the leaves' order: equal sums give equal bits on every rank
     dtype = widest_dtype(sums)
     return torch.stack([x.to(dtype) for x in sums]).sum()
 
@@ -335,7 +347,7 @@ def dims_of(dim: Dim, shape: Shape) -> Shape | None:
     named = dim(shape) if callable(dim) else dim
     if named is None:
         return None
-    dims: set[int] = set()
+    dims: set[int] = set()  # counted from the front
     for d in named if isinstance(named, tuple) else (named,):
         from_the_front = d if d >= 0 else d + len(shape)
         if from_the_front in dims or not 0 <= from_the_front < len(shape):
@@ -360,6 +372,7 @@ def with_ones(shape: Shape, dims: Shape) -> Shape:
 def state_elsewhere(part: WholeLeaf, leaf: Tensor, extent: Extent) -> Any:
     """A leaf's state where another rank owns it: tensors of shape (0,), beside this rank's
     piece."""
+    # A meta tensor: the author's `init` runs for its structure and dtypes, and takes no memory
     whole = torch.empty(extent.shape, dtype=leaf.dtype, device="meta")
     return tree_map(lambda x: x.new_empty(0, device=leaf.device), part.init(whole))
 
@@ -367,6 +380,7 @@ def state_elsewhere(part: WholeLeaf, leaf: Tensor, extent: Extent) -> Any:
 def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:
     """Refuse an (update, state) that a whole-leaf author made of the i-th leaf, if its shapes are
     not those that the author was given."""
+    # Structures aren't compared, only the leaves' shapes in order
     expected = [tuple(x.shape) for x in optree.tree_leaves(before)]
     got = [tuple(x.shape) for x in optree.tree_leaves(after)]
     if expected != got:
@@ -378,6 +392,7 @@ def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Ten
 
 def check_limit(extents: Sequence[Extent], leaves: Sequence[Tensor], limit: int) -> None:
     """Refuse a tree too large to be gathered."""
+    # By full shapes, so that all ranks refuse or none does
     size = 0  # bytes
     for extent, leaf in zip(extents, leaves, strict=True):
         size += extent.numel * leaf.element_size()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..tree import PyTree
 
-Tree = PyTree[Tensor]
+Tree = PyTree[Tensor]  # leaves whole, pieces, or flats: elementwise work sees no difference
 Number = float | Tensor  # a Tensor is 0-d, float64, on the CPU
 
 
@@ -38,19 +38,23 @@ def on_leaf(fn: Callable[..., Tensor], x: Tensor, *rest: Tensor) -> Tensor:
     """An elementwise function of one leaf, which it sees as (1,) if it is 0-d."""
     if x.ndim:
         return fn(x, *rest)
+    # Views of one element, so the leaf's dtype decides the result's, as it does in a bucket
     wide = [y.reshape(1) for y in rest]
     return fn(x.reshape(1), *wide).reshape(())
 
 
 def ema(old: Tensor, new: Tensor, decay: Number) -> Tensor:
     """`decay * old + (1 - decay) * new`, as torch.optim takes means of gradients."""
+    # Operators that take tensors: no host waits for the decay
     if isinstance(decay, Tensor):
         return old + (new - old) * (1 - decay)
+    # One kernel, without temporaries; torch.optim has these bits
     return old.lerp(new, 1 - decay)
 
 
 def ema_of_squares(old: Tensor, new: Tensor, decay: Number) -> Tensor:
     """`decay * old + (1 - decay) * new**2`, as torch.optim takes means of squares."""
+    # `value` of addcmul is a number: a tensor there would be read on the host
     if isinstance(decay, Tensor):
         return old * decay + new * new * (1 - decay)
     return torch.addcmul(old * decay, new, new, value=1 - decay)
@@ -59,6 +63,7 @@ def ema_of_squares(old: Tensor, new: Tensor, decay: Number) -> Tensor:
 def add_scaled(x: Tensor, y: Tensor, factor: Number) -> Tensor:
     """`x + factor * y`. In half precision `torch.add` with alpha has other bits in a tensor's
     tail."""
+    # `alpha` is a number, too: a tensor would be read on the host
     if isinstance(factor, Tensor) or _is_half(x):
         return x + y * factor
     return torch.add(x, y, alpha=factor)
@@ -66,6 +71,7 @@ def add_scaled(x: Tensor, y: Tensor, factor: Number) -> Tensor:
 
 def add_scaled_(x: Tensor, y: Tensor, factor: Number) -> Tensor:
     """The same to the bit, in `x` where its dtype is the result's."""
+    # The result may be wider than x, and not fit there
     if x.dtype != y.dtype:
         return add_scaled(x, y, factor)
     if isinstance(factor, Tensor) or _is_half(x):
@@ -74,18 +80,20 @@ def add_scaled_(x: Tensor, y: Tensor, factor: Number) -> Tensor:
 
 
 def _is_half(x: Tensor) -> bool:
-    return x.element_size() < 4
+    return x.element_size() < 4  # bytes per element: float16, bfloat16
 
 
 def bias_correction(decay: Number, count: Tensor) -> Tensor:
     """`1 - decay**count`, 0-d float64: the weight of all `count` updates in a mean that began at
     zero."""
+    # In float64: for a decay near 1 the first steps' difference keeps few digits in float32
     return 1 - decay ** count.double()
 
 
 def pick(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`a` where the 0-d `condition` holds, else `b`; on the leaf's device, whatever the
     condition's."""
+    # The condition is copied to the device, where the host need not wait for it
     return torch.where(condition.to(a.device), a, b)
 
 
@@ -101,11 +109,13 @@ def number(x: Any) -> Tensor:
 
 def full_like(tree: Tree, value: Number) -> Tree:
     """Leaves shaped like those of `tree`, full of one number."""
+    # A sum, since full_like would read a tensor's value on the host
     return elementwise(lambda x: torch.zeros_like(x) + value, tree)
 
 
 def clamp(x: Tensor, least: Number, most: Number) -> Tensor:
     """`x` within [least, most]; NaNs stay."""
     if isinstance(least, Tensor) or isinstance(most, Tensor):
+        # Both as tensors: of a mixed pair torch would read the tensor on the host
         return x.clamp(number(least), number(most))
     return x.clamp(least, most)

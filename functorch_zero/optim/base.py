@@ -87,9 +87,11 @@ class Transform(Named):
         """
         if across is not None:
             return self.init_fn(params, across)
+        # A sharded tree brings its engine, which calls `init_fn` with this rank's pieces
         engine = engine_of(params)
         if engine is not None:
             return engine.init(self, params)
+        # One process: whole leaves, None where frozen, and no state hangs on the params' graph
         view = tree_map(lambda p: p.detach() if p.requires_grad else None, params)
         return self.init_fn(view, Local(view))
 
@@ -106,9 +108,11 @@ class Transform(Named):
         """
         if across is not None:
             return self.update_fn(updates, state, params, across)
+        # As in `init`: pieces on a rank, whole leaves in one process
         engine = engine_of(updates, params)
         if engine is not None:
             return engine.update(self, updates, state, params)
+        # A frozen leaf has no update; in `view` it has no param either
         with torch.no_grad():
             view = tree_map(_where_given, updates, params, none_is_leaf=True)
             return self.update_fn(updates, state, view, Local(view))
@@ -155,12 +159,14 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
     <Needs.POINTWISE: 0>
     """
     lifted_init = _lift_init(init)
+    # There is one `across` for all calls: it has no state, and answers nothing
     refusing: Any = Refusing()  # typed as any `across`
 
     def asks_nothing(update: Update) -> Update:
         lifted = _lift_update(update)
         return lambda updates, state, params: lifted(updates, state, params, refusing)
 
+    # (updates, state, params) -> (updates, state), however many arguments the author takes
     update_tree = asks_nothing(update)
 
     def init_tree(params: PyTree[Tensor]) -> Any:
@@ -177,6 +183,7 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
             return update_widened(update_tree, init_tree, updates, state, params)
         return update_tree(updates, state, params)
 
+    # `in_place` needs no widening: it sees flats, and a flat is 1-D
     part = Pointwise(init_wide, update_wide, asks_nothing(in_place) if in_place else None)
     made_with = {"init": init, "update": update, "in_place": in_place}
     return of_pointwise(part, name="pointwise", hyperparams=made_with)
@@ -248,6 +255,7 @@ def with_whole_leaves(
     Sharded, each leaf has an owner, who alone holds its state and runs it: one all-to-all in, one
     out, about 2S/N bytes per rank (3S/N when `update` wants the param).
     """
+    # Read off the signature: a param that the author doesn't take is not sent to the owner
     wants_param = _num_positional(update) > 2
     spec = WholeLeaf(init, _given_params(update), wants_param, cost, batched)
 
@@ -279,6 +287,7 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     Sharded, one all-to-all per dtype brings every rank the elements that it lacks: S (N-1)/N bytes
     (twice that with params).
     """
+    # Read off the signature: params that the author doesn't take are not gathered
     wants_params = _num_positional(update) > 2
     run = _given_params(update)
 
@@ -306,36 +315,43 @@ def chain(*transforms: Transform) -> Transform:
         if not isinstance(t, Transform):
             raise TypeError(f"chain takes transforms, got {type(t).__name__}: {t!r}")
 
+    # One state per transform, also of those that run merged: merging shows in no checkpoint
     def init(params: PyTree[Tensor], across: Across) -> tuple[Any, ...]:
         return tuple(t.init(params, across) for t in transforms)
 
+    # Found once per chain, not once per step
     runs = _runs(transforms)
 
     def update(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
         new: list[Any] = []  # the parts' states
         for run in runs:
+            # The run's share of the chain's state: one entry per transform in it
             old = tuple(state[len(new) : len(new) + len(run.transforms)])
             if run.merged is not None:
                 updates, states = across.run_pointwise(run.merged, updates, old, params)
                 new += states
                 continue
+            # Statistics, whole leaves, or leaves told apart: a run of one transform
             before = updates
             updates, one = run.transforms[0].update(before, old[0], params, across)
             # The next run may write over updates, which this state may hold
             new.append(across.keep(one, before, updates, params))
         return updates, tuple(new)
 
+    # A chain must see as much as its most demanding part; an empty one sees nothing
     needs = max((t.needs for t in transforms), default=Needs.POINTWISE)
+    # Pointwise throughout: then the chain itself can merge with its neighbours in another chain
     plain = runs[0].merged if len(runs) == 1 else None
     made_with = {str(i): t for i, t in enumerate(transforms)}
     return Chain(init, update, needs, tuple(transforms), plain, name="chain", hyperparams=made_with)
 
 
 def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
-    """A transform as (what comes first, a fused end), if it ends in one. A chain's state is split
+    """A transform as (the parts before, a fused end), if it ends in one. A chain's state is split
     at its last part."""
     if t.fused is not None:
         return None, t
+    # A kernel adds its updates to the params, so it can only be the end
     if isinstance(t, Chain) and t.parts and t.parts[-1].fused is not None:
         return chain(*t.parts[:-1]), t.parts[-1]
     return None
@@ -352,9 +368,11 @@ def _runs(transforms: tuple[Transform, ...]) -> list[_Run]:
     """The longest runs of transforms that have `plain`; the others alone."""
     runs: list[_Run] = []
     for t in transforms:
+        # It ends the run before it, and the next transform begins a new one
         if t.plain is None:
             runs.append(_Run((t,), None))
             continue
+        # Joins the run before it, or begins one
         follows = runs and runs[-1].merged is not None
         run = (*runs.pop().transforms, t) if follows else (t,)
         runs.append(_Run(run, _merge(run)))
@@ -363,6 +381,7 @@ def _runs(transforms: tuple[Transform, ...]) -> list[_Run]:
 
 def _merge(run: tuple[Transform, ...]) -> Pointwise:
     """Pointwise transforms, one after the other, as one."""
+    # All of them: a run holds transforms that have `plain`
     parts = [t.plain for t in run if t.plain is not None]
 
     def init(params: PyTree[Tensor]) -> tuple[Any, ...]:
@@ -381,6 +400,7 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
         updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]
     ) -> tuple[PyTree[Tensor], tuple[Any, ...]]:
         new: list[Any] = []
+        # Ids of the storages that the step gave away; the parts may write to no others
         donated = storages(updates)
         for part, old in zip(parts, state, strict=True):
             # Updates that lie elsewhere, or in a new state, are kept by a part or its author
@@ -409,7 +429,7 @@ def _num_positional(fn: Callable[..., Any]) -> int:
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     kinds = [p.kind for p in inspect.signature(fn).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return 99
+        return 99  # takes any number, so also all that we pass
     return sum(kind in positional for kind in kinds)
 
 

@@ -40,12 +40,14 @@ class Local(Across):
     """One process, whole leaves, plain torch."""
 
     def __init__(self, params: Tree):
-        self.extents = tree_map(Extent.of, params)
+        self.extents = tree_map(Extent.of, params)  # per leaf, all of it: [0, numel)
 
     def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
+        # No collective: all elements are here
         return tuple(tree_map(lambda x: reduce_leaf(x, op), tree) for tree in trees)
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
+        # The extent says nothing more: the leaf has its full shape
         def reduced(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
             return _sum_dims(x, dims) if op == "sum" else _max_dims(x, dims)
 
@@ -56,16 +58,19 @@ class Local(Across):
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def put_back(x: Tensor, extent: Extent, dims: Shape) -> Tensor:
+            # A view with dims of size 1, which broadcasts over the leaf
             return x.reshape(with_ones(extent.shape, dims))
 
         return self._per_leaf(put_back, tree, dim)
 
     def select(self, mask: PyTree[bool]) -> Self:
+        # A copy, so that a subclass keeps its own fields
         narrowed = copy.copy(self)
         narrowed.extents = select(self.extents, mask)
         return narrowed
 
     def keep(self, state: Any, *passing: Tree) -> Any:
+        # No copies: nothing overwrites the updates here, since `in_place` is never taken
         return state
 
     def run_pointwise(
@@ -74,12 +79,14 @@ class Local(Across):
         return part.update(updates, state, params)
 
     def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
+        # This process owns every leaf, so each state is whole
         leaves, treedef = optree.tree_flatten(params)
         return treedef.unflatten([Owned(part.init(leaf), i) for i, leaf in enumerate(leaves)])
 
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
+        # States are trees inside a leaf's place: flattened as far as the updates go, one Owned each
         leaves, treedef = optree.tree_flatten(updates)
         states = treedef.flatten_up_to(state)
         new_updates, new_states = [], []
@@ -92,6 +99,7 @@ class Local(Across):
         return treedef.unflatten(new_updates), treedef.unflatten(new_states)
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
+        # Leaves are whole already; the limit holds here, too, so that one process finds the error
         check_limit(optree.tree_leaves(self.extents), optree.tree_leaves(trees[0]), limit)
         return trees
 
@@ -100,6 +108,7 @@ class Local(Across):
 
 
 def _sum_dims(x: Tensor, dims: Shape) -> Tensor:
+    # In at least float32, as ranks add their shares
     dtype = sum_dtype(x.dtype)
     if not dims:  # torch would sum over all of them
         return x.to(dtype, copy=True)
@@ -120,6 +129,7 @@ def one_leaf(part: WholeLeaf, update: Tensor, owned: Owned, param: Tensor) -> tu
     if not part.batched:
         new, state = part.update(update, owned.state, wanted)
         return new, Owned(state, owned.leaf)
+    # (1, *shape), and back to the leaf's own shape
     u, s, p = tree_map(lambda x: x.unsqueeze(0), (update, owned.state, wanted))
     new, state = part.update(u, s, p)
     return new.squeeze(0), Owned(tree_map(lambda x: x.squeeze(0), state), owned.leaf)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..tree import content_digests
 
-P = ParamSpec("P")
+P = ParamSpec("P")  # of a factory's arguments
 Made = TypeVar("Made")  # a transform or a schedule
 
 FEW = 16  # elements of a tensor that is described by its values; a larger one has a digest
@@ -35,6 +35,7 @@ class Named:
 
     name: str = field(default="", kw_only=True)  # the factory's; qualified, where it isn't ours
     # The arguments of the call, defaults included; "0", "1", … are those of *args
+    # Not compared, and so not hashed: it may hold dicts and tensors
     hyperparams: Mapping[str, Any] = field(default_factory=dict, kw_only=True, compare=False)
 
     def __repr__(self) -> str:
@@ -60,6 +61,7 @@ class NamedFunction(Named):
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
 
+    # `inspect` would find (*args) of __call__; the number of arguments tells schedules from others
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.function)
@@ -85,6 +87,7 @@ transition_begin=0), decay=0.0)
     Raises:
         TypeError: the factory returns neither a transform nor a function.
     """
+    # Read once, when the factory is defined
     signature = inspect.signature(factory)
     name = _qualified(factory)
 
@@ -93,6 +96,7 @@ transition_begin=0), decay=0.0)
         made = factory(*args, **kwargs)
         if torch.compiler.is_compiling():  # a kernel has no use for names
             return made
+        # The factory's own arguments replace those of the constructor that it called
         arguments = arguments_of(signature, *args, **kwargs)
         if isinstance(made, Named):
             return replace(made, name=name, hyperparams=arguments)
@@ -108,6 +112,7 @@ transition_begin=0), decay=0.0)
 
 def arguments_of(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """A call's arguments by name, defaults included."""
+    # They fit: callers have passed or bound them before
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments: dict[str, Any] = {}
@@ -127,14 +132,17 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
 
     Of a function without a name, the numbers that it refers to.
     """
+    # Made by a named factory: the call says all
     if isinstance(thing, Named) and thing.name:
         return {thing.name: described(thing.hyperparams)}
+    # Numbers and texts, of which JSON has most
     if isinstance(thing, float) and not math.isfinite(thing):
         return str(thing)  # JSON has no infinity
     if isinstance(thing, bool | int | float | str | None):
         return thing
     if isinstance(thing, complex):
         return str(thing)
+    # Things of torch; tensors by dtype, shape and values
     if isinstance(thing, torch.dtype | enum.Enum):
         return str(thing)
     if isinstance(thing, torch.device):
@@ -144,6 +152,7 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
         return [str(thing.dtype), list(thing.shape), described(values)]
     if isinstance(thing, type):
         return _qualified(thing)
+    # Containers and functions lead to other things, one level down each
     if depth == 0:
         return type(thing).__name__
     if isinstance(thing, Mapping):  # JSON's keys are texts
@@ -158,29 +167,35 @@ def described(thing: Any, depth: int = DEPTH) -> Any:
         return [described(x, depth - 1) for x in (thing.func, thing.args, thing.keywords)]
     if inspect.isfunction(thing):
         return {_qualified(thing): described(_referred_to(inspect.unwrap(thing)), depth - 1)}
+    # Numbers and arrays of other libraries, as those of ours
     if isinstance(thing, Real):  # numpy's, say
         return float(thing)
     if hasattr(thing, "__array_interface__"):  # numpy's arrays
         return [str(thing.dtype), described(thing.tolist(), depth - 1)]
+    # An object of the author's own: its attributes, three levels of them at most
     attributes = dict(getattr(thing, "__dict__", {}))
     return {type(thing).__qualname__: described(attributes, min(depth - 1, 3))}
 
 
 def _referred_to(function: FunctionType) -> dict[str, Any]:
     """The things that a function's results may depend on beside its arguments, by name."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {}  # name -> value; "defaults" and "literals" stand for several
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for variable, cell in cells:
         try:
             found[variable] = cell.cell_contents
         except ValueError:  # a cell that is not filled yet
             continue
+    # Positional ones as values, keyword-only ones as (name, value)
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    # Not the code itself: another operator in its place would show in none of these
     literals: list[Any] = []
     for code in _code_of(function.__code__):
         for constant in code.co_consts:
+            # Texts are left out: docstrings and messages are among them
             if isinstance(constant, bool | int | float | tuple):
                 literals.append(constant)
+        # Names of globals and of attributes alike: those that no global has are passed over
         for name in code.co_names:
             value = function.__globals__.get(name)
             if isinstance(value, int | float | Named):
@@ -215,8 +230,10 @@ def _printed(value: Any) -> str:
     if isinstance(value, tuple | list):
         inside = ", ".join(map(_printed, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    # Functions and classes by name: their repr has an address, which differs from run to run
     return getattr(value, "__qualname__", None) or repr(value)
 
 
 def _is_small(tensor: Tensor) -> bool:
+    # A meta tensor has no values to print
     return tensor.numel() <= FEW and not tensor.is_meta

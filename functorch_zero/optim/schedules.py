@@ -1,9 +1,9 @@
 """Schedules: functions of the number of steps taken, which may stand wherever a hyperparameter can.
 optax's names.
 
-A schedule takes a count, a 0-d int64 tensor or an int, and answers with a 0-d float64 tensor on the
-CPU, without reading a value on the host. Any function `count -> number or 0-d tensor` will do as
-one; in one of your own, torch makes `0.1 * count` float32, so take `0.1 * count.double()`.
+A schedule takes a count, a 0-d int64 tensor or an int. It answers with a 0-d float64 tensor on the
+CPU, and reads no value on the host. Any function `count -> number or 0-d tensor` will do as one. In
+one of your own, torch makes `0.1 * count` float32, so take `0.1 * count.double()`.
 
 >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=10, decay_steps=100)
 >>> [round(schedule(count).item(), 3) for count in (0, 5, 10, 55, 100)]
@@ -32,6 +32,7 @@ Schedule = Callable[
 # Shapes: functions of `gone`, the share of a stretch's steps that are gone, 0-d float64, 0 to 1
 
 
+# From 1 to 0; half the cosine's period
 def _half_cosine(gone: Tensor) -> Tensor:
     return 0.5 * (1 + torch.cos(math.pi * gone))
 
@@ -40,7 +41,7 @@ def _rising_cosine(gone: Tensor) -> Tensor:
     return 0.5 - 0.5 * torch.cos(math.pi * gone)
 
 
-_Shape = Callable[[Tensor], Tensor]
+_Shape = Callable[[Tensor], Tensor]  # from a share, 0 to 1, to a share
 _FALLING: dict[str, _Shape] = {  # from 1 to 0
     "linear": lambda gone: 1 - gone,
     "cosine": _half_cosine,
@@ -82,8 +83,10 @@ def polynomial_schedule(
     """
 
     def schedule(count: Count) -> Tensor:
+        # Plain Python: the number of steps is known when the schedule is made
         if transition_steps <= 0:
             return number(init_value)
+        # Steps of the transition, 0 to all of them
         gone = (number(count) - transition_begin).clamp(0, transition_steps)
         falling = (1 - gone / transition_steps) ** power
         return (init_value - end_value) * falling + end_value
@@ -128,10 +131,12 @@ def exponential_decay(
         )
 
     def schedule(count: Count) -> Tensor:
+        # Of `decay_rate`, 0-d float64; a fraction between two whole factors
         exponent = (number(count) - transition_begin).clamp(min=0) / transition_steps
         if staircase:
             exponent = exponent.floor()
         value = init_value * number(decay_rate) ** exponent
+        # The bound lies on the side to which the value moves
         if end_value is None:
             return value
         return value.clamp(min=end_value) if decay_rate < 1 else value.clamp(max=end_value)
@@ -157,7 +162,7 @@ def cosine_decay_schedule(
         raise ValueError(f"expected positive decay_steps, got {decay_steps}")
 
     def schedule(count: Count) -> Tensor:
-        gone = number(count).clamp(max=decay_steps) / decay_steps
+        gone = number(count).clamp(max=decay_steps) / decay_steps  # share of the steps, 0 to 1
         falling = _half_cosine(gone) ** exponent
         return init_value * ((1 - alpha) * falling + alpha)
 
@@ -177,10 +182,12 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
             f"{len(schedules)} schedules need {len(schedules) - 1} boundaries, got "
             f"{len(boundaries)}"
         )
+    # Copies: a caller's later change must not change this schedule
     schedules, boundaries = list(schedules), list(boundaries)
 
     def schedule(count: Count) -> Tensor:
         now = number(count)
+        # All are computed, and `where` picks: the host must not read a count that is a tensor
         value = number(schedules[0](count))
         for boundary, following in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(now < boundary, value, number(following(count - boundary)))
@@ -217,7 +224,9 @@ def warmup_cosine_decay_schedule(
         end_value: the last value.
         exponent: of the cosine part.
     """
+    # cosine_decay_schedule wants the end as a share of the peak
     alpha = 0.0 if peak_value == 0 else end_value / peak_value
+    # The decay's own count begins at 0 where the warm-up ends
     warmup = linear_schedule(init_value, peak_value, warmup_steps)
     decay = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)
     return join_schedules([warmup, decay], [warmup_steps])
@@ -281,6 +290,7 @@ def warmup_stable_decay_schedule(
     falling = _FALLING[shape]
 
     def decay(count: Count) -> Tensor:
+        # Share of the way from end_value to peak_value, 1 to 0
         left = falling((number(count) / decay_steps).clamp(0, 1))
         return end_value + (peak_value - end_value) * left
 
@@ -300,8 +310,10 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
         cosine_kwargs: for each cycle, the arguments of `warmup_cosine_decay_schedule`; its
             `decay_steps` is the cycle's length.
     """
+    # Copies, and kept: an iterable may be read once only
     cycles = [dict(kwargs) for kwargs in cosine_kwargs]
     schedules = [warmup_cosine_decay_schedule(**cycle) for cycle in cycles]
+    # Counts at which cycles end, so all but the last are boundaries
     ends = [*itertools.accumulate(cycle["decay_steps"] for cycle in cycles)]
     return join_schedules(schedules, ends[:-1])
 
@@ -334,6 +346,7 @@ def piecewise_interpolate_schedule(
     if interpolate_type not in _RISING:
         raise ValueError(f"expected interpolate_type in {list(_RISING)}, got {interpolate_type!r}")
     rising = _RISING[interpolate_type]
+    # Boundary -> factor, in the order in which the boundaries come
     scales = dict(sorted((boundaries_and_scales or {}).items()))
 
     def schedule(count: Count) -> Tensor:
@@ -341,6 +354,7 @@ def piecewise_interpolate_schedule(
         value = number(init_value)
         start, start_value = 0, init_value  # of the stretch that ends at a boundary
         for boundary, factor in scales.items():
+            # Each stretch adds its own rise: 0 before its start, all of it from its end on
             end_value = start_value * factor
             gone = ((now - start) / max(boundary - start, 1)).clamp(0, 1)
             value = value + (end_value - start_value) * rising(gone)
@@ -372,6 +386,7 @@ def linear_onecycle_schedule(
         final_div_factor: the last value is the first divided by it.
     """
     peak, trough = int(pct_start * transition_steps), int(pct_final * transition_steps)
+    # Up to the peak, back to the first value, and down from there
     scales = {peak: div_factor, trough: 1 / div_factor, transition_steps: 1 / final_div_factor}
     return piecewise_interpolate_schedule("linear", peak_value / div_factor, scales)
 
@@ -391,5 +406,6 @@ def cosine_onecycle_schedule(
     Arguments: see `linear_onecycle_schedule`.
     """
     peak = int(pct_start * transition_steps)
+    # Up to the peak, and from there to the last value at once
     scales = {peak: div_factor, transition_steps: 1 / (div_factor * final_div_factor)}
     return piecewise_interpolate_schedule("cosine", peak_value / div_factor, scales)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..tree import PyTree
 from .base import step_count
 
-State = TypeVar("State")
+State = TypeVar("State")  # a transform's NamedTuple
 
 
 class CountState(NamedTuple):
@@ -47,9 +47,10 @@ def state_metrics(state: Any) -> dict[str, Tensor]:
     for path, part in _reporting(state, ""):
         for name, value in part.report().items():
             found.setdefault(name, {})[path] = value
-    metrics = {}
+    metrics = {}  # metric's name -> 0-d tensor
     for name, values in found.items():
         for path, value in values.items():
+            # The root has no path to tell it by
             alone = len(values) == 1 or not path
             metrics[name if alone else f"{name}.{path}"] = value
     return metrics
@@ -59,9 +60,11 @@ def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The states inside that report, with their paths."""
     if hasattr(state, "report"):
         yield path, state
+    # A leaf of the state: nothing is inside
     if isinstance(state, Tensor) or optree.tree_is_leaf(state):
         return
     children, _, entries, _ = optree.tree_flatten_one_level(state)
+    # Of a NamedTuple optree gives indices; paths have its fields' names, as in checkpoint files
     fields = getattr(state, "_fields", None) if isinstance(state, tuple) else None
     for child, entry in zip(children, entries, strict=True):
         name = fields[entry] if fields else entry
@@ -69,8 +72,8 @@ def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def find_states(state: Any, kind: type[State]) -> list[State]:
-    """Every state of one kind in an optimizer's state (or in anything that holds it), outermost
-    first."""
+    """Every state of one kind in an optimizer's state (or in anything that holds it), in the
+    tree's order. Those that lie inside another of the kind are not looked for."""
     leaves = optree.tree_leaves(state, is_leaf=lambda s: isinstance(s, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
@@ -87,6 +90,7 @@ def only_state(state: Any, kind: type[State], *, made_by: str, remedy: str) -> S
     Raises:
         ValueError: there is none, or there are several.
     """
+    # Several would be ambiguous: nothing says which one the caller means
     found = find_states(state, kind)
     if len(found) != 1:
         raise ValueError(
@@ -96,7 +100,7 @@ def only_state(state: Any, kind: type[State], *, made_by: str, remedy: str) -> S
 
 
 def replace_states(state: Any, kind: type[State], fn: Callable[[State], State]) -> Any:
-    """`state` with `fn` of every state of one kind in it."""
+    """`state` with `fn` of every state that `find_states` finds."""
 
     def is_one(part: Any) -> bool:
         return isinstance(part, kind)

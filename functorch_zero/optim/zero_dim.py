@@ -1,8 +1,8 @@
 """0-d leaves, which a pointwise author's functions see as (1,).
 
-Sharded, a 0-d leaf is one element of a flat. Were it 0-d in one process, a 0-d float64 number would
-promote it there by torch's rules, as in `x * torch.tensor(0.1, dtype=torch.float64)`, and the two
-would have other bits.
+Sharded, a 0-d leaf is one element of a flat. In one process, were it 0-d there, a 0-d float64
+number would promote it by torch's rules, as in `x * torch.tensor(0.1, dtype=torch.float64)`. So the
+two would have other bits.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def narrowed(tree: Tree, like: Tree) -> Tree:
 
 def init_widened(init: Callable[[Tree], Any], params: Tree) -> Any:
     """The state of `params`, made from widened ones; its leaves that follow a 0-d param are 0-d."""
+    # Made of (1,) leaves, so state that follows a 0-d param is (1,) here
     state = init(widened(params))
     return _map_flagged(_to_0d, state, followers(init, params))
 
@@ -48,6 +49,7 @@ def update_widened(
     params: Tree,
 ) -> tuple[Tree, Any]:
     """An update of widened leaves, narrowed again."""
+    # Per leaf of the state, since counts are 0-d as well and must stay so
     follow = followers(init, params)
     wide_state = _map_flagged(_to_1d, state, follow)
     new, wide_state = update(widened(updates), wide_state, widened(params))
@@ -59,12 +61,14 @@ def followers(init: Callable[[Tree], Any], params: Tree) -> list[bool]:
     is. Found on the meta device."""
 
     def made_of(size: int) -> list[Any]:
+        # On the meta device: `init` makes shapes and no values, whatever the leaf's size
         def resized(p: Tensor) -> Tensor:
             return p.new_empty((size,) if p.ndim == 0 else p.shape, device="meta")
 
         leaves: list[Any] = optree.tree_leaves(init(tree_map(resized, params)))
         return leaves
 
+    # A leaf that is no larger for two elements than for one is a count or its like
     follow = []
     for one, two in zip(made_of(1), made_of(2), strict=True):
         follow.append(isinstance(one, Tensor) and one.shape != two.shape)
@@ -82,5 +86,6 @@ def _to_1d(x: Tensor) -> Tensor:
 def _map_flagged(fn: Callable[[Tensor], Tensor], tree: Any, flags: list[bool]) -> Any:
     """The tree with `fn` of the leaves that have a flag."""
     leaves, treedef = optree.tree_flatten(tree)
+    # Flags are in flatten order, one per leaf
     rows = zip(leaves, flags, strict=True)
     return treedef.unflatten([fn(x) if flag else x for x, flag in rows])

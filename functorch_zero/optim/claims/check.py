@@ -33,6 +33,7 @@ FEW = 64  # leaves: wrappers are run on all leaves of a tree that has no more
 ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
+# Path -> whole shape. Empty leaves, single elements and dims of 1 make sums and broadcasts differ
 HOSTILE_SHAPES = {
     "column": (5, 1),
     "cube": (2, 3, 4),
@@ -50,6 +51,7 @@ def name_of(transform: Transform) -> str:
     the qualified name of its author's update."""
     if transform.parts:
         return " + ".join(name_of(part) for part in transform.parts)
+    # A bare `pointwise(...)` has no name that tells its author anything
     update = transform.hyperparams.get("update")
     if inspect.isfunction(update):
         return f"{update.__module__}.{update.__qualname__}"
@@ -66,6 +68,7 @@ def simple_parts(transform: Transform) -> Iterator[Transform]:
 
 def pointwise_parts(transform: Transform) -> Iterator[Transform]:
     """The largest transforms inside that are pointwise whatever the grouping; itself if it is."""
+    # `plain` is of any grouping, so the transforms inside need not be looked into
     if transform.plain is not None:
         yield transform
     else:
@@ -101,16 +104,21 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     Traceback (most recent call last):
     functorch_zero.errors.TransformError: ... runs aten.mean.default ...
     """
+    # Each author's functions alone, on shapes of our own, every operator watched
     for part in simple_parts(transform):
         if part.plain is not None:
             _check_pointwise(part, hostile_leaves(), torch.float32, operators=True)
             for dtype in (torch.float32, torch.float64):
                 _check_in_place(part.plain, dtype, name_of(part))
+        # Given params, these run below, on leaves that they are meant for
         elif params is None and part.needs > Needs.POINTWISE:
             _check_across(part, hostile_leaves() | {"scalar": torch.empty((), device="meta")})
+    # Masks and labels belong to one tree, so without it there is nothing more to run
     if params is None:
         return
+    # Blocks of the params' leaves, under their own paths
     few = _representatives(params)
+    # In float64, where round-off hides least
     for part in pointwise_parts(transform):
         _check_pointwise(part, few, torch.float64)
     if transform.plain is None:
@@ -126,12 +134,14 @@ def _representatives(params: PyTree[Tensor]) -> Any:
     """The tree with None for all but the first and the last of leaves that are alike: of one shape
     and dtype, with paths that differ in numbers only."""
     leaves, treedef = optree.tree_flatten(params)
-    first: dict[Any, int] = {}
-    last: dict[Any, int] = {}
+    first: dict[Any, int] = {}  # kind -> position among the leaves
+    last: dict[Any, int] = {}  # likewise
     for i, (path, x) in enumerate(zip(paths(params), leaves, strict=True)):
+        # "blocks.3.weight" and "blocks.11.weight" are one kind
         kind = tuple(x.shape), x.dtype, re.sub(r"\d+", "#", path)
         first.setdefault(kind, i)
         last[kind] = i
+    # Both ends: paths may be read for the number of a layer
     kept = {*first.values(), *last.values()}
     few = treedef.unflatten([x if i in kept else None for i, x in enumerate(leaves)])
 
@@ -144,6 +154,7 @@ def _representatives(params: PyTree[Tensor]) -> Any:
 
 def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[Tensor]) -> None:
     """Check a transform with all that is around its parts; on few leaves, if they will do."""
+    # A large model's tree would take seconds rather than milliseconds
     if optree.tree_structure(params).num_leaves > FEW:
         try:
             _check_across(transform, few)
@@ -160,6 +171,7 @@ def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[
 
 def _draw(tree: PyTree[Tensor], dtype: torch.dtype | None = None) -> tuple[Any, list[Any]]:
     """Random params and the updates of each step, a block per leaf, of this dtype or its own."""
+    # Seeded, so that all ranks come to one verdict without communication
     g = torch.Generator().manual_seed(0)
 
     def block(x: Tensor) -> Tensor:
@@ -176,6 +188,7 @@ def _check_pointwise(
     assert transform.plain is not None
     params, updates = _draw(tree, dtype)
     watch = Watch(name_of(transform))
+    # Without an `across`: the functions are given leaves, pieces and joined leaves as they come
     part = alone(transform.plain)
     test = CutTest(part, params, updates, watch, difference_of, operators=operators, regroup=True)
     test.check()
@@ -183,16 +196,18 @@ def _check_pointwise(
 
 def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
     """A transform on whole leaves, and on two ranks that are given the same answers."""
-    answers: list[Any] = []
-    ranks: list[PretendedRank] = []
+    answers: list[Any] = []  # the first rank's questions, and their answers
+    ranks: list[PretendedRank] = []  # one per run
     watch = Watch(name_of(transform))
 
     def across_of(cut: Cut) -> Any:
+        # A test begins anew with the first pieces: see `CutTest.across_of`
         if cut is FIRST_PIECES:
             answers.clear()
             ranks.clear()
         rank = PretendedRank(tree, cut, watch, answers)
         ranks.append(rank)
+        # Its answers would let a transform without statistics ask for them
         return Silent(rank) if transform.needs == Needs.POINTWISE else rank
 
     params, updates = _draw(tree)
@@ -200,20 +215,24 @@ def _check_across(transform: Transform, tree: PyTree[Tensor]) -> None:
         transform, params, updates, watch, difference_of, operators=True, across_of=across_of
     )
     test.check()
+    # A rank that asks less than the first would leave it waiting in a collective
     for rank in ranks:
         rank.check_all_asked()
 
 
 def difference_of(expected: Tensor, got: Tensor) -> str | None:
     """The first difference that is not round-off."""
+    # Nearly always: the same operators on the same values
     if expected.dtype == got.dtype and torch.equal(expected, got):
         return None
+    # The bound goes by the coarser of both dtypes, and by the leaf's largest finite value
     dtypes = {expected.dtype, got.dtype}
     bound = 0.0  # of the difference, for integers
     if all(dtype.is_floating_point for dtype in dtypes):
         relative = max(ROUND_OFF.get(d, 4 * torch.finfo(d).eps) for d in dtypes)
         largest = expected.double().nan_to_num(0, 0, 0).abs().max()
         bound = relative * float(largest)
+    # In float64, so that the comparison itself rounds nothing
     close = torch.isclose(expected.double(), got.double(), 0, bound, equal_nan=True)
     if bool(close.all()):
         return None
@@ -223,8 +242,8 @@ def difference_of(expected: Tensor, got: Tensor) -> str | None:
 
 
 def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
-    """`in_place` gives the bits of `update`, and writes to nothing but updates and what follows a
-    param."""
+    """`in_place` gives the bits of `update`, and writes to nothing but updates and state that
+    follows a param."""
     if part.in_place is None:
         return
     size = 3  # of the one param
@@ -232,11 +251,14 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
     differs = f"{name}: in_place and update differ, in {dtype}"
     g = torch.Generator().manual_seed(0)
     params: Any = {"": torch.randn(size, generator=g, dtype=dtype)}
+    # `state` goes on by `update`, `own` by `in_place`
     state, own = part.init(params), part.init(params)
     for _ in range(NUM_STEPS):
         updates: Any = {"": torch.randn(size, generator=g, dtype=dtype)}
+        # Must stay: params, and leaves of the state that follow none
         kept = [params, [x for x in optree.tree_leaves(own) if x.shape != (size,)]]
         before = tree_map(torch.clone, kept)
+        # Updates are donated: a copy, since `update` gets the same ones
         got, own = part.in_place(tree_map(torch.clone, updates), own, params)
         _must_equal(before, kept, wrote)
         expected, state = part.update(updates, state, params)

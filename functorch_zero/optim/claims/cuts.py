@@ -42,6 +42,7 @@ class Cut(NamedTuple):
 def middle(numel: int) -> int:
     """Where a leaf is cut in two: inside it, if it has two elements, and near its beginning, so
     that a piece is small whatever the leaf."""
+    # A single element goes to the first piece, and the second is empty
     return min((numel + 1) // 3, 7) if numel != 1 else 1
 
 
@@ -58,6 +59,7 @@ def _second_piece(x: Tensor) -> Tensor:
 
 def _join(tree: PyTree[Tensor]) -> Tensor:
     """All leaves as one, the last one first."""
+    # Neither their order nor their number nor their shapes are those of the tree
     return torch.cat([x.reshape(-1) for x in reversed(optree.tree_leaves(tree))])
 
 
@@ -71,7 +73,7 @@ class _Made(NamedTuple):
     """The results of one step."""
 
     updates: list[Tensor]  # the leaves
-    state: Any
+    state: Any  # as the author's function returned it
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class CutTest:
     compare: Callable[[Tensor, Tensor], str | None]
     operators: bool = False
     regroup: bool = False
+    # By default for pointwise functions, which are given no `across`
     across_of: Callable[[Cut], Any] = lambda cut: None
 
     def check(self) -> None:
@@ -102,6 +105,7 @@ class CutTest:
         try:
             self._check(LATER)
         except Exception as error:  # an author's function may raise anything
+            # A refusal stands; a failure counts if whole leaves alone would have run so late
             if is_refusal(error) or self._runs_on_whole_leaves(LATER):
                 raise
             self._check(later=0)  # it has no late step, see Note [later counters]
@@ -119,12 +123,14 @@ class CutTest:
         first = self._run(FIRST_PIECES, later, operators=self.operators)
         whole = self._run(WHOLE, later)
         second = self._run(SECOND_PIECES, later)
+        # Step by step: one piece behind the other is the leaf, flattened
         for made, a, b in zip(whole, first, second, strict=True):
             together = [_concatenate(x, y) for x, y in zip(a.updates, b.updates, strict=True)]
             self._compare_updates(made.updates, together, FIRST_PIECES)
             self._compare_states(made.state, a.state, b.state)
         if not self.regroup:
             return
+        # The joined leaf holds the last leaf first: split, and turned round
         for made, joined in zip(whole, self._run(JOINED, later), strict=True):
             sizes = [x.numel() for x in reversed(made.updates)]
             (flat,) = joined.updates
@@ -132,18 +138,23 @@ class CutTest:
 
     def _run(self, cut: Cut, later: int, *, operators: bool = False) -> list[_Made]:
         """All steps on one cut."""
+        # A new `across` per run, since it counts the questions
         across, params = self.across_of(cut), cut.of(self.params)
         with self.watch.running(cut.on, operators=operators, params=params):
             state = self.transform.init_fn(params, across)
+        # As many leaves in every later step, or a checkpoint's paths would change
         num_in_state = optree.tree_structure(state).num_leaves
         made = []
         for step, whole_updates in enumerate(self.updates, 1):
             updates = cut.of(whole_updates)
+            # See Note [later counters]
             if step == len(self.updates):
                 state = _at_a_later_step(state, later)
+            # By the author's names for them, which errors use
             given = {"updates": updates, "state": state, "params": params}
             with self.watch.running(cut.on, operators=operators, **given):
                 new, state = self.transform.update_fn(updates, state, params, across)
+            # Structures first: the comparison goes leaf by leaf
             self._check_number("state", state, num_in_state)
             self._check_number("updates", new, optree.tree_structure(updates).num_leaves)
             self._check_shapes(new, updates, cut)
@@ -175,10 +186,13 @@ class CutTest:
         """State that follows a leaf follows its pieces; all other state is the same for all."""
         rows = zip(*map(optree.tree_leaves, (whole, first, second)), strict=True)
         for i, (x, a, b) in enumerate(rows):
+            # A whole tree's state is made of meta tensors here, without values to compare
             if not isinstance(x, Tensor) or x.device.type == "meta":
                 continue
+            # A count, or an answer of `across`: all ranks have it alike
             if x.shape == a.shape == b.shape:
                 difference = self.compare(x, a) or self.compare(x, b)
+            # It follows a leaf: each rank has the part for its piece
             elif x.numel() == a.numel() + b.numel():
                 difference = self.compare(x.reshape(-1), _concatenate(a, b))
             else:
@@ -199,6 +213,7 @@ class CutTest:
 def is_refusal(error: Exception) -> bool:
     """Whether a watch or an `across` refused something, rather than a run of the transform
     failed."""
+    # The watch raises its refusals from nothing, and failures from the author's error
     cause = error.__cause__
     return isinstance(error, TransformError) and (
         cause is None or isinstance(cause, TransformError)
@@ -215,6 +230,7 @@ def alone(part: Pointwise) -> Transform:
 
 
 def _concatenate(first: Tensor, second: Tensor) -> Tensor:
+    # 1-D: the pieces' elements in the leaf's order
     return torch.cat([first.reshape(-1), second.reshape(-1)])
 
 

@@ -24,6 +24,7 @@ from ..._torch_private import QuickDispatchMode, arguments_of, storage_id, versi
 from ...errors import TransformError
 from ...tree import PyTree, named_leaves
 
+# Ways to a tensor's values or address that run no operator
 _HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # Elementwise, or moving elements only, though neither tagged nor a view by their schema
@@ -42,8 +43,11 @@ _MOVES = {
     "stack",
     "zero_",
 }
+# Called foreach as well, but each makes one result of many positions
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm"}
+# Folders whose frames are not the author's
 _LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
+# Raised by operators on shapes and dtypes that they don't take
 _FAILURES = (RuntimeError, IndexError, TypeError, ArithmeticError)
 # Of operators whose result, or its shape, is taken from values on the host
 _VALUES_OUT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -59,6 +63,7 @@ class Watch:
         # The inputs of the function that runs: by name, and by storage with its version
         self._given: dict[str, PyTree[Tensor]] = {}
         self._inputs: dict[int, tuple[Tensor, int]] = {}
+        # Whether a function runs now, and whether nothing is to be looked at
         self._runs, self._paused = False, False
 
     @contextmanager
@@ -73,9 +78,11 @@ class Watch:
             given: to `init` or `update`: `params`, or `updates`, `state` and `params`.
         """
         self._given, self._inputs = given, {}
+        # Versions tell of a write afterwards, whichever way it was made
         for x in _tensors(optree.tree_leaves(given)):
             self._inputs[storage_id(x)] = x, version_of(x)
         if operators:
+            # The state needs no mark: tensors made of leaves in earlier runs still have theirs
             self._mark(optree.tree_leaves([given["params"], given.get("updates")]))
         phase = "update" if "updates" in given else "init"
         # The first run is watched. One that fails only later does so because its leaves are cut
@@ -91,6 +98,7 @@ class Watch:
         except TransformError as error:
             if self.name in str(error):  # this watch's own
                 raise
+            # An `across` refused, and doesn't know whose question it was
             raise TransformError(f"{self.name}: {error}") from error
         except NotImplementedError:  # a known limit, of meta tensors, say
             raise
@@ -101,6 +109,7 @@ class Watch:
             ) from error
         finally:
             self._runs = False
+        # Also where no operator was watched, and for data that was swapped
         for key, (x, version) in self._inputs.items():
             if storage_id(x) != key or version_of(x) != version:
                 self._refuse_change(key, "by an operator that is not watched")
@@ -108,6 +117,7 @@ class Watch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let everything pass inside; no result is marked there."""
+        # Nested pauses: an answer may be made of other answers
         before, self._paused = self._paused, True
         try:
             yield
@@ -118,18 +128,22 @@ class Watch:
         """Run one operator, or refuse it."""
         if self._paused:
             return func(*args, **kwargs)
+        # Refusals come before the operator runs, so nothing is changed by then
         kind = _kind_of(func)
         if kind.random:
             remedy = "draw random numbers in a whole-leaf transform, from a seed in its state"
             self.refuse(f"runs {func}, which draws random numbers", remedy)
         written = []
+        # Arguments may be passed by position or by name
         for i, argument in kind.written:
             written.append(args[i] if i < len(args) else kwargs.get(argument))
         for x in _tensors(*written):
             self._refuse_change(storage_id(x), f"by {func}")
         given = _tensors(*args, *kwargs.values())
+        # One marked operand is enough: the result depends on values of leaves
         marked = next((x for x in given if storage_id(x) in self._marked), None)
         if marked is not None:
+            # `item`, `nonzero`, indexing by a tensor: values reach the host, or decide a shape
             if kind.reads_values:
                 self._refuse_reading(str(func))
             if not kind.elementwise:
@@ -149,6 +163,7 @@ class Watch:
         """Refuse to hand values to Python or numpy, and to swap an input's data."""
         if self._paused:
             return
+        # Numbers that are not made of leaves may be read: counts are the same on all ranks
         if func in _HOST_READS and storage_id(x) in self._marked:
             self._refuse_reading(f"Tensor.{func.__name__}")
         if func == _SET_DATA:
@@ -161,6 +176,7 @@ class Watch:
         """Refuse to change the input in this storage, if there is one."""
         if key not in self._inputs:
             return
+        # Found by identity, for its path in the error
         changed, _ = self._inputs[key]
         for name, tree in self._given.items():
             for path, x in named_leaves(tree).items():
@@ -176,10 +192,12 @@ class Watch:
 
     def refuse(self, story: str, remedy: str) -> NoReturn:
         """Raise a `TransformError` that names the transform and, in a run, the author's line."""
+        # Outside a run the innermost frame would be one of ours
         line = _line() if self._runs else ""
         raise TransformError(f"{self.name} {story}{line}. Remedy: {remedy}")
 
 
+# Below autograd and composite functions, so these are ATen's own operators
 class _Operators(QuickDispatchMode):
     def __init__(self, watch: Watch):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,6 +232,7 @@ class _Kind(NamedTuple):
 
 @functools.cache
 def _kind_of(func: Any) -> _Kind:
+    # Cached by the overload: a schema doesn't change
     name, tags = func.overloadpacket.__name__, func.tags
     makes_new = name.endswith("_like") or name.startswith("new_")
     # torch tags neither the foreach operators nor views
@@ -243,6 +262,7 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
 
 def _line() -> str:
     """The innermost line outside torch, optree and this file: where the author wrote it."""
+    # From here outwards; `contextlib` runs this module's context managers
     frame = sys._getframe()
     while frame is not None:
         file = frame.f_code.co_filename

@@ -34,14 +34,16 @@ from ..local import Local
 from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, Cut, middle
 from .operators import Watch
 
+# Few enough for milliseconds per transform
 MOST = 4096  # elements that are tried of a leaf
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a block of a tensor's first elements: all of them, or at most `MOST`."""
     block: tuple[int, ...] = ()
-    size = 1
+    size = 1  # elements of a row of the block, so far
     for length in reversed(shape):
+        # From the last dim on: whole rows, as many as there is room for
         block = (min(length, max(MOST // max(size, 1), 1)), *block)
         size *= block[0]
     return block
@@ -74,6 +76,7 @@ class PretendedRank(Local):
     """
 
     def __init__(self, tree: Tree, cut: Cut, watch: Watch, answers: list[_Answer]):
+        # The full shape, which decisions go by, and the range that this rank has of the block
         def held(leaf: Tensor) -> Extent:
             numel = math.prod(block_of(leaf.shape))
             start = middle(numel) if cut is SECOND_PIECES else 0
@@ -82,18 +85,23 @@ class PretendedRank(Local):
 
         self.extents = tree_map(held, tree)
         self._is_whole, self._watch, self._answers = cut is WHOLE, watch, answers
+        # None: this is the first rank, which asks; the others iterate over a copy
         self._told = None if cut is FIRST_PIECES else iter([*answers])
+        # An author's `init` may be slow, and runs once for all leaves of a kind
         self._states: dict[Any, Any] = {}  # that others own, by author, shape and dtype
 
     def _answer(self, question: tuple[Any, ...], ask: Callable[[], Any] = tuple) -> Any:
+        # An answer's own sums are no operators of the author
         with self._watch.paused():
             if self._told is None:
                 answer = ask()
                 self._answers.append(_Answer(question, answer))
             else:
                 asked, answer = next(self._told, _Answer((), ()))
+                # On real ranks these would be two different collectives: a hang, or wrong numbers
                 if asked != question:
                     raise TransformError(f"it {_OTHER_QUESTIONS}. Remedy: {_SAME_QUESTIONS}")
+            # Clones: an author may write over an answer, and another rank gets it next
             return tree_map(torch.clone, answer)
 
     def check_all_asked(self) -> None:
@@ -112,21 +120,26 @@ class PretendedRank(Local):
         return sums
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
+        # Of the full shape, of which only a block is here: there is nothing to sum it from
         def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
             return x.new_ones(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
 
+        # Only that it was asked is noted; ones are the same for all
         self._answer(("reduce_dims", op, _num_leaves([tree for tree, _ in questions])))
         with self._watch.paused():
             return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def beside(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
+            # Numbers of elements in the flattened leaf
             here = torch.arange(extent.start, extent.stop)
             full = x.reshape(with_ones(extent.shape, dims)).expand(extent.shape)
+            # Of a 0-d shape `unravel_index` gives no indices at all
             if full.ndim:
                 found = full[torch.unravel_index(here, full.shape)]
             else:
                 found = full.expand(here.shape)
+            # Whole leaves keep their dims, pieces are 1-D
             return found.reshape(block_of(extent.shape) if self._is_whole else here.shape)
 
         with self._watch.paused():
@@ -139,6 +152,7 @@ class PretendedRank(Local):
 
     def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
         self._answer(("init_whole", _num_leaves([params])))
+        # As a rank that owns none of them: tensors of shape (0,)
         leaves, treedef = tree_flatten(params)
         states = []
         for i, (leaf, extent) in enumerate(zip(leaves, tree_leaves(self.extents), strict=True)):
@@ -153,17 +167,20 @@ class PretendedRank(Local):
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
         self._answer(("run_whole", _num_leaves([updates])))
+        # The owner's results are its own affair: any tensors of these shapes will do
         return tree_map(torch.clone, updates), state
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
         self._answer(("gather", _num_leaves(trees)))
 
+        # Meta tensors: whole leaves may be far larger than their blocks
         def whole(x: Tensor, extent: Extent) -> Tensor:
             return x.new_empty(extent.shape, device="meta")
 
         return [tree_map(whole, tree, self.extents) for tree in trees]
 
     def init_whole_tree(self, init: Callable[[Tree], Any], params: Tree, limit: int) -> Any:
+        # Whole trees may be treated in any way
         with self._watch.paused():
             return super().init_whole_tree(init, params, limit)
 
@@ -171,6 +188,7 @@ class PretendedRank(Local):
         self, update: Callable[..., Any], updates: Tree, state: Any, params: Tree | None, limit: int
     ) -> tuple[Tree, Any]:
         self._answer(("run_whole_tree", _num_leaves([updates, params])))
+        # As in `run_whole`: shapes are all that the rest of a chain sees
         return tree_map(torch.clone, updates), state
 
 
@@ -184,6 +202,7 @@ class Silent(Refusing):
     refuses every question."""
 
     def __init__(self, across: PretendedRank):
+        # Asked by chains, masks and labels rather than by the author of an update
         self.extents, self.keep = across.extents, across.keep
         self.run_pointwise = across.run_pointwise
         self._across = across

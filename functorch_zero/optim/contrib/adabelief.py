@@ -34,12 +34,14 @@ def scale_by_belief(
         eps_root: added to `nu` in every step, as in the paper's algorithm, so it sums up.
     """
 
+    # eps_root is part of the mean, and keeps it above zero
     def new_nu(v: Tensor, g: Tensor, m: Tensor) -> Tensor:
         return ema_of_squares(v, g - m, b2) + eps_root
 
     def update(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
+        # The mean first: the distance is from the one that has seen this gradient
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
         nu = elementwise(new_nu, state.nu, updates, mu)
         new = ScaleByAdamState(state.count + 1, mu, nu)

@@ -60,6 +60,7 @@ def scale_by_ademamix(
         updates: Tree, state: ScaleByAdemamixState, params: Tree
     ) -> tuple[Tree, ScaleByAdemamixState]:
         count = state.count + 1
+        # Schedules are given the number of steps before this one
         slow_decay = value_of(b3, state.count)
         slow_weight = value_of(alpha, state.count)
         m1 = elementwise(lambda m, g: ema(m, g, b1), state.m1, updates)
@@ -72,6 +73,7 @@ def scale_by_ademamix(
         root_of_c2 = c2.sqrt()
 
         def direction(fast: Tensor, slow: Tensor, v: Tensor) -> Tensor:
+            # The slow mean is taken as it is: it should begin small
             mixture: Tensor = fast / c1 + slow * slow_weight
             return mixture / (shifted_root(v, shift) / root_of_c2 + eps)
 

@@ -34,12 +34,13 @@ def clip_by_block_rms(threshold: float | Schedule) -> Transform:
     def update(
         updates: Tree, state: CountState, params: Tree, across: Across
     ) -> tuple[Tree, CountState]:
-        limit = value_of(threshold, state.count)
+        limit = value_of(threshold, state.count)  # a number, or 0-d
 
         def clip(u: Tensor, rms: Tensor) -> Tensor:
             # One factor per leaf, 0-d, the same on every rank
             return times(u, 1 / (rms / limit).clamp(min=1))
 
+        # One question for all leaves; the division by their sizes asks nothing
         clipped = tree_map(clip, updates, block_rms(across.norm(updates), across))
         return clipped, CountState(state.count + 1)
 
@@ -60,6 +61,7 @@ def scale_by_param_block_norm(min_scale: float = 1e-3) -> Transform:
         min_scale: the least factor, so that zeros can move.
     """
 
+    # u is this rank's piece; norm is 0-d, of the whole leaf
     def rescale(u: Tensor, norm: Tensor) -> Tensor:
         return times(u, norm.clamp(min=min_scale))
 
@@ -85,6 +87,7 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> Transform:
         min_scale: the least factor, so that zeros can move.
     """
 
+    # u is this rank's piece; rms is 0-d, of the whole leaf
     def rescale(u: Tensor, rms: Tensor) -> Tensor:
         return times(u, rms.clamp(min=min_scale))
 

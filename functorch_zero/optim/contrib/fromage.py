@@ -30,12 +30,15 @@ def fromage(learning_rate: Number | Schedule, min_norm: float = 1e-6) -> Transfo
         min_norm: the norms of the params and of the gradients count as at least this.
     """
 
+    # A number for a number, 0-d for a schedule; 1 at a rate of 0
     def shrink(count: Tensor) -> Any:
         return (1 + value_of(learning_rate, count) ** 2) ** -0.5
 
+    # The update's part along p: (shrink - 1) * p is added
     def decay(count: Tensor) -> Any:
         return shrink(count) - 1
 
+    # The update's part along g
     def rate(count: Tensor) -> Any:
         return shrink(count) * value_of(learning_rate, count)
 

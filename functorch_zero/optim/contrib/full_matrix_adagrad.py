@@ -45,6 +45,7 @@ def take_step(g: Tensor, state: FullMatrixState, eps: float) -> Step:
     """The direction of a flat gradient (n,), and the state after it."""
     # A gradient that is not finite leaves the sum as it was: see Note [No answer]
     outer = if_finite(torch.addr(state.outer, g, g), state.outer)
+    # By the new sum, which has seen this gradient
     return Step(solve_root(outer, g, eps), FullMatrixState(outer))
 
 
@@ -68,11 +69,12 @@ def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20)
         limit: bytes of one leaf's matrix above which `init` refuses, naming the size.
     """
 
+    # The whole leaf, at its owner
     def init(param: Tensor) -> FullMatrixState:
         return first_state(param.numel(), param.dtype, param.device)
 
     def update(update: Tensor, state: FullMatrixState) -> tuple[Tensor, FullMatrixState]:
-        flat = update.reshape(-1).to(state.outer.dtype)
+        flat = update.reshape(-1).to(state.outer.dtype)  # (n,), at least float32
         direction, new = take_step(flat, state, eps)
         return direction.to(update.dtype).reshape(update.shape), new
 
@@ -80,6 +82,7 @@ def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20)
         """Operations of the eigendecomposition, up to a factor."""
         return float(torch.Size(shape).numel()) ** 3
 
+    # Before any rank allocates a matrix
     def check(params: Tree, across: Across) -> None:
         leaves: list[Tensor] = optree.tree_leaves(params)
         extents: list[Extent] = optree.tree_leaves(across.extents)
@@ -111,6 +114,7 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
 
     def init(params: Tree) -> FullMatrixState:
         leaves = optree.tree_leaves(params)
+        # Whole leaves, gathered: every rank makes the same state
         device = leaves[0].device if leaves else torch.device("cpu")
         num_elements = sum(leaf.numel() for leaf in leaves)
         return first_state(num_elements, widest_dtype(leaves, torch.float32), device)
@@ -118,6 +122,7 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
     def update(updates: Tree, state: FullMatrixState) -> tuple[Tree, FullMatrixState]:
         leaves, treedef = optree.tree_flatten(updates)
         flats = [state.outer.new_empty(0)]  # so that an empty tree can be joined, too
+        # In the tree's order, which is the same on every rank
         for leaf in leaves:
             flats.append(leaf.reshape(-1).to(state.outer.dtype))
         direction, new = take_step(torch.cat(flats), state, eps)
@@ -128,6 +133,7 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
         return treedef.unflatten(directions), new
 
     def check(params: Tree, across: Across) -> None:
+        # Of whole leaves; the params here may be pieces
         num_elements = sum(extent.numel for extent in optree.tree_leaves(across.extents))
         dtype = widest_dtype(optree.tree_leaves(params), torch.float32)
         remedy = "use scale_by_full_matrix_adagrad, leaf by leaf"
@@ -148,7 +154,7 @@ def refuse_above(
         path: the leaf's; None for the whole tree.
         remedy: for the error, besides raising the limit.
     """
-    size = num_elements**2 * sum_dtype(dtype).itemsize
+    size = num_elements**2 * sum_dtype(dtype).itemsize  # bytes
     if size <= limit:
         return
     raise TransformError(
@@ -168,6 +174,7 @@ def checked(transform: Transform, check: Callable[[Tree, Across], None]) -> Tran
     The check goes by full shapes, so it fails on every rank or on none.
     """
 
+    # Errors come here rather than in the first step, and before communication
     def init(params: Tree, across: Across) -> Any:
         check(params, across)
         return transform.init(params, across)

@@ -69,6 +69,7 @@ def scale_by_novograd(
         keep = b2 * (state.count > 0).double()  # nothing is kept before the first step
         decay = value_of(weight_decay, state.count)
 
+        # All 0-d: of a whole leaf, and in nu's dtype at the end
         def new_nu(v: Tensor, norm: Tensor) -> Tensor:
             mean = keep * v + (1 - keep) * norm * norm
             return mean.to(v.dtype)
@@ -78,6 +79,7 @@ def scale_by_novograd(
             normalised = times(g, 1 / ((v + eps_root).sqrt() + eps))
             return b1 * m + normalised + times(p, decay)
 
+        # One all-reduce, of one squared norm per leaf
         nu = tree_map(new_nu, state.nu, across.norm(updates))
         mu = elementwise(momentum, state.mu, updates, nu, params)
         return mu, ScaleByNovogradState(state.count + 1, mu, nu)

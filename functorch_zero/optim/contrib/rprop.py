@@ -16,7 +16,7 @@ from ..transforms.scaling import scale
 class ScaleByRpropState(NamedTuple):
     """Rprop's step sizes."""
 
-    step_sizes: Any  # like params
+    step_sizes: Any  # like params: positive
     prev_updates: Any  # like params: the gradients before, 0 where their sign had changed
 
 
@@ -52,6 +52,7 @@ def scale_by_rprop(
         return ScaleByRpropState(full_like(params, learning_rate), tree_zeros_like(params))
 
     def resize(size: Tensor, g: Tensor, prev: Tensor) -> Tensor:
+        # Above 0 where signs agree, below 0 where they differ, 0 where either gradient is 0
         agreement = g * prev
         grown = torch.where(agreement > 0, size * eta_plus, size)
         resized = torch.where(agreement < 0, size * eta_minus, grown)
@@ -64,6 +65,7 @@ def scale_by_rprop(
     def update(
         updates: Tree, state: ScaleByRpropState, params: Tree
     ) -> tuple[Tree, ScaleByRpropState]:
+        # By both gradients as they are, then the step by those that are kept
         sizes = elementwise(resize, state.step_sizes, updates, state.prev_updates)
         kept = elementwise(keep, updates, state.prev_updates)
         steps = elementwise(lambda g, size: g.sign() * size, kept, sizes)
@@ -93,5 +95,6 @@ def rprop(
     """
     return chain(
         scale_by_rprop(learning_rate, eta_minus, eta_plus, min_step_size, max_step_size),
+        # Step sizes are learning rates already
         scale(-1.0),
     )

@@ -17,26 +17,29 @@ from ..base import Schedule, Transform, chain, tree_zeros_like, with_statistics
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
 
-Shape = tuple[int, ...]
+Shape = tuple[int, ...]  # of a whole leaf, or some of its dims
 
 
 def all_but(k: int) -> Callable[[Shape], Shape | None]:
     """The dims that the k-th maximum is over: all but dim k, of leaves with more than one dim."""
 
     def dims(shape: Shape) -> Shape | None:
+        # A vector's accumulator is like itself: no dims to reduce over
         if len(shape) < 2 or k >= len(shape):
             return None
+        # A maximum over these leaves a vector along dim k
         return tuple(d for d in range(len(shape)) if d != k)
 
     return dims
 
 
 class ScaleBySm3State(NamedTuple):
-    """SM3's accumulators, and the momentum. What a leaf does not have is None."""
+    """SM3's accumulators, and the momentum. A part that a leaf does not have is None."""
 
     # k-th: per leaf that has a dim k, and two dims or more, a vector along that dim, every rank
     mu: tuple[Any, ...]
     accumulator: Any  # per leaf of fewer dims, like the param
+    # Optax's names: its mu are accumulators, its nu the momentum
     nu: Any  # like params: running mean of the directions
 
 
@@ -64,11 +67,12 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
     """
     share = 1.0 if b2 == 1.0 else 1.0 - b2  # of a squared gradient in the accumulator
 
+    # The k-th entry of `mu`: per leaf (shape[k],), in the param's dtype, or None
     def vectors(k: int, params: Tree, across: Across) -> Tree:
         def zeros(p: Tensor, extent: Extent) -> Tensor | None:
             if all_but(k)(extent.shape) is None:
                 return None
-            return p.new_zeros(extent.shape[k])
+            return p.new_zeros(extent.shape[k])  # whole, on every rank
 
         return tree_map(zeros, params, across.extents)
 
@@ -76,6 +80,7 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         def accumulator(p: Tensor, extent: Extent) -> Tensor | None:
             return torch.zeros_like(p) if len(extent.shape) < 2 else None
 
+        # As many entries as the leaf of most dims has; one dim has no vectors
         most_dims = 0
         for extent in tree_leaves(across.extents):
             most_dims = max(most_dims, len(extent.shape))
@@ -88,17 +93,20 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
 
     def accumulate(g: Tensor, own: Tensor | None, *beside: Tensor | None) -> Tensor:
         """A leaf's `a`, from its accumulator or from the vectors spread beside its elements."""
+        # Its own accumulator, or one bound per dim: the least holds for all of them
         there = [bound for bound in (own, *beside) if bound is not None]
         bound = functools.reduce(torch.minimum, there)
         return (share * g * g + b2 * bound).to(g.dtype)
 
     def direction(g: Tensor, a: Tensor) -> Tensor:
+        # Where a is 0 every gradient so far was 0
         return (g * (a + eps).rsqrt()).where(a > 0, 0.0)
 
     def largest(sums: Tree, num_vectors: int, across: Across) -> tuple[Tree, ...]:
         """The new vectors, from one all-reduce; none where no leaf has two dims."""
         if not num_vectors:
             return ()
+        # Each a maximum over a rank's elements first, then over ranks
         maxima = across.max_dims(*[(sums, all_but(k)) for k in range(num_vectors)])
         # The maximum of an empty leaf is -inf
         return tuple(tree_map(lambda m: m.clamp(min=0), tree) for tree in maxima)
@@ -113,6 +121,7 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         bounds = [across.spread(mu, all_but(k)) for k, mu in enumerate(state.mu)]
         sums = tree_map(accumulate, updates, state.accumulator, *bounds)
         directions = elementwise(direction, updates, sums)
+        # By the new accumulators: they have seen this gradient
         nu = elementwise(lambda old, new: b1 * old + (1 - b1) * new, state.nu, directions)
         mu = largest(sums, len(state.mu), across)
         return nu, ScaleBySm3State(mu, tree_map(kept, sums, across.extents), nu)

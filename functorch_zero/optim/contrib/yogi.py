@@ -37,6 +37,7 @@ def scale_by_yogi(
     """
 
     def init(params: Tree) -> ScaleByAdamState:
+        # The mean begins at it, too, as in optax
         mu = full_like(params, initial_accumulator_value)
         nu = full_like(params, initial_accumulator_value)
         return ScaleByAdamState(step_count(), mu, nu)

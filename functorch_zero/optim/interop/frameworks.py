@@ -38,6 +38,7 @@ def from_optax(transformation: Pair, *, needs: Needs) -> Transform:
             checks; WHOLE_LEAF if it treats each leaf on its own (it is then called with trees that
             are one leaf); or WHOLE_TREE. STATISTICS would need `across`, which the form lacks.
     """
+    # A wrong POINTWISE is refused at `init`. That leaves are independent nobody checks
     init, update = _functions(transformation)
     return _lifted(init, update, needs)
 
@@ -52,6 +53,7 @@ def from_torchopt(transformation: Pair, *, needs: Needs) -> Transform:
     init, inner = _functions(transformation)
 
     def update(updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        # torchopt writes over updates unless told not to
         new, state = inner(updates, state, params=params, inplace=False)
         return new, state
 
@@ -59,6 +61,7 @@ def from_torchopt(transformation: Pair, *, needs: Needs) -> Transform:
 
 
 def _functions(transformation: Pair) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    # By name first: a NamedTuple may have more fields than these two
     if hasattr(transformation, "init") and hasattr(transformation, "update"):
         return transformation.init, transformation.update
     init, update = transformation
@@ -66,6 +69,7 @@ def _functions(transformation: Pair) -> tuple[Callable[..., Any], Callable[..., 
 
 
 def _lifted(init: Callable[..., Any], update: Callable[..., Any], needs: Needs) -> Transform:
+    # A pair in this form sees trees: whole, of one leaf each, or of pieces
     constructors: dict[Needs, Callable[..., Transform]] = {
         Needs.POINTWISE: pointwise,
         Needs.WHOLE_LEAF: with_whole_leaves,
@@ -76,6 +80,7 @@ def _lifted(init: Callable[..., Any], update: Callable[..., Any], needs: Needs) 
         remedy = "write it with optim.with_statistics, whose update is given `across`"
         raise ValueError(explain(story, expected=list(constructors), got=needs, remedy=remedy))
 
+    # Of as many arguments as ours have: constructors count them, and a pair may take others
     def init_params(params: Any) -> Any:
         return init(params)
 
@@ -89,8 +94,8 @@ class FromTorchState(NamedTuple):
     """A torch optimizer's state, by its own names."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
-    like_params: dict[str, Any]  # each like params
-    numbers: dict[str, Tensor]  # each 0-d, on the CPU; the same for all params
+    like_params: dict[str, Any]  # torch's name -> a tree like params
+    numbers: dict[str, Tensor]  # torch's name -> 0-d, on the CPU; the same for all params
 
 
 @named
@@ -112,11 +117,14 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> 
     Raises:
         NotImplementedError: its state holds something else.
     """
+    # One tensor at a time, unless the caller says otherwise
     if "foreach" in inspect.signature(optimizer_class).parameters:
         options = {"foreach": False} | options
+    # Torch makes state in the first step; its structure must be known before
     example = _state_of(optimizer_class, options)
 
     def init(params: Tree) -> FromTorchState:
+        # Placeholders of the right structure: the class itself begins its state in the first step
         like_params: dict[str, Any] = {}
         numbers: dict[str, Tensor] = {}
         for key, kept in example.items():
@@ -129,16 +137,20 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> 
     def update(updates: Tree, state: FromTorchState, params: Tree) -> tuple[Tree, FromTorchState]:
         treedef = optree.tree_structure(params)
         old, grads = optree.tree_leaves(params), optree.tree_leaves(updates)
+        # A label may have no leaves, and torch refuses an optimizer without params
         if not old:
             return updates, state._replace(count=state.count + 1)
         optimizer = _loaded(optimizer_class, options, old, grads, state)
         optimizer.step()
         new = optimizer.param_groups[0]["params"]
+        # The class has moved copies; updates lead the params to the same place
         moves = [n.detach() - o for n, o in zip(new, old, strict=True)]
+        # Per param, torch's name -> tensor
         kept = [optimizer.state[n] for n in new]
         like_params = {}
         for key in state.like_params:
             like_params[key] = treedef.unflatten([own[key] for own in kept])
+        # Counts go on alike for all params, so the first one's stand for all
         numbers = {key: kept[0][key] for key in state.numbers}
         return treedef.unflatten(moves), FromTorchState(state.count + 1, like_params, numbers)
 
@@ -154,6 +166,7 @@ def _loaded(
 ) -> torch.optim.Optimizer:
     """The class's object on copies of everything; before the first step without state, since it
     makes its own."""
+    # Everything is copied: the class writes to params and state in place
     copies = [p.detach().clone().requires_grad_() for p in params]
     for copy, grad in zip(copies, grads, strict=True):
         copy.grad = grad.detach().clone()
@@ -174,11 +187,13 @@ def _state_of(
 ) -> dict[str, Tensor]:
     """The state that the class keeps for a param, found by a step on one of 2 elements."""
     with torch.enable_grad():
+        # Two elements: their state is told from 0-d numbers by its shape
         param = torch.zeros(2, requires_grad=True)
         param.grad = torch.zeros(2)
         optimizer = optimizer_class([param], **options)
         optimizer.step()
     kept = {k: v for k, v in optimizer.state[param].items() if v is not None}
+    # State of any other shape could not be cut along with the param
     for key, value in kept.items():
         if not isinstance(value, Tensor) or value.shape not in (param.shape, ()):
             got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)

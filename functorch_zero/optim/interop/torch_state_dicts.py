@@ -30,6 +30,7 @@ from ..transforms.momentum import TraceState
 from .frameworks import FromTorchState
 
 # Our fields that are like params, and torch's names for them
+# Kinds without such fields are here for their counts
 _LIKE_PARAMS: dict[type[Any], dict[str, str]] = {
     CountState: {},
     ScaleByLearningRateState: {},
@@ -44,6 +45,7 @@ _LIKE_PARAMS: dict[type[Any], dict[str, str]] = {
     ScaleByAdaDeltaState: {"e_g": "square_avg", "e_x": "acc_delta"},
     ScaleByRpropState: {"step_sizes": "step_size", "prev_updates": "prev"},
 }
+# Our fields of one number, and torch's names for the numbers that it keeps per param
 _NUMBERS: dict[type[Any], dict[str, str]] = {ScaleByNadamState: {"mu_product": "mu_product"}}
 
 # A param's dotted path -> torch's state of it: tensors like the param and numbers, by torch's names
@@ -75,19 +77,22 @@ def import_torch_state(
 
     Params for which torch has no state (they never had a gradient) keep what `init` made.
     """
+    # From numbers in the torch optimizer's order to paths in ours
     by_name = _by_name(state_dict, names)
-    count = torch.tensor(_steps(by_name) if step is None else step)
+    count = torch.tensor(_steps(by_name) if step is None else step)  # 0-d int64, on the CPU
 
     def convert(old: Any) -> Any:
-        new: dict[str, Any] = {}
+        new: dict[str, Any] = {}  # our field -> its new value
         for field, key in _LIKE_PARAMS[type(old)].items():
             new[field] = _import_tree(getattr(old, field), by_name, key)
         for field, key in _NUMBERS.get(type(old), {}).items():
             new[field] = _import_number(getattr(old, field), by_name, key)
+        # A clone for each: states may be donated, and no two may share a tensor
         if "count" in old._fields:
             new["count"] = count.clone()
         return old._replace(**new)
 
+    # A chain may hold several kinds; each is filled from the one torch state
     for kind in _LIKE_PARAMS:
         opt_state = replace_states(opt_state, kind, convert)
 
@@ -114,9 +119,10 @@ def export_torch_state(
     Raises:
         ValueError: the optimizer has no names and none are passed, or another number of them.
     """
+    # Its param groups stay; only "state" is replaced
     own = optimizer.state_dict()
     by_name: ByName = {}
-    counts = [0]
+    counts = [0]  # steps, of each part that counts them
     for kind, fields in _LIKE_PARAMS.items():
         number_fields = _NUMBERS.get(kind, {})
         for state in find_states(opt_state, kind):
@@ -128,9 +134,11 @@ def export_torch_state(
     for state in find_states(opt_state, FromTorchState):
         counts.append(int(state.count))
         _export(by_name, state.like_params, state.numbers)
+    # torch counts per param, in float32; SGD keeps no count
     if not isinstance(optimizer, torch.optim.SGD):
         for kept in by_name.values():
             kept["step"] = torch.tensor(float(max(counts)))
+    # Params of which we keep nothing have no entry, as in torch before their first gradient
     order = _order(own, names)
     state = {i: by_name[name] for i, name in order.items() if name in by_name}
     return own | {"state": state}
@@ -140,16 +148,18 @@ def _export(by_name: ByName, trees: Mapping[str, Any], numbers: Mapping[str, Ten
     """Add trees like params, and numbers for each param, to torch's state, by torch's names."""
     for key, tree in trees.items():
         for name, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
+            # Several parts of a chain may add to one param's state
             kept = by_name.setdefault(name, {})
             for number_key, value in numbers.items():
                 kept[number_key] = value.float()
+            # A clone: our state may be donated to the next step
             kept[key] = leaf.detach().clone()
 
 
 def _order(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> dict[int, str]:
     """torch's number of each param -> its dotted path."""
-    indices: list[int] = []
-    own_names: list[str] = []
+    indices: list[int] = []  # torch's numbers of params, group by group
+    own_names: list[str] = []  # their paths, if the optimizer was made with names
     for group in state_dict["param_groups"]:
         indices += group["params"]
         own_names += group.get("param_names", [])
@@ -172,6 +182,7 @@ def _by_name(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> ByNa
     """torch's states by their params' dotted paths, without those that are None."""
     order = _order(state_dict, names)
     by_name: ByName = {}
+    # Older versions of torch keep None for the momentum of an SGD without one
     for i, kept in state_dict["state"].items():
         by_name[order[i]] = {key: value for key, value in kept.items() if value is not None}
     return by_name
@@ -179,8 +190,10 @@ def _by_name(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> ByNa
 
 def _steps(by_name: ByName) -> int:
     """The number of steps that all params have taken."""
+    # Path -> steps
     steps = {name: int(kept["step"]) for name, kept in by_name.items() if "step" in kept}
     most = max(steps.values(), default=0)
+    # We keep one count for all params, so different ones can't be carried over
     for name, step in steps.items():
         if step != most:
             story = "the params are at different steps"
@@ -200,6 +213,7 @@ def _import_tree(tree: Any, by_name: ByName, key: str) -> Any:
 
 def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
     kept = by_name.get(name)
+    # It never had a gradient there
     if not kept:
         return leaf
     remedy = "check names, and that both optimizers have the same options"
@@ -217,11 +231,13 @@ def _import_leaf(name: str, leaf: Tensor, by_name: ByName, key: str) -> Tensor:
                 remedy=remedy,
             )
         )
+    # A copy: a state dict shares its optimizer's tensors
     return tensor.detach().to(leaf.device, leaf.dtype, copy=True)
 
 
 def _import_number(value: Tensor, by_name: ByName, key: str) -> Tensor:
     """A number that torch keeps for each param, and we once."""
+    # The first param that has it speaks for all
     for kept in by_name.values():
         if key in kept:
             number: Tensor = kept[key]

@@ -26,7 +26,7 @@ from ...errors import TransformError
 from ..across import Fused, Pointwise
 from ..base import Transform
 
-_numbers = itertools.count()
+_numbers = itertools.count()  # one per kernel, over all threads of the process
 # Ranks that are threads would each make the kernel that none has made yet
 _one_at_a_time = threading.Lock()
 
@@ -50,26 +50,33 @@ def compiled(transform: Transform) -> Transform:
     >>> lion = optim.chain(optim.scale_by_lion(), optim.scale_by_learning_rate(1e-4))
     >>> optimizer = optim.chain(optim.clip_by_global_norm(1.0), compiled(lion))
     """
+    # A kernel sees flats, so it takes only functions of any grouping of the leaves
     if transform.plain is None:
         raise TransformError(
             "compiled takes pointwise transforms that treat all leaves alike, and chains of them; "
             f"expected Needs.POINTWISE, got {transform.needs!r}. Remedy: compile the pointwise "
             "end of a chain, as in chain(clip_by_global_norm(1.0), compiled(chain(...)))"
         )
+    # `plain` stays: it runs where nothing is donated, and the kernel is held to it
     fused = Fused(_kernel(transform.plain), _takes)
     return replace(transform, fused=fused, name="compiled", hyperparams={"transform": transform})
 
 
+# The `update` of `Fused`: from lists of flats (piece,) and of their states to new states
 def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]], list[Any]]:
+    # All of one flat: params and updates (piece,), the state of the tree {"": flat}
     def apply(params: Tensor, updates: Tensor, state: Any) -> list[Tensor]:
         made: Any
         made, new = part.update({"": updates}, state, {"": params})
         # See Note [handed on]
         kept = [torch.maximum(x, x) if x.dim() else x for x in optree.tree_leaves(new)]
+        # The kernel adds the updates, so none are written out
         params.add_(made[""].to(params.dtype))
+        # Counts are returned as new tensors; state that follows the params is written where it lies
         pairs = zip(optree.tree_leaves(state), kept, strict=True)
         return [now if old.dim() == 0 else old.copy_(now) for old, now in pairs]
 
+    # Made when first run: a plan, or a step that donates nothing, never needs it
     @functools.cache
     def kernel() -> Any:
         # torch counts kernels, and what it learns of numbers, by the code's name. So each kernel
@@ -81,6 +88,7 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
         return torch.compile(own, backend=_backend)
 
     def update_one(params: Tensor, updates: Tensor, state: Any) -> Any:
+        # The kernel returns a list, in the order of these leaves, and the structure goes around it
         leaves, structure = optree.tree_flatten(state)
         for flat in (params, updates, *leaves):
             if flat.dim():
@@ -89,6 +97,7 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
             new = kernel()(params, updates, state)
         return structure.unflatten(new)
 
+    # Flat by flat: one call writes to one bucket's piece
     return lambda params, updates, states: [*map(update_one, params, updates, states)]
 
 
@@ -97,8 +106,10 @@ def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     correction's power) anew for each element."""
     from torch.fx.passes.split_module import split_module
 
+    # Part 0 has the numbers and runs operator by operator; part 1 has the elements
     split: Any = split_module(graph, graph, lambda node: int(not _is_number(node)))
     elements = split.submod_1
+    # Fake tensors: shapes and dtypes of part 1's inputs
     given = [node.meta["example_value"] for node in elements.graph.find_nodes(op="placeholder")]
     elements.forward = compile_by_inductor(elements, given)
     return split
@@ -107,10 +118,12 @@ def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 def _is_number(node: torch.fx.Node) -> bool:
     """Whether a node of the graph is 0-d, and made of such only."""
     value = node.meta.get("example_value")
+    # A reduction's result is 0-d, too, but it is made of elements
     if not isinstance(value, Tensor) or value.dim() > 0:
         return False
     return all(map(_is_number, node.all_input_nodes))
 
 
 def _takes(param: Tensor) -> bool:
+    # Not integers, and only where torch.compile has a compiler
     return param.dtype.is_floating_point and can_compile(param.device.type)

@@ -18,19 +18,21 @@ from ..base import Schedule, value_of
 from ..states import CountState, ScaleByLearningRateState
 from ..transforms.moments import ScaleByAdamState
 
+# The state of chain(scale_by_adam, add_decayed_weights, scale_by_learning_rate)
 AdamWState = tuple[ScaleByAdamState, CountState, ScaleByLearningRateState]
 
 
 class _Flats(NamedTuple):
     """The tensors of one call of torch's kernel, which changes all but the updates in place."""
 
-    params: list[Tensor]
-    updates: list[Tensor]
+    params: list[Tensor]  # each (piece,), all of one dtype, on one device
+    updates: list[Tensor]  # like params, in their order, as are mu and nu
     mu: list[Tensor]
     nu: list[Tensor]
 
 
 def _takes(param: Tensor) -> bool:
+    # Half precisions, and other devices, run as the chain
     return param.dtype in (torch.float32, torch.float64) and param.device.type in ("cpu", "cuda")
 
 
@@ -54,14 +56,18 @@ def fused_adamw(
             flats = kinds.setdefault((param.dtype, param.device), _Flats([], [], [], []))
             flats.params.append(param)
             flats.updates.append(update)
+            # Trees of one leaf, which is the flat
             flats.mu.append(moments.mu[""])
             flats.nu.append(moments.nu[""])
         moments, decayed, scaled = states[0]  # counts are the same in all of them
+        # Numbers for the kernel. Counts are on the CPU, so no device is waited for
         rate = float(value_of(learning_rate, scaled.count))
         decay = float(value_of(weight_decay, decayed.count))
+        # The kernel divides by 1 - b**step: it wants the number of this step, from 1
         step = moments.count + 1
         for (_, device), flats in kinds.items():
             largest_nu: list[Tensor] = []  # amsgrad's, which is off
+            # One tensor for all flats of the kind, in float32 as torch's own AdamW has it
             steps = [step.to(device, torch.float32)] * len(flats.params)
             torch._fused_adamw_(
                 *flats,
@@ -75,6 +81,7 @@ def fused_adamw(
                 eps=eps,
                 maximize=False,
             )
+        # mu and nu were moved on where they lie; counts are new, and the same tensors for all flats
         decayed = CountState(decayed.count + 1)
         scaled = ScaleByLearningRateState(scaled.count + 1, number(rate))
         return [(state[0]._replace(count=step), decayed, scaled) for state in states]

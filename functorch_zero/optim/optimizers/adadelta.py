@@ -44,12 +44,14 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
         return ScaleByAdaDeltaState(e_g=tree_zeros_like(params), e_x=tree_zeros_like(params))
 
     def step(g: Tensor, of_steps: Tensor, of_grads: Tensor) -> Tensor:
+        # The mean of steps is one step behind: this step isn't known yet
         ratio = (of_steps + eps).sqrt() / (of_grads + eps).sqrt()
         return ratio * g
 
     def update(
         updates: Tree, state: ScaleByAdaDeltaState, params: Tree
     ) -> tuple[Tree, ScaleByAdaDeltaState]:
+        # Gradients first: the step is divided by a mean that has seen its gradient
         e_g = elementwise(lambda e, g: ema_of_squares(e, g, rho), state.e_g, updates)
         steps = elementwise(step, updates, state.e_x, e_g)  # by the steps before this one
         e_x = elementwise(lambda e, s: ema_of_squares(e, s, rho), state.e_x, steps)

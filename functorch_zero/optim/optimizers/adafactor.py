@@ -24,7 +24,7 @@ from ..transforms.scaling import scale
 from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.masking import Mask
 
-Shape = tuple[int, ...]
+Shape = tuple[int, ...]  # of a whole leaf
 # From a full shape to the numbers of the dims that count as rows and as columns; None: not factored
 FactoredDims = Callable[[Shape], tuple[int, int] | None]
 ROWS, COLS = 0, 1  # positions in the answer of a FactoredDims
@@ -38,7 +38,7 @@ def largest_dims(min_dim_size_to_factor: int) -> FactoredDims:
 
     def dims(shape: Shape) -> tuple[int, int] | None:
         # The sort is stable: of equal dims the later counts as larger
-        by_size = sorted(range(len(shape)), key=lambda d: shape[d])
+        by_size = sorted(range(len(shape)), key=lambda d: shape[d])  # dims, the smallest first
         if len(shape) < 2 or shape[by_size[-2]] < min_dim_size_to_factor:
             return None
         return by_size[-2], by_size[-1]
@@ -53,6 +53,7 @@ def last_dims(min_dim_size_to_factor: int) -> FactoredDims:
     """
 
     def dims(shape: Shape) -> tuple[int, int] | None:
+        # Vectors and scalars have nothing to factor
         if len(shape) < 2 or min(shape[-2:]) < min_dim_size_to_factor:
             return None
         return len(shape) - 2, len(shape) - 1
@@ -80,6 +81,7 @@ class Factors(NamedTuple):
     A leaf has either both vectors or `v`; what it lacks is None.
     """
 
+    # At least float32, as sums are
     v_row: Any  # per factored leaf, its full shape without the COLS dim, every rank
     v_col: Any  # per factored leaf, its full shape without the ROWS dim, every rank
     v: Any  # per other leaf, like the param
@@ -88,8 +90,10 @@ class Factors(NamedTuple):
 def init_factors(params: Tree, across: Across, dims: FactoredDims) -> Factors:
     """The means before the first step: zeros."""
 
+    # v_row lacks the COLS dim, over which it is a mean, and v_col the ROWS dim
     def vector_without(which: int) -> Callable[[Tensor, Extent], Tensor | None]:
         def zeros(p: Tensor, extent: Extent) -> Tensor | None:
+            # By the full shape: `p` may be a 1-D piece
             chosen = dims(extent.shape)
             if chosen is None:
                 return None
@@ -127,6 +131,7 @@ def update_factors(
         weight: 0-d float64: of the new squares.
     """
 
+    # `weight` is float64 and 0-d, so it promotes no tensor with dims; a scalar leaf it does
     def mix(old: Tensor, new: Tensor) -> Tensor:
         return (old * (1 - weight) + new * weight).to(old.dtype)
 
@@ -140,6 +145,7 @@ def update_factors(
     def new_whole(square: Tensor, old: Tensor | None) -> Tensor | None:
         return None if old is None else mix(old, square)
 
+    # Each leaf's squares are summed twice, and all vectors travel in one all-reduce
     over_cols, over_rows = across.sum_dims(
         (squares, one_of(dims, COLS)),
         (squares, one_of(dims, ROWS)),
@@ -170,6 +176,7 @@ def rows_over_mean(
         rows, cols = chosen
         # Without the COLS dim, those behind it have moved up by one
         rows_in_row = rows - 1 if rows > cols else rows
+        # Every rank has the whole vector, so this asks nothing
         mean = row.mean(rows_in_row, keepdim=True)
         return row / mean.clamp(min=floor(row))
 
@@ -211,25 +218,31 @@ def scale_by_factored_rms(
         min_dim_size_to_factor: a leaf is factored if its two largest dims have at least this size.
         epsilon: added to the squares, against division by zero.
     """
+    # A function of the full shape: pieces of a leaf agree on it
     dims = largest_dims(min_dim_size_to_factor) if factored else never
 
     def init(params: Tree, across: Across) -> ScaleByFactoredRmsState:
         return ScaleByFactoredRmsState(step_count(), init_factors(params, across, dims))
 
     def direction(g: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
+        # Not factored: Adam's division, by a mean of squares like the leaf
         if v is not None:
             return times(g, v.rsqrt())
+        # In optax's order: the rows' factor, then the columns'
         return times(times(g, r), c)
 
     def update(
         updates: Tree, state: ScaleByFactoredRmsState, params: Tree, across: Across
     ) -> tuple[Tree, ScaleByFactoredRmsState]:
         count = state.count + 1
+        # 0-d float64, on the CPU: 1 in the step after `step_offset`, then ever less
         weight = (count - step_offset).double() ** -decay_rate
         squares = tree_map(lambda g: safe_square(g) + epsilon, updates)
         factors = update_factors(state.factors, squares, across, dims, weight)
+        # Roots of the vectors, before they are as large as the leaf
         rows = tree_map(torch.rsqrt, rows_over_mean(factors, across, dims, lambda row: 0.0))
         cols = tree_map(torch.rsqrt, factors.v_col)
+        # Broadcastable to whole leaves, or 1-D beside a piece; None for leaves without factors
         beside_row = across.spread(rows, one_of(dims, COLS))
         beside_col = across.spread(cols, one_of(dims, ROWS))
         directions = tree_map(direction, updates, beside_row, beside_col, factors.v)
@@ -265,6 +278,7 @@ def scale_by_adafactor(
     Needs: statistics, one all-reduce of the vectors, and one of two scalars per leaf, for the
     params' size and for the clipping. State: as `scale_by_factored_rms`.
     """
+    # torch's choice of dims; a function of the full shape, so that ranks agree
     dims = last_dims(min_dim_size_to_factor) if factored else never
 
     def floor(leaf: Tensor) -> float:
@@ -274,12 +288,14 @@ def scale_by_adafactor(
         return ScaleByFactoredRmsState(step_count(), init_factors(params, across, dims))
 
     def direction(g: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
+        # Of the mean of squares, beside each element
         estimate = r * c if r is not None and c is not None else v
         assert estimate is not None
         # The clamp gives a new tensor, so the rest may be in place
         return estimate.clamp(min=floor(g) ** 2).rsqrt_().mul_(g)
 
     def directions_of(updates: Tree, factors: Factors, across: Across) -> Tree:
+        # Scaled before they are spread: the vectors are small
         rows = rows_over_mean(factors, across, dims, floor)
         beside_row = across.spread(rows, one_of(dims, COLS))
         beside_col = across.spread(factors.v_col, one_of(dims, ROWS))
@@ -287,6 +303,7 @@ def scale_by_adafactor(
 
     def rate_at(count: Tensor) -> Any:
         """The step's rho, a number or 0-d."""
+        # Schedules are given the number of steps before this one
         rate = value_of(learning_rate, count - 1)
         if not relative_step:
             return rate
@@ -295,10 +312,12 @@ def scale_by_adafactor(
     def sizes_of(params: Tree, directions: Tree, across: Across) -> Tree:
         """Per leaf 0-d: the direction's factor but for rho."""
         # One all-reduce for both
+        # Asked for both even where one is off: the question is the same in all variants
         param_norms, direction_norms = across.norm(params, directions)
         param_rms = block_rms(param_norms, across)
         direction_rms = block_rms(direction_norms, across)
         sizes = tree_map(torch.ones_like, direction_rms)
+        # Zeros get a step, too: at least that of a leaf with this root mean square
         if multiply_by_parameter_scale:
             sizes = tree_map(lambda rms: rms.clamp(min=min_scale), param_rms)
         if clipping_threshold is not None:
@@ -312,12 +331,15 @@ def scale_by_adafactor(
         count = state.count + 1
         weight = (count - step_offset).double() ** -decay_rate
         squares = tree_map(safe_square, updates)  # at least fp32, as the means are
+        # First all-reduce: the vectors
         factors = update_factors(state.factors, squares, across, dims, weight)
         directions = directions_of(updates, factors, across)
+        # Second all-reduce: two norms per leaf
         sizes = sizes_of(params, directions, across)
         rho = rate_at(count)
 
         def step(g: Tensor, direction: Tensor, size: Tensor) -> Tensor:
+            # 0-d on the leaf's device; a rho on the CPU promotes, but does not move it
             factor: Tensor = (size * rho).to(direction.dtype)
             return (direction * factor).to(g.dtype)
 
@@ -402,10 +424,12 @@ def adafactor(
         min_dim_size_to_factor=min_dim_size_to_factor,
     )
     parts = [directions]
+    # Of the steps rather than of the directions, as in optax
     if momentum is not None:
         parts.append(ema(momentum, debias=False))
     if not is_zero(weight_decay_rate):
         # The learning rate is in the steps already, so the decay brings its own
         decay = _product(weight_decay_rate, learning_rate)
         parts.append(add_decayed_weights(decay, weight_decay_mask))
+    # Steps have their size already, and get their sign here
     return chain(*parts, scale(-1.0))

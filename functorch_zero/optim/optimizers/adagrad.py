@@ -70,6 +70,7 @@ def adagrad(
         lr_decay: of the learning rate, see the formula; per step.
         weight_decay: coupled: joins the gradient. Others: see `scale_by_rss`.
     """
+    # The decay of the rate is a factor of its own, and missing where it is 1
     parts = [scale_by_rss(initial_accumulator_value, eps)]
     if not is_zero(lr_decay):
         # The count is of the steps before this one: t - 1

@@ -33,7 +33,7 @@ def adam_directions(
     c2 = bias_correction(b2, state.count)
     # The root is divided, not nu, as in torch.optim.Adam: the bits depend on it
     shift = uncorrected_shift(eps_root, c2)
-    root_of_c2 = c2.sqrt()
+    root_of_c2 = c2.sqrt()  # 0-d float64, on the CPU, as c1 is
 
     def direction(m: Tensor, v: Tensor) -> Tensor:
         corrected = m / c1
@@ -74,6 +74,7 @@ def scale_by_adam(
     # The kernels below take decays as numbers, and would need a temporary for eps_root
     if isinstance(b1, Tensor) or isinstance(b2, Tensor) or not is_zero(eps_root):
         return pointwise(init_moments, update)
+    # Python numbers, as lerp_ and addcmul_ take them
     rest1, rest2 = 1 - b1, 1 - b2
 
     def in_place(
@@ -91,6 +92,7 @@ def scale_by_adam(
             denominator = v.sqrt().div_(root_of_c2).add_(eps)
             torch.div(m, c1, out=g).div_(denominator)
 
+        # The updates' storage has the directions then, and the moments' storage the new moments
         tree_map_(move, updates, state.mu, state.nu)
         return updates, state._replace(count=count)
 
@@ -153,6 +155,7 @@ def adamw(
         weight_decay: decoupled, times the learning rate: per step.
         mask: which leaves decay; None for all. Others: see `scale_by_adam`.
     """
+    # The definition: it runs wherever storage was not donated, and the kernel is held to it
     pure = chain(
         scale_by_adam(b1, b2, eps, eps_root),
         add_decayed_weights(weight_decay, mask),
@@ -162,5 +165,6 @@ def adamw(
     has_numbers = all(isinstance(x, int | float) for x in (b1, b2, eps))
     if mask is not None or not has_numbers or not is_zero(eps_root):
         return pure
+    # Schedules of rate and decay are fine: it looks them up step by step
     kernel = fused_adamw(learning_rate, b1, b2, eps, weight_decay)  # type: ignore[arg-type]
     return replace(pure, fused=kernel)

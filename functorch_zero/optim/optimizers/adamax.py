@@ -43,6 +43,7 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
     """
 
     def init(params: Tree) -> ScaleByAdamaxState:
+        # Zeros for the maximum, too: the first gradient's size takes their place
         return ScaleByAdamaxState(*init_moments(params))
 
     def update(
@@ -50,6 +51,7 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
     ) -> tuple[Tree, ScaleByAdamaxState]:
         count = state.count + 1
         mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
+        # eps is inside the maximum: a direction is then a plain quotient
         nu = elementwise(lambda v, g: torch.maximum(v * b2, g.abs() + eps), state.nu, updates)
         # Only the mean is corrected: the maximum does not begin too small
         c1 = bias_correction(b1, count)

@@ -47,12 +47,14 @@ def scale_by_amsgrad(
     """
 
     def init(params: Tree) -> ScaleByAmsgradState:
+        # A tree of its own for the maximum: no two parts of a state may share storage
         count, mu, nu = init_moments(params)
         return ScaleByAmsgradState(count, mu, nu, tree_zeros_like(params))
 
     def update(
         updates: Tree, state: ScaleByAmsgradState, params: Tree
     ) -> tuple[Tree, ScaleByAmsgradState]:
+        # Of uncorrected moments, as in torch: the correction comes after the maximum
         moments = update_moments(updates, state, b1, b2)
         nu_max = tree_map(torch.maximum, state.nu_max, moments.nu)
         directions = adam_directions(moments._replace(nu=nu_max), b1, b2, eps, eps_root)

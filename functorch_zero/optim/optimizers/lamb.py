@@ -38,6 +38,7 @@ def lamb(
         mask: which leaves decay; None for all. Others: see `scale_by_adam`.
     """
     return chain(
+        # Bias-corrected, as in the paper's algorithm
         scale_by_adam(b1, b2, eps, eps_root),
         # In front of the ratio: the decay counts in the norm of u
         add_decayed_weights(weight_decay, mask),

@@ -49,6 +49,7 @@ def lars(
     """
     ratio = scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps)
     return chain(
+        # In front of the ratio: the decay counts in the gradient's norm
         add_decayed_weights(weight_decay, weight_decay_mask),
         ratio if trust_ratio_mask is None else masked(ratio, trust_ratio_mask),
         # In front of the momentum, as in the paper: the sum keeps each step's own rate

@@ -25,6 +25,7 @@ class ScaleByLBFGSState(NamedTuple):
     """The last pairs of a step s and a change of gradient y, oldest first, and their products."""
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
+    # Copies: s and y are known when the next step brings new params and gradients
     params: Any  # like params: those of the step before
     updates: Any  # like params: the gradients of the step before
     diff_params: tuple[Any, ...]  # memory_size trees like params: s, differences of params
@@ -53,6 +54,7 @@ class Coefficients(NamedTuple):
 
 def paired(trees: tuple[Tree, ...], other: Tree) -> list[tuple[Tree, Tree]]:
     """Each of the trees with `other`, for `across.dots`."""
+    # Trees, not products: `across` multiplies leaf by leaf
     return [(tree, other) for tree in trees]
 
 
@@ -74,10 +76,12 @@ def inner_products(
     pairs = paired(s, g) + paired(y, g)
     pairs += paired(s, newest_y) + paired(y, newest_y) + paired(y, newest_s)
     pairs.append((g, g))
+    # One all-reduce, whatever m is; each answer is 0-d and the same on every rank
     answers = across.dots(*pairs)
     numbers = torch.stack([answer.double() for answer in answers])  # (5m + 1,)
-    s_g, y_g, s_new_y, y_new_y, new_s_y = numbers[: 5 * m].reshape(5, m).unbind()
+    s_g, y_g, s_new_y, y_new_y, new_s_y = numbers[: 5 * m].reshape(5, m).unbind()  # each (m,)
     return Products(
+        # Rows by s_i, columns by y_j: the newest y is a column, the newest s a row
         s_y=shifted(state.s_y, column=s_new_y, row=new_s_y),
         y_y=shifted(state.y_y, column=y_new_y, row=y_new_y),
         s_g=s_g,
@@ -88,6 +92,7 @@ def inner_products(
 
 def shifted(old: Tensor, column: Tensor, row: Tensor) -> Tensor:
     """A table (m, m) one step on: without the oldest pair, with a new last column and row (m,)."""
+    # (m - 1, m): the rows that stay, each with its product with the newest
     above = torch.cat([old[1:, 1:], column[:-1, None]], dim=1)
     return torch.cat([above, row[None, :]])
 
@@ -105,19 +110,23 @@ def two_loops(products: Products, scale: Tensor) -> Coefficients:
         scale: 0-d: the recursion's first matrix is this number times the identity.
     """
     s_y, y_y, s_g, y_g, _ = products
+    # Loops of m steps on small tables: nothing of a leaf's size
     m = len(s_g)
-    curvature = s_y.diagonal()
+    curvature = s_y.diagonal()  # (m,): s_i . y_i
     # A pair without curvature has no part: its rho is 0
     rho = torch.where(curvature == 0, torch.zeros_like(curvature), 1 / curvature)
     # at[i] is 1 at i: adding a multiple of it sets one element of a new tensor, not of the old one
     at = torch.eye(m, dtype=rho.dtype, device=rho.device)
+    # First loop, from the newest pair to the oldest; q's products come from the tables
     alpha = torch.zeros_like(rho)
     for i in reversed(range(m)):
-        s_q = s_g[i] - s_y[i] @ alpha
+        s_q = s_g[i] - s_y[i] @ alpha  # 0-d: s_i . q
         alpha = alpha + at[i] * (rho[i] * s_q)
+    # Second loop, from the oldest pair to the newest
     of_s = torch.zeros_like(rho)
     for i in range(m):
-        y_q = y_g[i] - y_y[i] @ alpha
+        y_q = y_g[i] - y_y[i] @ alpha  # 0-d: y_i . q
+        # y_i . r in two parts: that of scale * q, and that of the steps added so far
         beta = rho[i] * (scale * y_q + s_y[:, i] @ of_s)
         of_s = of_s + at[i] * (alpha[i] - beta)
     return Coefficients(scale, of_s, -scale * alpha)
@@ -134,7 +143,7 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
     optax.scale_by_lbfgs, with its first scale. Pairs without curvature (s . y = 0) don't count.
     Line search is yours: updates are the direction.
 
-    Needs: statistics, one all-reduce of 5 memory_size + 1 scalars per leaf. State:
+    Needs: statistics, one all-reduce of 5 memory_size + 1 scalars in all. State:
     2 (memory_size + 1) tensors like params, two small tables and a step count.
 
     Args:
@@ -146,9 +155,11 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
         raise ValueError(f"memory_size must be at least 1, got {memory_size}")
 
     def init(params: Tree) -> ScaleByLBFGSState:
+        # Zeros are pairs without curvature, which the recursion leaves out
         def history() -> tuple[Tree, ...]:
             return tuple(tree_zeros_like(params) for _ in range(memory_size))
 
+        # Tables lie where `across` answers, so that no step copies them
         device = next((leaf.device for leaf in tree_leaves(params)), None)
         table = torch.zeros(memory_size, memory_size, dtype=torch.float64, device=device)
         return ScaleByLBFGSState(
@@ -164,8 +175,10 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
     def init_scale(products: Products, first: Tensor) -> Tensor:
         """The `scale` (0-d) of `two_loops`."""
         s_y, y_y = products.s_y[-1, -1], products.y_y[-1, -1]
+        # The identity itself
         if not scale_init_precond:
             return torch.ones_like(s_y)
+        # The newest pair's estimate of the inverse curvature
         later = torch.where(y_y > 0, s_y / y_y, torch.ones_like(y_y))
         return pick(first, products.g_g.rsqrt().clamp(max=1), later)
 
@@ -177,13 +190,16 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
         def change(new: Tensor, old: Tensor) -> Tensor:
             return pick(first, torch.zeros_like(new), new - old)
 
+        # The oldest pair goes, the newest comes last
         s = (*state.diff_params[1:], tree_map(change, params, state.params))
         y = (*state.diff_updates[1:], tree_map(change, updates, state.updates))
+        # The one collective of a step
         products = inner_products(across, state, s, y, updates)
         of_g, of_s, of_y = two_loops(products, init_scale(products, first))
 
         def combine(g: Tensor, *history: Tensor) -> Tensor:
             direction = g * of_g
+            # One by one: a stack of all would take 2 memory_size + 1 times the leaf's room
             for one, factor in zip(history, (*of_s, *of_y), strict=True):
                 direction = direction + one * factor
             return direction
@@ -213,7 +229,7 @@ def lbfgs(
 
     Source: Nocedal and Wright, 2006, Algorithms 7.4 and 7.5; optax.lbfgs without its line search.
 
-    Needs: statistics, one all-reduce of 5 memory_size + 1 scalars per leaf. State:
+    Needs: statistics, one all-reduce of 5 memory_size + 1 scalars in all. State:
     2 (memory_size + 1) tensors like params.
 
     Args:

@@ -77,6 +77,7 @@ def lion(
     """
     return chain(
         scale_by_lion(b1, b2),
+        # Behind the sign, which would hide the decay's size
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )

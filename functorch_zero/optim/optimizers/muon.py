@@ -59,9 +59,12 @@ def scale_by_momentum(decay: Number = 0.95, nesterov: bool = True) -> Transform:
         return MomentumState(tree_zeros_like(params))
 
     def update(updates: Tree, state: MomentumState, params: Tree) -> tuple[Tree, MomentumState]:
+        # A mean where others keep a sum: the orthogonalisation takes away the difference in size
         mu = elementwise(lambda m, g: ema(m, g, decay), state.mu, updates)
+        # The state and the update are one tensor here; `across` and `chain` copy where it matters
         if not nesterov:
             return mu, MomentumState(mu)
+        # From the gradient a share `decay` of the way to the mean
         ahead = elementwise(lambda g, m: ema(g, m, 1 - decay), updates, mu)
         return ahead, MomentumState(mu)
 
@@ -90,15 +93,17 @@ def newton_schulz(
     Returns:
         (n, rows, cols), like `x`.
     """
+    # p(s) = a s + b s**3 + c s**5 is applied to each singular value s
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x  # so that gram is the smaller of the two
-    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)  # (n, 1, 1): Frobenius
+    # Singular values are at most 1 then, where the iteration is made for
     x = x / norms.clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b * gram + c * gram @ gram
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a * x + polynomial @ x
     return x.mT if tall else x
 
 
@@ -109,6 +114,7 @@ def shape_scale(rows: int, cols: int, scaling: Scaling | None) -> float:
     "match_rms_adamw": `0.2 * sqrt(max(rows, cols))`, which gives AdamW's usual root mean square
     (Liu et al., 2025, 2502.16982). None: 1.
     """
+    # An empty matrix has no scale, and no elements to multiply
     if scaling is None or not rows * cols:
         return 1.0
     if scaling == "original":
@@ -150,6 +156,7 @@ def orthogonalize(
     if scaling not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"scaling must be 'original', 'match_rms_adamw' or None, got {scaling!r}")
 
+    # From the full shape, so all ranks see the same stack
     view = matrices if as_matrices is None else as_matrices
 
     def init(param: Tensor) -> EmptyState:
@@ -161,13 +168,16 @@ def orthogonalize(
         count, rows, cols = view(tuple(shape))
         # Half precisions run in float32 unless the user says otherwise
         dtype = ns_dtype or sum_dtype(updates.dtype)
+        # Matrices of all leaves in one batch: large kernels instead of many small ones
         stack = updates.reshape(num_leaves * count, rows, cols).to(dtype)
         orthogonal = newton_schulz(stack, ns_coeffs, ns_steps, eps).to(updates.dtype)
+        # Rounded to the update's dtype first, then scaled by a number
         return orthogonal.reshape(updates.shape) * shape_scale(rows, cols, scaling), state
 
     def cost(shape: tuple[int, ...]) -> float:
         """Multiplications of one matrix product, up to a factor."""
         count, rows, cols = view(shape)
+        # gram is (k, k) for k the shorter side: rows * cols * k multiplications
         return float(count * rows * cols * min(rows, cols))
 
     return with_whole_leaves(init, update, cost=cost, batched=True)
@@ -236,6 +246,7 @@ def muon(
     orthogonal = orthogonalize(
         ns_coeffs, ns_steps, eps, ns_dtype=ns_dtype, scaling=scaling, as_matrices=as_matrices
     )
+    # Pointwise on pieces, then whole at owners, then on pieces again
     for_matrices = chain(
         scale_by_momentum(beta, nesterov),
         orthogonal,
@@ -243,6 +254,7 @@ def muon(
         scale_by_learning_rate(learning_rate),
     )
     rate_of_rest = learning_rate if adam_learning_rate is None else adam_learning_rate
+    # No whole leaves here: these leaves never travel
     for_rest = chain(
         scale_by_adam(adam_b1, adam_b2, adam_eps),
         add_decayed_weights(adam_weight_decay),

@@ -54,12 +54,14 @@ def scale_by_nadam(
         count, mu, nu = init_moments(params)
         return ScaleByNadamState(count, number(1.0), mu, nu)
 
+    # 0-d float64, on the CPU: from about b1 / 2 up to b1
     def momentum_at(count: Tensor) -> Any:
         return b1 * (1 - 0.5 * 0.96 ** (count.double() * momentum_decay))
 
     def update(
         updates: Tree, state: ScaleByNadamState, params: Tree
     ) -> tuple[Tree, ScaleByNadamState]:
+        # `mu` decays by b1; only the weights below follow the momentum's warm-up
         count, mu, nu = update_moments(updates, state, b1, b2)
         momentum = momentum_at(count)
         momentum_next = momentum_at(count + 1)
@@ -70,6 +72,7 @@ def scale_by_nadam(
         c2 = bias_correction(b2, count)
 
         def direction(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            # Nesterov: the mean as the next step's momentum will weigh it
             ahead: Tensor = g * of_grad + m * of_mean
             return ahead / ((v / c2).sqrt() + eps)
 

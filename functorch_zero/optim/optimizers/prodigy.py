@@ -28,6 +28,7 @@ class ProdigyState(NamedTuple):
 
 def scalar_for(params: Tree, value: float) -> Tensor:
     """A 0-d tensor where params are, in the dtype that `across.total` of them has."""
+    # Leaves are pieces or whole: both tell the dtype and device of answers
     leaves = tree_leaves(params)
     if not leaves:
         return torch.full((), value, dtype=torch.float32, device="cpu")
@@ -63,7 +64,7 @@ def prodigy(
     Source: Mishchenko and Defazio, 2023 (2306.06101), Algorithm 4; optax.contrib.prodigy. Where the
     sum of gradients is zero the estimate stays (optax divides by it).
 
-    Needs: statistics, one all-reduce of two scalars per leaf. State: 4 tensors like params, one of
+    Needs: statistics, one all-reduce of two scalars in all. State: 4 tensors like params, one of
     which is the first params; two numbers and a step count.
 
     Args:
@@ -76,6 +77,7 @@ def prodigy(
         weight_decay: decoupled.
         safeguard_warmup: leave the learning rate out of the sum of gradients.
     """
+    # Numbers: schedules are for the factor on the estimate only
     b1, b2 = betas
     b3 = b2**0.5 if beta3 is None else beta3
 
@@ -92,8 +94,10 @@ def prodigy(
 
     def rate_of(state: ProdigyState, count: Tensor) -> Tensor:
         """The step's learning rate, 0-d: the estimate, the schedule, Adam's bias corrections."""
+        # 0-d float64; m and v are kept uncorrected
         correction = (1 - b2 ** count.double()).sqrt() / (1 - b1 ** count.double())
         rate: Tensor = state.estim_lr * value_of(learning_rate, state.count) * correction
+        # In the estimate's dtype, which stays the same over the steps
         return rate.to(state.estim_lr.dtype)
 
     def new_mean_of_squares(v: Tensor, scaled: Tensor) -> Tensor:
@@ -103,7 +107,7 @@ def prodigy(
         updates: Tree, state: ProdigyState, params: Tree, across: Across
     ) -> tuple[Tree, ProdigyState]:
         count = state.count + 1
-        d = state.estim_lr
+        d = state.estim_lr  # the estimate before this step
         rate = rate_of(state, count)
 
         # Adam's moments of d * g
@@ -114,19 +118,23 @@ def prodigy(
         # The estimate's two sums, from one all-reduce
         share = d * (d if safeguard_warmup else rate) / estim_lr0
         grad_sum = elementwise(lambda s, g: b3 * s + g * share, state.grad_sum, updates)
+        # Like the pieces: products are summed by `across`
         away = tree_map(lambda g, first, p: g * (first - p), updates, state.params0, params)
         numerator, denominator = across.total(away, tree_map(torch.abs, grad_sum))
 
         # The estimate never falls: the distance to the solution was at least that
+        # All 0-d, from answers that every rank has, so the estimate needs no broadcast
         weighted = b3 * state.numerator_weighted + (d / estim_lr0) * rate * numerator
         weighted = weighted.to(d.dtype)
         estimate = torch.where(denominator > 0, estim_lr_coef * weighted / denominator, d)
         estim_lr = torch.maximum(d, estimate).to(d.dtype)
 
+        # The moments are of d * g, so eps is scaled by d as well
         def step(m: Tensor, v: Tensor, p: Tensor) -> Tensor:
             direction: Tensor = weight_decay * p + m / (v.sqrt() + estim_lr * eps)
             return direction * -rate
 
+        # The rate is of the estimate before this step; only eps takes the new one
         steps = elementwise(step, exp_avg, exp_avg_sq, params)
         return steps, ProdigyState(
             count, exp_avg, exp_avg_sq, grad_sum, state.params0, estim_lr, weighted

@@ -46,8 +46,9 @@ def scale_by_radam(
         updates: Tree, state: ScaleByAdamState, params: Tree
     ) -> tuple[Tree, ScaleByAdamState]:
         new = update_moments(updates, state, b1, b2)
-        c1 = bias_correction(b1, new.count)
+        c1 = bias_correction(b1, new.count)  # 0-d float64, on the CPU, as all of these are
         c2 = bias_correction(b2, new.count)
+        # rho's value after very many steps
         limit = 2 / (1 - b2) - 1
         rho = limit - 2 * new.count * (1 - c2) / c2
         # Up to the threshold it may be NaN, and is not taken

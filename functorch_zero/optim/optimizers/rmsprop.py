@@ -56,6 +56,7 @@ def scale_by_rms(
     def update(updates: Tree, state: ScaleByRmsState, params: Tree) -> tuple[Tree, ScaleByRmsState]:
         count = state.count + 1
         nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
+        # The state keeps the uncorrected mean
         means = _corrected(nu, decay, count) if bias_correction else nu
         directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, means)
         return directions, ScaleByRmsState(count, nu)
@@ -107,6 +108,7 @@ def scale_by_stddev(
         count = state.count + 1
         mu = elementwise(lambda m, g: ema(m, g, decay), state.mu, updates)
         nu = elementwise(lambda v, g: ema_of_squares(v, g, decay), state.nu, updates)
+        # Both means began at zero, and lack the same factor
         if bias_correction:
             means, squares = _corrected(mu, decay, count), _corrected(nu, decay, count)
         else:
@@ -162,6 +164,7 @@ def rmsprop(
         weight_decay: coupled: joins the gradient. Others: see `scale_by_rms`.
     """
     rescale = scale_by_stddev if centered else scale_by_rms
+    # Momentum comes behind the division and in front of the learning rate, as in torch
     parts = [rescale(decay, eps, initial_scale, eps_in_sqrt, bias_correction)]
     if momentum is not None:
         parts.append(trace(momentum, nesterov))

@@ -31,7 +31,7 @@ class ScheduleFreeState(NamedTuple):
     weight_sum: Tensor  # 0-d float64, on the CPU
     step_count: Tensor  # 0-d int64, on the CPU; begins at 1
     max_lr: Tensor  # 0-d float64, on the CPU: the largest learning rate so far
-    base_optimizer_state: Any
+    base_optimizer_state: Any  # of the optimizer that moves z
     z: Any  # like params
 
 
@@ -75,17 +75,21 @@ def schedule_free(
     def update(
         updates: Tree, state: ScheduleFreeState, params: Tree, inner: InnerUpdate
     ) -> tuple[Tree, ScheduleFreeState]:
+        # `step_count` began at 1: one ahead of the base optimizer's own count
         rate = number(value_of(learning_rate, state.step_count))
         max_lr = torch.maximum(state.max_lr, rate)
         weight = max_lr**weight_lr_power
         weight_sum = state.weight_sum + weight
         # 0 while the learning rate is 0
         share = torch.where(weight_sum > 0, weight / weight_sum, number(0.0))
+        # The base optimizer is given y, for its decay, but its steps move z
         steps, inner_state = inner(updates, state.base_optimizer_state, params)
         z = tree_map(torch.add, state.z, steps)
 
         def move(y: Tensor, old_z: Tensor, new_z: Tensor) -> Tensor:
+            # x is not kept: it follows from y and z
             x = _average(y, old_z, b1)
+            # Moved towards the new z; then y lies between both again
             x = x * (1 - share) + new_z * share
             return x * b1 + new_z * (1 - b1) - y
 
@@ -145,6 +149,7 @@ def schedule_free_sgd(
         weight_lr_power: see `schedule_free`.
     """
     rate = _warmed(learning_rate, warmup_steps)
+    # No momentum: the average takes its place
     descent = chain(
         *coupled_decay(0.0 if weight_decay is None else weight_decay),
         scale_by_learning_rate(rate),
@@ -188,6 +193,7 @@ def schedule_free_adamw(
 
 def _warmed(learning_rate: Number, warmup_steps: int | None) -> Number | Schedule:
     """The learning rate, after a linear warm-up if there is one."""
+    # As the caller gave it: constant
     if warmup_steps is None:
         return learning_rate
     return warmup_constant_schedule(0.0, learning_rate, warmup_steps)

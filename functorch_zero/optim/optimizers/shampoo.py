@@ -40,7 +40,7 @@ class ShampooState(NamedTuple):
 class Block(NamedTuple):
     """Where a block lies in its matrix."""
 
-    rows: slice
+    rows: slice  # of the (rows, cols) that its leaf is seen as
     cols: slice
 
 
@@ -61,6 +61,7 @@ def length(where: slice) -> int:
 def empty_side(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Side:
     """A block's side before the first step, for `count` matrices: no statistic, unit matrices for
     roots."""
+    # As many copies as matrices: each block of each gets its own statistic
     unit = torch.eye(size, dtype=dtype, device=device)
     return Side(
         outer=torch.zeros(count, size, size, dtype=dtype, device=device),
@@ -92,11 +93,13 @@ def graft_step(
         b2: decay of rmsprop's mean, per step.
         eps: added to the root.
     """
+    # No squares: its state stays ()
     if graft == "sgd":
         return Grafted(g, squares)
     if graft == "adagrad":
         sums = squares + g * g
         return Grafted(g / (sums.sqrt() + eps), sums)
+    # rmsprop, corrected for having begun at zero
     means = (b2 * squares + (1 - b2) * g * g).to(squares.dtype)
     correction = 1 - b2 ** (count + 1).double()
     corrected = means / correction.to(means.dtype)
@@ -150,11 +153,13 @@ def scale_by_shampoo(
     if graft not in (None, "sgd", "adagrad", "rmsprop"):
         raise ValueError(f"graft must be 'sgd', 'adagrad', 'rmsprop' or None, got {graft!r}")
 
+    # From the full shape, as the owner sees the leaf
     view = matrices if as_matrices is None else as_matrices
     share = 1.0 if b2 == 1.0 else 1 - b2  # of a step's outer products in the statistic
 
     def blocks_of(shape: tuple[int, ...]) -> list[Block]:
         """A matrix's blocks, row by row: the order of `ShampooState.blocks`."""
+        # All matrices of a stack are cut alike, and their blocks run as one batch
         _, num_rows, num_cols = view(shape)
         blocks = []
         for rows in cuts(num_rows, block_size):
@@ -165,14 +170,17 @@ def scale_by_shampoo(
     def init(param: Tensor) -> ShampooState:
         shape = tuple(param.shape)
         count, _, _ = view(shape)
+        # At least float32: roots of half-precision sums would be noise
         dtype, device = sum_dtype(param.dtype), param.device
         blocks: list[tuple[Side, ...]] = []
         for rows, cols in blocks_of(shape):
             left = empty_side(count, length(rows), dtype, device)
+            # A vector is one column: only its rows have a statistic
             if param.ndim < 2:
                 blocks.append((left,))
             else:
                 blocks.append((left, empty_side(count, length(cols), dtype, device)))
+        # Only grafts that divide by squares keep them
         squares = () if graft in (None, "sgd") else torch.zeros_like(param, dtype=dtype)
         return ShampooState(step_count(), tuple(blocks), squares)
 
@@ -180,11 +188,13 @@ def scale_by_shampoo(
         """A side one step on; its root is the inverse p-th one."""
         # A gradient that is not finite leaves the statistic as it was: see Note [No answer]
         mixed = if_finite(b2 * old.outer + share * outer, old.outer)
+        # Until a root is due the statistic moves on, and the old root stays in use
         if not is_due(count, precondition_frequency):
             return Side(mixed, old.root)
         return Side(mixed, inverse_root(mixed, p, eps))
 
     def new_sides(g: Tensor, sides: tuple[Side, ...], count: Tensor) -> tuple[Side, ...]:
+        # One side takes the whole inverse: a square root instead of two fourth roots
         if len(sides) == 1:
             return (new_side(sides[0], g @ g.mT, 2, count),)
         left = new_side(sides[0], g @ g.mT, 4, count)
@@ -192,16 +202,17 @@ def scale_by_shampoo(
         return left, right
 
     def precondition(g: Tensor, sides: tuple[Side, ...]) -> Tensor:
-        product = sides[0].root @ g
+        product = sides[0].root @ g  # left**(-1/p) @ g, (count, rows, cols)
         return product if len(sides) == 1 else product @ sides[1].root
 
     def update(update: Tensor, state: ShampooState) -> tuple[Tensor, ShampooState]:
         shape = tuple(update.shape)
-        g = update.to(sum_dtype(update.dtype)).reshape(view(shape))
+        g = update.to(sum_dtype(update.dtype)).reshape(view(shape))  # (count, rows, cols)
         direction = torch.zeros_like(g)
         blocks: list[tuple[Side, ...]] = []
         for (rows, cols), old in zip(blocks_of(shape), state.blocks, strict=True):
             block = g[:, rows, cols]
+            # As in Algorithm 1 the statistic sees the gradient before it is preconditioned
             sides = new_sides(block, old, state.count)
             direction[:, rows, cols] = precondition(block, sides)
             blocks.append(sides)
@@ -211,7 +222,7 @@ def scale_by_shampoo(
             step, squares = graft_step(
                 graft, g.reshape(shape), squares, state.count, graft_b2, graft_eps
             )
-            norm = torch.linalg.vector_norm(direction)
+            norm = torch.linalg.vector_norm(direction)  # 0-d: of the leaf's whole direction
             wanted = torch.linalg.vector_norm(step)
             direction = direction * torch.where(norm == 0, 0.0, wanted / norm)
         new = ShampooState(state.count + 1, tuple(blocks), squares)
@@ -222,6 +233,7 @@ def scale_by_shampoo(
         count, _, _ = view(shape)
         total = 0
         for rows, cols in blocks_of(shape):
+            # n**3 for the eigenvectors of n x n; two sides but for vectors
             total += length(rows) ** 3
             if len(shape) > 1:
                 total += length(cols) ** 3
@@ -271,6 +283,7 @@ def shampoo(
         graft=graft,
         as_matrices=as_matrices,
     )
+    # Directions are whole at owners; momentum and decay run on pieces
     return chain(
         directions,
         trace(momentum, nesterov),

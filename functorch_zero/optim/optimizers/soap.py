@@ -3,11 +3,12 @@
 Note [Turning the basis]: three things differ from the paper, so that a last bit of a gradient shows
 as a last bit of the update.
 
-Where a statistic has a null space (a gradient's rank is less than its rows, so almost always at
-first), its eigenvectors are arbitrary and rounding picks them. So the basis is turned by QR of
-`(outer / norm(outer) + shift) @ basis`, whose fixed points are the same eigenvectors. And it is
-started by ten such turns from the unit vectors, not by an eigendecomposition. `shift=0` turns as
-the paper does: then two runs that differ in a last bit soon share nothing in such a leaf.
+A statistic has a null space while the ranks of its gradients add up to less than its rows: almost
+always at first. Its eigenvectors there are arbitrary, and rounding picks them. So the basis is
+turned by QR of `(outer / norm(outer) + shift) @ basis`, whose fixed points are the same
+eigenvectors. And it is started by ten such turns from the unit vectors, not by an
+eigendecomposition. `shift=0` turns as the paper does: then two runs that differ in a last bit soon
+share nothing in such a leaf.
 
 Elements that are mere rounding once rotated count as zero, where Adam would divide them by their
 own size.
@@ -52,14 +53,17 @@ class SoapState(NamedTuple):
 
 def first_basis(count: int, size: int, like: Tensor) -> Basis:
     """The unit vectors, and no statistic, in the dtype and on the device of a tensor."""
+    # The first turns start from the unit vectors
     unit = torch.eye(size, dtype=like.dtype, device=like.device)
     return Basis(like.new_zeros(count, size, size), unit.repeat(count, 1, 1))
 
 
 def turned(basis: Basis, shift: float) -> Tensor:
     """The vectors of a basis, (count, n, n), turned once. See Note [Turning the basis]."""
+    # A zero statistic is divided by this, and stays zero
     tiny = torch.finfo(basis.outer.dtype).tiny
     norm = torch.linalg.matrix_norm(basis.outer, keepdim=True).clamp(min=tiny)
+    # The power iteration's product: columns lean to the eigenvectors of large eigenvalues
     towards = basis.outer / norm @ basis.vectors + shift * basis.vectors
     vectors: Tensor = torch.linalg.qr(towards).Q
     return vectors
@@ -76,6 +80,7 @@ def without_rounding(x: Tensor) -> Tensor:
 
 def into_basis(x: Tensor, left: Any, right: Any) -> Tensor:
     """Matrices (count, rows, cols) in the coordinates of their bases; () is the unit vectors."""
+    # Plain Adam: nothing was rotated, so nothing is rounding
     if left == () and right == ():
         return x
     if left != ():
@@ -144,12 +149,15 @@ def scale_by_soap(
             for `matrices`.
     """
     beta = b2 if shampoo_beta is None else shampoo_beta
+    # From the full shape, as the owner sees the leaf
     view = matrices if as_matrices is None else as_matrices
 
     def init(param: Tensor) -> SoapState:
         shape = view(tuple(param.shape))
         count, rows, cols = shape
+        # Of the stack's shape, so that no step reshapes the moments
         mu = torch.zeros(shape, dtype=sum_dtype(param.dtype), device=param.device)
+        # A side without a basis is (): its dims keep their own coordinates
         is_vector = param.ndim < 2
         has_left = not is_vector and rows <= max_precond_dim
         has_right = not is_vector and cols <= max_precond_dim
@@ -164,7 +172,9 @@ def scale_by_soap(
     def adam(g: Tensor, state: SoapState) -> AdamStep:
         # 0-d: 0 in the first step, which leaves the moments alone; 1 later
         later = (state.count > 0).double()
+        # In the leaf's own coordinates: a mean that need not turn with the basis
         mu = state.mu + ((1 - b1) * later).to(g.dtype) * (g - state.mu)
+        # nu is a mean over steps, each in its own basis: a turn leaves it, as in Algorithm 3
         rotated = into_basis(g, state.left, state.right)
         rotated_mu = into_basis(mu, state.left, state.right)
         nu = state.nu + ((1 - b2) * later).to(g.dtype) * (rotated * rotated - state.nu)
@@ -174,6 +184,7 @@ def scale_by_soap(
         c2 = 1 - b2**steps + (1 - later)
         corrected = rotated_mu / c1.to(mu.dtype)
         scaled = corrected / ((nu / c2.to(nu.dtype)).sqrt() + eps)
+        # The first step's mu is zero, so its direction is zero, too
         return AdamStep(out_of_basis(scaled, state.left, state.right), mu, nu)
 
     def new_basis(old: Any, outer: Tensor, count: Tensor) -> Any:
@@ -185,6 +196,7 @@ def scale_by_soap(
         # A gradient that is not finite leaves the mean as it was: see Note [No answer]
         mean = if_finite(old.outer + weight * (outer - old.outer), old.outer)
         basis = Basis(mean, old.vectors)
+        # FIRST_TURNS of them start the basis; later there is one whenever it is due
         num_due = 1 if is_due(count, precondition_frequency) else 0
         num_turns = FIRST_TURNS if is_first else num_due
         for _ in range(num_turns):
@@ -193,6 +205,7 @@ def scale_by_soap(
 
     def update(update: Tensor, state: SoapState) -> tuple[Tensor, SoapState]:
         g = update.to(state.nu.dtype).reshape(state.nu.shape)
+        # All (count, rows, cols), at least float32
         direction, mu, nu = adam(g, state)
         # The basis turns after the step, as in Algorithm 3
         left = new_basis(state.left, g @ g.mT, state.count)
@@ -203,6 +216,7 @@ def scale_by_soap(
     def cost(shape: tuple[int, ...]) -> float:
         """Multiplications of the rotations and of the turns, up to a factor."""
         count, rows, cols = view(shape)
+        # Products with both bases, and a QR per side
         rotations = (rows + cols) * rows * cols
         turns = rows**3 + cols**3
         return float(count * rotations + count * turns)

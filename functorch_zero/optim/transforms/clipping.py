@@ -35,6 +35,7 @@ def clip(max_delta: Number) -> Transform:
     """
 
     def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
+        # NaNs stay: clipping hides none
         return elementwise(lambda u: clamp(u, -max_delta, max_delta), updates), state
 
     return pointwise(init_empty, update)
@@ -69,6 +70,7 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
     def init(params: Tree) -> ClipByGlobalNormState:
         # The numbers lie where the params do: they are computed from answers about the updates
         like = next(iter(tree_leaves(params)), torch.zeros(()))
+        # float64, as `update` makes them: a state keeps its dtypes
         norm = like.new_full((), 0.0, dtype=torch.float64)
         factor = like.new_full((), 1.0, dtype=torch.float64)
         return ClipByGlobalNormState(step_count(), norm, factor)
@@ -77,9 +79,10 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
         updates: Tree, state: ClipByGlobalNormState, params: Tree, across: Across
     ) -> tuple[Tree, ClipByGlobalNormState]:
         limit = value_of(max_norm, state.count)
-        norm = global_norm(updates, across)
+        norm = global_norm(updates, across)  # 0-d, at least float32, the same on every rank
         # A NaN norm is not below the limit, and makes the factor NaN: clipping hides none
         factor = torch.where(norm < limit, torch.ones_like(norm), limit / norm)
+        # Multiplied in float32 at least, then rounded once
         clipped = tree_map(lambda u: times(u, factor), updates)
         return clipped, ClipByGlobalNormState(state.count + 1, norm.double(), factor.double())
 
@@ -91,6 +94,7 @@ def unit_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
 
     All dims where at most one of them is longer than 1: such a tensor is one unit.
     """
+    # Dims of 1 split nothing: a row, a column and a vector are one unit alike
     num_long = sum(size != 1 for size in shape)
     first_summed = 0 if num_long <= 1 else 1
     return tuple(range(first_summed, len(shape)))
@@ -113,11 +117,12 @@ def adaptive_grad_clip(
     Args:
         clipping: the largest ratio of norms; a number or a schedule.
         eps: stands for the norm of params that are still about zero.
-        axis: the dims that a unit's norm sums over, optax's name. By default a unit is what one
-            output is made of: torch stores outputs first, so all dims but the first (optax, whose
+        axis: the dims that a unit's norm sums over, optax's name. By default a unit makes one
+            output: torch stores outputs first, so all dims but the first (optax, whose
             layouts store them last, sums over the first dims); scalars, vectors and tensors with
             only one dim longer than 1 are one unit, as in optax.
     """
+    # A function of the full shape, so pieces of a leaf agree on its units
     dims = unit_dims if axis is None else axis
 
     def update(
@@ -132,9 +137,11 @@ def adaptive_grad_clip(
             # A norm of 0 is below the limit; the clamp keeps the branch not taken finite
             return torch.where(norm < limit, torch.ones_like(norm), limit / norm.clamp(min=1e-6))
 
+        # Like the pieces; both trees' sums come from one all-reduce
         update_squares = tree_map(safe_square, updates)
         param_squares = tree_map(safe_square, params)
         sums = across.sum_dims((update_squares, dims), (param_squares, dims))
+        # Per leaf, a number per unit, back beside the elements that are here
         factors = across.spread(tree_map(factor, *sums), dims)
         return tree_map(times, updates, factors), CountState(state.count + 1)
 

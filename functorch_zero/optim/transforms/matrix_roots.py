@@ -17,6 +17,7 @@ def is_due(count: Tensor, every: int) -> bool:
 
     The counter is on the CPU: reading it waits for no device.
     """
+    # Without reading the count where the answer is always yes
     return every == 1 or int(count) % every == 0
 
 
@@ -27,7 +28,7 @@ def if_finite(new: Tensor, old: Tensor) -> Tensor:
         new: (..., n, n), at the leaf's owner.
         old: like `new`.
     """
-    finite = new.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    finite = new.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)  # (..., 1, 1) bool
     return torch.where(finite, new, old)
 
 
@@ -41,12 +42,14 @@ def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         a: (..., n, n).
     """
+    # In its own dtype first: float64 is slower, and seldom needed
     for dtype in (a.dtype, torch.float64):
         try:
             values, vectors = torch.linalg.eigh(a.to(dtype))
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             continue
         return values.to(a.dtype), vectors.to(a.dtype)
+    # Neither converged: an answer all the same, and the same structure
     unit = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     return a.diagonal(dim1=-2, dim2=-1), unit.expand_as(a)
 
@@ -62,7 +65,7 @@ def inverse_root(a: Tensor, p: int, ridge: float) -> Tensor:
         p: 2 for the inverse square root, 4 for the inverse fourth root.
         ridge: relative to the largest eigenvalue.
     """
-    values, vectors = eigh(a)
+    values, vectors = eigh(a)  # (..., n), ascending, and (..., n, n)
     size = a.shape[-1]
     if not size:
         return vectors  # an empty matrix has no largest eigenvalue
@@ -73,6 +76,7 @@ def inverse_root(a: Tensor, p: int, ridge: float) -> Tensor:
     rounding = min(size * precision.eps, ridge / 10) * largest
     shifted = values.where(values > rounding, 0.0) + ridge * largest
     roots = shifted.pow(-1 / p).unsqueeze(-2)  # (..., 1, n): scales columns
+    # V @ diag(roots) @ V.T, without the diagonal matrix
     return (vectors * roots) @ vectors.mT
 
 
@@ -84,10 +88,13 @@ def solve_root(a: Tensor, g: Tensor, eps: float) -> Tensor:
         g: (n,), in the range of `a`: it has no part along those eigenvalues but rounding.
         eps: added to the root's eigenvalues.
     """
+    # No largest eigenvalue, and nothing to solve for
     if not len(g):
         return g
     values, vectors = eigh(a)
+    # An eigenvalue below this is rounding: its vector is arbitrary, and dividing by it is noise
     least = len(g) * torch.finfo(a.dtype).eps * values.amax().clamp(min=0)
     roots = values.clamp(min=0).sqrt()
+    # `where` drops the quotients of zero eigenvalues, which may be infinite if eps is 0
     inverse = torch.where(values > least, 1 / (eps + roots), 0.0)
     return vectors @ (inverse * (vectors.mT @ g))

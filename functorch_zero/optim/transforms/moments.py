@@ -39,6 +39,7 @@ def update_moments(updates: Tree, state: Any, b1: Number, b2: Number) -> ScaleBy
         b1: decay of `mu`, per step.
         b2: decay of `nu`, per step.
     """
+    # Both stay in the dtype and on the device of the params
     mu = elementwise(lambda m, g: ema(m, g, b1), state.mu, updates)
     nu = elementwise(lambda v, g: ema_of_squares(v, g, b2), state.nu, updates)
     return ScaleByAdamState(state.count + 1, mu, nu)

@@ -47,6 +47,7 @@ def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Tra
         return TraceState(step_count(), tree_zeros_like(params))
 
     def share_of_update(count: Tensor) -> Number:
+        # A number: then a step reads no count at all
         if is_zero(dampening):
             return 1.0
         # A condition on a tensor: no value is read on the host
@@ -54,6 +55,7 @@ def trace(decay: Number, nesterov: bool = False, dampening: Number = 0.0) -> Tra
 
     def update(updates: Tree, state: TraceState, params: Tree) -> tuple[Tree, TraceState]:
         share = share_of_update(state.count)
+        # The trace was zeros, so in the first step it becomes g, as torch begins
         new = elementwise(lambda t, g: add_scaled(t * decay, g, share), state.trace, updates)
         if nesterov:
             directions = elementwise(lambda g, t: add_scaled(g, t, decay), updates, new)
@@ -93,6 +95,7 @@ def ema(decay: Number, debias: bool = True) -> Transform:
         count = state.count + 1
         mean = elementwise(lambda m, g: mean_of(m, g, decay), state.ema, updates)
         if debias:
+            # The state keeps the uncorrected mean, from which the next one is made
             correction = bias_correction(decay, count)
             directions = elementwise(lambda m: m / correction, mean)
         else:

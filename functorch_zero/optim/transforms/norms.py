@@ -26,6 +26,7 @@ def times(leaf: Tensor, factor: Any) -> Tensor:
         factor: a number, or a tensor that broadcasts to the leaf. A tensor is multiplied in at
             least float32.
     """
+    # A Python number has no dtype to be rounded to
     if not isinstance(factor, Tensor):
         return leaf.mul(factor)
     # Else the factor would be rounded to half precision before the product
@@ -42,7 +43,7 @@ def safe_square(leaf: Tensor) -> Tensor:
 
 def global_norm(updates: Tree, across: Across) -> Tensor:
     """The Euclidean norm of a whole tree, 0-d. One all-reduce of a scalar per leaf."""
-    # Added in the leaves' order: the same bits on every rank
+    # In the tree's order, from equal norms: the same bits on every rank
     squares = [norm * norm for norm in tree_leaves(across.norm(updates))]
     return total_of(squares).sqrt()
 
@@ -54,6 +55,7 @@ def block_rms(norms: Tree, across: Across) -> Tree:
     """
 
     def rms(norm: Tensor, extent: Extent) -> Tensor:
+        # By the whole leaf's elements, as the norm is of the whole leaf
         return norm / math.sqrt(max(extent.numel, 1))
 
     return tree_map(rms, norms, across.extents)

@@ -99,8 +99,10 @@ def scale_by_learning_rate(
     def update_with(multiply: Callable[[Tensor, Any], Tensor]) -> Update:
         def update(updates: Tree, state: ScaleByLearningRateState, params: Tree) -> tuple[Any, Any]:
             rate = value_of(learning_rate, state.count)
+            # Updates are added to the params, so descent is a negative factor
             factor = -rate if flip_sign else rate
             scaled = elementwise(lambda u: multiply(u, factor), updates)
+            # A float64 copy for reports, whatever the schedule answers with
             kept = number(rate) if fixed is None else fixed
             return scaled, ScaleByLearningRateState(state.count + 1, kept)
 
@@ -141,4 +143,5 @@ def nan_to_num(
 @named
 def zero_nans() -> Transform:
     """Replace NaNs by 0, and leave infinities. As optax.zero_nans, without its report per leaf."""
+    # Infinities for infinity: only NaNs change
     return nan_to_num(0.0, float("inf"), float("-inf"))

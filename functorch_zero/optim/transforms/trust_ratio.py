@@ -34,6 +34,7 @@ def scale_by_trust_ratio(
     """
 
     def trust(param_norm: Tensor, update_norm: Tensor) -> Tensor:
+        # All 0-d, at least float32, and of one whole leaf
         param_norm = param_norm.clamp(min=min_norm)
         update_norm = update_norm.clamp(min=min_norm)
         ratio = trust_coefficient * param_norm / (update_norm + eps)
@@ -44,6 +45,7 @@ def scale_by_trust_ratio(
     def update(
         updates: Tree, state: EmptyState, params: Tree, across: Across
     ) -> tuple[Tree, EmptyState]:
+        # Both norms from one all-reduce
         param_norms, update_norms = across.norm(params, updates)
         ratios = tree_map(trust, param_norms, update_norms)
         return tree_map(times, updates, ratios), state

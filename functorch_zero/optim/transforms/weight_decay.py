@@ -40,12 +40,14 @@ def add_decayed_weights(
 
     def update_with(add: Callable[[Tensor, Tensor, Number], Tensor]) -> Update:
         def update(updates: Tree, state: CountState, params: Tree) -> tuple[Any, Any]:
+            # A schedule's value may be a 0-d tensor on the CPU, a number stays one
             decay = value_of(weight_decay, state.count)
             decayed = elementwise(lambda u, p: add(u, p, decay), updates, params)
             return decayed, CountState(state.count + 1)
 
         return update
 
+    # In place it writes over the updates only; params are read
     everywhere = pointwise(init_count, update_with(add_scaled), in_place=update_with(add_scaled_))
     return everywhere if mask is None else masked(everywhere, mask)
 

@@ -24,7 +24,7 @@ class InjectHyperparamsState(NamedTuple):
 
     count: Tensor  # type: ignore[assignment]  # 0-d int64, on the CPU
     hyperparams: dict[str, Tensor]  # each 0-d float64, on the CPU
-    inner_state: Any
+    inner_state: Any  # of the transform made of these hyperparameters
 
 
 def inject_hyperparams(
@@ -50,8 +50,10 @@ def inject_hyperparams(
     signature = inspect.signature(inner_factory)
 
     def make(*args: Any, **kwargs: Any) -> Transform:
+        # Defaults count as arguments: a default learning rate can be changed, too
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        # Floats and 0-d tensors are kept in the state; schedules are asked anew in each step
         numbers: dict[str, Tensor] = {}  # each 0-d float64, on the CPU
         schedules: dict[str, Callable[[Tensor], Any]] = {}
         for name, value in bound.arguments.items():
@@ -63,9 +65,11 @@ def inject_hyperparams(
                 schedules[name] = value
 
         def build(values: dict[str, Tensor]) -> Transform:
+            # The call once more, with 0-d tensors where numbers and schedules stood
             again = inspect.BoundArguments(signature, dict(bound.arguments) | values)
             return inner_factory(*again.args, **again.kwargs)
 
+        # For ranks to compare: the first values, whatever the state's are
         made_with = {"inner_factory": inner_factory} | arguments_of(signature, *args, **kwargs)
         injected = _injected(build, numbers, schedules)
         return replace(injected, name="inject_hyperparams", hyperparams=made_with)
@@ -79,6 +83,7 @@ def _is_schedule(value: Any) -> bool:
     if not callable(value) or isinstance(value, type):
         return False
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    # A function (path, leaf) has two: a mask or labels, not a schedule
     num_required = 0
     for parameter in inspect.signature(value).parameters.values():
         if parameter.kind in positional and parameter.default is parameter.empty:
@@ -87,6 +92,7 @@ def _is_schedule(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    # Not ints: they count steps, blocks or iterations, and factories branch on them
     return isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
@@ -107,15 +113,18 @@ def _injected(
         return {name: number(value_of(schedule, count)) for name, schedule in schedules.items()}
 
     def begin(inner_state: Any) -> InjectHyperparamsState:
+        # Clones: states may be donated, and each `init` needs tensors of its own
         values = {name: value.clone() for name, value in numbers.items()} | scheduled(step_count())
         return InjectHyperparamsState(step_count(), values, inner_state)
 
     def values_of(state: InjectHyperparamsState) -> dict[str, Tensor]:
+        # A schedule's value replaces the one kept from the step before
         return state.hyperparams | scheduled(state.count)
 
     def update_plain(
         updates: Tree, state: InjectHyperparamsState, params: Tree
     ) -> tuple[Tree, Any]:
+        # The transform is made anew of this step's values; nothing in it outlives the step
         values = values_of(state)
         now = build(values).plain
         assert now is not None
@@ -130,8 +139,10 @@ def _injected(
         updates, inner_state = now.update(updates, state.inner_state, params, across)
         return updates, InjectHyperparamsState(state.count + 1, values, inner_state)
 
+    # Made of the first values, for all that doesn't depend on them: needs, structure, `init`
     first = build(numbers | scheduled(step_count()))
     bare = first.plain
+    # Pointwise inside: then so is this, and it runs by the bucket
     if bare is not None:
         plain = Pointwise(lambda params: begin(bare.init(params)), update_plain)
         return of_pointwise(plain, first)
@@ -162,7 +173,7 @@ def with_hyperparams(state: Any, **values: float | Tensor) -> Any:
     Raises:
         ValueError: a name that no state there has.
     """
-    known: set[str] = set()
+    known: set[str] = set()  # names in any of the states
     for found in find_states(state, InjectHyperparamsState):
         known |= found.hyperparams.keys()
     unknown = sorted(set(values) - known)
@@ -172,8 +183,10 @@ def with_hyperparams(state: Any, **values: float | Tensor) -> Any:
         )
 
     def change(old: InjectHyperparamsState) -> InjectHyperparamsState:
+        # A state has some of the names; others may belong to another inject_hyperparams
         changed = dict(old.hyperparams)
         for name in changed.keys() & values.keys():
+            # A tensor of the state's own: a step may overwrite it, and the caller has the other
             changed[name] = number(values[name]).clone()
         return old._replace(hyperparams=changed)
 
@@ -196,13 +209,13 @@ class PlateauRules(NamedTuple):
     """The arguments of `reduce_on_plateau`, which `observe` reads from the state. All 0-d float64,
     on the CPU."""
 
-    factor: Tensor
-    patience: Tensor
-    rtol: Tensor
-    atol: Tensor
-    cooldown: Tensor
-    accumulation_size: Tensor
-    min_scale: Tensor
+    factor: Tensor  # of the scale, each time it falls
+    patience: Tensor  # means in a row
+    rtol: Tensor  # share of the best mean
+    atol: Tensor  # in the metric's unit
+    cooldown: Tensor  # means
+    accumulation_size: Tensor  # values per mean
+    min_scale: Tensor  # least factor of updates
 
 
 @named
@@ -218,9 +231,9 @@ def reduce_on_plateau(
     """Multiply updates by a scale that falls while a metric has stopped falling. As
     optax.contrib's.
 
-    The metric comes by `state = observe(state, value)`, between steps and as often as you like
-    (each step's loss, or each epoch's), rather than as an argument of `update`. State: 13 numbers.
-    No communication.
+    The metric comes by `state = observe(state, value)` rather than as an argument of `update`. Call
+    it between steps, as often as you like: with each step's loss, or each epoch's. State: 13
+    numbers. No communication.
 
     Args:
         factor: of the scale, when the metric hasn't been better for `patience` means.
@@ -238,6 +251,7 @@ def reduce_on_plateau(
         )
 
     def init(params: Tree) -> ReduceLROnPlateauState:
+        # In the state, since `observe` is given nothing else
         rules = PlateauRules(
             factor=number(factor),
             patience=number(patience),
@@ -249,7 +263,7 @@ def reduce_on_plateau(
         )
         return ReduceLROnPlateauState(
             scale=number(1.0),
-            best_value=number(math.inf),
+            best_value=number(math.inf),  # so any first mean is better
             plateau_count=step_count(),
             cooldown_count=step_count(),
             count=step_count(),
@@ -260,6 +274,7 @@ def reduce_on_plateau(
     def update(
         updates: Tree, state: ReduceLROnPlateauState, params: Tree
     ) -> tuple[Tree, ReduceLROnPlateauState]:
+        # The state changes between steps only, by `observe`
         return elementwise(lambda u: u * state.scale, updates), state
 
     return pointwise(init, update)
@@ -278,14 +293,17 @@ def observe(state: Any, value: float | Tensor) -> Any:
             "expected a reduce_on_plateau in this state, got none. Remedy: chain one after the "
             "optimizer"
         )
+    # On the CPU, like the state; this is where the host waits for the metric
     seen = number(value.detach() if isinstance(value, Tensor) else value)
     return replace_states(state, ReduceLROnPlateauState, lambda old: _observe(old, seen))
 
 
 def _observe(state: ReduceLROnPlateauState, value: Tensor) -> ReduceLROnPlateauState:
     count = state.count + 1
+    # A running mean: the sum of many values would lose digits
     mean = state.avg_value + (value - state.avg_value) / count
     gathered = state._replace(count=count, avg_value=mean)
+    # Judged in any case; `full` decides which of the two states goes on
     judged = _judge(gathered)
     full = count >= state.rules.accumulation_size  # read by `where`, so on no host
     chosen: dict[str, Any] = {}
@@ -298,11 +316,14 @@ def _observe(state: ReduceLROnPlateauState, value: Tensor) -> ReduceLROnPlateauS
 def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
     """The state after one more mean."""
     rules = state.rules
+    # Less than the best by both tolerances together
     better = state.avg_value < (1 - rules.rtol) * state.best_value - rules.atol
     plateau = torch.where(better, 0, state.plateau_count + 1)
+    # A mean while cooling is no plateau, but may be the best
     cooling = state.cooldown_count > 0
     falls = (plateau >= rules.patience) & ~cooling
     fallen = torch.maximum(state.scale * rules.factor, rules.min_scale)
+    # A fall starts the cooldown again; any other mean brings its end nearer
     one_less = (state.cooldown_count - 1).clamp(min=0)
     scale = torch.where(falls, fallen, state.scale)
     best_value = torch.where(better, state.avg_value, state.best_value)

@@ -25,6 +25,7 @@ from ..base import EmptyState, Needs, Schedule, Transform, value_of
 from ..naming import named
 from ..states import CountState, init_count
 
+# A tree, or a function of a leaf's dotted path and of a meta tensor like the whole leaf
 Labels = PyTree[Any] | Callable[[str, Tensor], Any]
 Mask = PyTree[bool] | Callable[[str, Tensor], bool]
 
@@ -33,10 +34,13 @@ def labeller(labels: Labels) -> Callable[[Tree, Across], PyTree[Any]]:
     """A function `(params, across) -> tree of labels`; a user's function is asked once per tree of
     shapes."""
     if not callable(labels):
+        # A tree says all by itself; its prefix is spread anew, which costs little
         return lambda params, across: _spread(labels, params)
 
+    # Asked in every step, by nested wrappers for parts of the tree: a few trees are remembered
     @lru_cache(maxsize=16)
     def ask(treedef: Any, leaves: tuple[tuple[Shape, torch.dtype], ...]) -> list[Any]:
+        # No values: a label must not depend on them, or ranks would differ
         metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in leaves]
         return [*map(labels, paths(treedef.unflatten(metas)), metas)]
 
@@ -53,6 +57,7 @@ def labeller(labels: Labels) -> Callable[[Tree, Across], PyTree[Any]]:
 def _spread(labels: PyTree[Any], params: Tree) -> PyTree[Any]:
     """The labels of `params`' leaves, from a tree of labels shaped like params or like a prefix of
     it."""
+    # A tree of labels covers masked-out and frozen leaves, too; they are None in `params`
     leaves, treedef = optree.tree_flatten(params, none_is_leaf=True)
     try:
         spread = optree.broadcast_prefix(labels, params, none_is_leaf=True)
@@ -83,7 +88,9 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     """
     label = labeller(mask)
 
+    # `inner` sees neither the other leaves nor their extents
     def init(params: Tree, across: Across) -> Any:
+        # Found anew in each step, too: the mask is no part of the state
         chosen = _chosen(True, label(params, across), params)
         return inner.init(select(params, chosen), across.select(chosen))
 
@@ -108,12 +115,14 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
         ValueError: a leaf's label names no transform.
     """
     label = labeller(param_labels)
+    # A copy: a caller's later change must not change this transform
     transforms = dict(transforms)
 
     def init(params: Tree, across: Across) -> dict[str, Any]:
         labels = label(params, across)
         _check_labels(labels, params, transforms)
         states = {}
+        # A label without leaves has a state, too: the dict has every label in any case
         for name, inner in transforms.items():
             chosen = _chosen(name, labels, params)
             states[name] = inner.init(select(params, chosen), across.select(chosen))
@@ -124,16 +133,19 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
     ) -> tuple[Tree, dict[str, Any]]:
         labels = label(params, across)
         states = {}
+        # Each leaf has one label, so no transform sees what another has made
         for name, inner in transforms.items():
             chosen = _chosen(name, labels, params)
             updates, states[name] = _run(inner, chosen, updates, state[name], params, across)
         return updates, states
 
+    # No `plain`: leaves are told apart, so they can't be regrouped by the bucket here
     needs = max((t.needs for t in transforms.values()), default=Needs.POINTWISE)
     return Transform(init, update, needs, parts=tuple(transforms.values()))
 
 
 def _chosen(name: Any, labels: PyTree[Any], params: Tree) -> PyTree[bool]:
+    # The params give the structure: a label may be any object, a tuple, say
     return tree_map(lambda _, label: bool(label == name), params, labels)
 
 
@@ -148,6 +160,7 @@ def _run(
 
 def _check_labels(labels: PyTree[Any], params: Tree, known: Mapping[Any, Any]) -> None:
     treedef = optree.tree_structure(params)
+    # At `init`, so that a misspelt label is no leaf that silently stays as it is
     for path, label in zip(paths(params), treedef.flatten_up_to(labels), strict=True):
         if label not in known:
             remedy = "add it, or change the labels"
@@ -172,9 +185,11 @@ def freeze(mask: Mask) -> Transform:
         updates: Tree, state: EmptyState, params: Tree, across: Across
     ) -> tuple[Tree, EmptyState]:
         frozen = label(params, across)
+        # Zeros rather than None: the structure of updates stays
         new = tree_map(lambda u, stays: torch.zeros_like(u) if stays else u, updates, frozen)
         return new, state
 
+    # Pointwise, but without `plain`: it tells leaves apart
     return Transform(lambda params, across: EmptyState(), update, Needs.POINTWISE)
 
 
@@ -203,9 +218,11 @@ def scale_by_label(factors: Mapping[Any, float | Schedule], param_labels: Labels
     def update(
         updates: Tree, state: CountState, params: Tree, across: Across
     ) -> tuple[Tree, CountState]:
+        # Label -> a number, or 0-d
         now = {name: value_of(factor, state.count) for name, factor in factors.items()}
 
         def scale(update: Tensor, name: Any) -> Tensor:
+            # A 0-d leaf as (1,), as a pointwise author would see it
             return on_leaf(lambda u: u * now[name], update)
 
         scaled = tree_map(scale, updates, label(params, across))

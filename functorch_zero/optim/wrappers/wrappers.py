@@ -31,7 +31,8 @@ from ..base import (
 from ..naming import named
 from ..states import only_state
 
-InnerInit = Callable[[Tree], Any]
+InnerInit = Callable[[Tree], Any]  # params -> state
+# (updates, state, params) -> (updates, state)
 InnerUpdate = Callable[[Tree, Any, Tree], tuple[Tree, Any]]
 
 
@@ -55,9 +56,11 @@ def wrapper(
     def update_across(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
         return update(updates, state, params, lambda u, s, p: inner.update(u, s, p, across))
 
+    # Not of any grouping inside, so `across` runs it as it would alone
     bare = inner.plain
     if bare is None:
         return Transform(init_across, update_across, inner.needs, parts=(inner,))
+    # The wrapper's own work joins its inside: one pass over each bucket
     plain = Pointwise(lambda p: init(p, bare.init), lambda u, s, p: update(u, s, p, bare.update))
     return of_pointwise(plain, inner)
 
@@ -76,6 +79,7 @@ def named_chain(*transforms: tuple[str, Transform]) -> Transform:
     def update(
         updates: Tree, state: dict[str, Any], params: Tree, inner: InnerUpdate
     ) -> tuple[Tree, dict[str, Any]]:
+        # chain's state is a tuple, in the order of the names
         updates, states = inner(updates, tuple(state[name] for name in names), params)
         return updates, dict(zip(names, states, strict=True))
 
@@ -88,7 +92,7 @@ class ApplyIfFiniteState(NamedTuple):
     notfinite_count: Tensor  # 0-d int64, on the CPU: steps in a row up to now
     last_finite: Tensor  # 0-d bool, on the CPU: whether the last updates were finite
     total_notfinite: Tensor  # 0-d int64, on the CPU: steps in all
-    inner_state: Any
+    inner_state: Any  # untouched by steps that are skipped
 
     def report(self) -> dict[str, Tensor]:
         return {"skipped": self.total_notfinite.to(torch.get_default_dtype())}
@@ -108,13 +112,16 @@ def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
     """
 
     def init(params: Tree, across: Across) -> ApplyIfFiniteState:
+        # There are no last updates yet: they count as finite
         finite = torch.ones((), dtype=torch.bool, device="cpu")
         return ApplyIfFiniteState(step_count(), finite, step_count(), inner.init(params, across))
 
     def update(
         updates: Tree, state: ApplyIfFiniteState, params: Tree, across: Across
     ) -> tuple[Tree, ApplyIfFiniteState]:
+        # 1 per element that isn't finite: a float32 sum of very many is rounded, but never to 0
         bad = tree_map(lambda u: torch.isfinite(u).logical_not().to(torch.float32), updates)
+        # Here the host waits for the gradients
         finite = across.total(bad).cpu() == 0
         in_a_row = torch.where(finite, 0, state.notfinite_count + 1)
         total = torch.where(finite, state.total_notfinite, state.total_notfinite + 1)
@@ -126,6 +133,7 @@ def apply_if_finite(inner: Transform, max_consecutive_errors: int) -> Transform:
             updates = tree_zeros_like(updates)
         return updates, ApplyIfFiniteState(in_a_row, finite, total, inner_state)
 
+    # The question about all leaves is its own, whatever `inner` needs
     needs = max(Needs.STATISTICS, inner.needs)
     return Transform(init, update, needs, parts=(inner,))
 
@@ -136,7 +144,7 @@ class MultiStepsState(NamedTuple):
     mini_step: Tensor  # 0-d int64, on the CPU: updates since the last step
     gradient_step: Tensor  # 0-d int64, on the CPU: steps taken
     acc_grads: Any  # like params: mean (or sum) of the updates since the last step
-    inner_state: Any
+    inner_state: Any  # as of the last step of `inner`
 
 
 @named
@@ -156,6 +164,7 @@ def multi_steps(
     """
 
     def init(params: Tree, across: Across) -> MultiStepsState:
+        # Zeros, of which the first update's mean is that update
         return MultiStepsState(
             step_count(), step_count(), tree_zeros_like(params), inner.init(params, across)
         )
@@ -164,6 +173,7 @@ def multi_steps(
         updates: Tree, state: MultiStepsState, params: Tree, across: Across
     ) -> tuple[Tree, MultiStepsState]:
         mini_step = state.mini_step + 1
+        # The newest update's weight in the mean, 0-d float64
         share = 1 / mini_step.double() if use_grad_mean else None
 
         def accumulate(acc: Tensor, update: Tensor) -> Tensor:
@@ -174,6 +184,7 @@ def multi_steps(
         if int(mini_step) < int(value_of(every_k, state.gradient_step)):
             waiting = state._replace(mini_step=mini_step, acc_grads=acc)
             return tree_zeros_like(updates), waiting
+        # The k-th update: one step of `inner`, and the next round begins from zeros
         num_steps = state.gradient_step + 1
         new, inner_state = inner.update(acc, state.inner_state, params, across)
         return new, MultiStepsState(step_count(), num_steps, tree_zeros_like(acc), inner_state)
@@ -185,7 +196,7 @@ class MaybeUpdateState(NamedTuple):
     """The number of steps, and the inner state."""
 
     step: Tensor  # 0-d int64, on the CPU: steps before this one
-    inner_state: Any
+    inner_state: Any  # as of the last step that ran
 
 
 @named
@@ -246,13 +257,16 @@ def lookahead(fast_optimizer: Transform, sync_period: int, slow_step_size: Numbe
     ) -> tuple[Tree, LookaheadState]:
         updates, fast_state = inner(updates, state.fast_state, params)
         count = state.steps_since_sync + 1
+        # Meetings are computed in every step and taken in some, so no value is read on the host
         meets = count == sync_period  # 0-d bool, on the CPU
 
         def meet(slow: Tensor, param: Tensor, update: Tensor) -> Tensor:
             return add_scaled(slow, param + update - slow, slow_step_size)
 
+        # slow + slow_step_size * (fast params after this step - slow)
         met = elementwise(meet, state.slow, params, updates)
         slow = tree_map(lambda m, s: pick(meets, m, s), met, state.slow)
+        # At a meeting the params go to `met`, wherever the fast update would have led
         updates = tree_map(lambda m, p, u: pick(meets, m - p, u), met, params, updates)
         return updates, LookaheadState(torch.where(meets, 0, count), slow, fast_state)
 
@@ -288,6 +302,7 @@ def params_ema(inner: Transform, decay: Number | Schedule) -> Transform:
     ) -> tuple[Tree, ParamsEmaState]:
         now = value_of(decay, state.count)
         updates, inner_state = inner(updates, state.inner_state, params)
+        # p + u: the params as they will be after this step
         mean = elementwise(lambda m, p, u: ema(m, p + u, now), state.ema, params, updates)
         return updates, ParamsEmaState(state.count + 1, mean, inner_state)
 
@@ -312,7 +327,7 @@ class SamState(NamedTuple):
 
     step: Tensor  # 0-d int64, on the CPU: even before an ascent
     cache: Any  # like params: the params before the ascent
-    inner_state: Any
+    inner_state: Any  # of the steps that descend
 
 
 @named
@@ -338,15 +353,19 @@ def sam(inner: Transform, rho: Number = 0.05) -> Transform:
     def ascend(
         updates: Tree, state: SamState, params: Tree, across: Across
     ) -> tuple[Tree, SamState]:
+        # One factor for all leaves, from the norm of the whole gradient
         squares = across.total(tree_map(lambda u: u * u, updates))
         factor = rho / (squares.double().sqrt() + 1e-12)  # finite, too, where all gradients are 0
         step = elementwise(lambda u: u * factor, updates)
+        # A copy: the params themselves are about to move
         return step, SamState(state.step + 1, tree_map(torch.clone, params), state.inner_state)
 
     def descend(
         updates: Tree, state: SamState, params: Tree, across: Across
     ) -> tuple[Tree, SamState]:
+        # The gradient is of the worst point, but the step starts from the params before the ascent
         new, inner_state = inner.update(updates, state.inner_state, state.cache, across)
+        # Added to the params at the worst point, it leads back and then along `new`
         back = tree_map(lambda c, u, p: c + u - p, state.cache, new, params)
         return back, SamState(state.step + 1, state.cache, inner_state)
 
