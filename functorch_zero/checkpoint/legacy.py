@@ -22,14 +22,16 @@ TABLE = ROWS * ROW  # bytes
 
 def sums64(views: Sequence[memoryview]) -> int:
     """The checksum of a block's bytes, which lie in several places. Memory: a copy of the block."""
-    block = bytearray().join(views)
+    block = bytearray().join(views)  # views may end anywhere, tables may not
     found = 0
     for start in range(0, len(block), TABLE):
         table = block[start : start + TABLE]
         num_rows = len(table) // ROW
         if num_rows:
+            # Shares the table's memory
             words = torch.frombuffer(table, dtype=torch.int64, count=num_rows * WORDS)
             found = zlib.crc32(bytes_of(words.view(num_rows, WORDS).sum(0)), found)
             found = zlib.crc32(bytes_of(words.view(-1, RUN).sum(1)), found)
+        # All rows are done: the rest of the last table, or nothing
         found = zlib.crc32(table[num_rows * ROW :], found)
     return found
