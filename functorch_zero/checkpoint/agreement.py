@@ -29,8 +29,7 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
     Raises: when `work` raised on some ranks, one error on every rank, of the first one's kind,
         naming them all.
     """
-    # After a failure that all have caught the group may be broken; where nothing failed, this is
-    # free
+    # A failure that all have caught may have broken the group; else this does nothing
     rejoin(group)
     group = labelled(group, what)
     failure: Exception | None = None  # this rank's own, the cause of the error that all raise

@@ -59,8 +59,7 @@ class Snapshot:
         """The same in CPU tensors of its own: a copy of this rank's share, nothing else."""
         parts = []
         for part in self.parts:
-            # copy=True: on the CPU `to` would return the tensor itself, which the next step
-            # overwrites
+            # copy=True: on the CPU `to` would give the tensor itself, which a step overwrites
             copy = part.flat().to("cpu", copy=True)  # (numel,), in the leaf's dtype
             parts.append(part._replace(tensor=copy, first=0))
         # The copies' own versions: the old ones belong to the tensors left behind

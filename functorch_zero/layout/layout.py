@@ -31,6 +31,7 @@ class Cut:
     num_held: int  # of the params between steps; divides num_pieces
 
     def __post_init__(self) -> None:
+        # A held piece is a whole number of the optimizer's pieces, each a view of it
         assert self.num_pieces % self.num_held == 0, self
 
 
@@ -38,7 +39,7 @@ class Cut:
 class LeafSpec:
     """A leaf, as far as layouts read it."""
 
-    path: str
+    path: str  # dotted, such as "blocks.0.up.weight"; unique in a tree
     shape: tuple[int, ...]
     dtype: torch.dtype  # that it is stored in
     trainable: bool
@@ -65,6 +66,7 @@ class Bucket:
     cut: Cut
     dtypes: Dtypes | None = None  # None: leaves are gathered, used and reduced as they are stored
 
+    # Cached: steps ask for these on every entry of a unit
     @cached_property
     def compute(self) -> torch.dtype:
         """The dtype that whole leaves are used in."""
@@ -93,18 +95,22 @@ class Bucket:
     @cached_property
     def held(self) -> Bucket:
         """The same bucket, cut as its params are between steps."""
+        # The elements stay where they are: fewer and longer pieces, of the same flat
         num_held = self.cut.num_held
         cut = replace(self.cut, num_pieces=num_held)
         return replace(self, piece=self.numel // num_held, cut=cut)
 
     def held_by(self, rank: int) -> int:
         """The number of the piece of `held` in which the `rank`-th piece lies."""
+        # Every rank holds all of it
         if self.cut.num_held == 1:
             return 0
+        # num_pieces / num_held pieces in a row lie in one held piece
         return rank * self.cut.num_held // self.cut.num_pieces
 
     def first(self, rank: int) -> int:
         """The first element that `rank` keeps."""
+        # One piece: all ranks keep all of it
         return rank * self.piece if self.cut.num_pieces > 1 else 0
 
     def extent(self, k: int, rank: int) -> Extent:
@@ -123,9 +129,10 @@ class Bucket:
         if known is None:
             edges = [start]  # of padding and leaves in turn, cut off at both ends
             for offset, numel in zip(self.offsets, self.numels, strict=True):
+                # A leaf outside of [start, stop) gets size 0
                 edges.append(_clamp(offset, start, stop))
                 edges.append(_clamp(offset + numel, start, stop))
-            edges.append(stop)
+            edges.append(stop)  # 2 * leaves + 2 edges, and so 2 * leaves + 1 sizes
             known = tuple(after - before for before, after in pairwise(edges))
             self._parts[start, stop] = known
         return known
@@ -133,10 +140,11 @@ class Bucket:
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """The runs [start, stop) of the whole flat that belong to no leaf."""
-        runs, end = [], 0
+        runs, end = [], 0  # the end of the leaf before, in elements
         for offset, numel in zip(self.offsets, self.numels, strict=True):
             runs.append((end, offset))
             end = offset + numel
+        # The last run pads the bucket to equal pieces
         runs.append((end, self.numel))
         return tuple((start, stop) for start, stop in runs if start < stop)
 
@@ -194,6 +202,7 @@ class Layout:
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """For each leaf in tree order: (number of its bucket, its position there)."""
+        # (-1, -1): not placed yet; `make_layout` has seen that each leaf is
         places: list[tuple[int, int]] = [(-1, -1)] * len(self.leaves)
         for b, bucket in enumerate(self.buckets):
             for k, leaf in enumerate(bucket.leaves):
@@ -207,8 +216,9 @@ class Layout:
 
     def _content(self, unit: Unit) -> UnitContent:
         buckets = tuple(self.buckets[b] for b in unit.buckets)
-        leaves: list[int] = []
+        leaves: list[int] = []  # number in tree order, by number in the unit
         trained: list[int] = []
+        # A unit's gradients come in one list, and each bucket takes its own
         slices: list[slice] = []
         frozen: list[int] = []
         for b, bucket in zip(unit.buckets, buckets, strict=True):
@@ -231,11 +241,13 @@ class Layout:
     @cached_property
     def seen(self) -> LossView:
         """The leaves as a loss sees them."""
+        # A loss asks by leaf in tree order, thousands of times per step: so columns, made once
         # By tree order, from the units' own order
         units, numbers = [0] * len(self.leaves), [0] * len(self.leaves)
         for u, content in enumerate(self.contents):
             for k, n in enumerate(content.leaves):
                 units[n], numbers[n] = u, k
+        # A bucket's leaves share one
         dtypes = tuple(self.buckets[b].compute for b, _ in self.places)
         return LossView(
             units=tuple(units),
@@ -266,7 +278,7 @@ class Layout:
 
     def describe(self) -> dict[str, Any]:
         """The layout as plain data, for comparing ranks and for files."""
-        precision, leaves = {}, {}
+        precision, leaves = {}, {}  # paths -> text; leaf paths -> facts
         for leaf in self.leaves:
             trained = "trainable" if leaf.trainable else "frozen"
             leaves[leaf.path] = [list(leaf.shape), str(leaf.dtype), trained]
