@@ -45,6 +45,7 @@ class Overlap:
             raise ValueError(f"distance must be at least 1, got {self.distance}")
 
 
+# The second ask: at the first, all of the unit's activations are still there
 Overlap.memory = Overlap(gather_at=2, settle_at=2, num_under_way=1)
 Overlap.time = Overlap(gather_at=1, settle_at=None, num_under_way=2)
 
@@ -59,11 +60,11 @@ class PrefetchOrder:
     """
 
     def __init__(self) -> None:
-        self.units: Sequence[str] = ()
+        self.units: Sequence[str] = ()  # names; () until a pass has recorded some
 
     def record(self, units: Sequence[str]) -> None:
         """A pass has gathered these units, in this order."""
-        self.units = tuple(units)
+        self.units = tuple(units)  # a copy: the pass goes on appending to its list
 
     def follow(self, flats: Mapping[str, UnitFlats], distance: int) -> Following:
         """The order, for a pass that begins, over units with these flats by name, and that has
@@ -76,7 +77,7 @@ class PrefetchOrder:
         try:
             yield
         except BaseException:
-            self.units = ()
+            self.units = ()  # an interrupt, too, may come between two gathers
             raise
 
 
@@ -91,6 +92,7 @@ class Following:
 
     def __init__(self, order: Sequence[str], distance: int, flats: Mapping[str, UnitFlats]) -> None:
         self.gathered: list[str] = []
+        # The order is followed by position: the n-th gather of this pass is the n-th of the last
         self._order, self._distance, self._flats = order, distance, flats
         self._look_ahead()
 
@@ -102,7 +104,7 @@ class Following:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        at = len(self.gathered)
+        at = len(self.gathered)  # the number of the next gather
         names = self._order[at : at + self._distance]
         self.expected = names[0] if names else None
         # The last pass may have been over another tree
