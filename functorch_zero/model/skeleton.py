@@ -57,6 +57,7 @@ class Skeleton:
     def __init__(self, root: nn.Module, anatomy: Anatomy):
         self.root = root
         self._policies: dict[str, Precision] = {}  # by leaf, of those that have one
+        # Leaves without a policy are used as they are, and need no look
         for unit in anatomy.units:
             self._policies |= unit.policies
         self._param_places = _places(root, anatomy.slots, params_dict)
@@ -68,29 +69,36 @@ class Skeleton:
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
         self._wrap_units(anatomy)
+        # Functions too: whatever holds a module's forward may run it later
         self._held = [*root.modules(), *functions_of(root)]
         self._refs: list[int] = []  # references to each of `_held` while nothing runs
 
     def _wrap_units(self, anatomy: Anatomy) -> None:
         """Give the units' modules a forward that, from the outside in, is computed again in
         backward, enters the unit, and is compiled."""
+        # Path of a leaf -> its places, several where it is tied
         by_leaf: dict[str, list[Place]] = {}
         for place in self._param_places:
             by_leaf.setdefault(place.leaf, []).append(place)
         for unit in anatomy.units:
+            # Wherever the unit's leaves are used, also in modules inside
             inside: list[Place] = []
             for leaf in unit.leaves:
                 inside += by_leaf.get(leaf, [])
+            # A unit's modules each enter it; its leaves stay until the last has returned
             for path in unit.modules:
                 module = self.root.get_submodule(path)
                 if path in anatomy.compiled:
+                    # Innermost, so that gathering and hooks stay out of the region
                     module.forward = CompiledForward(module.forward, anatomy.compile_options)
                 module.forward = self._entering(path, inside, module.forward)
+                # Outermost, so that the second run enters the unit anew
                 if path in anatomy.remat:
                     module.forward = recomputed(module.forward, self._buffers_in(module))
 
     def _buffers_in(self, module: nn.Module) -> list[Place]:
         """The places of the buffers of a module and of those inside it."""
+        # Dicts can't be compared cheaply: each module has its own, told by identity
         inside = {id(buffers_dict(m)) for m in module.modules()}
         return [place for place in self._buffer_places if id(place.held) in inside]
 
@@ -114,6 +122,7 @@ class Skeleton:
     ) -> dict[str, BufferCopy]:
         """Fill every place; buffers with copies, which are returned with their versions."""
         self._params = params
+        # Asked once per call, and not once per leaf
         kinds = {type(leaf) for leaf in params.values()}
         self._lazy = LazyParam in kinds
         leaves = leaves_for(self._param_places, params)
@@ -123,6 +132,7 @@ class Skeleton:
                 leaves[i] = self._as_used(place.leaf, leaves[i])
         put(self._param_places, leaves)
         taken = {}
+        # The version after the copy: only the call's own writes count
         for path, copied in self._put_copies(buffers).items():
             taken[path] = BufferCopy(copied, _version(copied))
         return taken
@@ -140,6 +150,7 @@ class Skeleton:
         Then it finds the params there, and copies of the buffers that the call was given. It may
         change those: nobody reads them.
         """
+        # Nobody else refers to the modules, so nothing can run them again
         if self.is_free():
             self._params = {}
             put(self._all_places, self._empty)
@@ -148,6 +159,7 @@ class Skeleton:
 
     def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in the places of buffers, since modules write to theirs; they are returned."""
+        # One copy per buffer, though it may stand in several places
         copies = {path: buffer.clone() for path, buffer in buffers.items()}
         put(self._buffer_places, leaves_for(self._buffer_places, copies))
         return copies
@@ -157,6 +169,7 @@ class Skeleton:
     ) -> dict[str, Tensor]:
         """The buffers after the call: the old tensors where nothing changed."""
         new = dict(old)
+        # Tied buffers are seen once per place, with the same result
         for place, buffer in zip(self._buffer_places, tensors_in(self._buffer_places), strict=True):
             if _is_changed(buffer, taken[place.leaf], old[place.leaf]):
                 new[place.leaf] = buffer.detach()
@@ -165,10 +178,12 @@ class Skeleton:
     def _entering(self, path: str, inside: list[Place], forward: Callable[..., Any]) -> Any:
         """The same function, entering the unit of the module of this path where leaves are lazy."""
 
+        # `wraps`, so that signatures and names stay for hooks and compilers
         @functools.wraps(forward)
         def enter_and_run(*args: Any, **kwargs: Any) -> Any:
             run = forward
             with ranged("forward", path or "root"):
+                # Asked at each call: one skeleton serves whole leaves and lazy ones
                 if self._lazy:
                     run = entering(path, inside, self._params, forward)
                 return run(*args, **kwargs)
@@ -189,6 +204,7 @@ def _places(
 
 def _is_changed(buffer: Tensor, taken: BufferCopy, old: Tensor) -> bool:
     """Whether a call has put another tensor in a buffer's place, or written to the one there."""
+    # Replaced, or written to in a way that counts
     if buffer is not taken.tensor or _version(buffer) != taken.version:
         return True
     return _may_differ(buffer, old)
@@ -203,6 +219,7 @@ def _may_differ(copied: Tensor, old: Tensor) -> bool:
     """Whether a copy whose version is as it was may have changed; see Note [changed buffers]."""
     if not copied.is_floating_point() and not copied.is_inference():
         return False
+    # Subclasses and transforms have no plain comparison: they count as changed
     plain = type(copied) is Tensor and not transforms_active()
     if not plain or copied.device.type != "cpu":
         return True
