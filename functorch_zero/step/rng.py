@@ -30,6 +30,7 @@ def replayed(
         yield
         return
     devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
+    # Forked: the caller's generators come back when the step is over
     with torch.random.fork_rng(devices=devices):
         _seed_generators(_mix(int(seed), int(step), rank, micro), device)
         yield
@@ -41,6 +42,7 @@ def _seed_generators(seed: int, device: torch.device) -> None:
     `torch.manual_seed` would seed every device's, which nothing restores, and formats a stack for
     each kind of device.
     """
+    # Both: a loss may draw on the CPU and on its device
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -49,6 +51,7 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 
 def _mix(*numbers: int) -> int:
     """One 63-bit seed of several numbers (splitmix64's finaliser, after each)."""
+    # Mixed, and not added: (step 1, rank 0) and (step 0, rank 1) must differ
     mixed = 0
     # Python's integers don't overflow: `&` keeps the arithmetic in 64 bits
     for number in numbers:
