@@ -80,8 +80,9 @@ def check_sizes(root: Path, count: int) -> Manifest:
 def verify(root: PathLike, *, count: int | None = None) -> dict[int, list[str]]:
     """Read checkpoints from end to end. For each step, its faults: none for an intact one.
 
-    Checked are manifest, sizes, checksums of every block, that each file's own header says what the
-    manifest says, and that nothing else lies in the folder. Run by one rank.
+    The manifest, the sizes and the checksums of every block are checked. Besides, each file's own
+    header must say the same as the manifest, and nothing else may lie in the folder. Run by one
+    rank.
 
     Args:
         root: the folder of checkpoints.

@@ -1,9 +1,9 @@
 """`sums64`, a checksum that older checkpoints have: checked where they are read, never written.
 
 A block is cut into tables of 16 rows of 1921 64-bit integers; its last table may have fewer rows.
-Per table, the CRC-32 goes on over the sums of the columns, then the sums of the rows' runs of 113
-integers, then the bytes that fill no row (only the last table has any). Sums are modulo 2^64, and
-integers have their lowest byte first.
+Per table, the CRC-32 goes on over three things: the sums of the columns; the sums of the rows' runs
+of 113 integers; the bytes that fill no row, which only the last table has. Sums are modulo 2^64,
+and integers have their lowest byte first.
 """
 
 from __future__ import annotations

@@ -317,9 +317,9 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
 def blank_state(like: State, *, reuse: bool) -> State:
     """A state of the same structure whose values are to be overwritten, all of them.
 
-    Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, but
-    for scalars (the step counter tells states apart), for leaves that don't lie row by row, and for
-    a second use of the same storage.
+    Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, with
+    three exceptions: scalars, since the step counter tells states apart; leaves that don't lie row
+    by row; a second use of the same storage.
     """
     leaves, treedef = optree.tree_flatten(like)
     flats: dict[int, Tensor] = {}  # by the id of the one that like's leaves are views of

@@ -1,8 +1,8 @@
 """The manifest: the contents of a checkpoint, and their places. Plain data, to and from JSON.
 
 The file's first line is the checksum of the rest. A manifest from `parse_manifest` is safe to act
-on: file names follow from the number of ranks, every number is bounded, no piece lies outside its
-file, and the pieces cover every leaf exactly once. Values may still be wrong, if somebody wants
+on: file names follow from the number of ranks, and every number is bounded. No piece lies outside
+its file, and the pieces cover every leaf exactly once. Values may still be wrong, if somebody wants
 them to be: checksums stop accidents, not attackers.
 """
 

@@ -60,11 +60,11 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
     at a time: this call waits for the one before. On ranks that are threads (`run_ranks`) it runs
     at once, here.
 
-    An error is raised by `Saving.result`, by the next call of a sharded `step` (on every rank,
-    before it touches the state), by the next `save` or `async_save` with this step, or by
-    `wait_for_saves`. One that nobody asked for is printed when the program ends. Leaving the
-    program waits for the save, but torch's groups must live until then: call `wait_for_saves(step)`
-    before `destroy_process_group`.
+    An error is raised by `Saving.result`, by `wait_for_saves`, or by the next `save` or
+    `async_save` with this step. The next call of a sharded `step` raises it too, on every rank
+    before it touches the state. One that nobody asked for is printed when the program ends. Leaving
+    the program waits for the save, but torch's groups must live until then: call
+    `wait_for_saves(step)` before `destroy_process_group`.
 
     Raises: the error of the save before this one.
     """

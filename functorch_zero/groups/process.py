@@ -71,10 +71,10 @@ class ProcessGroup:
       and in `wait`, since gloo does not have all collectives for them.
     - one rank: copies, no communication.
 
-    Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError`
-    when one was lost without a word or the time is over: in the call, or in `Work.wait`. Afterwards
-    the group can't be used until all ranks have called `rejoin`, as a sharded step does by itself
-    when it is tried again.
+    A call, or `Work.wait`, raises `PeerError` with the other rank's error when one has called
+    `fail`. It raises `LostPeerError` when a rank was lost without a word or the time is over.
+    Afterwards the group can't be used until all ranks have called `rejoin`, as a sharded step does
+    by itself when it is tried again.
     """
 
     def __init__(

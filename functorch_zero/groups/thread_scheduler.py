@@ -126,7 +126,7 @@ class World:
         # How many of those this rank has asked for by now
         number = self._num_circles[rank, ranks]
         self._num_circles[rank, ranks] += 1
-        # It is the first of them to ask for this one
+        # This rank is the first of them to ask for it
         if number == len(same):
             same.append(Circle(ranks))
             self._circles.append(same[-1])
@@ -198,7 +198,7 @@ class World:
             self._let_others_run(rank)
             if self._times_rejoined > times:  # all came, whatever has happened since then
                 return
-        # A rank ended instead of coming: the world is broken still
+        # Broken still, if a rank has ended instead of coming
         self._raise_if_broken(rank)
 
     def begin(self) -> None:
@@ -289,7 +289,7 @@ class World:
 
     def _successor(self, rank: int) -> int | None:
         """The next rank, in circular order, that can go on."""
-        # Up to `size`: the rank itself comes last
+        # Up to `size`, so that the rank itself comes last
         for step in range(1, self.size + 1):
             candidate = (rank + step) % self.size
             if candidate not in self._ended and self._can_go_on(candidate):

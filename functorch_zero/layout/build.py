@@ -27,7 +27,6 @@ def leaf_specs(
     """The specs of a tree of tensors, in tree order. The meta device will do.
 
     Args:
-        # Only shapes, dtypes and paths are read, so no storage is needed
         policies: by path; leaves without one are used as they are stored.
     """
     specs = []
@@ -170,8 +169,8 @@ def _by_bucket(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[i
 
 def _stands_alone(spec: LeafSpec) -> bool:
     """Whether a leaf has a bucket of its own: its gradient, if reduced at once, then needs no copy
-    # Only levels 2 and 3 reduce a gradient at once, and only of trained leaves
     to be a flat."""
+    # Only levels 2 and 3 reduce a gradient at once, and only of trained leaves
     if not spec.trainable or spec.cut.level <= 1 or spec.cut.num_pieces == 1:
         return False
     # A bucket's flat has its padding at the end, so a leaf without any is the flat

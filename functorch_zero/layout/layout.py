@@ -4,7 +4,7 @@ communication.
 A unit's leaves of one dtype, one precision policy and one trainability lie in one bucket, a flat
 1-D buffer: each leaf starts at a 64-byte boundary, in path order, and the bucket is padded to equal
 pieces, as many as its `Cut` says. Rank r keeps the elements [r * piece, (r + 1) * piece) of each
-bucket, and so of each leaf in it a contiguous range, possibly empty.
+bucket. So of each leaf in it the rank keeps a contiguous range, possibly empty.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class Policies:
         return found
 
     def cast_calls(self, root: nn.Module) -> None:
-        """Make the modules of a model (a copy that is nobody else's) cast their inputs, where they
-        use leaves, and their outputs, where a policy says so."""
+        """Make the modules of a model cast their inputs, where they use leaves, and their outputs,
+        where a policy says so. The model is a copy that is nobody else's."""
         users = set()  # modules in whose calls leaves are used
         for path, module in root.named_modules():
             # Its own leaves, not those of modules inside

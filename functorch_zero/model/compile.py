@@ -5,8 +5,8 @@ outside of the region; inside are whole leaves and torch operators. Blocks of on
 share their code: it is compiled once.
 
 Note [random numbers]: inductor's own random numbers depend on how a kernel was compiled, and so on
-which shapes came first, which ranks and the unsharded step needn't have alike. It is told to draw
-as torch does, unless asked otherwise.
+the shapes that came first. Ranks and the unsharded step needn't have those alike. Inductor is told
+to draw as torch does, unless asked otherwise.
 """
 
 from __future__ import annotations

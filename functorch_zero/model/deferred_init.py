@@ -2,7 +2,7 @@
 
 Note [the same draws]: a module is initialised with the leaves that are wanted in their places and
 all others on the meta device, where writing does nothing. The random numbers of those are drawn all
-the same, into nothing, so that the values of a leaf don't depend on which others are made with it.
+the same, into nothing. So the values of a leaf don't depend on which others are made with it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`functionalize`: an nn.Module as a pure function of `(params, buffers)`.
 
-The module is copied once into a *skeleton* that owns no values (its tensors are on the meta device)
-and is private to the `apply` made of it. A call puts the caller's leaves into the skeleton's places
-and runs it. Given `LazyParam`s, each unit's forward on the skeleton enters the unit first and
-leaves it afterwards; given tensors, nothing is entered.
+The module is copied once into a *skeleton*, which is private to the `apply` made of it. The
+skeleton owns no values: its tensors are on the meta device. A call puts the caller's leaves into
+its places and runs it. Given `LazyParam`s, each unit's forward on the skeleton enters the unit
+first and leaves it afterwards; given tensors, nothing is entered.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def functionalize(
             class and shape are compiled once.
         compile_options: for torch.compile: backend, mode, options, dynamic, fullgraph. Inductor
             draws random numbers as torch does, unless options have fallback_random=False.
-        precision: a `Precision` for the model, or a dict from module classes, predicates or
-            patterns of module paths ("" is the model) to one each, which counts for everything in
+        precision: a `Precision` for the model, or a dict to one each from module classes,
+            predicates or patterns of module paths ("" is the model). Each counts for everything in
             those modules. The innermost module named counts, and of two rules for one module the
             later one. None: leaves are used as they are stored.
 

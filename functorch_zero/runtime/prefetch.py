@@ -1,5 +1,5 @@
-"""Overlap of communication with a pass: the order in which units are gathered, as a hint from one
-pass to the next, and the moments of backward at which gathers start and reductions end."""
+"""Overlap of communication with a pass: the moments of backward at which gathers start and
+reductions end, and the order of gathers, which one pass hints to the next."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ after the unit's own backward: it orders ready nodes by creation, newest first.
 Note [order of reductions]: ranks must start the same collectives in the same order, even when one
 rank's loss does not reach a unit. Reductions therefore start in the reverse of the order of uses.
 For a use that backward has passed by, a rank sends zeros, and gathers what its backward would have
-gathered. Where nothing but whole gradients is reduced in backward (levels 0 and 1 alone), they
-start in the reverse of the layout's order, each unit once.
+gathered. Where nothing but whole gradients is reduced in backward, at levels 0 and 1 alone, they
+start in the reverse of the layout's order. Each unit then comes once.
 
 Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is
 ready. So when it runs a node, uses that are newer have been passed by if they have no gradients by

@@ -16,8 +16,8 @@ def replayed(
     """Random numbers as a function of (seed, step, rank, micro-batch); the global state is as
     before afterwards.
 
-    So a step is pure, a run that goes on from a checkpoint draws the same numbers as one that never
-    stopped, and ranks draw different ones for their different data.
+    So a step is pure, and ranks draw different numbers for their different data. A run that goes on
+    from a checkpoint draws the same numbers as one that never stopped.
 
     Args:
         seed: 0-d int64; None: the global random state is used, and goes on.

@@ -1,7 +1,7 @@
 """The step for one process: pure, and the oracle that every sharded step is held to.
 
-A step takes a `State` and returns the next one. In a sharded state, `params` is a `ShardedTree`
-(whole leaves, or at level 3 pieces), state leaves that follow a param are this rank's pieces, and
+A step takes a `State` and returns the next one. In a sharded state, `params` is a `ShardedTree`:
+whole leaves, or at level 3 pieces. State leaves that follow a param are this rank's pieces.
 `sharding` says how they are cut.
 """
 

@@ -6,7 +6,7 @@ every trained leaf: params that have hardly moved would be equal whatever the op
 Note [reordered]: the same sums, added in another order, differ by a few roundings of their largest
 terms. So an element that cancels to nearly zero may be wrong relative to itself while nothing is
 wrong. Hence a leaf's differences are measured against the largest magnitude in that leaf's expected
-update. Besides, a param holds `old + update` only to its own last place, so a param large beside
+update. Besides, a param holds `old + update` only to its own last place. So a param large beside
 its update shows differences of that size too. Two last places are allowed. An update that is not
 well above them is refused, because comparing it would say nothing.
 """
