@@ -220,11 +220,11 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
         for part in parts:
             for chunk in chunks_of(part.flat()):
                 out.write(bytes_of(chunk))
-                # Nbytes handed over, perhaps still in the block under way
+                # Handed over, and perhaps still in the block under way
                 snapshot.progress.written += chunk.nbytes
                 out.report()
         out.finish()
-    finally:  # of a file cut short by an error, too: nobody gives it a name in a manifest
+    finally:  # a file that an error cut short stays, and goes with its folder
         out.close()
     pieces = []
     for part, offset in zip(parts, offsets[:-1], strict=True):

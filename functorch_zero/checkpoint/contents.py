@@ -97,7 +97,7 @@ def contents_of(step: Step, state: State) -> Contents:
     check_state(step, state)
     held: list[Held] = []
     values: dict[str, Value] = {}
-    # Steps, seeds and other plain values are leaves too: `values` takes those
+    # Leaves that are no tensors, such as an optimizer's plain numbers, go to `values`
     leaves = optree.tree_leaves(state)
     for path, leaf, spot in zip(_paths(state), leaves, _spots(step, state), strict=True):
         if isinstance(leaf, Tensor):
@@ -226,7 +226,7 @@ def _param_spot(layout: Layout, number: int, rank: int) -> _Spot:
     bucket = layout.buckets[b]
     if not level_of(bucket).cuts_params:
         return _EVERYWHERE
-    # As held: along the shard axis alone, though the optimizer's pieces may be smaller
+    # As held, though the optimizer's pieces may be smaller: see Note [two cuts] in `layout`
     extent = bucket.held.extent(k, bucket.held_by(rank))
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
@@ -277,7 +277,6 @@ def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
     spots = []
     for kind, x in zip(parts.kinds(), optree.tree_leaves(state.parts), strict=True):
         if kind.carried == "sum":
-            # Rows of the data axes, not of the world: ranks of the same data have equal rows
             # A row per rank of the data axes; x is this rank's, (1, ...)
             row, n = axes.data.rank, x.numel()
             shape = (axes.data.size, *x.shape[1:])
@@ -332,6 +331,6 @@ def _first_element(tensor: Tensor, byte: int) -> int:
 def digest_of(contents: Contents, *more: Any) -> str:
     """For ranks to compare before they save: a digest of the leaves' paths, shapes and dtypes, and
     of all else that they must share."""
-    # Not the values, of which each rank has its own part
+    # Not the elements, of which each rank has its own
     rows = [(h.path, h.shape, str(h.tensor.dtype)) for h in contents.held]
     return hashlib.sha256(repr((rows, contents.values, more)).encode()).hexdigest()

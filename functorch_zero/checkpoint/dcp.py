@@ -57,12 +57,11 @@ def export_dcp(
         CheckpointError: there is no such checkpoint, `out` exists, or no leaf lies under `trees`.
         CorruptError: the checkpoint is damaged; the file is named.
     """
-    # All weights are read first: DCP writes a whole state dict at once
     manifest, folder = chosen(root, count)
-    tensors = {}
+    # All weights are read first: DCP writes a whole state dict at once
+    tensors = {}  # name -> whole leaf, in its shape
     for named in named_leaves_in(manifest, trees, aliases_of(aliases)):
         whole = read_leaf(manifest, named.number, folder)
-        # Name -> whole leaf, in its shape
         tensors[prefix + named.name] = whole.view(named.leaf.shape)
     # As in `export_weights`: no lock, and the name comes last
     temporary = Temporary(Path(out).absolute(), lock=False)
@@ -175,6 +174,6 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            # Error.failures: rank -> (exception, traceback)
+            # `error.failures`: rank -> (exception, traceback)
             causes = "; ".join(str(cause) for cause, _ in error.failures.values())
             raise OSError(f"{folder}: torch.distributed.checkpoint failed: {causes}") from None

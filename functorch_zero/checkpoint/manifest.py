@@ -146,7 +146,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     Raises:
         CorruptError: it is damaged, of another version, or not a manifest.
     """
-    # From here on each line may rely on the lines before
+    # Each check may rely on those before it
     rows = _Checked(_body(data, where), where)
     known = isinstance(rows.value, dict) and rows.value.get("format") == FORMAT
     rows.need(known, f"not a {FORMAT}")

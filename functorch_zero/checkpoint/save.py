@@ -76,8 +76,8 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
     try:
         # On the caller's thread: after this call the step may overwrite its storage
         snapshot = snapshot_of(step, state, user)
+        # Without donation the tensors stay as they are, and the job checks that they did
         if isinstance(step, ShardedTrainStep) and step.options.donate:
-            # Else the tensors are the user's to keep unchanged, and are checked
             with torch.no_grad():
                 snapshot = snapshot.copied()
     except Exception as error:  # to be told to the other ranks, in the save's own exchange

@@ -43,7 +43,7 @@ class SaveJob:
 
     def run(self) -> Path:
         """Save, and return the folder. Three exchanges."""
-        started = time.monotonic()  # seconds, by the monotonic clock
+        started = time.monotonic()
         try:
             # Snapshots, and rank 0's folder: rank 0 alone makes and names it
             begun = together(self._group, f"save to {self._root}", self._begin)
@@ -100,7 +100,7 @@ class SaveJob:
     def _commit(self, rows: Sequence[dict[str, Any]]) -> None:
         """On rank 0, write the manifest and give the folder its name."""
         if self._temporary is None:
-            return  # in rank order, as the manifest wants them
+            return
         assert self._snapshot is not None
         manifest = _manifest(self._snapshot, rows)
         # Our own bug would show here, before the checkpoint has a name
@@ -142,7 +142,7 @@ def _manifest(snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> Manifest:
     for i, held in enumerate(snapshot.contents.held):
         dtype = dtype_name(held.path, held.tensor.dtype)
         leaves.append(Leaf(held.path, dtype, held.shape, orders.get(i)))
-    files = [_file_of(row) for row in rows]
+    files = [_file_of(row) for row in rows]  # in rank order
     return Manifest(
         step=snapshot.step,
         ranks=len(files),

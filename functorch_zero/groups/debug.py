@@ -48,7 +48,6 @@ class LabelledGroup(Forwarding):
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        # Elements sent and received may differ from rank to rank, so they are no part of it
         call = Signature("all_to_all", source.dtype)  # ranks need not agree on sizes
         return self._start(call, source, out, out_sizes, source, in_sizes)
 
@@ -92,7 +91,6 @@ class LabelledGroup(Forwarding):
     def _call(self, call: Signature, *arguments: Any) -> Any:
         """Call `inner`'s collective of this kind; its errors say where in the step it belongs."""
         try:
-            # `Signature.kind` is the method's name
             return getattr(self.inner, call.kind)(*arguments)
         except GroupError as error:
             _tell_where(error, self)

@@ -67,7 +67,7 @@ class Ring:
     def __init__(self, rank: int | None = None) -> None:
         self.entries: deque[Entry] = deque(maxlen=_NUM_KEPT)
         self._rank = rank
-        self._numbers = count(1)  # never reset by dropping old entries
+        self._numbers = count(1)  # they go on when old entries are dropped
         # Weak, and dropped by itself when the rank's groups go
         _rings.add(weakref.ref(self, _rings.discard))
 

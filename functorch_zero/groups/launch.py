@@ -280,7 +280,7 @@ def _let_exit(members: list[_Member]) -> None:
 
 def _kill(members: list[_Member]) -> None:
     """End all processes, of which most have ended by themselves."""
-    # SIGKILL, since a rank inside a collective hears no gentler signal
+    # SIGKILL: handlers that a rank may have for other signals don't run inside a collective
     for member in members:
         member.process.kill()
         member.process.join()

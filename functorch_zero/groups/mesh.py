@@ -197,7 +197,6 @@ class Axis:
     holds_different_data: bool = True
 
     @property
-    # The size and rank are the group's, which may be of one rank
     def size(self) -> int:
         """The number of ranks along it."""
         return self.group.size

@@ -3,6 +3,12 @@
 A collective that only moves data moves bytes, so every dtype works on every backend. Sums that gloo
 would make slowly, or not at all, are an exchange followed by a local sum in rank order;
 `ProcessGroup` says which.
+
+Note [eras]: a group that was left after a failure is made usable again by `rejoin`, over another
+torch group. An *era* lasts from one to the next. Its number is how often this rank has come back,
+which is the same on all ranks that come back together. A collective of an earlier era raises that
+era's error, however late it is waited for. The number is part of the group's names in torch's
+store, so that no rank finds the addresses or the failure of an earlier era.
 """
 
 from __future__ import annotations
@@ -86,7 +92,7 @@ class ProcessGroup:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         # Collectives that `_leave` cuts off; weak, as they live with the code that waits for them
         self._works: set[weakref.ref[TorchWork]] = set()
-        # Why this rank left, by how often it had come back before (the *era*)
+        # By era, why this rank left; see Note [eras]
         self._errors: dict[int, GroupError] = {}
         self._closed = False  # by `close`: there is no way back
         refuse_collectives_in_transforms()
@@ -96,7 +102,7 @@ class ProcessGroup:
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self.ranks = dist.get_process_group_ranks(parent)
         self._torch_group: dist.ProcessGroup | None = None  # None: one rank, or this rank has left
-        # The token names the group in torch's store; the count is the era
+        # The token names the group in torch's store; the count is the era's number
         self._token, self._times_rejoined = "", 0
         self._known_as = self.rank  # in messages to other ranks: a subgroup keeps its parent's
         if self.size > 1:
@@ -131,7 +137,6 @@ class ProcessGroup:
             out, whole = out.detach(), whole.detach()
         if self.size == 1 or not whole.numel():
             return copied(out, whole)
-        # gloo lacks some collectives on other devices
         if self._must_stage(whole):
             return through_host(self.reduce_scatter, out, whole)
         if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
@@ -258,7 +263,7 @@ class ProcessGroup:
         if ended := torch_distributed.world_failure():
             raise PeerError(ended)
         reason = self._error
-        # A new era: works of the last one still find why that one ended
+        # See Note [eras]
         self._times_rejoined += 1
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:

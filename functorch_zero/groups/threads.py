@@ -177,8 +177,8 @@ class ThreadGroup:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload` in rank order; sizes may differ."""
-        # bytes() copies: the caller may change a bytearray after
         call = Signature("exchange")
+        # bytes() copies a bytearray, which the caller may change later
         meeting = self._call(call, bytes(payload), lambda payloads: [payloads] * len(payloads))
         return list(self._world.result_of(meeting, self._rank))
 
@@ -202,8 +202,8 @@ class ThreadGroup:
         """
         self._world.rejoin(self._rank)
 
-    # The meeting may be complete by now, and `out` is still written in `wait`
     def _start(self, call: Signature, deposit: Any, out: Tensor, combine: Combine) -> Work:
+        # The meeting may be complete by now, and `out` is still written in `wait`
         return _ThreadWork(self._world, self._rank, self._call(call, deposit, combine), out)
 
     def _call(self, call: Signature, deposit: Any, combine: Combine) -> Meeting:
@@ -281,7 +281,7 @@ class _Run(Generic[T]):
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
-        self._world.begin()  # rank 0 goes first
+        self._world.begin()
 
     def stop(self) -> str:
         """End every thread: at once when all ranks have ended, else by breaking their collectives

@@ -55,7 +55,6 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of a mesh of one dim."""
     from torch.distributed.device_mesh import DeviceMesh  # here, since it takes a while to import
 
-    # The type is checked late: importing DeviceMesh is slow, and groups are the usual case
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             "group must be a functorch_zero Group, a torch ProcessGroup or DeviceMesh that this "
@@ -132,7 +131,7 @@ def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dis
     """
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
-    # By torch's internals: no public function takes a name
+    # By torch's internals: no public function takes a name; see Note [eras] in `process`
     backend = c10d.Backend(str(dist.get_backend_config(parent)))
     made, _ = c10d._new_process_group_helper(
         len(ranks),

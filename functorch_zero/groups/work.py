@@ -38,7 +38,8 @@ class TorchWork:
         kept: the tensors, which must live until the backend is through with them.
     """
 
-    # In two states: under way (a handle) or done; with an era besides it was cut off
+    # A work is under way (a handle), done (none), or was cut off (none, and an era): see Note
+    # [eras] in `process`
     _era: int | None = None  # of the group, when it left with this under way
 
     def __init__(self, group: Losing, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:

@@ -71,7 +71,6 @@ def is_flat(
 def unpack(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     """The bucket's leaves, whole, as views of its whole flat."""
     views = []
-    # Leaves in bucket order; a view costs no memory
     for part, shape in zip(_split(flat, bucket, 0), bucket.shapes, strict=True):
         views.append(part.view(shape))
     return views
@@ -99,7 +98,7 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
         num_pieces, rest = divmod(base.numel(), bucket.piece)
         if rest == 0:
             # The base is one piece, or several in a row: those that this rank holds
-            # Pieces of one held piece lie in a row: see `Bucket.held_by`
+            # See Note [two cuts] in `layout`
             first = rank % num_pieces * bucket.piece
             flat = base if num_pieces == 1 else base[first : first + bucket.piece]
             are_flat = all(piece.dim() == 1 for piece in pieces)
@@ -139,7 +138,6 @@ def _lie_in(
     for leaf, padding, numel in zip(given, paddings, numels, strict=True):
         offset += padding
         # `leaf.data = other` changes the storage, and leaves the base
-        # Identity, not equality: an equal view of another base is another tensor
         if base_of(leaf) is not base or storage_id(leaf) != storage or leaf.dtype != dtype:
             return False
         if leaf.storage_offset() != offset or leaf.numel() != numel or not leaf.is_contiguous():
@@ -180,7 +178,6 @@ def filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) 
 
 
 def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torch.dtype:
-    # None counts for nothing
     dtypes = {leaf.dtype for leaf in leaves if leaf is not None} or {default}
     if len(dtypes) > 1:
         raise TypeError(
@@ -204,7 +201,7 @@ class Recall:
         self._firsts: list[int] = []  # for each flat, a leaf that is a view of it
 
     def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        # Identity by identity, with `map`: it runs for every leaf on every step
+        # With `map`, since this runs for every leaf at every step
         same = len(leaves) == len(self._leaves) and all(map(is_, map(call, self._leaves), leaves))
         if same and where_they_lie(leaves) == self._as_they_were:
             bases: list[Any] = [*map(base_of, map(leaves.__getitem__, self._firsts))]
@@ -234,7 +231,7 @@ def where_they_lie(leaves: Sequence[Tensor]) -> list[list[Any]]:
 
 def own_piece(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
     """Of a flat that is held between steps, this rank's (piece,): a view."""
-    # The held flat is one piece
+    # The held flat is one piece; see Note [two cuts] in `layout`
     if bucket.piece == flat.numel():
         return flat
     num_pieces = bucket.cut.num_pieces // bucket.cut.num_held  # pieces in one held flat

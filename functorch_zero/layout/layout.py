@@ -5,6 +5,13 @@ A unit's leaves of one dtype, one precision policy and one trainability lie in o
 1-D buffer: each leaf starts at a 64-byte boundary, in path order, and the bucket is padded to equal
 pieces, as many as its `Cut` says. Rank r keeps the elements [r * piece, (r + 1) * piece) of each
 bucket. So of each leaf in it the rank keeps a contiguous range, possibly empty.
+
+Note [two cuts]: a bucket has one cut for gradients and optimizer state, into `num_pieces`, and one
+for params between steps, into `num_held`. At level 3 over one axis the two are equal. At levels 0
+to 2 params are held whole: `num_held` is 1. With a state cut over both axes of a mesh, each held
+piece is `num_pieces / num_held` of the smaller ones in a row. Ranks are numbered so that rank r
+keeps the r-th of the smaller pieces, and holds the one in which it lies. So what the optimizer sees
+of a param is a view of what its rank holds.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ class Cut:
     num_held: int  # of the params between steps; divides num_pieces
 
     def __post_init__(self) -> None:
-        # A held piece is a whole number of the optimizer's pieces, each a view of it
+        # See Note [two cuts]
         assert self.num_pieces % self.num_held == 0, self
 
 
@@ -94,8 +101,7 @@ class Bucket:
 
     @cached_property
     def held(self) -> Bucket:
-        """The same bucket, cut as its params are between steps."""
-        # The elements stay where they are: fewer and longer pieces, of the same flat
+        """The same bucket, cut as its params are between steps; see Note [two cuts]."""
         num_held = self.cut.num_held
         cut = replace(self.cut, num_pieces=num_held)
         return replace(self, piece=self.numel // num_held, cut=cut)
@@ -105,7 +111,6 @@ class Bucket:
         # Every rank holds all of it
         if self.cut.num_held == 1:
             return 0
-        # num_pieces / num_held pieces in a row lie in one held piece
         return rank * self.cut.num_held // self.cut.num_pieces
 
     def first(self, rank: int) -> int:
@@ -241,8 +246,8 @@ class Layout:
     @cached_property
     def seen(self) -> LossView:
         """The leaves as a loss sees them."""
-        # A loss asks by leaf in tree order, thousands of times per step: so columns, made once
         # By tree order, from the units' own order
+        # In columns: every pass makes its lazy parameters of them
         units, numbers = [0] * len(self.leaves), [0] * len(self.leaves)
         for u, content in enumerate(self.contents):
             for k, n in enumerate(content.leaves):

@@ -38,7 +38,7 @@ class Level:
         cut over `replicate` times as many."""
         return Cut(
             level=self.number,
-            # A state cut over both axes: each held piece is `replicate` of the optimizer's
+            # See Note [two cuts] in `layout`
             num_pieces=shard * replicate if self.cuts_state else 1,
             num_held=shard if self.cuts_params else 1,
         )

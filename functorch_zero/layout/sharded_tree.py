@@ -38,8 +38,8 @@ Form = Literal["held", "pieces"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
-# A context variable: thread ranks and async code each have their own
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
+# A context variable, so that thread ranks and async code each have their own
 _IN_A_LOSS: ContextVar[bool] = ContextVar("_IN_A_LOSS", default=False)
 
 
@@ -90,7 +90,7 @@ class Holding:
         rank = self.sharding.number
         if self.form == "pieces":
             return cut(flat, bucket, rank)
-        # `held` is the same bucket, cut as params are between steps
+        # See Note [two cuts] in `layout`
         if level_of(bucket).cuts_params:
             return cut(flat, bucket.held, bucket.held_by(rank))
         return unpack(flat, bucket)
@@ -128,7 +128,7 @@ class ShardedTree(OnEngine):
     """
 
     def __init__(self, tree: PyTree[Tensor], holding: Holding):
-        self._tree: Any = tree  # of the leaves, made when they are first asked for
+        self._tree: Any = tree  # None: made of the flats when it is asked for
         self.holding = holding
         self._known: _Known | None = None  # flats that the leaves are known to be views of
         self._is_used_up = False
@@ -388,7 +388,7 @@ def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:
     """Of flats as they are held, this rank's pieces of the trained leaves: views; else None."""
     sharding = holding.sharding
     pieces = [
-        # A view of the held flat: at level 3 all of it, else this rank's part
+        # A view of the held flat, or all of it; see Note [two cuts] in `layout`
         own_piece(flat, bucket, sharding.number) if bucket.trainable else None
         for flat, bucket in zip(flats, sharding.layout.buckets, strict=True)
     ]

@@ -130,7 +130,6 @@ def _casting(
     @functools.wraps(forward)
     def cast_and_run(*args: Any, **kwargs: Any) -> Any:
         if inputs is not None:
-            # Also nested ones, and keyword arguments
             args, kwargs = cast_floats((args, kwargs), inputs)
         return cast_floats(forward(*args, **kwargs), output)
 
@@ -204,7 +203,6 @@ class CastUnit:
     def leave(self, module: str) -> None:
         self._depth -= 1
         self._left.add(module)
-        # All modules of the unit have returned
         if self._depth == 0 and self._left >= self._modules:
             self.close()
 
@@ -270,7 +268,6 @@ class CastParams:
         for path, policy in unit.policies.items():
             stored.append(params[path])
             dtypes.append(policy.dtypes(params[path].dtype))
-        # Nothing to do for this unit: its leaves are used as they are
         if all(found is None for found in dtypes):
             return {}
         entrance = CastUnit(unit, stored, dtypes)

@@ -39,7 +39,7 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         StructureError: a function refers to the model in another way, through a list say.
     """
     copied = copy.deepcopy(model, memo)
-    # What no copied function may lead to
+    # The ids of everything that no copied function may lead to
     originals = {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, module in copied.named_modules():
         attributes = vars(module)
@@ -158,7 +158,7 @@ def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, FunctionType) and id(value) not in memo:
         memo[id(value)] = value  # for a function that is closed over itself
         memo[id(value)] = _function_about_copy(value, memo)
-    if isinstance(value, nn.Module | FunctionType):  # what is in no memo is none of the model's
+    if isinstance(value, nn.Module | FunctionType):  # not in the memo: none of the model's
         return memo.get(id(value), value)
     return value
 

@@ -142,7 +142,6 @@ class DeferredInit:
         So a tied leaf is initialised once, by the module that it is named after.
         """
         places: list[_Place] = []
-        # The first place is the one that the leaf is named after
         for places_of_leaf in self._places.values():
             places += [place for place in places_of_leaf[1:] if place.module == path]
         before = [place.get() for place in places]

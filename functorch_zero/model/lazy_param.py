@@ -139,7 +139,6 @@ def make_lazy_params(
 
 
 def _make_whole(leaf: Any) -> Any:
-    # By exact type: there is no subclass of it
     return leaf.whole() if type(leaf) is LazyParam else leaf
 
 

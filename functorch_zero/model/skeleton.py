@@ -57,7 +57,6 @@ class Skeleton:
     def __init__(self, root: nn.Module, anatomy: Anatomy):
         self.root = root
         self._policies: dict[str, Precision] = {}  # by leaf, of those that have one
-        # Leaves without a policy are used as they are, and need no look
         for unit in anatomy.units:
             self._policies |= unit.policies
         self._param_places = _places(root, anatomy.slots, params_dict)
@@ -98,7 +97,7 @@ class Skeleton:
 
     def _buffers_in(self, module: nn.Module) -> list[Place]:
         """The places of the buffers of a module and of those inside it."""
-        # Dicts can't be compared cheaply: each module has its own, told by identity
+        # Each module has a dict of its own, told by identity: equal ones may be two
         inside = {id(buffers_dict(m)) for m in module.modules()}
         return [place for place in self._buffer_places if id(place.held) in inside]
 
@@ -169,7 +168,6 @@ class Skeleton:
     ) -> dict[str, Tensor]:
         """The buffers after the call: the old tensors where nothing changed."""
         new = dict(old)
-        # Tied buffers are seen once per place, with the same result
         for place, buffer in zip(self._buffer_places, tensors_in(self._buffer_places), strict=True):
             if _is_changed(buffer, taken[place.leaf], old[place.leaf]):
                 new[place.leaf] = buffer.detach()
@@ -204,7 +202,6 @@ def _places(
 
 def _is_changed(buffer: Tensor, taken: BufferCopy, old: Tensor) -> bool:
     """Whether a call has put another tensor in a buffer's place, or written to the one there."""
-    # Replaced, or written to in a way that counts
     if buffer is not taken.tensor or _version(buffer) != taken.version:
         return True
     return _may_differ(buffer, old)

@@ -81,7 +81,7 @@ def _entered(
 ) -> Any:
     """Run inside the entrance, with its whole leaves of these numbers in the places meanwhile."""
     leaves = entrance.enter(path)
-    # What stood there, lazy ones, comes back whatever the function does
+    # The lazy ones, which come back whatever the function does
     before = tensors_in(places)
     try:
         put(places, [leaves[number] for number in numbers])

@@ -56,14 +56,13 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
         home = homes.setdefault(slot.leaf, slot.module)
         homes[slot.leaf] = _common_parent(home, slot.module)
 
-    # In the order of leaves, which is that of the modules' registration
     drafts: dict[str, _Draft] = {}  # by the path of their module, in the order of their leaves
     for leaf, param in model.named_parameters():
         # In a chosen unit, or else in a group that this module shares with no chosen one
         unit = _innermost(homes[leaf], chosen)
         home = _largest_free(homes[leaf], chosen) if unit is None else unit
         if home not in drafts:
-            # The root's own leaves are used all through forward, so no neighbour takes them
+            # The root's own leaves are no child's, so no neighbour takes them
             joinable = unit is None and home != ""
             drafts[home] = _Draft([home], [], 0, joinable)
         drafts[home].leaves.append(leaf)
@@ -133,7 +132,6 @@ def matches(rules: Units, model: nn.Module, path: str, module: nn.Module) -> boo
         return path_matches(path, rules)
     if callable(rules):
         return bool(rules(path, module))
-    # Several rules: one that matches is enough
     return any(matches(rule, model, path, module) for rule in rules)
 
 
@@ -180,7 +178,7 @@ def _parent(path: str) -> str:
 def _join(drafts: list[_Draft]) -> list[_Draft]:
     """Each unit joins the one before it, where both may be one unit and either is small."""
     joined: list[_Draft] = []
-    # In order, so that a small unit joins the one that forward comes to before it
+    # In order, so that a small unit joins the one registered before it
     for draft in drafts:
         if joined and _are_neighbours(joined[-1], draft) and _one_is_small(joined[-1], draft):
             joined[-1].modules += draft.modules

@@ -127,7 +127,7 @@ def plan(
     buffers = own_buffers if buffers is None else buffers
     device = _device_of(params)
     journal, levels = Journal(), Levels(level)
-    # Which room a reduction takes; NCCL reduces in place
+    # A reduction over gloo takes room, and over NCCL it takes none
     over_gloo = device.type == "cpu"
     axes = imagined_axes(
         rank, ranks, journal, shard_size, state_axes, swaps=over_gloo, same_data=same_data
@@ -249,7 +249,6 @@ def _with_fake_tensors(work: _Work) -> _Work:
 
 
 def _without_loss(work: _Work, num_saved: Callable[[Unit], int], *, keeps: bool) -> _Work:
-    # Leaves inside a unit change no collective
     """A loss that goes through all units stands in. An optimizer that treats all elements alike
     sees buckets only."""
     layout = one_leaf_a_bucket(work.layout)

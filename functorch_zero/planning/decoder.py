@@ -59,9 +59,9 @@ class Shape:
         """The embedding, each block, and the last norm with the head."""
         table = (self.vocab, self.width)  # of the embedding, and of a head of its own
         yield _Unit("embed", ("embed",), {"embed.weight": table})
-        for i in range(self.layers):  # paths of one block
+        for i in range(self.layers):
             name = f"blocks.{i}"
-            shapes = {}
+            shapes = {}  # of this block, by path
             for module, shape in (self._attention() | self._feed_forward()).items():
                 shapes[f"{name}.{module}.weight"] = shape
             yield _Unit(name, (name,), shapes)

@@ -28,8 +28,8 @@ from ..sharded_optim.state_plan import is_placeholder
 from ..tree import has_values
 from .report import KINDS
 
-# Methods that make a tensor like the one given, and use none of its values
 _aten = torch.ops.aten
+# Methods that make a tensor like the one given, and use none of its values
 _MAKERS = {
     _aten.new_empty,
     _aten.new_zeros,

@@ -63,8 +63,7 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
             for path in unit.modules:  # all are entered, and the last one computes
                 leaves = entrance.enter(path)
                 if path == unit.modules[-1]:
-                    # Inside, saved leaves are remembered by place and not kept: so backward asks
-                    # for them
+                    # Inside, leaves are saved by place, so that backward asks for them
                     with entrance.watch():
                         x = _Use.apply(x, saved, *leaves)  # type: ignore[no-untyped-call]
                 del leaves  # as a module's places let go of them
@@ -92,10 +91,9 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_saved: int, *leaves: Tensor) -> Tensor:
-        # Twice is enough: the second ask is where `Overlap` acts on
+        # Twice at most: `Overlap` acts at the first two asks
         ctx.save_for_backward(*[leaves[0]] * num_saved)
         ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
-        # A new tensor: an input returned as it is would leave no node in the graph
         return x.view_as(x)
 
     @staticmethod

@@ -151,7 +151,7 @@ class ImaginedStep:
         """The order of units as the step before has recorded it; empty where no params are cut. A
         pass of its own finds it out, unless `order` is known."""
         last_order = PrefetchOrder()
-        # Only level 3 gathers in a pass, and only gathers have an order
+        # Only level 3 gathers params in a pass
         if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
             if order is None:
                 self._differentiate(run, last_order)
@@ -210,7 +210,7 @@ class ImaginedStep:
         knows its value."""
 
         def loss(params: Any, buffers: Any, batch: Any) -> Any:
-            # A set: a unit has many leaves, and one entrance
+            # A set, since a unit has many leaves
             for unit in {leaf.entrance.unit for leaf in optree.tree_leaves(params)}:
                 unit.flats = Noted(unit.flats, unit.name, self._journal)
             self._enter("forward")
@@ -307,7 +307,7 @@ class Noted:
 
     def __init__(self, flats: UnitFlats, name: str, journal: Journal) -> None:
         self._flats, self._name, self._journal = flats, name, journal
-        # What a pass only reads is handed through once
+        # Fields that never change during a pass are handed through
         self.transient, self.passing = flats.transient, flats.passing
         self.start, self.leaves = flats.start, flats.leaves
 

@@ -104,7 +104,7 @@ class Following:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        at = len(self.gathered)  # the number of the next gather
+        at = len(self.gathered)
         names = self._order[at : at + self._distance]
         self.expected = names[0] if names else None
         # The last pass may have been over another tree

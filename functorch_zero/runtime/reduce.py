@@ -173,7 +173,7 @@ class GradientReduction:
         # The log is compared across ranks, so an entry comes before its collective
         self._log.append("reduce " + bucket.name)
         with ranged("reduce", bucket.name) if profiler_enabled() else NOTHING:
-            # Rounded to the dtype of reductions, if it isn't of it
+            # Rounded here, unless it is in the dtype of reductions already
             cut, flat, shard = self._is_cut(b), flat.to(bucket.reduce), self._axes.shard
             # Ranks of the same data have equal gradients: each takes its piece, nothing is summed
             if cut and not shard.holds_different_data:

@@ -254,7 +254,6 @@ class Pass:
 
     def lazy_params(self) -> Any:
         """The tree the loss sees."""
-        # Columns in tree order, one lazy parameter per row
         seen = self._layout.seen
         entrances = [UnitEntrance(self, unit) for unit in self._units]
         trainable = seen.trainable if self.anchor is not None else repeat(False)
@@ -461,7 +460,7 @@ class Pass:
             else:
                 reduction.add(b, flat)
         # Flats that have added up are due after the unit's last use in the last pass
-        # From the end of the layout, as far as units have no open use
+        # In layout order: from the end, as far as units have no open use
         if reduction.in_layout_order:
             while self._waiting and not self._waiting[-1].num_open:
                 self._reduce_whole(self._waiting.pop())
@@ -471,7 +470,6 @@ class Pass:
     def _reduce_whole(self, unit: UnitInPass) -> None:
         """Start the reductions of a unit's gradients that have added up, whole."""
         reduction = self._reduction
-        # Buckets that some use has given gradients
         ready = [b for b in unit.content.trained if b in reduction.whole]
         if not ready and reduction.in_layout_order:  # other ranks may have some
             for b in unit.content.trained:

@@ -125,7 +125,7 @@ class ResidentFlats:
         pass
 
     def unshard(self) -> list[Tensor]:
-        return self._flats  # never to be waited for
+        return self._flats
 
     def leaves(self) -> Sequence[Tensor]:
         return [*_views(self._flats, self._buckets)] if self._leaves is None else self._leaves
@@ -179,7 +179,7 @@ class GatheredFlats:
         with ranged("gather", self._name) if profiler_enabled() else NOTHING:
             for flat, bucket, cut in zip(self._flats, self._buckets, self._cut, strict=True):
                 if not cut:
-                    started.append(Gathering(flat, flat, Done()))  # whole here already
+                    started.append(Gathering(flat, flat, Done()))
                     continue
                 # Rounded before it travels; the cast after it takes the leaf to the compute dtype
                 sent = flat if bucket.dtypes is None else flat.to(bucket.dtypes.gather)

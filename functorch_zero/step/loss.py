@@ -150,7 +150,6 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
 def micro_batches(batch: Any, count: int) -> list[Any]:
     """The batch in `count` parts along dim 0 of its tensors, the first ones larger by one where
     that doesn't divide; leaves without dims are in all of them."""
-    # The batch itself: no view is made of it
     if count == 1:
         return [batch]
     leaves, treedef = optree.tree_flatten(batch)

@@ -116,7 +116,7 @@ class NonFinitePolicy:
         """For the next state, after a step that was finite or wasn't."""
         if finite is None:
             return None
-        skipped = finite.skipped + (0 if fine else 1)  # a new tensor
+        skipped = finite.skipped + (0 if fine else 1)
         # Skipping without a scale: only the count goes on
         if self.scaling is None or finite.scale is None or finite.good_steps is None:
             return finite._replace(skipped=skipped)
@@ -182,7 +182,6 @@ def refusal(step: int, findings: list[Any]) -> NonFiniteError:
     for rank, (loss, paths) in enumerate(findings):
         if not math.isfinite(float(loss)):
             losses.append(f"{loss} on rank {rank}")
-        # A dict keeps each path once, in order
         leaves |= dict.fromkeys(paths)
 
     story = []

@@ -88,13 +88,11 @@ def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) 
     if all(grad is None for grad in found):
         raise independent()
 
-    # In the order of `trained`, one for each
     of_trained = iter(found)
     grads: list[Tensor | None] = []  # of each leaf of the tree
     for leaf in own:
         grads.append(_whole_grad(next(of_trained), leaf, aux) if leaf.requires_grad else None)
     value = value.detach()
-    # Without Aux the value comes alone, not in a pair
     if aux is None:
         return value, treedef.unflatten(grads)
     metrics = {}

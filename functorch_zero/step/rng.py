@@ -30,7 +30,6 @@ def replayed(
         yield
         return
     devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
-    # Forked: the caller's generators come back when the step is over
     with torch.random.fork_rng(devices=devices):
         _seed_generators(_mix(int(seed), int(step), rank, micro), device)
         yield

@@ -168,7 +168,6 @@ class TrainStep:
 
     def _gradients(self, state: State, params: PyTree[Tensor], outcome: Outcome) -> PyTree[Tensor]:
         """The gradients of the trained leaves, whole, in the leaves' dtypes; None where frozen."""
-        # Frozen leaves are not differentiated
         trained_leaves, treedef = optree.tree_flatten(select(params, trained(params)))
         # Backward begins with the loss scale, which is the same as to multiply the loss by it
         scale = self.finite.scale(state.finite)
@@ -245,7 +244,7 @@ class TrainStep:
         # "pass" never waits for the numbers
         if not self.finite.looks:
             return True
-        tensors = optree.tree_leaves(grads)  # of all trained leaves
+        tensors = optree.tree_leaves(grads)
         if loss is not None:
             tensors.append(loss)
         fine = all_finite(tensors)

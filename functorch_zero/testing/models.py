@@ -294,7 +294,7 @@ def convnet(
         return {"x": images, "y": labels}
 
     name = f"convnet(channels={channels}, kernel={kernel}, classes={classes}, size={size})"
-    # BatchNorm couples rows, and needs two of them for a variance
+    # BatchNorm couples the rows of a rank
     return Case(name, make, make_batch, _cross_entropy, per_rank=True, min_rows=2, seed=seed)
 
 

@@ -217,7 +217,6 @@ def batches(
 ) -> list[Batch]:
     """Whole batches for a case that `ranks` ranks can split: equally, or, if the loss is
     `weighted`, unequally too."""
-    # With fewer rows a rank's BatchNorm would have no variance
     num_batches = draw(st.integers(min(2, max_steps), max_steps))
     fewest = ranks * case.min_rows
     if weighted:

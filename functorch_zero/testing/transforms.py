@@ -75,7 +75,7 @@ def check_transform(
     >>> check_transform(optim.adamw(1e-3), seeds=(0,))
     """
     if params is None:
-        # Not for whole-leaf functions: to factorize it takes too long
+        # Not for whole-leaf functions, which work long on a large matrix
         params = hostile_params(large=transform.needs <= Needs.STATISTICS)
         hint = _BOUND_TO_A_TREE
     else:
