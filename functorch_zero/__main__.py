@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disk's."""
     parser = argparse.ArgumentParser(prog="python -m functorch_zero")
     commands = parser.add_subparsers(required=True, metavar="command")
+    # Each command says which function runs it, by `set_defaults(run=...)`
     for command in COMMANDS:
         command.add_parser(commands)
     args = parser.parse_args(arguments)

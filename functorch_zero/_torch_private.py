@@ -187,6 +187,7 @@ class QuickDispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
+        # True, the default, wraps `__torch_dispatch__` so that dynamo skips it, and imports dynamo
         return False
 
 

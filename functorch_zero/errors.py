@@ -40,6 +40,7 @@ def explain(
     """
     facts = []
     if path is not None:
+        # An empty path is the root's, and no missing one
         facts.append(f"path {path or '(root)'}")
     if expected is not None:
         facts.append(f"expected {expected}")

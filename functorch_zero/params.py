@@ -64,7 +64,7 @@ def engine_of(*trees: Any) -> Engine | None:
     Raises:
         StructureError: they lie on different groups of ranks.
     """
-    found: list[Engine] = []
+    found: list[Engine] = []  # distinct ones; mostly one
     for node in optree.tree_leaves(trees, is_leaf=is_on_engine):
         # A list, not a set: engines of one group are equal, and there are few
         if is_on_engine(node) and node.engine not in found:
@@ -121,6 +121,7 @@ def _flatten_params(
     params: Params,
 ) -> tuple[list[Any], tuple[tuple[str, ...], tuple[UnitSpec, ...]], tuple[str, ...]]:
     keys = tuple(params)
+    # Keys and units are static: trees of other models don't fit
     return list(params.values()), (keys, params.units), keys
 
 
@@ -131,6 +132,7 @@ def _unflatten_params(
     return Params(zip(keys, leaves, strict=True), units)
 
 
+# In the global namespace, so that users' `tree_map` works without an argument
 optree.register_pytree_node(
     Params, _flatten_params, _unflatten_params, namespace=optree.registry.__GLOBAL_NAMESPACE
 )

@@ -74,11 +74,14 @@ class Precision:
         throughout."""
         if not storage.is_floating_point:
             return None
+        # Of integers nothing is cast; of floats what is not given follows from storage
         compute = self.compute or storage
         # Fewer bytes to send; the leaf is rounded to the other dtype on one end or the other
         narrower = storage if storage.itemsize < compute.itemsize else compute
+        # A given dtype counts; else nothing more is rounded than the two ends ask for
         found = Dtypes(compute, self.gather or narrower, self.reduce or storage)
         unchanged = Dtypes(storage, storage, storage)
+        # So that such leaves need no casts, and share a bucket with those without a policy
         return None if found == unchanged else found
 
 

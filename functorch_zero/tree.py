@@ -26,6 +26,7 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
     >>> paths({"head": {"weight": 1}, "blocks": [2, 3]})
     ['blocks.0', 'blocks.1', 'head.weight']
     """
+    # A model's params: no walk through the tree
     if is_leaf is None and _is_flat(tree):
         return list(tree)
     found = []
@@ -79,6 +80,7 @@ def select(tree: PyTree[Any], mask: PyTree[bool]) -> PyTree[Any]:
 
 def merge(selected: PyTree[Any], rest: PyTree[Any]) -> PyTree[Any]:
     """Inverse of `select`: where `selected` has None, the leaf of `rest`."""
+    # None stands for a leaf that was not selected, so it counts as one here
     chosen = optree.tree_leaves(selected, none_is_leaf=True)
     others = optree.tree_leaves(rest, none_is_leaf=True)
     merged = []
@@ -92,6 +94,7 @@ def merge(selected: PyTree[Any], rest: PyTree[Any]) -> PyTree[Any]:
 def mask_of(tree: PyTree[Any], mask: PyTree[bool] | Callable[[str, Any], bool]) -> PyTree[bool]:
     """A tree of bools shaped like `tree`, from such a tree or from a function
     `(path, leaf) -> bool`."""
+    # A mask given as a tree: only its structure is checked
     if not callable(mask):
         same_structure(tree, mask, what="the mask")
         return mask
@@ -114,6 +117,7 @@ def same_structure(
         what: its name, for the error: "the mask".
         rank: the rank that found it, for the error.
     """
+    # The usual case, without making paths
     if optree.tree_structure(expected) == optree.tree_structure(got):
         return
     expected_paths, got_paths = paths(expected), paths(got)
@@ -124,6 +128,7 @@ def same_structure(
     elif unexpected:
         path, story = unexpected[0], "not expected"
     else:  # the same paths, through other containers
+        # Names tell nothing here: a list in place of a tuple, say
         path, story = "", f"a {type(got).__name__}"
     raise StructureError(
         explain(
@@ -158,8 +163,8 @@ def content_digests(tree: PyTree[Tensor]) -> dict[str, str]:
 def _digest(leaf: Tensor) -> str:
     """Of the bytes, so that NaNs compare equal to themselves; weighted by position, so that a swap
     shows. 16 hexadecimal digits."""
-    data = leaf.contiguous().reshape(-1).view(torch.uint8)
-    total = 0
+    data = leaf.contiguous().reshape(-1).view(torch.uint8)  # (bytes,) uint8
+    total = 0  # a Python integer: it does not overflow
     for start in range(0, data.numel(), _CHUNK):
         total += _weighted_sum(data[start : start + _CHUNK], start // 8)
     return f"{total & (2**64 - 1):016x}"
@@ -172,12 +177,13 @@ def _weighted_sum(data: Tensor, first: int) -> int:
         data: uint8, 1-D, the chunk's bytes.
         first: the number of 8-byte words of the leaf before it.
     """
-    padding = data.new_zeros(-data.numel() % 8)
-    words = torch.cat([data, padding]).view(torch.int64)
+    padding = data.new_zeros(-data.numel() % 8)  # so that the last bytes make a word
+    words = torch.cat([data, padding]).view(torch.int64)  # (words of the chunk,) int64
     # Odd weights, each once in the leaf: a product with an odd number modulo 2**64, to which int64
     # wraps, loses no bit. The shift brings high bits, such as signs, down to low ones.
     weights = torch.arange(1, words.numel() + 1, device=words.device).add_(first).mul_(2).add_(1)
     mixed = words ^ (words >> 29)
+    # One wait for the device per chunk
     return int((mixed * weights).sum())
 
 
@@ -185,6 +191,7 @@ def path_matches(path: str, pattern: str) -> bool:
     """Whether a path fits a pattern, name by name: "layers.*" is each layer, not its insides."""
     names = path.split(".")
     patterns = pattern.split(".")
+    # "*" fits one name and no dot
     if len(names) != len(patterns):
         return False
     return all(map(fnmatchcase, names, patterns))
@@ -193,4 +200,5 @@ def path_matches(path: str, pattern: str) -> bool:
 def ancestors(path: str) -> list[str]:
     """The path itself, its parents, and the root, innermost first."""
     names = path.split(".") if path else []
+    # "" is the root, and the last
     return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]

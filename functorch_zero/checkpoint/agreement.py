@@ -14,6 +14,7 @@ from .errors import CheckpointError, CorruptError
 
 # Errors that other ranks raise in the same kind; of any other they raise a CheckpointError
 _OURS = (CheckpointError, CorruptError, DonatedError, MismatchError, StructureError)
+# Name -> kind, as reports name them
 KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in _OURS}
 
 
@@ -28,9 +29,10 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
     Raises: when `work` raised on some ranks, one error on every rank, of the first one's kind,
         naming them all.
     """
+    # A failure that all have caught may have broken the group; else this does nothing
     rejoin(group)
     group = labelled(group, what)
-    failure: Exception | None = None
+    failure: Exception | None = None  # this rank's own, the cause of the error that all raise
     try:
         report: dict[str, Any] = {"ok": work()}
     except GroupError:
@@ -40,10 +42,11 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
         report = {"error": type(error).__name__, "text": _words(error)}
     except BaseException as error:  # an interrupt, say: the program ends, and others must not wait
         group.fail(error)
-        raise
+        raise  # the others raise `PeerError` where they wait
     reports = [json.loads(data) for data in group.exchange(json.dumps(report).encode())]
     failed = {rank: report for rank, report in enumerate(reports) if "error" in report}
     if failed:
+        # The lowest failing rank decides the kind, so that all ranks raise the same one
         first = next(iter(failed.values()))
         kind = KINDS.get(first["error"], CheckpointError)
         raise kind(f"could not {what}: {_by_rank(failed, group.size)}") from failure
@@ -62,7 +65,7 @@ def _by_rank(failed: dict[int, dict[str, Any]], size: int) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, report in failed.items():
         ranks.setdefault(report["text"], []).append(rank)
-    if size == 1:
+    if size == 1:  # alone: no need to say which rank
         return next(iter(ranks))
     stories = []
     for text, numbers in ranks.items():

@@ -23,6 +23,7 @@ from .manifest import File, Manifest, Piece
 from .safetensors_file import DTYPES, Entry, bytes_of, dtype_name, make_header
 from .snapshot import Progress, Snapshot
 
+# A multiple of every element's size, so that no element lies in two blocks
 BLOCK = 2**22  # bytes that one checksum covers, and that are written at once
 CHECKSUM = "crc32"
 _SECONDS_BETWEEN_REPORTS = 10.0
@@ -85,17 +86,22 @@ def read_wanted(folder: Path, file: File, manifest: Manifest, wanted: Sequence[W
         CorruptError: the file is missing, of another size, or a block has another checksum.
     """
     path = folder / file.name
+    # The size is compared before anything is read: a cut-off file is named as such
     with opened(path) as (descriptor, size):
         check_size(path, size, file.size)
         rooms = threading.local()  # one block per thread, for bytes that can't go to their target
 
         def read(block_and_runs: tuple[int, list[_Run]]) -> None:
-            start, runs = block_and_runs
+            start, runs = block_and_runs  # the block's first byte in the file
             if not hasattr(rooms, "room"):
+                # (block,) uint8, made on a thread's first block
                 rooms.room = torch.empty(manifest.block, dtype=torch.uint8, device="cpu")
             views = _views(rooms.room, start, min(start + manifest.block, size), runs)
+            # One call for the whole block: runs into their targets, all else into the room
             read_into(descriptor, start, path, *views)
+            # Direct targets are written by now: on an error the caller drops the state
             _check_block(path, file, manifest, start, views)
+            # Only now, so that no dtype conversion sees damaged bytes
             _convert(rooms.room, start, runs)
 
         _for_each(read, list(_by_block(wanted, manifest.block)))
@@ -106,6 +112,7 @@ def _for_each(
 ) -> None:
     """Do the work for every block: many blocks in two threads, so that one reads while the other
     checks."""
+    # A pool costs more than a few blocks take
     if len(blocks) < _FEW_BLOCKS:
         for block in blocks:
             work(block)
@@ -114,24 +121,25 @@ def _for_each(
         futures = [pool.submit(work, block) for block in blocks]
         try:
             for future in futures:
-                future.result()
+                future.result()  # raises the first error, in the order of the file
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # blocks not begun are not read
 
 
 def _convert(room: Tensor, start: int, runs: Sequence[_Run]) -> None:
     """Bring the bytes that were read into `room` to their targets, in the targets' dtypes."""
     for run in runs:
         if not run.direct:
-            data = room[run.start - start : run.stop - start]
+            data = room[run.start - start : run.stop - start]  # (bytes of the run,) uint8
+            # Converts the dtype, and copies to the target's device
             run.target.copy_(data.view(DTYPES[run.wanted.dtype]))
 
 
 def _views(room: Tensor, start: int, stop: int, runs: Sequence[_Run]) -> list[memoryview]:
     """The places for the bytes [start, stop) of a file: those of direct runs go to their targets,
     the others into `room`, each at its distance from `start`."""
-    spare = bytes_of(room)
-    views = []
+    spare = bytes_of(room)  # where bytes go that nobody wants, or that need a conversion
+    views = []  # in file order, without gaps: preadv fills them one after the other
     at = start
     for run in runs:
         if run.direct:
@@ -139,6 +147,7 @@ def _views(room: Tensor, start: int, stop: int, runs: Sequence[_Run]) -> list[me
             views.append(bytes_of(run.target))
             at = run.stop
     views.append(spare[at - start : stop - start])
+    # An empty view takes a place among the few that one call may have
     return [view for view in views if view]
 
 
@@ -151,9 +160,9 @@ def read_through(folder: Path, file: File, manifest: Manifest) -> None:
     path = folder / file.name
     with opened(path) as (descriptor, size):
         check_size(path, size, file.size)
-        room = memoryview(bytearray(manifest.block))
+        room = memoryview(bytearray(manifest.block))  # used for each block anew
         for start in range(0, size, manifest.block):
-            view = room[: size - start]
+            view = room[: size - start]  # of the last block, what there is
             read_into(descriptor, start, path, view)
             _check_block(path, file, manifest, start, [view])
 
@@ -176,14 +185,17 @@ def _check_block(
 
 def _by_block(wanted: Sequence[Wanted], block: int) -> Iterator[tuple[int, list[_Run]]]:
     """The blocks that are needed, by their first byte, and the runs in each."""
-    current, runs = -1, list[_Run]()
+    current, runs = -1, list[_Run]()  # the block under way, and what is wanted of it
     for w in sorted(wanted, key=lambda w: w.offset):
+        # All blocks that the run touches, the last one perhaps in part
         for number in range(w.offset // block, -(-w.end // block)):
+            # Sorted by offset, so a block is complete when the first run of another one comes
             if number != current and runs:
                 yield current * block, runs
                 runs = []
             current = number
             start = number * block
+            # Cut off at the block's borders
             runs.append(_Run(w, max(w.offset, start), min(w.end, start + block)))
     if runs:
         yield current * block, runs
@@ -198,7 +210,9 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
     for part in parts:
         path_of_leaf = held[part.leaf].path
         dtype = dtype_name(path_of_leaf, part.tensor.dtype)
+        # The piece's first element is in the name: several ranks' files hold pieces of one leaf
         tensors.append(Entry(f"{path_of_leaf}@{part.start}", dtype, (part.numel,)))
+    # Bytes from the beginning of the file; one more offset than parts, the end
     header, offsets = make_header(tensors)
     out = BlockWriter(path, snapshot.progress)
     try:
@@ -206,10 +220,11 @@ def write_rank_file(path: Path, snapshot: Snapshot) -> File:
         for part in parts:
             for chunk in chunks_of(part.flat()):
                 out.write(bytes_of(chunk))
+                # Handed over, and perhaps still in the block under way
                 snapshot.progress.written += chunk.nbytes
                 out.report()
         out.finish()
-    finally:
+    finally:  # a file that an error cut short stays, and goes with its folder
         out.close()
     pieces = []
     for part, offset in zip(parts, offsets[:-1], strict=True):
@@ -222,7 +237,8 @@ def chunks_of(flat: Tensor) -> Iterator[Tensor]:
     device."""
     size = flat.numel()
     if flat.device.type != "cpu":
-        size = 4 * BLOCK // flat.element_size()
+        size = 4 * BLOCK // flat.element_size()  # elements: 16 MiB on their way from the device
+    # `split` takes no size of 0, which an empty leaf would give
     for run in flat.split(max(1, size)):
         yield run.cpu()
 
@@ -243,7 +259,7 @@ class BlockWriter:
     def write(self, data: memoryview) -> None:
         """Add bytes, which must stay as they are until the end."""
         while data:
-            view = data[: BLOCK - self._filled]
+            view = data[: BLOCK - self._filled]  # up to the end of the block, at most
             data = data[len(view) :]
             self._views.append(view)
             self._filled += len(view)
@@ -253,6 +269,7 @@ class BlockWriter:
     def finish(self) -> None:
         """Write the last block, and flush everything to disk."""
         self._flush()
+        # Before the manifest names the file: a name must never come before its data
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -268,6 +285,7 @@ class BlockWriter:
 
     def _flush(self) -> None:
         if self._filled:
+            # One call for all views of a block, so that small leaves cost no call each
             write_all(self._file, *self._views)
             self.sums.append(f"{CHECKSUMS[CHECKSUM](self._views):08x}")
             self.size += self._filled

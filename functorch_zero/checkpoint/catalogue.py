@@ -33,7 +33,7 @@ def latest(root: PathLike) -> int | None:
     such checkpoint. Warns (`CheckpointWarning`) about newer ones that are damaged. Run by one rank
     or by all; no communication.
     """
-    for count in reversed(counts_in(Path(root))):
+    for count in reversed(counts_in(Path(root))):  # from the newest on
         try:
             check_sizes(Path(root), count)
         except CorruptError as error:
@@ -54,6 +54,7 @@ def read_manifest(root: Path, count: int) -> Manifest:
         CorruptError: it is damaged, or that of another step.
     """
     path = step_folder(root, count) / NAME
+    # Bounded before it is read: a damaged file may be of any size
     manifest = parse_manifest(read_file(path, MAX_BYTES), str(path))
     if manifest.step != count:
         raise CorruptError(
@@ -71,7 +72,7 @@ def check_sizes(root: Path, count: int) -> Manifest:
     manifest = read_manifest(root, count)
     for file in manifest.files:
         path = step_folder(root, count) / file.name
-        with opened(path) as (_, size):
+        with opened(path) as (_, size):  # raises where the file is missing, or a link
             check_size(path, size, file.size)
     return manifest
 
@@ -79,8 +80,9 @@ def check_sizes(root: Path, count: int) -> Manifest:
 def verify(root: PathLike, *, count: int | None = None) -> dict[int, list[str]]:
     """Read checkpoints from end to end. For each step, its faults: none for an intact one.
 
-    Checked are manifest, sizes, checksums of every block, that each file's own header says what the
-    manifest says, and that nothing else lies in the folder. Run by one rank.
+    The manifest, the sizes and the checksums of every block are checked. Besides, each file's own
+    header must say the same as the manifest, and nothing else may lie in the folder. Run by one
+    rank.
 
     Args:
         root: the folder of checkpoints.
@@ -90,6 +92,7 @@ def verify(root: PathLike, *, count: int | None = None) -> dict[int, list[str]]:
         CheckpointError: there is no checkpoint of step `count`.
     """
     counts = counts_in(Path(root))
+    # `count=None` on an empty folder is no error: there is nothing to find fault with
     if count is not None and count not in counts:
         raise CheckpointError(f"{root} has no checkpoint of step {count}; it has {_listed(counts)}")
     looked_at = counts if count is None else [count]
@@ -106,13 +109,14 @@ def _problems(root: Path, count: int) -> list[str]:
     try:
         manifest = read_manifest(root, count)
     except (CorruptError, OSError) as error:
-        return [str(error)]
+        return [str(error)]  # without a manifest nothing else can be checked
     problems = []
     for file in manifest.files:
         try:
             _verify_file(folder, file, manifest)
         except (CorruptError, OSError) as error:
             problems.append(str(error))
+    # Files that no load would open, and that nothing else would report
     known = {NAME} | {file.name for file in manifest.files}
     extra = sorted(set(os.listdir(folder)) - known)
     for name in extra[:10]:
@@ -124,11 +128,13 @@ def _verify_file(folder: Path, file: File, manifest: Manifest) -> None:
     """Raise `CorruptError` unless a file has the checksums and the header that its manifest
     says."""
     read_through(folder, file, manifest)
+    # The header is made anew from the manifest, and must be the file's to the byte
     tensors = []
     for piece in file.pieces:
         leaf = manifest.leaves[piece.leaf]
         tensors.append(Entry(f"{leaf.path}@{piece.start}", leaf.dtype, (piece.numel,)))
     header, offsets = make_header(tensors)
+    # Bytes from the beginning of the file, and the end
     promised = [piece.offset for piece in file.pieces] + [file.size]
     path = folder / file.name
     if read_header(path) != header[8:] or offsets != promised:  # without the header's length
@@ -150,6 +156,7 @@ def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
     if last < 1 or (every is not None and every < 1):
         raise ValueError(f"last and every must be at least 1, got {last} and {every}")
     path = Path(root)
+    # Oldest first; damaged ones must not push intact ones out
     intact = [count for count in counts_in(path) if _is_complete(path, count)]
     old = [count for count in intact[:-last] if every is None or count % every]
     for count in old:

@@ -97,6 +97,7 @@ def contents_of(step: Step, state: State) -> Contents:
     check_state(step, state)
     held: list[Held] = []
     values: dict[str, Value] = {}
+    # Leaves that are no tensors, such as an optimizer's plain numbers, go to `values`
     leaves = optree.tree_leaves(state)
     for path, leaf, spot in zip(_paths(state), leaves, _spots(step, state), strict=True):
         if isinstance(leaf, Tensor):
@@ -125,7 +126,9 @@ def check_state(step: Step, state: Any) -> None:
             f"a checkpoint holds a State, as step.init makes it; got {type(state).__name__}"
         )
     if isinstance(step, ShardedTrainStep):
+        # A donated state's tensors hold the next state's values
         sharding_of(state, step.options).donations.check(state.step)
+        # Each rank's buffers differ, and a checkpoint has one value per leaf
         differ = step.options.sync_buffers == "local" and step.group.size > 1
         if differ and optree.tree_leaves(state.buffers):
             raise StructureError(
@@ -169,6 +172,7 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
     start, stop = spot.start, spot.stop
     if spot.everywhere:
         start, stop = 0, prod(shape)
+    # Caught here, since it would otherwise save wrong elements under right names
     if leaf.numel() != stop - start:
         raise StructureError(
             explain(
@@ -184,13 +188,16 @@ def _held(path: str, leaf: Tensor, spot: _Spot) -> Held:
 def _spots(step: Step, state: State) -> list[_Spot]:
     """The spot of every leaf, in flatten order. Buffers, counters and seeds are the same on every
     rank."""
+    # State is a pytree: the same tree, with a spot in place of each leaf
     spots = tree_map(lambda leaf: _EVERYWHERE, state)
     if isinstance(step, ShardedTrainStep):
+        # Of an unsharded step every leaf stays everywhere, on its one rank
         spots = spots.replace(
             params=_in_tree(state.params, _param_spots(step, state)),
             opt_state=_in_tree(state.opt_state, _state_spots(step, state)),
             parts=_in_tree(state.parts, _parts_spots(step, state)),
         )
+    # A spot is a tuple, which optree would go into
     listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=lambda spot: isinstance(spot, _Spot))
     return listed
 
@@ -215,10 +222,11 @@ def _param_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
 
 def _param_spot(layout: Layout, number: int, rank: int) -> _Spot:
     """The spot of param `number`, as this rank holds it between steps."""
-    b, k = layout.places[number]
+    b, k = layout.places[number]  # bucket, and place in it
     bucket = layout.buckets[b]
     if not level_of(bucket).cuts_params:
         return _EVERYWHERE
+    # As held, though the optimizer's pieces may be smaller: see Note [two cuts] in `layout`
     extent = bucket.held.extent(k, bucket.held_by(rank))
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
@@ -228,6 +236,7 @@ def _state_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
     assert state.sharding is not None
     layout = state.sharding.layout
     plan = step.state_plan(layout)
+    # A plan lists leaves in flatten order, so the numbers must match before they are paired
     if len(plan.leaves) != optree.tree_structure(state.opt_state).num_leaves:
         raise StructureError(
             "the optimizer's state does not have the structure that its init makes"
@@ -247,7 +256,9 @@ def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
     if planned.kind == "replicated":
         return _EVERYWHERE
     leaf = layout.leaves[planned.leaf]
+    # A state leaf may have a shape of its own, such as a statistic's
     shape = planned.shape if planned.kind == "owned" else leaf.shape
+    # One piece: the bucket isn't cut, whoever owns the leaf
     if leaf.cut.num_pieces == 1:
         return _Spot(shape, everywhere=True)
     if planned.kind == "follows":
@@ -272,7 +283,7 @@ def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
             saved = axes.copy.number == 0
             spots.append(_Spot(shape, row * n, (row + 1) * n, saved=saved, summed=True))
             continue
-        bucket = layout.buckets[kind.bucket]
+        bucket = layout.buckets[kind.bucket]  # a part kept per leaf of a bucket
         if kind.carried == "pieces" and bucket.cut.num_pieces > 1:
             spots.append(_cut(layout, bucket.leaves[kind.k], axes.number))
         else:
@@ -292,8 +303,9 @@ def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
 
     It is all that only this rank has, and an equal share, in bytes, of all that every rank has.
     """
-    total = sum(h.tensor.nbytes for h in held if h.everywhere)
+    total = sum(h.tensor.nbytes for h in held if h.everywhere)  # bytes, counted alike on all ranks
     # The leaves that every rank has, one after the other: this rank saves bytes [low, high) of them
+    # Cut by bytes and not by leaves: one large embedding must not be one rank's work
     low = total * rank // num_ranks
     high = total * (rank + 1) // num_ranks
     parts = []
@@ -301,9 +313,10 @@ def parts_to_save(held: list[Held], rank: int, num_ranks: int) -> list[Part]:
     for i, h in enumerate(held):
         start, stop = h.start, h.stop
         if h.everywhere:
+            # Elements that begin in this rank's range of bytes
             start = _first_element(h.tensor, low - position)
             stop = _first_element(h.tensor, high - position)
-            position += h.tensor.nbytes
+            position += h.tensor.nbytes  # on all ranks alike, also where nothing is saved
         if start < stop and (h.saved or h.everywhere):
             parts.append(Part(i, start, stop - start, h.tensor, start - h.start))
     return parts
@@ -318,5 +331,6 @@ def _first_element(tensor: Tensor, byte: int) -> int:
 def digest_of(contents: Contents, *more: Any) -> str:
     """For ranks to compare before they save: a digest of the leaves' paths, shapes and dtypes, and
     of all else that they must share."""
+    # Not the elements, of which each rank has its own
     rows = [(h.path, h.shape, str(h.tensor.dtype)) for h in contents.held]
     return hashlib.sha256(repr((rows, contents.values, more)).encode()).hexdigest()

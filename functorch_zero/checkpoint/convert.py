@@ -92,7 +92,9 @@ def export_weights(
     """
     manifest, folder = chosen(root, count)
     named = named_leaves_in(manifest, trees, aliases_of(aliases))
+    # By size only, in the state's order, as Hugging Face's own tools split
     files = _split(named, max_file_bytes)
+    # No lock: `out` lies anywhere, and nobody looks for leftovers there
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         names = _file_names(len(files))
@@ -102,7 +104,7 @@ def export_weights(
             write_file(temporary.path / INDEX, _index(names, files))
         temporary.commit()
     finally:
-        temporary.discard()
+        temporary.discard()  # nothing is left to discard after a commit
     return Path(out)
 
 
@@ -111,6 +113,7 @@ def aliases_of(given: Aliases) -> dict[str, str]:
     if not isinstance(given, Apply):
         return dict(given or {})
     found = {}
+    # A slot is a place in a module; one leaf may fill several (tied weights)
     for slot in (*given.slots, *given.buffer_slots):
         name = f"{slot.module}.{slot.attribute}".lstrip(".")
         if name != slot.leaf:
@@ -132,7 +135,7 @@ def named_leaves_in(
     manifest: Manifest, trees: Sequence[str], aliases: Mapping[str, str]
 ) -> list[Named]:
     """The leaves under `trees` by the names that a model has for them, aliases included."""
-    found: dict[str, Named] = {}
+    found: dict[str, Named] = {}  # name -> tensor
     for number, leaf in enumerate(manifest.leaves):
         name = name_in(leaf.path, trees)
         if name is None:
@@ -144,6 +147,7 @@ def named_leaves_in(
     if not found:
         raise CheckpointError(f"the checkpoint has no leaf under {', '.join(trees)}")
 
+    # Aliases come last: the same elements written once more
     again = []
     for name, target in aliases.items():
         if name in found:
@@ -159,6 +163,7 @@ def _split(tensors: Sequence[Named], limit: int) -> list[list[Named]]:
     files: list[list[Named]] = [[]]
     size = 0
     for tensor in tensors:
+        # A tensor larger than the limit is alone in its file: an empty file is never closed
         if files[-1] and size + tensor.nbytes > limit:
             files.append([])
             size = 0
@@ -190,6 +195,7 @@ def _write(path: Path, tensors: Sequence[Named], manifest: Manifest, folder: Pat
     """Write one safetensors file of these leaves, read from the checkpoint in `folder`."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.leaf.width)  # so that each is aligned
     entries = [Entry(tensor.name, tensor.leaf.dtype, tensor.leaf.shape) for tensor in ordered]
+    # Loaders of Hugging Face refuse a file without this format
     header, _ = make_header(entries, {"format": "pt"})
     descriptor = create(path)
     try:
@@ -205,11 +211,11 @@ def _write(path: Path, tensors: Sequence[Named], manifest: Manifest, folder: Pat
 def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
     """One leaf, whole and flat, on the CPU."""
     leaf = manifest.leaves[number]
-    whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype])
+    whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype])  # (numel,), on the CPU
     for file in manifest.files:
         runs = []
         for piece in file.pieces:
-            if piece.leaf == number:
+            if piece.leaf == number:  # every piece of the leaf, whichever rank wrote it
                 run = Wanted(piece.offset, piece.numel, leaf.dtype, whole, piece.start)
                 runs.append(run)
         if runs:
@@ -222,6 +228,7 @@ class Source(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # Not a tensor: a source is read when it is its turn, and freed after
     whole: Callable[[], Tensor]  # all of it; of a mapped file, only pages in use are read
 
 
@@ -260,6 +267,7 @@ def import_weights(
         CheckpointError: the safetensors package is not installed.
     """
     name = "a state_dict" if isinstance(source, Mapping) else os.fspath(source)
+    # Finding runs inside of the job, where an error of one rank becomes everybody's
     job = Import(f"import {name}", lambda: _sources(source), step, like, aliases_of(aliases))
     return job.run(Allowed(missing=allow_missing, extra=allow_extra, cast=cast))
 
@@ -295,15 +303,18 @@ class Import:
     def run(self, allowed: Allowed) -> State:
         """Find, compare and read: each on all ranks or on none."""
         group = group_of(self._step)
+        # Nothing is written to before every rank has found all in order
         together(group, self._what, lambda: self._prepare(allowed))
         together(group, self._what, self._read)
         assert self._state is not None
+        # Made from the new params, on all ranks: `init` may communicate
         return first_optimizer_state(self._step, self._state.replace(opt_state=None))
 
     def _prepare(self, allowed: Allowed) -> None:
         """Check all that can be checked before a tensor is written to."""
-        found = self._find()
+        found = self._find()  # name -> source
         leaves = _by_name(contents_of(self._step, self._like).held)
+        # Only those that stand for a leaf of this model excuse an extra name
         aliases = {name for name, leaf in self._aliases.items() if leaf in leaves}
         lacking = sorted(set(leaves) - set(found))
         extra = sorted(set(found) - set(leaves) - aliases)
@@ -318,21 +329,25 @@ class Import:
                 f"it has {', '.join(extra[:5])} of {len(extra)} that `like` lacks "
                 "(allow_extra=True; aliases=)"
             )
-        for name in sorted(set(leaves) & set(found)):
+        for name in sorted(set(leaves) & set(found)):  # names in both: their shapes and dtypes
             problems += _misfits(name, leaves[name], found[name], allowed)
         if problems:
             raise StructureError(
                 "the weights are those of another model: " + "; ".join(problems[:5])
             )
+        # `found` may have names of the whole file; only these are kept
         self._sources = {name: found[name] for name in leaves if name in found}
 
     def _read(self) -> None:
         """Make the state and fill it. From here on, a step that donates has used `like` up."""
+        # `like`'s storage becomes the result's
         reuse = isinstance(self._step, ShardedTrainStep) and self._step.options.donate
         old = _by_name(contents_of(self._step, self._like).held)
         self._state = state = blank_state(self._like, reuse=reuse)
+        # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
         if reuse and self._like.sharding is not None:
             self._like.sharding.donations.take(self._like.step)
+        # The counter is new in any case: by it states are told apart
         state.step.copy_(self._like.step)
         if state.seed is not None and self._like.seed is not None:
             state.seed.copy_(self._like.seed)
@@ -386,6 +401,7 @@ def _sources(source: Any) -> dict[str, Source]:
         if not isinstance(tensor, Tensor):
             got = f"{type(tensor).__name__} for {name}"
             raise StructureError(f"a state_dict holds tensors by name, got {got}")
+        # `detach` is the function that gives the whole tensor
         found[name] = Source(tuple(tensor.shape), tensor.dtype, tensor.detach)
     return found
 
@@ -394,7 +410,7 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file or folder by name, mapped."""
     for file, names in _files(path):
         found = map_file(file)
-        for name in found if names is None else names:
+        for name in found if names is None else names:  # None: the file has no index
             if name not in found:
                 raise CorruptError(f"{file}: lacks {name}, which the index says is in it")
             yield name, found[name]
@@ -417,6 +433,7 @@ def map_file(file: Path) -> dict[str, Tensor]:
     file = file.resolve()
     strict_json(read_header(file), str(file))  # the package lets duplicate names pass
     try:
+        # It maps the file, so tensors are read when their pages are used
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
@@ -435,7 +452,8 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CorruptError(f"{path / INDEX}: has no weight_map from names to files")
     files: dict[str, list[str]] = {}  # names by file
-    for name, file in where.items():
+    for name, file in where.items():  # tensor name -> file name
+        # A name with a folder in it could reach any file of the machine
         if file != os.path.basename(file) or file in ("", ".", ".."):
             raise CorruptError(f"{path / INDEX}: {file[:80]!r} is not the name of a file beside it")
         files.setdefault(file, []).append(name)
@@ -444,6 +462,8 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 def _fill(held: Held, source: Source) -> None:
     """Put this rank's elements of a source into a leaf."""
+    # A rank without elements of the leaf reads nothing
     if held.start < held.stop:
+        # (numel,), of a mapped file; pages outside of the run stay unread
         flat = source.whole().detach().reshape(-1)
         held.tensor.detach().view(-1).copy_(flat[held.start : held.stop])

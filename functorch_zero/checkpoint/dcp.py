@@ -58,10 +58,12 @@ def export_dcp(
         CorruptError: the checkpoint is damaged; the file is named.
     """
     manifest, folder = chosen(root, count)
-    tensors = {}
+    # All weights are read first: DCP writes a whole state dict at once
+    tensors = {}  # name -> whole leaf, in its shape
     for named in named_leaves_in(manifest, trees, aliases_of(aliases)):
         whole = read_leaf(manifest, named.number, folder)
         tensors[prefix + named.name] = whole.view(named.leaf.shape)
+    # As in `export_weights`: no lock, and the name comes last
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         write_tensors(temporary.path, tensors)
@@ -106,6 +108,7 @@ def import_dcp(
     """
     path = Path(folder)
 
+    # Runs inside of the job: only metadata is read, tensors one by one when their turn comes
     def sources() -> dict[str, Source]:
         found = {}
         for name, (shape, dtype) in list_tensors(path).items():
@@ -130,6 +133,7 @@ def list_tensors(folder: Path) -> dict[str, DcpTensor]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    # Name -> metadata, of tensors and of pickled objects
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {}
     for name, entry in entries.items():
@@ -142,8 +146,10 @@ def read_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dt
     """One of a folder's tensors, whole, on the CPU."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    # The target: DCP reads in place, whatever the saved sharding
     whole = torch.empty(shape, dtype=dtype)
     with _alone(folder):
+        # no_dist: each rank reads by itself, and no group of torch's is used
         load({name: whole}, checkpoint_id=folder, no_dist=True)
     return whole
 
@@ -168,5 +174,6 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
+            # `error.failures`: rank -> (exception, traceback)
             causes = "; ".join(str(cause) for cause, _ in error.failures.values())
             raise OSError(f"{folder}: torch.distributed.checkpoint failed: {causes}") from None

@@ -64,6 +64,7 @@ class Temporary:
         self._root = target.parent
         self._target = target
         self._root.mkdir(parents=True, exist_ok=True)
+        # Locked before looking: what is checked below can't change until the unlock
         self._lock = _lock(self._root) if lock else None
         self._gone = False  # it has its name, or was deleted
         try:
@@ -72,20 +73,22 @@ class Temporary:
                     f"{target} exists, and is never overwritten. Remedy: delete or rename it first"
                 )
             if lock:
+                # With the lock held, no temporary folder can be somebody's at work
                 remove_leftovers(self._root)
             self.path = _temporary_name(target)
-            os.mkdir(self.path)
+            os.mkdir(self.path)  # fails where the name exists, which 64 random bits rule out
         except BaseException:
             self._unlock()
             raise
 
     def commit(self) -> None:
         """Make it appear under its name. Its files must be on disk already."""
+        # The files' names reach the disk before the folder's new name does
         sync_folder(self.path)
         # Never onto another checkpoint: a folder that isn't empty can't be replaced
         os.rename(self.path, self._target)
         self._gone = True
-        sync_folder(self._root)
+        sync_folder(self._root)  # the new name, too, survives a power cut
         self._unlock()
 
     def discard(self) -> None:
@@ -112,6 +115,7 @@ def _lock(root: Path) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # Held by another; any other error counts as a file system without locks
         if error.errno in (errno.EAGAIN, errno.EACCES):
             os.close(descriptor)
             raise CheckpointError(
@@ -131,6 +135,7 @@ def remove_folder(target: Path) -> None:
     """Delete a checkpoint so that no half of it is ever seen. Others may be doing so, too."""
     trash = _temporary_name(target)
     try:
+        # At once: from here on no reader finds it, however long deleting takes
         os.rename(target, trash)
     except FileNotFoundError:
         return
@@ -159,6 +164,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def create(path: Path) -> int:
     """A descriptor of a new file."""
+    # Never onto an existing file, nor through a link
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
@@ -167,13 +173,14 @@ def write_all(descriptor: int, *views: memoryview) -> None:
     given."""
     rest = list(views)
     while rest:
-        count = os.writev(descriptor, rest[:_MAX_VIEWS])
+        count = os.writev(descriptor, rest[:_MAX_VIEWS])  # bytes written, perhaps fewer than given
         rest = _after(rest, count)
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
     """The rest of some views after their first `count` bytes."""
     for i, view in enumerate(views):
+        # The call ended inside this view, or right before it
         if count < len(view):
             return [view[count:], *views[i + 1 :]]
         count -= len(view)
@@ -189,12 +196,14 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
         CorruptError: it is none of these, or isn't there.
     """
     try:
+        # O_NONBLOCK: opening a pipe would wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
             raise CorruptError(f"{path}: {error.strerror}") from None
         raise
     try:
+        # Asked of the descriptor, since the path may be another file by now
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise CorruptError(f"{path}: not a regular file")
@@ -210,6 +219,7 @@ def read_file(path: Path, limit: int) -> bytes:
         CorruptError: it is larger than `limit`, or no regular file.
     """
     with opened(path) as (descriptor, size):
+        # Before the memory is taken
         if size > limit:
             raise CorruptError(f"{path}: {size} bytes, more than the {limit} that it may have")
         data = bytearray(size)
@@ -225,6 +235,7 @@ def read_into(descriptor: int, offset: int, path: Path, *views: memoryview) -> N
     """
     rest = [view for view in views if view]
     while rest:
+        # preadv has no position of its own, so threads may share the descriptor
         count = os.preadv(descriptor, rest[:_MAX_VIEWS], offset)
         if not count:
             raise CorruptError(f"{path}: ends at byte {offset}, before it should")

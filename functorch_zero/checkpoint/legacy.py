@@ -1,9 +1,9 @@
 """`sums64`, a checksum that older checkpoints have: checked where they are read, never written.
 
 A block is cut into tables of 16 rows of 1921 64-bit integers; its last table may have fewer rows.
-Per table, the CRC-32 goes on over the sums of the columns, then the sums of the rows' runs of 113
-integers, then the bytes that fill no row (only the last table has any). Sums are modulo 2^64, and
-integers have their lowest byte first.
+Per table, the CRC-32 goes on over three things: the sums of the columns; the sums of the rows' runs
+of 113 integers; the bytes that fill no row, which only the last table has. Sums are modulo 2^64,
+and integers have their lowest byte first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ TABLE = ROWS * ROW  # bytes
 
 def sums64(views: Sequence[memoryview]) -> int:
     """The checksum of a block's bytes, which lie in several places. Memory: a copy of the block."""
-    block = bytearray().join(views)
+    block = bytearray().join(views)  # views may end anywhere, tables may not
     found = 0
     for start in range(0, len(block), TABLE):
         table = block[start : start + TABLE]
         num_rows = len(table) // ROW
         if num_rows:
+            # Shares the table's memory
             words = torch.frombuffer(table, dtype=torch.int64, count=num_rows * WORDS)
             found = zlib.crc32(bytes_of(words.view(num_rows, WORDS).sum(0)), found)
             found = zlib.crc32(bytes_of(words.view(-1, RUN).sum(1)), found)
+        # All rows are done: the rest of the last table, or nothing
         found = zlib.crc32(table[num_rows * ROW :], found)
     return found

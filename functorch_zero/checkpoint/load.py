@@ -98,21 +98,24 @@ class _Load:
     @torch.no_grad()
     def run(self, count: int | None) -> Restored:
         """Choose, prepare, read: each on all ranks or on none."""
+        # Rank 0 chooses, as ranks may see a shared folder at different moments
         chosen = together(self._group, f"load from {self._root}", lambda: self._choose(count))[0]
         what = f"load step {chosen} from {self._root}"
+        # Every rank reads the manifest itself: a local disk would show another one, or none
         digests = together(self._group, what, lambda: self._prepare(chosen))
         if len(set(digests)) > 1:
             raise MismatchError(
                 f"could not {what}: the ranks see different manifests. Remedy: a folder they all "
                 "share"
             )
+        # All ranks agree by now, and the first write comes
         together(self._group, what, self._read)
         assert self._state is not None and self._manifest is not None
         return Restored(self._state, self._manifest.user)
 
     def _choose(self, count: int | None) -> int:
         """The step to load; rank 0's word counts."""
-        if self._group.rank != 0:
+        if self._group.rank != 0:  # any number: only rank 0's is taken
             return -1
         found = latest(self._root) if count is None else count
         counts = counts_in(self._root)
@@ -128,6 +131,7 @@ class _Load:
         self._manifest = check_sizes(self._root, count)
         self._old = contents_of(self._step, self._like)
         optimizer = unsharded_of(self._step).optimizer
+        # The optimizer is for the error's text alone; structure decides
         check_match(self._old, self._manifest, self._allowed, repr(optimizer))
         return hashlib.sha256(encode_manifest(self._manifest)).hexdigest()
 
@@ -135,15 +139,20 @@ class _Load:
         """Make the state and fill it. From here on, a step that donates has used `like` up."""
         manifest = self._manifest
         assert manifest is not None and self._old is not None
+        # `like`'s storage becomes the result's
         reuse = isinstance(self._step, ShardedTrainStep) and self._step.options.donate
         state = blank_state(self._like, reuse=reuse)
+        # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
         if reuse and self._like.sharding is not None:
             self._like.sharding.donations.take(self._like.step)
+        # In the order of `held`, which is that of flattening
         tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, Tensor)]
         new: list[Held] = []
         for before, tensor in zip(self._old.held, tensors, strict=True):
+            # The same elements, in the new tensors
             new.append(before._replace(tensor=tensor))
 
+        # First collected, then read: blocks that several leaves share are read once
         reading = _Reading(manifest)
         for before, held in zip(self._old.held, new, strict=True):
             if held.path in reading.known:
@@ -159,6 +168,7 @@ class _Reading:
 
     def __init__(self, manifest: Manifest):
         self._manifest = manifest
+        # Path -> number
         self.known = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
         # Of each leaf, its pieces and the numbers of their files
         self._pieces: list[list[tuple[int, Piece]]] = [[] for _ in manifest.leaves]
@@ -172,7 +182,9 @@ class _Reading:
         """Take up a leaf: the elements of it that this rank holds are to be read."""
         number = self.known[held.path]
         leaf = self._manifest.leaves[number]
+        # A summed leaf is read by rows of the saving ranks, of which there may be more or fewer
         parts = _rows(held, leaf) if held.summed else [held]
+        # The first lands in place; the others are added when all is read
         for part in parts[1:]:
             self._sums.append((held.tensor, part.tensor))
         for part in parts:
@@ -181,6 +193,7 @@ class _Reading:
 
     def run(self, folder: Path) -> None:
         """Read all of it, file by file."""
+        # In file order, and in each file from front to back
         for number, runs in sorted(self._wanted.items()):
             read_wanted(folder, self._manifest.files[number], self._manifest, runs)
         for row, other in self._sums:
@@ -193,7 +206,8 @@ def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimi
     Args:
         optimizer: the present one, as it prints.
     """
-    saved = {leaf.path: leaf for leaf in manifest.leaves}
+    saved = {leaf.path: leaf for leaf in manifest.leaves}  # path -> leaf
+    # Paths of tensors and of plain values: each must be in both
     have = {*saved, *manifest.values}
     want = {*(h.path for h in contents.held), *contents.values}
     problems = []
@@ -219,6 +233,7 @@ def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimi
     text = "the checkpoint is of another model, optimizer or dtype: " + "; ".join(problems[:5])
     if len(problems) > 5:
         text += f"; and {len(problems) - 5} more"
+    # A hint: most such errors come from another optimizer
     if manifest.optimizer not in (None, optimizer):
         text += f". Its optimizer was {manifest.optimizer}, the present one is {optimizer}"
     raise StructureError(text)
@@ -253,28 +268,31 @@ def _rows(held: Held, leaf: Leaf) -> list[Held]:
 
     The first one is in place, in `held.tensor`; the others have tensors of their own.
     """
+    # Where fewer ranks saved, this rank adds nothing to the sum
     held.tensor.zero_()
     n = held.tensor.numel()  # of a row
     if not n:
         return [held]
-    first, num_ranks = held.start // n, held.shape[0]
+    first, num_ranks = held.start // n, held.shape[0]  # this rank's row here; one row per rank
     rows: list[Held] = []
     for row in range(first, leaf.shape[0], num_ranks):
         tensor = torch.empty_like(held.tensor) if rows else held.tensor
         rows.append(held._replace(tensor=tensor, start=row * n, stop=(row + 1) * n))
-    return rows or [held._replace(start=0, stop=0)]
+    return rows or [held._replace(start=0, stop=0)]  # nothing to read, and the zeros stay
 
 
 def _runs(
     held: Held, leaf: Leaf, pieces: Iterable[tuple[int, Piece]]
 ) -> Iterator[tuple[int, Wanted]]:
     """The runs to read for one leaf, each with the number of its file."""
+    # A view, since a blank state's tensors lie row by row
     target = held.tensor.detach().view(-1)
     for file, piece in pieces:
+        # The elements in both, if any
         start = max(held.start, piece.start)
         stop = min(held.stop, piece.start + piece.numel)
         if start < stop:
-            offset = piece.offset + (start - piece.start) * leaf.width
+            offset = piece.offset + (start - piece.start) * leaf.width  # bytes, in the file
             yield file, Wanted(offset, stop - start, leaf.dtype, target, start - held.start)
 
 
@@ -287,6 +305,7 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
             new[path] = value
     for leaf in manifest.leaves:
         tensor = held.get(leaf.path)
+        # Only where the leaf is whole here; a piece lies flat in any case
         if leaf.order is not None and tensor is not None and tensor.shape == leaf.shape:
             new[leaf.path] = in_order(tensor, leaf.order)
     old, treedef = optree.tree_flatten(state)
@@ -298,9 +317,9 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
 def blank_state(like: State, *, reuse: bool) -> State:
     """A state of the same structure whose values are to be overwritten, all of them.
 
-    Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, but
-    for scalars (the step counter tells states apart), for leaves that don't lie row by row, and for
-    a second use of the same storage.
+    Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, with
+    three exceptions: scalars, since the step counter tells states apart; leaves that don't lie row
+    by row; a second use of the same storage.
     """
     leaves, treedef = optree.tree_flatten(like)
     flats: dict[int, Tensor] = {}  # by the id of the one that like's leaves are views of
@@ -310,6 +329,7 @@ def blank_state(like: State, *, reuse: bool) -> State:
         if not isinstance(leaf, Tensor):
             made.append(leaf)
         elif reuse and leaf.dim() and leaf.is_contiguous() and leaf.data_ptr() not in used:
+            # Donated storage is taken over once: a second leaf in it gets storage of its own
             if leaf.numel():
                 used.add(leaf.data_ptr())
             made.append(leaf)
@@ -322,12 +342,14 @@ def blank_state(like: State, *, reuse: bool) -> State:
 def _blank(leaf: Tensor, flats: dict[int, Tensor]) -> Tensor:
     """A tensor like the leaf; a view of a new flat, added to `flats`, where the leaf is a view of
     one."""
+    # The flat that a sharded tree's leaves are views of: collectives move it whole
     base = base_of(leaf)
     if base is not None and _is_plain_view(leaf, base):
         if id(base) not in flats:
             # Zeros: no leaf writes to the padding
             flats[id(base)] = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
         offset = leaf.storage_offset() - base.storage_offset()
+        # At the same place in the new flat
         new = flats[id(base)].as_strided(leaf.shape, leaf.stride(), offset)
     else:
         new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
@@ -341,5 +363,6 @@ def _is_plain_view(leaf: Tensor, base: Tensor) -> bool:
 
 def in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     """A copy whose dims lie in memory in this order, from the slowest to the fastest."""
+    # `copy_` maps elements by index, whatever the order in memory
     copy = torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -1,8 +1,8 @@
 """The manifest: the contents of a checkpoint, and their places. Plain data, to and from JSON.
 
 The file's first line is the checksum of the rest. A manifest from `parse_manifest` is safe to act
-on: file names follow from the number of ranks, every number is bounded, no piece lies outside its
-file, and the pieces cover every leaf exactly once. Values may still be wrong, if somebody wants
+on: file names follow from the number of ranks, and every number is bounded. No piece lies outside
+its file, and the pieces cover every leaf exactly once. Values may still be wrong, if somebody wants
 them to be: checksums stop accidents, not attackers.
 """
 
@@ -21,9 +21,9 @@ from .safetensors_file import DTYPES, strict_json
 FORMAT = "functorch_zero checkpoint"
 VERSION = 1
 NAME = "manifest.json"
-MAX_BYTES = 2**26
+MAX_BYTES = 2**26  # bytes of the file
 MAX_RANKS = 99_999
-MIN_BLOCK, MAX_BLOCK = 2**12, 2**26
+MIN_BLOCK, MAX_BLOCK = 2**12, 2**26  # bytes
 MAX_DIMS = 64
 HUGE = 2**62  # no count of elements or bytes is larger
 
@@ -116,6 +116,7 @@ def file_name(rank: int, ranks: int) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes."""
+    # The order of keys is fixed, so equal manifests are equal bytes: ranks compare digests
     rows: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     for name in _HEAD:
         rows[name] = getattr(manifest, name)
@@ -126,6 +127,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     rows["user"] = manifest.user
     rows["about"] = manifest.about
     body = json.dumps(rows, allow_nan=False, separators=(",", ":")).encode()
+    # Over the body alone; the newline at the end is for people
     return f"crc32 {zlib.crc32(body):08x}\n".encode() + body + b"\n"
 
 
@@ -144,16 +146,20 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     Raises:
         CorruptError: it is damaged, of another version, or not a manifest.
     """
+    # Each check may rely on those before it
     rows = _Checked(_body(data, where), where)
     known = isinstance(rows.value, dict) and rows.value.get("format") == FORMAT
     rows.need(known, f"not a {FORMAT}")
     version = rows["version"]
     rows.need(type(version) is int and version == VERSION, f"of version {_short(version)}")
+    # Exact, both ways: an unknown key could change the meaning of the others
     odd = sorted(set(rows.value) ^ _KEYS)
     rows.need(not odd, f"has the keys {odd[:5]} too many or too few")
+    # The head first: blocks and ranks are needed to check the files
     _check_head(rows)
     leaves = _leaves(rows)
     files = _files(rows, leaves)
+    # Last, when each piece is known to be sound in itself
     check_coverage(leaves, files, where)
     head = {name: rows[name] for name in (*_HEAD, "values", "user", "about")}
     return Manifest(leaves=leaves, files=files, **head)
@@ -184,6 +190,7 @@ def _body(data: bytes, where: str) -> Any:
     """The JSON after the first line, whose checksum it has."""
     if len(data) > MAX_BYTES:
         raise CorruptError(f"{where}: larger than {MAX_BYTES} bytes")
+    # The checksum comes before any parsing
     line, _, body = data.partition(b"\n")
     body = body[:-1] if body.endswith(b"\n") else body
     if line != f"crc32 {zlib.crc32(body):08x}".encode():
@@ -222,6 +229,7 @@ def _check_head(rows: _Checked) -> None:
     rows.need(sane, "no size for a block")
     values = rows["values"]
     rows.need(isinstance(values, dict), "values is no object")
+    # By exact type: True is an int to isinstance
     plain = all(type(value) in (bool, int, float, str) for value in values.values())
     about = isinstance(rows["about"], dict)
     rows.need(plain and about, "values or about hold what they may not")
@@ -229,6 +237,7 @@ def _check_head(rows: _Checked) -> None:
 
 def _check_shape(shape: Any, what: str) -> None:
     """Raise `CorruptError` unless this is a shape of sane size."""
+    # Few dims, each bounded, so that the product stays cheap
     sane = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(_is_count, shape))
     if not sane or prod(shape) > HUGE // 16:  # so that its bytes are no more than HUGE
         raise CorruptError(f"{what} is not a shape: {str(shape)[:80]}")
@@ -250,10 +259,12 @@ def _leaf(rows: _Checked, row: Any) -> Leaf:
     name = path[:200]  # for errors
     known = isinstance(dtype, str) and dtype in DTYPES
     rows.need(known, f"{name} has the unknown dtype {_short(dtype)}")
+    # An export allocates by this shape
     _check_shape(shape, f"{rows.where}: the shape of {name}")
     if order is None:
         return Leaf(path, dtype, tuple(shape))
     ints = isinstance(order, list) and all(type(dim) is int for dim in order)
+    # A permutation of the dims
     permuted = ints and sorted(order) == list(range(len(shape)))
     rows.need(permuted, f"{name} has no order of dims")
     return Leaf(path, dtype, tuple(shape), tuple(order))
@@ -273,6 +284,7 @@ def _file(rows: _Checked, row: Any, expected: str, leaves: tuple[Leaf, ...]) -> 
     """One file's entry, checked. `expected` is the name that it must have."""
     rows.need(_is_list(row, 4), f"no entry of a file: {_short(row)}")
     name, size, sums, pieces = row
+    # The name follows from the rank, so that no manifest reaches outside of its folder
     rows.need(name == expected, f"expected the file {expected}, got {_short(name)}")
     rows.need(_is_count(size), f"{name}: no size")
     blocks = -(-size // rows["block"])  # the last one may be shorter
@@ -285,14 +297,15 @@ def _file(rows: _Checked, row: Any, expected: str, leaves: tuple[Leaf, ...]) -> 
     for numbers in pieces:
         counts = _is_list(numbers, 4) and all(map(_is_count, numbers))
         rows.need(counts, f"{name}: no piece: {_short(numbers)}")
-        piece = Piece(*numbers)
+        piece = Piece(*numbers)  # leaf, start, numel, offset, as JSON has them
         there = piece.leaf < len(leaves)
         rows.need(there, f"{name}: a piece of leaf {piece.leaf}, which there isn't")
+        # In order and without overlap, and aligned to the element's size
         width = leaves[piece.leaf].width
         aligned = piece.offset % width == 0
         in_place = piece.numel > 0 and piece.offset >= end and aligned
         rows.need(in_place, f"{name}: pieces out of place")
-        end = piece.offset + piece.numel * width
+        end = piece.offset + piece.numel * width  # bytes, of this piece's end
         rows.need(end <= size, f"{name}: a piece ends at byte {end} of {size}")
         made.append(piece)
     return File(name, size, sums, tuple(made))
@@ -307,6 +320,7 @@ def check_coverage(leaves: tuple[Leaf, ...], files: tuple[File, ...], where: str
     ends = [0] * len(leaves)  # of each leaf, the elements covered so far
     for piece in pieces:
         end = ends[piece.leaf]
+        # Sorted, so each piece must begin where the one before it ended
         if piece.start != end:
             story = "twice" if piece.start < end else "not at all"
             path = leaves[piece.leaf].path
@@ -314,6 +328,7 @@ def check_coverage(leaves: tuple[Leaf, ...], files: tuple[File, ...], where: str
                 f"{where}: element {min(piece.start, end)} of {path} is there {story}"
             )
         ends[piece.leaf] += piece.numel
+    # And the last one must end with the leaf
     for leaf, end in zip(leaves, ends, strict=True):
         if end != leaf.numel:
             raise CorruptError(

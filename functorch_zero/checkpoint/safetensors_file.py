@@ -80,6 +80,7 @@ def make_header(
     padded so that data starts at a multiple of 64 bytes. Give wide dtypes first: readers want each
     tensor at a multiple of its element size.
     """
+    # The header's JSON: name -> dtype, shape, place
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts = [0]  # in bytes from the end of the header, as the format has them
     for name, dtype, shape in tensors:
@@ -88,10 +89,11 @@ def make_header(
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
         starts.append(stop)
     text = json.dumps(table, separators=(",", ":")).encode()
+    # Readers map files and want aligned data; JSON may end in blanks
     padding = -(8 + len(text)) % 64
     text += b" " * padding
     length = len(text).to_bytes(8, "little")
-    data = len(length) + len(text)
+    data = len(length) + len(text)  # bytes before the first tensor
     return length + text, [data + start for start in starts]
 
 
@@ -104,7 +106,9 @@ def read_header(path: Path) -> bytes:
     with opened(path) as (descriptor, size):
         prefix = bytearray(8)
         read_into(descriptor, 0, path, memoryview(prefix))
+        # Unsigned 64-bit, lowest byte first, as the format says
         length = int.from_bytes(prefix, "little")
+        # Bounded before the memory is taken
         if length > min(MAX_HEADER, size - 8):
             raise CorruptError(
                 f"{path}: says that its header has {length} bytes; expected at most {MAX_HEADER}, "
@@ -124,6 +128,7 @@ def strict_json(text: bytes, file: str) -> Any:
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
+        # Python's parser gives up on deep nesting by RecursionError
         problem = f"not the JSON it should be: {str(error)[:200]}"
         raise CorruptError(f"{file}: {problem}. {INTACT}") from None
 
@@ -142,6 +147,7 @@ def _refuse(name: str) -> Any:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy; the view keeps the tensor alive."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    # By address, since numpy knows no bfloat16 and needn't be installed
     array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     array.tensor = tensor
     return memoryview(array).cast("B")

@@ -47,6 +47,7 @@ def save(root: PathLike, step: Step, state: State, *, user: Any = None) -> Path:
         DonatedError: the state was used up by a step.
         MismatchError: ranks have different states or `user`.
     """
+    # The `async_save` under way ends first, and its error is raised rather than lost
     wait_for_saves(step)
     return SaveJob(Path(root), group_of(step), lambda: snapshot_of(step, state, user)).run()
 
@@ -59,26 +60,30 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
     at a time: this call waits for the one before. On ranks that are threads (`run_ranks`) it runs
     at once, here.
 
-    An error is raised by `Saving.result`, by the next call of a sharded `step` (on every rank,
-    before it touches the state), by the next `save` or `async_save` with this step, or by
-    `wait_for_saves`. One that nobody asked for is printed when the program ends. Leaving the
-    program waits for the save, but torch's groups must live until then: call `wait_for_saves(step)`
-    before `destroy_process_group`.
+    An error is raised by `Saving.result`, by `wait_for_saves`, or by the next `save` or
+    `async_save` with this step. The next call of a sharded `step` raises it too, on every rank
+    before it touches the state. One that nobody asked for is printed when the program ends. Leaving
+    the program waits for the save, but torch's groups must live until then: call
+    `wait_for_saves(step)` before `destroy_process_group`.
 
     Raises: the error of the save before this one.
     """
     savers = _savers_of(step)
+    # Raises the last save's error before this one begins
     savers.wait()
     snapshot: Snapshot | None = None
     problem: Exception | None = None
     try:
+        # On the caller's thread: after this call the step may overwrite its storage
         snapshot = snapshot_of(step, state, user)
+        # Without donation the tensors stay as they are, and the job checks that they did
         if isinstance(step, ShardedTrainStep) and step.options.donate:
             with torch.no_grad():
                 snapshot = snapshot.copied()
     except Exception as error:  # to be told to the other ranks, in the save's own exchange
         problem = error
 
+    # Hands the only reference over: the thread frees the copy as soon as it is written
     def take() -> Snapshot:
         nonlocal snapshot
         if problem is not None:
@@ -87,6 +92,7 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
         taken, snapshot = snapshot, None
         return taken
 
+    # Without a snapshot the job only tells the other ranks why
     progress = Progress() if snapshot is None else snapshot.progress
     return savers.start(SaveJob(Path(root), savers.group, take), progress)
 
@@ -128,7 +134,7 @@ class Saving:
 
         Raises: as `save`; TimeoutError after `timeout` seconds.
         """
-        if self._thread.ident is not None:
+        if self._thread.ident is not None:  # None: it ran in the call, or has not been started
             self._thread.join(timeout)
         if not self.done:
             raise TimeoutError(f"the save still runs after {timeout:g} s")
@@ -143,10 +149,12 @@ class Saving:
         if here:
             self._run()
             return
+        # Runs at exit, after the threads that aren't daemons have ended
         atexit.register(self._tell)
         self._thread.start()
 
     def _run(self) -> None:
+        # The job holds the snapshot: gone from here, it is freed when the job ends
         job, self._job = self._job, None
         assert job is not None
         try:
@@ -180,14 +188,14 @@ class _Savers:
         """Wait for the save under way, and raise its error, if nobody was told."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            told = pending.told
+            told = pending.told  # before `result` sets it
             try:
                 pending.result()
             except BaseException:
                 if not told:
                     raise
             finally:
-                pending.forget()
+                pending.forget()  # told, or raised just above
 
     def failed(self) -> bool:
         """Whether the save has failed, and nobody was told."""
@@ -207,6 +215,7 @@ _SAVERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def _savers_of(step: Step) -> _Savers:
     if step not in _SAVERS:
         _SAVERS[step] = savers = _Savers(group_of(step))
+        # The step asks `failed` at every call, and raises on all ranks
         if isinstance(step, ShardedTrainStep):
             step.background.add(savers)
     made: _Savers = _SAVERS[step]

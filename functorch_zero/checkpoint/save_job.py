@@ -45,14 +45,17 @@ class SaveJob:
         """Save, and return the folder. Three exchanges."""
         started = time.monotonic()
         try:
+            # Snapshots, and rank 0's folder: rank 0 alone makes and names it
             begun = together(self._group, f"save to {self._root}", self._begin)
             _check_agreement(begun)
             what = f"save step {begun[0]['step']} to {self._root}"
+            # Every rank's file is on disk before any rank goes on
             rows = together(self._group, what, lambda: self._write(Path(begun[0]["folder"])))
+            # The name comes last: until then the folder is nobody's checkpoint
             together(self._group, what, lambda: self._commit(rows))
         finally:
             self._snapshot = None  # lets go of the state's tensors
-            if self._temporary is not None:
+            if self._temporary is not None:  # after a commit there is nothing to discard
                 self._temporary.discard()
         target = step_folder(self._root, begun[0]["step"])
         if self._group.rank == 0:
@@ -65,6 +68,7 @@ class SaveJob:
         self._snapshot = snapshot = self._take()
         folder = ""
         if self._group.rank == 0:
+            # Absolute, since other ranks may run in another folder
             self._temporary = Temporary(step_folder(self._root.absolute(), snapshot.step))
             folder = str(self._temporary.path)
         digest = digest_of(snapshot.contents, snapshot.level, json.dumps(snapshot.user))
@@ -75,6 +79,7 @@ class SaveJob:
         assert self._snapshot is not None
         path = folder / file_name(self._group.rank, self._group.size)
         file = write_rank_file(path, self._snapshot)
+        # Written while it changed: an error now, and the folder is discarded
         self._snapshot.check_unchanged()
         return {"file": file, "orders": self._orders()}
 
@@ -98,6 +103,7 @@ class SaveJob:
             return
         assert self._snapshot is not None
         manifest = _manifest(self._snapshot, rows)
+        # Our own bug would show here, before the checkpoint has a name
         check_coverage(manifest.leaves, manifest.files, "what the ranks have written")
         write_file(self._temporary.path / NAME, encode_manifest(manifest))
         self._temporary.commit()
@@ -130,12 +136,13 @@ def _manifest(snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> Manifest:
     orders: dict[int, tuple[int, ...]] = {}  # by the leaf's number
     for row in rows:
         for i, order in row["orders"]:
+            # Ranks that hold the leaf whole say the same
             orders[i] = tuple(order)
     leaves = []
     for i, held in enumerate(snapshot.contents.held):
         dtype = dtype_name(held.path, held.tensor.dtype)
         leaves.append(Leaf(held.path, dtype, held.shape, orders.get(i)))
-    files = [_file_of(row) for row in rows]
+    files = [_file_of(row) for row in rows]  # in rank order
     return Manifest(
         step=snapshot.step,
         ranks=len(files),
@@ -153,6 +160,7 @@ def _manifest(snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> Manifest:
 def order_of(tensor: Tensor) -> tuple[int, ...] | None:
     """The dims of a dense tensor from the slowest to the fastest in memory; None when it lies row
     by row."""
+    # Overlapping or strided tensors have no such order: they are loaded row by row
     if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
     strides = tensor.stride()

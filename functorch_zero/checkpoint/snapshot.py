@@ -59,14 +59,17 @@ class Snapshot:
         """The same in CPU tensors of its own: a copy of this rank's share, nothing else."""
         parts = []
         for part in self.parts:
+            # copy=True: on the CPU `to` would give the tensor itself, which a step overwrites
             copy = part.flat().to("cpu", copy=True)  # (numel,), in the leaf's dtype
             parts.append(part._replace(tensor=copy, first=0))
+        # The copies' own versions: the old ones belong to the tensors left behind
         versions = versions_of([part.tensor for part in parts])
         return replace(self, parts=parts, versions=versions)
 
 
 def snapshot_of(step: Step, state: State, user: Any) -> Snapshot:
     """This rank's share of a state, as references to its tensors."""
+    # References only: nothing is copied, and no collective runs
     contents = contents_of(step, state)
     group = group_of(step)
     parts = parts_to_save(contents.held, group.rank, group.size)
@@ -91,6 +94,7 @@ def checked_user(user: Any) -> Any:
         TypeError: it doesn't.
     """
     try:
+        # Compared after the round trip: tuples, integer keys and the like would come back changed
         same = json.loads(json.dumps(user, allow_nan=False)) == user
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"user must be plain JSON data: {error}") from None

@@ -16,6 +16,7 @@ def check_flat(name: str, tensor: Tensor) -> None:
 
     A lazily conjugated or negated one has other values than lie there.
     """
+    # Conjugation and negation are flags on the tensor; the memory is as before
     is_lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.dim() == 1 and tensor.is_contiguous() and not is_lazy:
         return
@@ -62,6 +63,7 @@ def check_subgroup(rank: int, size: int, ranks: Sequence[int]) -> None:
 
     A group asks this before its ranks meet: a wrong list must not make them wait for each other.
     """
+    # Strictly increasing, or sorting and de-duplicating would change it
     in_order = list(ranks) == sorted(set(ranks))
     exist = set(ranks) <= set(range(size))
     if in_order and exist and rank in ranks:
@@ -90,6 +92,7 @@ def fold(parts: Sequence[Tensor], op: str) -> Tensor:
     """The sum or the maximum of `parts`, in their order, as a new tensor; NaN stays NaN in both."""
     total = parts[0].clone()  # of the parts' shape and dtype
     for part in parts[1:]:
+        # In rank order, so that every rank gets the same bits
         if op == "sum":
             total += part
         else:
@@ -127,6 +130,7 @@ def _check_runs(
 ) -> None:
     """Raise unless the sizes are one per rank, and those of runs that make up the tensor."""
     expected = tensor.numel()
+    # The lengths first: `sum` alone would let a wrong number of runs pass
     if len(sizes) == size and min(sizes) >= 0 and sum(sizes) == expected:
         return
     raise ValueError(

@@ -44,7 +44,7 @@ class CountedGroup(Forwarding):
 
     def __init__(self, inner: Group) -> None:
         super().__init__(inner)
-        self.calls: list[Call] = []
+        self.calls: list[Call] = []  # in the order of the calls; no tensor is kept
 
     def num_calls(self, kind: str | None = None) -> int:
         """How many collectives were called, of one kind or of all."""
@@ -59,6 +59,7 @@ class CountedGroup(Forwarding):
         self.calls.clear()
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
+        # Called first: a call that raises is not recorded
         work = self.inner.all_gather(out, piece)
         self._record("all_gather", out, self._round_the_ring(out))
         return work
@@ -78,7 +79,7 @@ class CountedGroup(Forwarding):
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
         work = self.inner.all_to_all(out, out_sizes, source, in_sizes)
-        num_sent = sum(in_sizes) - in_sizes[self.rank]
+        num_sent = sum(in_sizes) - in_sizes[self.rank]  # elements for other ranks
         self._record("all_to_all", source, num_sent * source.element_size())
         return work
 
@@ -88,6 +89,7 @@ class CountedGroup(Forwarding):
         return work
 
     def exchange(self, payload: bytes) -> list[bytes]:
+        # Only the payloads count, not their sizes or padding
         payloads = self.inner.exchange(payload)
         length = len(payload)
         self.calls.append(Call("exchange", torch.uint8, length, length * self._others))
@@ -100,6 +102,7 @@ class CountedGroup(Forwarding):
     def subgroup(self, ranks: Sequence[int]) -> CountedGroup:
         """The inner group's, whose calls are recorded here too."""
         made = CountedGroup(self.inner.subgroup(ranks))  # type: ignore[attr-defined]
+        # One list: the calls of a mesh's axes are found in one place
         made.calls = self.calls
         return made
 
@@ -158,6 +161,7 @@ class _MirrorGroup:
     @torch.no_grad()
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         check_all_gather(self.size, out, piece)
+        # (N * k,) as N rows (k,), all equal
         rows = out.view(self.size, piece.numel())
         rows.copy_(piece.clone())  # a copy, since the piece may lie in out
         return Done()
@@ -175,7 +179,7 @@ class _MirrorGroup:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         check_flat("tensor", tensor)
         check_reducible(op, tensor)
-        if op == "sum":
+        if op == "sum":  # the largest of equals is there already
             tensor.mul_(self.size)
         return Done()
 
@@ -193,7 +197,7 @@ class _MirrorGroup:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         check_flat("tensor", tensor)
         check_source(self.size, source)
-        return Done()
+        return Done()  # the source holds the same, so nothing changes
 
     def exchange(self, payload: bytes) -> list[bytes]:
         return [bytes(payload)] * self.size
@@ -208,7 +212,7 @@ class _MirrorGroup:
 def _fill(run: Tensor, own: Tensor) -> None:
     """Fill a run with the elements of `own`, repeated or cut to its size."""
     if not own.numel():
-        run.zero_()
+        run.zero_()  # from an empty run: any values would do
         return
     num_repeats = math.ceil(run.numel() / own.numel())
     run.copy_(own.repeat(num_repeats)[: run.numel()])

@@ -30,6 +30,7 @@ class LabelledGroup(Forwarding):
 
     def at(self, label: str) -> LabelledGroup:
         """The same group, for collectives of another label."""
+        # `type(self)`: a checked group stays checked under another label
         return type(self)(self.inner, label)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
@@ -65,13 +66,16 @@ class LabelledGroup(Forwarding):
 
     def _start(self, call: Signature, brought: Tensor, *arguments: Any) -> Work:
         """Call a collective to which this rank brings the tensor `brought`."""
+        # Remembered before the call: a collective that never starts on other ranks hangs inside it
         entry = self._remember(call.kind, brought.dtype, brought.numel())
         work = self._call(call, *arguments)
         return _LabelledWork(work, entry, self)
 
     def _call_and_wait(self, entry: Entry, *arguments: Any) -> Any:
+        # Synchronous collectives wait in the call itself
         entry.state = "waiting"
         result = self._call(Signature(entry.kind), *arguments)
+        # Not reached when it raises: the entry then stays marked as not ended
         entry.state = "ended"
         return result
 
@@ -126,6 +130,7 @@ class CheckedGroup(LabelledGroup):
         # Over bytes, whose sizes may differ: the ranks may disagree about all else
         payloads = super()._call(Signature("exchange"), own.encode())
         calls = [payload.decode() for payload in payloads]
+        # All raise or none does: every rank has the same list
         if len(set(calls)) > 1:
             raise GroupError(
                 f"the ranks called different collectives: {_callers_text(calls)}. Remedy: make "
@@ -146,7 +151,7 @@ def _callers_text(calls: Sequence[str]) -> str:
 def labelled(group: Group, label: str) -> Group:
     """The group, for collectives that belong to `label`: a unit and a phase, as
     "blocks.1/gather"."""
-    if group.size == 1:
+    if group.size == 1:  # alone: no error can come from another rank
         return group
     if isinstance(group, LabelledGroup):  # its own kind stays: checked, or recorded
         return group.at(label)
@@ -160,6 +165,7 @@ class _LabelledWork:
         self._work, self._entry, self._group = work, entry, group
 
     def wait(self) -> None:
+        # A work may be waited for again; an ended one stays so
         if self._entry.state == "started":
             self._entry.state = "waiting"
         try:
@@ -179,6 +185,7 @@ def _tell_where(error: GroupError, group: LabelledGroup, entry: Entry | None = N
     if not label or isinstance(error, PeerError):
         return
     if isinstance(error, LostPeerError):
+        # None: the error came at the start, so the newest entries tell most
         number = math.inf if entry is None else entry.number
         last = ring_of(group).near(number)
         error.args = (f"lost peer in {label}: {error}\n{last}",)

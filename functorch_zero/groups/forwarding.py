@@ -74,6 +74,7 @@ class Forwarding:
 
 def rejoin(group: Group) -> None:
     """Make a group that has failed usable again, where its kind can be; every rank calls this."""
+    # Not in the protocol: single ranks and users' own groups need no such method
     own = getattr(group, "rejoin", None)
     if own is not None:
         own()
@@ -82,6 +83,7 @@ def rejoin(group: Group) -> None:
 def sibling(group: Group) -> Group | None:
     """Another group of the same ranks that another thread may use at the same time; None where
     there is none."""
+    # A group without one is used by one thread at a time
     own = getattr(group, "sibling", None)
     made: Group | None = None if own is None else own()
     return made
@@ -95,5 +97,6 @@ def ranks_of(group: Group) -> Sequence[int]:
 
 def ring_of(group: Group) -> Ring:
     """The ring of a group's rank: its own where ranks are threads, else the process's."""
+    # A process has one ring for all its groups, so that their collectives stay in one order
     own: Ring = getattr(group, "ring", RING_OF_PROCESS)
     return own

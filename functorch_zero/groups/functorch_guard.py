@@ -15,6 +15,7 @@ import torch
 
 from .._torch_private import transforms_active
 
+# Of the namespace c10d; those that a release of torch lacks are passed over
 _OPERATORS = (
     "allreduce_",
     "allreduce_coalesced_",
@@ -38,6 +39,7 @@ _OPERATORS = (
 @cache
 def refuse_collectives_in_transforms() -> Any:
     """Install the kernels, once; the returned library keeps them."""
+    # This key comes before the backends', and only while a transform is active
     library = torch.library.Library("c10d", "IMPL", "FuncTorchDynamicLayerFrontMode")
     for name in _OPERATORS:
         if hasattr(torch.ops.c10d, name):
@@ -47,6 +49,7 @@ def refuse_collectives_in_transforms() -> Any:
 
 def refuse_in_transform(name: str) -> None:
     """The same, for a collective that asks where its tensors lie: wrapped values lie nowhere."""
+    # Checked by hand: `data_ptr` comes before any operator that the kernels could catch
     if transforms_active():
         _refuser(name)()
 

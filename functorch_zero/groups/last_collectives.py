@@ -67,7 +67,8 @@ class Ring:
     def __init__(self, rank: int | None = None) -> None:
         self.entries: deque[Entry] = deque(maxlen=_NUM_KEPT)
         self._rank = rank
-        self._numbers = count(1)
+        self._numbers = count(1)  # they go on when old entries are dropped
+        # Weak, and dropped by itself when the rank's groups go
         _rings.add(weakref.ref(self, _rings.discard))
 
     def start(
@@ -86,8 +87,9 @@ class Ring:
     def near(self, number: float) -> str:
         """Some lines about the collective of this number, those before it and a few after it; of
         infinity: about the last ones."""
-        entries = list(self.entries)
+        entries = list(self.entries)  # at once: another thread may append
         until_then = [entry for entry in entries if entry.number <= number + _NUM_LATER]
+        # The newest of the ring, where it has none that old
         return self._text((until_then or entries)[-_NUM_TOLD:])
 
     def __str__(self) -> str:
@@ -99,6 +101,7 @@ class Ring:
         self._numbers = count(1)
 
     def _text(self, entries: list[Entry]) -> str:
+        # Asked late: rings are made before torch.distributed is
         rank = dist.get_rank() if self._rank is None and dist.is_initialized() else self._rank
         whose = "this process" if rank is None else f"rank {rank}"
         title = f"The last collectives of {whose}, oldest first (> has not ended):"
@@ -129,16 +132,19 @@ def dump_on_signal(signum: int) -> None:
             "training"
         )
     there = signal.getsignal(signum)
+    # The parent's handler is inherited by a fork, its thread is not
     if there is _leave_to_thread:  # it was asked for before, in this process or in its parent
         _listen()
         return
     if there is not signal.SIG_DFL or _is_caught(signum):
+        # C handlers, as faulthandler's, are invisible to signal.getsignal
         handler = "one in C, as by faulthandler" if there is signal.SIG_DFL else repr(there)
         raise ValueError(
             f"signal {signum} has a handler: {handler}. Remedy: pass another signal, such as "
             "signal.SIGUSR2, or take that handler away first"
         )
     _listen()
+    # Only signals with a handler in Python reach the wakeup file
     signal.signal(signum, _leave_to_thread)
     signal.siginterrupt(signum, False)  # system calls go on
 
@@ -162,8 +168,10 @@ def _leave_to_thread(signum: int, frame: FrameType | None) -> None:
 def _listen() -> None:
     """Start the thread, once in a process."""
     reader, writer = os.pipe()
+    # A full pipe must not block the handler in C
     os.set_blocking(writer, False)
     previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # Somebody's: put it back
     if previous != -1:
         signal.set_wakeup_fd(previous)
         os.close(reader)
@@ -172,6 +180,7 @@ def _listen() -> None:
             "signal.set_wakeup_fd is in use in this process, as by asyncio's signal handlers. "
             "Remedy: call dump_on_signal in a process without them"
         )
+    # A daemon, asleep in `read` nearly always
     threading.Thread(target=_print_rings, args=(reader,), name="dump rings", daemon=True).start()
 
 
@@ -179,6 +188,7 @@ def _print_rings(reader: int) -> None:
     """The thread: prints whenever a signal comes that is to be heard."""
     while number := os.read(reader, 1):
         if signal.getsignal(number[0]) is _leave_to_thread:
+            # Dead references may be dropped meanwhile: so over a copy
             alive = [ref() for ref in list(_rings)]
             told = sorted(str(ring) for ring in alive if ring is not None and ring.entries)
             text = "\n".join(told) or "No collective has been started."
@@ -189,6 +199,7 @@ def _print_rings(reader: int) -> None:
 def _begin_anew() -> None:
     """A forked process is another rank than its parent, and has none of its threads."""
     RING_OF_PROCESS.forget()
+    # Else this process's signals would wake the parent's thread
     if _listen.cache_info().currsize:
         _listen.cache_clear()
         signal.set_wakeup_fd(-1)

@@ -87,13 +87,16 @@ def launch(
         port = listener.getsockname()[1]
         meet = partial(_meet, ranks, port, backend, threads_per_rank)
         try:
+            # The ranks queue at the listening socket; the store answers once they all have started
             for rank in range(ranks):
                 members.append(_start(rank, meet, partial(fn, *args), start_method))
             with _store_served(listener):
                 reports = _watch(members, timeout)
+                # Those that have not reported are killed at once
                 _let_exit([members[report.rank] for report in reports])
         finally:
             _kill(members)
+    # Several ranks fail when one does: the cause is raised, not a consequence
     failed = [report for report in reports if report.error is not None]
     if failed:
         raise min(failed, key=_distance_from_cause).error  # type: ignore[misc]  # it is not None
@@ -102,10 +105,12 @@ def launch(
 
 def _call_under_torchrun(fn: Callable[..., T], args: tuple[Any, ...], backend: str | None) -> T:
     """Call `fn` in this process, which is a rank already."""
+    # The script has set up torch.distributed itself, or an earlier `launch` has
     if dist.is_initialized():
         return fn(*args)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with_parent(os.getppid())  # else a killed agent would leave this rank training
+    # Scripts without torchrun may set RANK and WORLD_SIZE only: one machine then
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     _init(backend, local_rank, local_ranks, **_store_of_this_attempt())
@@ -121,13 +126,14 @@ def _store_of_this_attempt() -> dict[str, Any]:
     this helps on one machine only. On several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun
     use a new store for each attempt.
     """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # 0 at first
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not (attempt and one_machine and of_agent):
         return {}
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Not the master: torchrun's agent has it, and outlives the ranks
     store = dist.TCPStore(host, port, ranks, is_master=False)  # type: ignore[attr-defined]
     own_part = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
     return {"store": own_part, "rank": rank, "world_size": ranks}
@@ -137,8 +143,10 @@ def _init(backend: str | None, local_rank: int, local_ranks: int, **meeting: Any
     """Initialise torch.distributed; with NCCL, `local_rank` is the current device."""
     if backend is None:
         nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        # A GPU for each rank of this machine, or gloo alone
         enough = nccl and torch.cuda.device_count() >= local_ranks
         backend = "cpu:gloo,cuda:nccl" if enough else "gloo"
+    # Before the group is made, since NCCL takes the current device
     if "nccl" in backend:
         torch.cuda.set_device(local_rank)
     dist.init_process_group(backend, **meeting)
@@ -148,8 +156,8 @@ class _Member(NamedTuple):
     """One rank's process, and the pipe that brings its report."""
 
     rank: int
-    process: Any
-    pipe: Connection
+    process: Any  # multiprocessing's, of either start method
+    pipe: Connection  # the end to read from
 
 
 class _Report(NamedTuple):
@@ -158,7 +166,7 @@ class _Report(NamedTuple):
     rank: int
     result: Any = None
     error: BaseException | None = None
-    trace: str = ""
+    trace: str = ""  # text, as tracebacks can't be pickled
     died: bool = False  # the parent's word, for a rank that left none
 
 
@@ -171,8 +179,10 @@ def _start(
     pipe, rank_end = context.Pipe(duplex=False)
     process = context.Process(target=_run_rank, args=(os.getpid(), rank, meet, task, rank_end))
     with rank_end, warnings.catch_warnings():  # a pipe ends when nobody holds its writing end
+        # Python warns of a fork beside threads: `launch` says when it is safe
         warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
         try:
+            # "spawn" pickles in `start`: that is where a lambda or closure turns up
             process.start()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             if start_method == "fork":
@@ -195,6 +205,7 @@ def _store_served(listener: socket.socket) -> Iterator[None]:
     network.
     """
     host, port = listener.getsockname()
+    # It takes over the listening socket, and with it the connections that wait there
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
@@ -208,18 +219,20 @@ def _watch(members: list[_Member], timeout: float | None) -> list[_Report]:
     """Wait for all ranks, but after a failure for a while only; return reports as they arrived."""
     reports: list[_Report] = []
     failed = False
-    running = members
+    running = members  # those that have yet to report
     give_up = math.inf if timeout is None else time.monotonic() + timeout
     while running and (seconds := give_up - time.monotonic()) > 0:
         pipes = [member.pipe for member in running]
+        # Until a rank reports or its pipe ends, or the time is over
         ready = wait(pipes, None if seconds == math.inf else seconds)
         new = [_read_report(member) for member in running if member.pipe in ready]
         running = [member for member in running if member.pipe not in ready]
         reports += sorted(new, key=lambda report: not report.died)  # of one moment, deaths first
+        # The first failure: the rest get seconds to report, as one of them may be its cause
         if not failed and any(report.error for report in new):
             failed = True
             give_up = time.monotonic() + _SECONDS_AFTER_FAILURE
-    if running and not failed:
+    if running and not failed:  # the time was over before anyone failed
         names = ranks_text([member.rank for member in running])
         raise TimeoutError(
             f"{names} of {len(members)} still ran after {timeout:g} s; all ranks were killed"
@@ -237,6 +250,7 @@ def _read_report(member: _Member) -> _Report:
         error = GroupError(f"rank {member.rank} died without a word: {text}")
         return _Report(member.rank, error=error, died=True)
     if report.error is not None:
+        # As a note: the type and args stay those that callers may catch
         source = f"rank {member.rank}, in process {member.process.pid}"
         report.error.add_note(f"Raised on {source}:\n{report.trace}")
     return report
@@ -260,12 +274,13 @@ def _exit_text(code: int | None) -> str:
 def _let_exit(members: list[_Member]) -> None:
     """Give ranks that have reported a while, so that they may flush and close what they hold."""
     give_up = time.monotonic() + _SECONDS_TO_EXIT
-    for member in members:
+    for member in members:  # the time is shared by all of them
         member.process.join(max(0.0, give_up - time.monotonic()))
 
 
 def _kill(members: list[_Member]) -> None:
     """End all processes, of which most have ended by themselves."""
+    # SIGKILL: handlers that a rank may have for other signals don't run inside a collective
     for member in members:
         member.process.kill()
         member.process.join()
@@ -275,6 +290,7 @@ def _kill(members: list[_Member]) -> None:
 
 def _distance_from_cause(report: _Report) -> int:
     """How likely a failed rank only suffers from another's failure: 0 is a cause itself."""
+    # The smallest is raised; of several, the earliest to arrive
     if isinstance(report.error, PeerError):
         return 2  # another rank's exception brought it about
     if isinstance(report.error, GroupError) and not report.died:
@@ -291,7 +307,8 @@ def _run_rank(
     try:
         meet(rank)
         report = _Report(rank, task())
-    except BaseException as error:
+    except BaseException as error:  # SystemExit too: each has to be reported
+        # A GroupError only tells of another rank's failure: the first word in the store stays
         if dist.is_initialized() and not isinstance(error, GroupError):
             publish_failure(WORLD_FAILURE_KEY, failure_text(rank, error))
         report = _Report(rank, error=error, trace=traceback.format_exc())
@@ -308,6 +325,7 @@ def _die_with_parent(parent: int) -> None:
     """From now on, end when the parent ends, however it does (Linux only)."""
     if sys.platform != "linux":
         return
+    # The kernel kills this process when the thread that made it ends
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)

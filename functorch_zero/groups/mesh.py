@@ -74,9 +74,11 @@ class HybridGroup(Forwarding):
     [(0, 2), (1, 2), (0, 2), (1, 2)]
     """
 
+    # A class attribute too, since `of_rows` makes a mesh without `__init__`
     same_data: SameData | None = None
 
     def __init__(self, group: Group, *, shard_size: int, same_data: SameData | None = None):
+        # The arguments are checked before any communication, so that all ranks raise
         self.same_data = check_same_data(same_data)
         if shard_size < 1 or group.size % shard_size:
             raise ValueError(
@@ -86,6 +88,7 @@ class HybridGroup(Forwarding):
         super().__init__(group)
         replica, place = divmod(group.rank, shard_size)
         first = replica * shard_size
+        # Neighbours: launchers number the ranks of one machine in a row
         shard = range(first, first + shard_size)
         replicate = range(place, group.size, shard_size)
         self._divide(shard, replicate)
@@ -95,10 +98,11 @@ class HybridGroup(Forwarding):
         """The same of a mesh given as its rows, each the ranks of one replica."""
         made = cls.__new__(cls)
         Forwarding.__init__(made, group)
+        # A mesh's rows may come in any order, so the arithmetic of `__init__` won't do
         row = next(row for row in rows if group.rank in row)  # this rank's replica
         place = row.index(group.rank)
         column = [other[place] for other in rows]
-        made._divide(sorted(row), sorted(column))
+        made._divide(sorted(row), sorted(column))  # as `subgroup` wants them
         return made
 
     def _divide(self, shard: Sequence[int], replicate: Sequence[int]) -> None:
@@ -119,6 +123,7 @@ class HybridGroup(Forwarding):
     def by_piece(self) -> Group:
         """All ranks in the order of their pieces when each replica's pieces are cut over the
         replicas: one exchange."""
+        # Piece number = shard * replicas + replica: a replica's piece is cut once more
         own = self.shard.rank * self.replicate.size + self.replicate.rank
         numbers = self.inner.exchange(str(own).encode())
         return Reordered(self.inner, [int(number) for number in numbers])
@@ -133,7 +138,7 @@ class Reordered(Forwarding):
 
     def __init__(self, inner: Group, numbers: Sequence[int]):
         super().__init__(inner)
-        self._numbers = list(numbers)
+        self._numbers = list(numbers)  # `inner` rank -> number here
         # The other way round: of each number here, the rank of `inner`
         self._inner_of = sorted(range(inner.size), key=self._numbers.__getitem__)
 
@@ -153,6 +158,7 @@ class Reordered(Forwarding):
         return Then(work, put)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        # Indexing copies, so `whole` stays as it is, though it need not
         slices = whole.view(self.size, -1)[self._numbers]  # (N, k), in the inner group's order
         return self.inner.reduce_scatter(out, slices.view(-1))
 
@@ -162,9 +168,9 @@ class Reordered(Forwarding):
         # By the inner group's ranks
         sent = [in_sizes[number] for number in self._numbers]
         received = [out_sizes[number] for number in self._numbers]
-        runs = source.split(list(in_sizes))
-        reordered = torch.cat([runs[number] for number in self._numbers])
-        arrived = torch.empty_like(out)
+        runs = source.split(list(in_sizes))  # by number here
+        reordered = torch.cat([runs[number] for number in self._numbers])  # (sum of in_sizes,)
+        arrived = torch.empty_like(out)  # (sum of out_sizes,), in the inner group's order
         work = self.inner.all_to_all(arrived, received, reordered, sent)
 
         def put() -> None:
@@ -174,7 +180,7 @@ class Reordered(Forwarding):
         return Then(work, put)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self.inner.broadcast(tensor, self._inner_of[source])
+        return self.inner.broadcast(tensor, self._inner_of[source])  # `source` is a number here
 
     def exchange(self, payload: bytes) -> list[bytes]:
         payloads = self.inner.exchange(payload)
@@ -206,6 +212,7 @@ class Axis:
 
     def sum(self, flat: Tensor) -> Work:
         """`flat` (k,) becomes the sum over the axis's data, in place."""
+        # The same data give the same sum on every rank, so it is there already
         return self.group.all_reduce(flat) if self.holds_different_data else Done()
 
     def sum_to_pieces(self, out: Tensor, whole: Tensor) -> Work:
@@ -213,6 +220,7 @@ class Axis:
         `whole` may be overwritten."""
         if self.holds_different_data:
             return self.group.reduce_scatter(out, whole)
+        # (N * k,) -> row `rank` (k,): the reduce-scatter's result, without a message
         out.copy_(whole.view(self.size, -1)[self.rank])
         return Done()
 
@@ -250,6 +258,7 @@ class Axes:
         """The ranks whose data differ: for means, random numbers and buffers. It is the world where
         all do."""
         axes = self.shard, self.replicate
+        # An axis of one rank holds nothing the same as another's
         if all(axis.holds_different_data or axis.size == 1 for axis in axes):
             return self.world
         return next((axis.group for axis in axes if axis.holds_different_data), SingleRank())
@@ -265,12 +274,14 @@ class Axes:
         """This rank among those of the same data."""
         if self.data is self.world:  # each rank has data of its own
             return Copy(self.world.rank)
+        # Its copies lie along the axis that the data do not differ along
         axis = self.replicate if self.shard.holds_different_data else self.shard
         return Copy(self.data.rank, axis.rank, axis.size)
 
     @cached_property
     def groups(self) -> list[Group]:
         """The groups of more than one rank, each once."""
+        # In a group of one axis three of them are one object
         groups = self.world, self.shard.group, self.replicate.group, self.optimizer
         distinct = {id(group): group for group in groups}
         return [group for group in distinct.values() if group.size > 1]
@@ -303,6 +314,7 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
         ValueError: the group has one axis, and can't.
     """
     if isinstance(group, HybridGroup):
+        # `by_piece` is a collective, so every rank passes the same `both`
         optimizer = group.by_piece() if both else group.shard
         return mesh_axes(group, group.shard, group.replicate, optimizer, group.same_data)
     if both:
@@ -311,6 +323,7 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
             "has one axis, over which state is cut at levels 1 to 3. Remedy: "
             "HybridGroup(group, shard_size=...), or a DeviceMesh of two dims"
         )
+    # The one axis is the shard axis, and beside it stands a replicate axis of one rank
     return mesh_axes(group, group, SingleRank(), group, None)
 
 
@@ -342,7 +355,8 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
         return group
     rows = None if group is None else rows_of_mesh(group)
     if rows is None:
-        return ProcessGroup(group)
+        return ProcessGroup(group)  # a torch group, a mesh of one dim, or None
+    # `everyone` is part of the world at most, and every rank of the mesh makes it
     everyone = sorted(rank for row in rows for rank in row)
     parent = part_of(parent_group(None), everyone)
     # The mesh's ranks may be some of the world's: here they are numbered from 0

@@ -3,6 +3,12 @@
 A collective that only moves data moves bytes, so every dtype works on every backend. Sums that gloo
 would make slowly, or not at all, are an exchange followed by a local sum in rank order;
 `ProcessGroup` says which.
+
+Note [eras]: a group that was left after a failure is made usable again by `rejoin`, over another
+torch group. An *era* lasts from one to the next. Its number is how often this rank has come back,
+which is the same on all ranks that come back together. A collective of an earlier era raises that
+era's error, however late it is waited for. The number is part of the group's names in torch's
+store, so that no rank finds the addresses or the failure of an earlier era.
 """
 
 from __future__ import annotations
@@ -71,10 +77,10 @@ class ProcessGroup:
       and in `wait`, since gloo does not have all collectives for them.
     - one rank: copies, no communication.
 
-    Raises `PeerError` with the other rank's error when one has called `fail`, and `LostPeerError`
-    when one was lost without a word or the time is over: in the call, or in `Work.wait`. Afterwards
-    the group can't be used until all ranks have called `rejoin`, as a sharded step does by itself
-    when it is tried again.
+    A call, or `Work.wait`, raises `PeerError` with the other rank's error when one has called
+    `fail`. It raises `LostPeerError` when a rank was lost without a word or the time is over.
+    Afterwards the group can't be used until all ranks have called `rejoin`, as a sharded step does
+    by itself when it is tried again.
     """
 
     def __init__(
@@ -84,16 +90,19 @@ class ProcessGroup:
         timeout: float | timedelta = 300.0,
     ) -> None:
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        # Collectives that `_leave` cuts off; weak, as they live with the code that waits for them
         self._works: set[weakref.ref[TorchWork]] = set()
-        # Why this rank left, by how often it had come back before (the *era*)
+        # By era, why this rank left; see Note [eras]
         self._errors: dict[int, GroupError] = {}
-        self._closed = False
+        self._closed = False  # by `close`: there is no way back
         refuse_collectives_in_transforms()
         self._parent = parent = torch_distributed.parent_group(group)
+        # Device type -> backend, {"cpu": "gloo"}
         self._backends = torch_distributed.backends_of(parent)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self.ranks = dist.get_process_group_ranks(parent)
-        self._torch_group: dist.ProcessGroup | None = None
+        self._torch_group: dist.ProcessGroup | None = None  # None: one rank, or this rank has left
+        # The token names the group in torch's store; the count is the era's number
         self._token, self._times_rejoined = "", 0
         self._known_as = self.rank  # in messages to other ranks: a subgroup keeps its parent's
         if self.size > 1:
@@ -103,14 +112,17 @@ class ProcessGroup:
                 raise LostPeerError(
                     f"rank {self.rank} could not connect to all ranks: {error}"
                 ) from None
+            # Random, by rank 0: a count of groups could meet a key that an earlier run has left
             self._token = self.exchange(os.urandom(16))[0].hex()
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order. `piece` may be its own
         place in `out`."""
         check_all_gather(self.size, out, piece)
+        # Not for autograd: writing in place into a leaf that requires grad would raise
         if out.requires_grad or piece.requires_grad:
             out, piece = out.detach(), piece.detach()
+        # Without a message: k is equal on all ranks, so all of them come to this line
         if self.size == 1 or not out.numel():
             return copied(out, piece)
         if self._must_stage(out):
@@ -129,10 +141,11 @@ class ProcessGroup:
             return through_host(self.reduce_scatter, out, whole)
         if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
             return self._launch("reduce_scatter", torch_distributed.REDUCE_SCATTER, out, whole)
+        # Two ranks swap halves straight into `out`, without room for the other ranks' slices
         if self.size == 2:
             return self._swap_halves(out, whole)
         slices = torch.empty_like(whole).view(self.size, -1)  # (N, k), each rank's for this one
-        runs = [as_bytes(out).numel()] * self.size
+        runs = [as_bytes(out).numel()] * self.size  # bytes to, and from, each rank
         work = self._all_to_all("reduce_scatter", slices.view(-1), runs, whole, runs)
         return Then(work, lambda: fold_into(out, slices, "sum"))
 
@@ -152,6 +165,7 @@ class ProcessGroup:
             return self._gather_and_fold(tensor, op)
         if op == "sum":
             return self._launch("all_reduce", "allreduce", [tensor])
+        # A maximum: NaN travels as a mask, behind the values
         values, finish = nan_apart(tensor)
         return Then(self._launch("all_reduce", "allreduce", [values], dist.ReduceOp.MAX), finish)
 
@@ -164,12 +178,14 @@ class ProcessGroup:
         out, source = out.detach(), source.detach()
         if self.size == 1:
             return copied(out, source)
+        # The sizes are bound here, as `through_host` passes two tensors only
         if self._must_stage(out):
 
             def collective(host_out: Tensor, host_source: Tensor) -> Work:
                 return self.all_to_all(host_out, out_sizes, host_source, in_sizes)
 
             return through_host(collective, out, source)
+        # torch counts runs in elements of the tensors that it is given, and those are bytes
         width = source.element_size()
         out_runs = [num * width for num in out_sizes]
         in_runs = [num * width for num in in_sizes]
@@ -185,21 +201,24 @@ class ProcessGroup:
         if self._must_stage(tensor):
             return through_host(lambda host, _: self.broadcast(host, source), tensor, tensor)
         options = dist.BroadcastOptions()
-        options.rootRank = source
+        options.rootRank = source  # a number in the group, not in the world
         return self._launch("broadcast", "broadcast", [as_bytes(tensor)], options)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload` in rank order; sizes may differ. Two all-gathers: the sizes, then
         padded bytes."""
-        own_size = torch.tensor([len(payload)], device="cpu")
+        own_size = torch.tensor([len(payload)], device="cpu")  # (1,) int64
         sizes = self._gather_host("exchange", own_size).tolist()
         longest = max(sizes)
-        if not longest:
+        if not longest:  # all payloads are empty, and every rank sees it
             return [b""] * self.size
+        # A bytearray, since torch warns of a buffer that can't be written to
         padded = bytearray(payload.ljust(longest, b"\0"))
+        # (N * longest,) uint8
         gathered = self._gather_host("exchange", torch.frombuffer(padded, dtype=torch.uint8))
         payloads = []
         for row, size in zip(gathered.view(self.size, longest), sizes, strict=True):
+            # A copy of the row's memory, without numpy
             payloads.append(ctypes.string_at(row.data_ptr(), size))
         return payloads
 
@@ -219,6 +238,7 @@ class ProcessGroup:
         self._error = GroupError(
             f"{text}, and so left this group. Remedy: call rejoin() on all ranks"
         )
+        # Published before the connections close: the other ranks look for it when theirs break
         torch_distributed.publish_failure(self._failure_key, text)
         self._leave()
 
@@ -233,13 +253,17 @@ class ProcessGroup:
             LostPeerError: a rank did not come within the group's time limit, or is gone.
             GroupError: this rank has closed the group.
         """
+        # Nothing has failed, as far as this rank knows
         if self._torch_group is not None or self._error is None:
             return
+        # A lost rank won't come back, and to wait for it would take the whole time limit
         if self._closed or isinstance(self._error, LostPeerError):
             raise self.why_left()
+        # A rank whose function raised under `launch` won't come either
         if ended := torch_distributed.world_failure():
             raise PeerError(ended)
         reason = self._error
+        # See Note [eras]
         self._times_rejoined += 1
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:
@@ -255,9 +279,10 @@ class ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them
         calls it."""
         check_subgroup(self.rank, self.size, ranks)
+        # `part_of` takes numbers of the world
         part = torch_distributed.part_of(self._parent, [self.ranks[rank] for rank in ranks])
         made = ProcessGroup(part, timeout=self._timeout)
-        made._known_as = self._known_as
+        made._known_as = self._known_as  # errors name the rank as users know it
         return made
 
     def sibling(self) -> ProcessGroup:
@@ -278,6 +303,7 @@ class ProcessGroup:
 
         Its text is the one that the rank at fault has published, if it had the time, else `text`.
         """
+        # The first failure counts. Leaving comes first, so that the other ranks see it at once.
         if self._error is None:
             self._leave()
             published = torch_distributed.read_failure(self._failure_key)
@@ -310,7 +336,7 @@ class ProcessGroup:
         """Give the torch group back, and with it the connections, on which other ranks may wait."""
         if self._torch_group is None:
             return
-        for ref in list(self._works):
+        for ref in list(self._works):  # a copy: a work may be collected meanwhile
             work = ref()
             if work is not None:
                 # A torch Work, even a finished one, keeps the connections open
@@ -322,6 +348,7 @@ class ProcessGroup:
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
         """Start a collective by torch's own method of the group, asynchronous unless told
         otherwise."""
+        # The rank has left: it raises at once, and not when the others run into their time limit
         if self._torch_group is None:
             raise self.why_left()
         try:
@@ -330,22 +357,25 @@ class ProcessGroup:
             # Its frames hold the torch group, whose connections must close
             cause = error.with_traceback(None)
             raise self.lost(f"{kind} could not be started on rank {self.rank}: {cause}") from cause
+        # The work holds the tensors, as the backend reads and writes them until it has ended
         work = TorchWork(self, kind, handle, arguments)
         self._works.add(weakref.ref(work, self._works.discard))
         return work
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
         """An all-gather, by way of which small sums and exchanges go, too."""
+        # `out` (N * k,), `piece` (k,); both travel as bytes, so no dtype is out of reach
         if self.size > 2 or self._backend(out) != "gloo":
             return self._launch(kind, torch_distributed.ALL_GATHER, as_bytes(out), as_bytes(piece))
         refuse_in_transform(kind)
-        halves = out.chunk(2)
+        halves = out.chunk(2)  # two views (k,) of `out`
         if halves[self.rank].data_ptr() != piece.data_ptr():  # else the piece lies in its place
             halves[self.rank].copy_(piece)
         return self._swap(kind, halves[1 - self.rank], piece)
 
     def _swap(self, kind: str, out: Tensor, source: Tensor) -> Work:
         """Two ranks: the other's `source` comes into `out`, with no copy of one's own."""
+        # Of ranks 0 and 1: one's own run is empty. Sent and received are equally long.
         runs = [0, out.nbytes] if self.rank == 0 else [out.nbytes, 0]
         return self._all_to_all(kind, out, runs, source, runs)
 
@@ -358,9 +388,9 @@ class ProcessGroup:
     def _swap_halves(self, out: Tensor, whole: Tensor) -> Work:
         """A reduce-scatter of two ranks: the other's half goes, one's own comes into `out`; no more
         room is needed."""
-        halves = whole.chunk(2)
+        halves = whole.chunk(2)  # two views (k,) of `whole`
         work = self._swap("reduce_scatter", out, halves[1 - self.rank])
-        return Then(work, lambda: out.add_(halves[self.rank]))
+        return Then(work, lambda: out.add_(halves[self.rank]))  # in `wait`, on the waiting thread
 
     def _gather_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
         """An all-reduce of few bytes, or of a dtype that no backend adds."""
@@ -371,10 +401,10 @@ class ProcessGroup:
         return Then(work, lambda: fold_into(tensor, parts, op))
 
     def _swap_and_fold(self, tensor: Tensor, op: ReduceOp) -> Work:
-        theirs = torch.empty_like(tensor)
+        theirs = torch.empty_like(tensor)  # (k,), the other rank's
         # In rank order, so that both ranks get the same bits
         first, second = (tensor, theirs) if self.rank == 0 else (theirs, tensor)
-        fold_pair = torch.add if op == "sum" else torch.maximum
+        fold_pair = torch.add if op == "sum" else torch.maximum  # both keep NaN
         work = self._swap("all_reduce", theirs, tensor)
         return Then(work, lambda: fold_pair(first, second, out=tensor))
 
@@ -383,6 +413,7 @@ class ProcessGroup:
         backend works."""
         if self.size == 1:
             return part
+        # The CPU where a backend works there, else the one device type that has a backend
         device = torch.device("cpu") if "cpu" in self._backends else torch.device(*self._backends)
         out = torch.empty(self.size * part.numel(), dtype=part.dtype, device=device)
         self._gather(kind, out, part.to(device)).wait()

@@ -44,19 +44,20 @@ class Meeting:
     """One collective, on its way to being called by every rank of a circle."""
 
     def __init__(self, position: int, ranks: tuple[int, ...]) -> None:
-        self.position = position
-        self.ranks = ranks
-        self.calls: dict[int, Signature] = {}
-        self.deposits: dict[int, Any] = {}
+        self.position = position  # 1 for the first collective of its circle
+        self.ranks = ranks  # all that have to call it
+        self.calls: dict[int, Signature] = {}  # rank -> the call it made
+        self.deposits: dict[int, Any] = {}  # rank -> the tensors or bytes it brought
         self.results: Sequence[Any] | None = None  # None until every rank has called
 
     def agreed(self) -> bool:
         return len(set(self.calls.values())) == 1
 
     def combine(self, combine: Combine) -> None:
+        # Deposits may require grad, and a collective is no part of any graph
         with torch.no_grad():
             self.results = combine([self.deposits[rank] for rank in self.ranks])
-        self.deposits.clear()
+        self.deposits.clear()  # the ranks' tensors are theirs again
 
     def __str__(self) -> str:
         calls = [f"rank {rank}: {call}" for rank, call in sorted(self.calls.items())]
@@ -71,12 +72,13 @@ class Circle:
         self.ranks = ranks
         # By position: collectives that some rank has yet to call
         self.open: dict[int, Meeting] = {}
-        self._num_calls = dict.fromkeys(ranks, 0)
+        self._num_calls = dict.fromkeys(ranks, 0)  # rank -> collectives that it has called here
 
     def next_meeting(self, rank: int) -> Meeting:
         """The one that this rank has not called yet."""
         self._num_calls[rank] += 1
         position = self._num_calls[rank]
+        # The first rank to come makes it; the others find it under the same position
         return self.open.setdefault(position, Meeting(position, self.ranks))
 
     def begin_anew(self) -> None:
@@ -99,12 +101,13 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.everyone = Circle(tuple(range(size)))
-        self.all_ended = threading.Event()
+        self.all_ended = threading.Event()  # `run_ranks` waits for it in the caller's thread
         # Turns: a rank that waits for the baton waits for its queue's next item
-        self.holder = 0
+        self.holder = 0  # the rank that executes, or is about to
+        # A queue keeps a turn that comes before the rank waits for it: no wake-up is lost
         self._batons: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(size)]
-        self._ended: set[int] = set()
-        self._stopped = False
+        self._ended: set[int] = set()  # ranks that have returned or raised
+        self._stopped = False  # by `run_ranks`: the batons are void
         # Meetings
         self._waiting: dict[int, Meeting] = {}  # by rank
         self._circles = [self.everyone]
@@ -118,9 +121,12 @@ class World:
     def circle(self, rank: int, ranks: tuple[int, ...]) -> Circle:
         """The next circle of these ranks that this rank hasn't asked for: each of them gets the
         same ones in turn."""
+        # `everyone` stands first, and nobody asks for it
         same = [circle for circle in self._circles[1:] if circle.ranks == ranks]
+        # How many of those this rank has asked for by now
         number = self._num_circles[rank, ranks]
         self._num_circles[rank, ranks] += 1
+        # This rank is the first of them to ask for it
         if number == len(same):
             same.append(Circle(ranks))
             self._circles.append(same[-1])
@@ -135,18 +141,21 @@ class World:
         meeting = circle.next_meeting(rank)
         meeting.calls[rank] = call
         meeting.deposits[rank] = deposit
+        # Compared at every arrival, so that the error comes at the first rank that differs
         if not meeting.agreed():
             self.break_with(GroupError, f"the ranks called different collectives: {meeting}")
             self._raise_if_broken(rank)
+        # The last to come combines, in its own thread
         if len(meeting.calls) == len(circle.ranks):
-            del circle.open[meeting.position]
+            del circle.open[meeting.position]  # all have called: nobody will look for it
             self._combine(meeting, combine)
         return meeting
 
     def result_of(self, meeting: Meeting, rank: int) -> Any:
         """This rank's result. The other ranks run until it is there."""
+        # A rank may be woken for another reason than its result, such as a broken world
         while meeting.results is None:
-            self._raise_if_broken(rank)
+            self._raise_if_broken(rank)  # before it waits, so that nobody waits in vain
             self._waiting[rank] = meeting
             try:
                 self._let_others_run(rank)
@@ -168,11 +177,14 @@ class World:
 
         A rank that has not heard of it yet goes on, and hears of it in its next collective.
         """
+        # Nothing failed, or this rank has yet to hear of it
         if self.broken is None or rank not in self._told:
             return
+        # Ranks whose calls differ are out of step for good, and a rank that has ended won't come
         if self.broken.kind is not PeerError or self._ended:
             raise self._error()
         self._back.add(rank)
+        # The last rank to come begins anew for all
         if len(self._back) == self.size:
             self.broken = None
             for circle in self._circles:
@@ -181,10 +193,12 @@ class World:
             self._back.clear()
             self._times_rejoined += 1
         times = self._times_rejoined
+        # Those before it wait here, until the last rank or an ending one clears `_back`
         while rank in self._back:
             self._let_others_run(rank)
             if self._times_rejoined > times:  # all came, whatever has happened since then
                 return
+        # Broken still, if a rank has ended instead of coming
         self._raise_if_broken(rank)
 
     def begin(self) -> None:
@@ -199,11 +213,13 @@ class World:
     def end(self, rank: int) -> None:
         """This rank has returned or raised: the baton goes on for good."""
         self._ended.add(rank)
+        # Those who wait for it in `rejoin` may go on, and raise
         self._back.clear()  # this rank won't come
         if len(self._ended) == self.size:
             self.all_ended.set()
             return
         successor = self._successor(rank)
+        # Every rank left waits for one that has ended: broken, they go on and raise
         if successor is None:
             self._break_deadlock()
             successor = self._successor(rank)
@@ -225,7 +241,7 @@ class World:
         for circle in self._circles:
             if not circle.open:
                 continue
-            meeting = circle.open[min(circle.open)]
+            meeting = circle.open[min(circle.open)]  # the earliest that somebody missed
             missing = [rank for rank in circle.ranks if rank not in meeting.calls]
             raise GroupError(
                 f"all ranks returned, but {ranks_text(missing)} never called what others called: "
@@ -243,6 +259,7 @@ class World:
             elif rank == self.holder:
                 does = "runs"
             else:
+                # It has not begun, or waits for the others to begin anew
                 does = "is ready to go on"
             parts.append(f"rank {rank} {does}")
         return "; ".join(parts)
@@ -250,9 +267,11 @@ class World:
     def _let_others_run(self, rank: int) -> None:
         """Hand the baton on, and return when it has come back."""
         successor = self._successor(rank)
+        # All others wait too, so this rank raises when it returns
         if successor is None:
             self._break_deadlock()
             return
+        # A JVP level is one counter of the whole process: another rank would run inside it
         if in_forward_ad():
             raise NotImplementedError(
                 "a rank waits inside forward-mode differentiation (torch.func.jvp), which all "
@@ -270,6 +289,7 @@ class World:
 
     def _successor(self, rank: int) -> int | None:
         """The next rank, in circular order, that can go on."""
+        # Up to `size`, so that the rank itself comes last
         for step in range(1, self.size + 1):
             candidate = (rank + step) % self.size
             if candidate not in self._ended and self._can_go_on(candidate):
@@ -277,9 +297,10 @@ class World:
         return None
 
     def _can_go_on(self, rank: int) -> bool:
-        if rank in self._back:
+        if rank in self._back:  # it waits for the others to begin anew
             return False
         meeting = self._waiting.get(rank)
+        # It runs freely, its result is there, or it has an error to raise
         return meeting is None or meeting.results is not None or self.broken is not None
 
     def _combine(self, meeting: Meeting, combine: Combine) -> None:
@@ -296,7 +317,7 @@ class World:
 
     def _raise_if_broken(self, rank: int) -> None:
         if self.broken is not None:
-            self._told.add(rank)
+            self._told.add(rank)  # from here on it may `rejoin`
             raise self._error()
 
     def _error(self) -> GroupError:

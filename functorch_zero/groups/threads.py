@@ -62,16 +62,19 @@ def run_ranks(fn: Callable[[ThreadGroup], T], ranks: int, *, timeout: float = 60
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
-    stream = torch.get_rng_state()
+    stream = torch.get_rng_state()  # uint8, the CPU generator's state
     world = World(ranks)
+    # Threads are made, not started: what they inherit is taken here
     run: _Run[T] = _Run(world, fn, stream)
     try:
         run.start()
         in_time = world.all_ended.wait(timeout)
         places = world.where_ranks_are()
     finally:
+        # Also on the caller's KeyboardInterrupt: no rank may run on
         still_alive = run.stop()
         torch.set_rng_state(stream)
+    # In order of cause: the time, a collective that somebody missed, a rank's own error
     if not in_time:
         raise TimeoutError(f"run_ranks took longer than {timeout:g} s: {places}{still_alive}")
     world.check_all_called()
@@ -89,11 +92,12 @@ class ThreadGroup:
     def __init__(
         self, world: World, rank: int, circle: Circle | None = None, ring: Ring | None = None
     ) -> None:
+        # One ring per rank: the groups of its axes write to the same
         self.ring = Ring(rank) if ring is None else ring
         self._world = world
         self._rank = rank  # among all ranks of the world
         self._circle = world.everyone if circle is None else circle
-        self._thread = threading.get_ident()
+        self._thread = threading.get_ident()  # the one that may use it
 
     @property
     def rank(self) -> int:
@@ -114,7 +118,7 @@ class ThreadGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them
         calls it."""
         check_subgroup(self.rank, self.size, ranks)
-        members = tuple(self._circle.ranks[rank] for rank in ranks)
+        members = tuple(self._circle.ranks[rank] for rank in ranks)  # numbered among all ranks
         circle = self._world.circle(self._rank, members)
         return ThreadGroup(self._world, self._rank, circle, self.ring)
 
@@ -122,6 +126,7 @@ class ThreadGroup:
         """`out` (N * k,) becomes the ranks' `piece`s (k,) in rank order."""
         check_all_gather(self.size, out, piece)
         call = Signature("all_gather", piece.dtype, piece.numel())
+        # One tensor for all: `wait` copies it, so no rank holds another's memory
         return self._start(call, piece, out, lambda pieces: [torch.cat(pieces)] * len(pieces))
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
@@ -130,9 +135,11 @@ class ThreadGroup:
         check_reduce_scatter(self.size, out, whole)
         check_reducible("sum", whole)
         call = Signature("reduce_scatter", whole.dtype, whole.numel())
+        # Local: the last rank to come runs `combine`, for all of them
         size, num_here = self.size, out.numel()
 
         def combine(wholes: list[Tensor]) -> Sequence[Tensor]:
+            # Summed once; rank i gets row i
             return fold(wholes, "sum").view(size, num_here).unbind()
 
         return self._start(call, whole, out, combine)
@@ -141,6 +148,7 @@ class ThreadGroup:
         """`tensor` (k,) becomes the sum (in rank order) or the maximum over ranks, in place."""
         check_flat("tensor", tensor)
         check_reducible(op, tensor)
+        # `op` is part of the call: ranks that disagree on it raise
         call = Signature("all_reduce", tensor.dtype, tensor.numel(), op)
         return self._start(call, tensor, tensor, lambda tensors: [fold(tensors, op)] * len(tensors))
 
@@ -151,6 +159,7 @@ class ThreadGroup:
         from all ranks j (out_sizes[j] elements)."""
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
         call = Signature("all_to_all", source.dtype, None)
+        # Sizes go with the deposit: they are compared when all are there, pair by pair
         deposit = _Runs(source, tuple(in_sizes), tuple(out_sizes))
         return self._start(call, deposit, out, _trade_runs)
 
@@ -169,6 +178,7 @@ class ThreadGroup:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Every rank's `payload` in rank order; sizes may differ."""
         call = Signature("exchange")
+        # bytes() copies a bytearray, which the caller may change later
         meeting = self._call(call, bytes(payload), lambda payloads: [payloads] * len(payloads))
         return list(self._world.result_of(meeting, self._rank))
 
@@ -193,10 +203,12 @@ class ThreadGroup:
         self._world.rejoin(self._rank)
 
     def _start(self, call: Signature, deposit: Any, out: Tensor, combine: Combine) -> Work:
+        # The meeting may be complete by now, and `out` is still written in `wait`
         return _ThreadWork(self._world, self._rank, self._call(call, deposit, combine), out)
 
     def _call(self, call: Signature, deposit: Any, combine: Combine) -> Meeting:
         """Bring this rank's deposit to the next collective. Nobody waits yet."""
+        # Another thread has no baton, and would run beside a rank that has it
         if threading.get_ident() != self._thread:
             raise GroupError(
                 f"the ThreadGroup of rank {self._rank} was used for {call} outside its rank's "
@@ -210,8 +222,8 @@ class _Runs(NamedTuple):
     """One rank's part of an all-to-all."""
 
     source: Tensor  # (sum of in_sizes,)
-    in_sizes: tuple[int, ...]
-    out_sizes: tuple[int, ...]
+    in_sizes: tuple[int, ...]  # elements to each rank
+    out_sizes: tuple[int, ...]  # elements from each rank
 
 
 def _trade_runs(deposits: list[_Runs]) -> list[Tensor]:
@@ -225,6 +237,7 @@ def _trade_runs(deposits: list[_Runs]) -> list[Tensor]:
                     f"which expects {num_expected}"
                 )
     runs = [torch.split(sent.source, list(sent.in_sizes)) for sent in deposits]  # by sender
+    # By receiver, runs in rank order
     return [torch.cat(received) for received in zip(*runs, strict=True)]
 
 
@@ -238,28 +251,30 @@ class _ThreadWork:
         self._out: Tensor | None = out
 
     def wait(self) -> None:
-        if self._meeting is None or self._out is None:
+        if self._meeting is None or self._out is None:  # waited for before
             return
         result = self._world.result_of(self._meeting, self._rank)
         with torch.no_grad():
             self._out.copy_(result)
-        self._meeting = self._out = None
+        self._meeting = self._out = None  # the results go when the last rank lets go of them
 
 
 class _Run(Generic[T]):
     """The threads of one `run_ranks`, and their results and failures."""
 
     def __init__(self, world: World, fn: Callable[[ThreadGroup], T], stream: Tensor) -> None:
-        self.results: dict[int, T] = {}
+        self.results: dict[int, T] = {}  # rank -> its result
         self._world = world
         self._fn = fn
-        self._stream = stream
+        self._stream = stream  # the RNG state that every rank begins with
         self._failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
-        self._settings = _Settings.now()
+        self._settings = _Settings.now()  # of the caller's thread, where this runs
         self._threads: list[threading.Thread] = []
         for rank in range(world.size):
+            # One copy for each thread: a context can't be entered by two at a time
             in_context = contextvars.copy_context().run
             name, arguments = f"rank {rank}", (self._in_thread, rank)
+            # A daemon, so that a rank that can't be interrupted doesn't keep the process alive
             thread = threading.Thread(target=in_context, args=arguments, name=name, daemon=True)
             self._threads.append(thread)
 
@@ -278,10 +293,11 @@ class _Run(Generic[T]):
             for thread in self._threads:
                 thread.join()
             return ""
+        # Those that wait raise; the one that runs is interrupted between two lines of Python
         self._world.stop()
         _interrupt(self._threads[self._world.holder])
         for thread in self._threads:
-            if thread.ident is not None:
+            if thread.ident is not None:  # None: `start` was cut short before it
                 thread.join(_SECONDS_TO_END)
         alive = [rank for rank, thread in enumerate(self._threads) if thread.is_alive()]
         if not alive:
@@ -314,11 +330,13 @@ class _Run(Generic[T]):
 
     def _call_fn(self, rank: int) -> None:
         try:
+            # Before anything else: one rank runs at a time, from its first line
             self._world.take_baton(rank)
             torch.set_rng_state(self._stream)  # the caller's: each rank starts there
             with self._settings.applied():
                 self.results[rank] = self._fn(ThreadGroup(self._world, rank))
         except BaseException as error:
+            # `_Interrupted` and SystemExit too: the other ranks must hear of any end
             self._failures.append((rank, error))
             self._world.break_with(PeerError, failure_text(rank, error))
 
@@ -357,6 +375,7 @@ class _Interrupted(BaseException):
 
 def _interrupt(thread: threading.Thread) -> None:
     """Raise `_Interrupted` in a thread, when it next runs Python code."""
+    # A thread inside C code hears of it when that has returned
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted)

@@ -24,8 +24,9 @@ ALL_GATHER, REDUCE_SCATTER = "_allgather_base", "_reduce_scatter_base"
 
 WORLD_FAILURE_KEY = "functorch_zero/failed"  # set by `launch` for a rank whose function raised
 
+# torch waits for collectives under way, perhaps for their whole time limit; nobody waits so long
 _SECONDS_TO_DESTROY = 1.0
-_SECONDS_TO_READ = 1.0
+_SECONDS_TO_READ = 1.0  # for a failing rank to publish its reason
 _MAX_TEXT = 4000  # characters of an error that are passed on
 
 
@@ -71,8 +72,9 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 def rows_of_mesh(group: Any) -> list[list[int]] | None:
     """The ranks of each replica of a mesh (replicate, shard); None for all but a DeviceMesh of two
     dims."""
-    if getattr(group, "ndim", None) != 2:
+    if getattr(group, "ndim", None) != 2:  # duck-typed: DeviceMesh is not imported for it
         return None
+    # A DeviceMesh keeps its ranks in a 2-D integer tensor, (replicas, ranks of each)
     rows: list[list[int]] = group.mesh.tolist()
     return rows
 
@@ -83,9 +85,12 @@ def part_of(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGrou
 
     The parent itself, when it has just these ranks.
     """
+    # No new group: each holds sockets and threads
     if list(ranks) == dist.get_process_group_ranks(parent):
         return parent
+    # True: only these ranks call it, not the whole world, as torch wants otherwise
     options: dict[str, Any] = {"use_local_synchronization": len(ranks) < dist.get_world_size()}
+    # Without the option torch would take the world's backends
     if backends_of(parent) != backends_of(_world_group()):
         options["backend"] = str(dist.get_backend_config(parent))
     made = dist.new_group(list(ranks), **options)
@@ -95,6 +100,7 @@ def part_of(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGrou
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """The backend for each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    # torch writes it as "cpu:gloo,cuda:nccl"
     parts = (part.split(":") for part in str(dist.get_backend_config(group)).split(","))
     return {device: backend for device, backend in parts}
 
@@ -104,6 +110,7 @@ def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
     nobody else."""
     ranks = dist.get_process_group_ranks(parent)
     options: dict[str, Any] = {"timeout": timeout, "group_desc": "functorch_zero"}
+    # Group ranks must be as in the parent, whatever the order of their world ranks
     if ranks != sorted(ranks):
         options["sort_ranks"] = False  # torch releases without this option sort every group
     if len(ranks) < dist.get_world_size():
@@ -124,6 +131,7 @@ def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dis
     """
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
+    # By torch's internals: no public function takes a name; see Note [eras] in `process`
     backend = c10d.Backend(str(dist.get_backend_config(parent)))
     made, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -135,6 +143,7 @@ def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dis
         timeout=timeout,
         group_desc="functorch_zero",
     )
+    # dist.get_rank and the like look here, and so does destroying the group
     c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
     return made
@@ -147,15 +156,18 @@ def destroy(holder: list[dist.ProcessGroup]) -> None:
     own collectives under way, which may take until the other ranks call them. So it is a thread
     that waits.
     """
+    # A daemon: it must not keep the process alive
     thread = threading.Thread(
         target=_destroy_now, args=(holder,), name="destroy group", daemon=True
     )
     thread.start()
+    # Time enough when nothing is under way; else the thread goes on by itself
     thread.join(_SECONDS_TO_DESTROY)
 
 
 def _destroy_now(holder: list[dist.ProcessGroup]) -> None:
     only_gloo = set(backends_of(holder[0]).values()) == {"gloo"}
+    # NCCL's destroy waits for kernels that may never end; abort ends them
     abort = None if only_gloo else getattr(dist.distributed_c10d, "_abort_process_group", None)
     with contextlib.suppress(Exception):  # ValueError when the user has destroyed all groups
         (abort or dist.destroy_process_group)(holder[0])
@@ -172,6 +184,7 @@ def publish_failure(key: str, text: str) -> None:
     """Leave `text` in the store for the other ranks, unless another rank has been quicker."""
     # The store may have died with its host: then nobody can be told
     with contextlib.suppress(Exception):
+        # The key is set only where it has no value: the first failure stays
         _store().compare_set(key, "", text[:_MAX_TEXT])
 
 
@@ -182,12 +195,13 @@ def read_failure(key: str) -> str | None:
     with contextlib.suppress(Exception):
         store = _store()
         while True:
+            # This group's own failure, or the end of a rank under `launch`
             for candidate in (key, WORLD_FAILURE_KEY):
                 if store.check([candidate]):
                     return str(store.get(candidate), errors="replace")
             if time.monotonic() > give_up:
                 return None
-            time.sleep(0.02)
+            time.sleep(0.02)  # seconds, between two looks
     return None
 
 

@@ -38,12 +38,15 @@ class TorchWork:
         kept: the tensors, which must live until the backend is through with them.
     """
 
+    # A work is under way (a handle), done (none), or was cut off (none, and an era): see Note
+    # [eras] in `process`
     _era: int | None = None  # of the group, when it left with this under way
 
     def __init__(self, group: Losing, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
         self._group, self._kind, self._handle, self._kept = group, kind, handle, kept
 
     def wait(self) -> None:
+        # Done, or the group has left: then the error of that era, however late one waits
         if self._handle is None:
             if self._era is not None:
                 raise self._group.why_left(self._era)
@@ -51,12 +54,14 @@ class TorchWork:
         try:
             self._handle.wait()
         except RuntimeError as error:
+            # Its frames hold the torch group, whose connections must close
             cause = error.with_traceback(None)
             raise self._group.lost(self._failure_text(cause)) from cause
-        self._handle, self._kept = None, ()
+        self._handle, self._kept = None, ()  # the backend is through with the tensors
 
     def _failure_text(self, cause: RuntimeError) -> str:
         where = f"{self._kind} on rank {self._group.rank}"
+        # Backends have no type of error for it; gloo and NCCL word it differently
         if re.search("timed out|timeout", str(cause), re.IGNORECASE):
             return (
                 f"{where} took longer than the group's time limit: another rank is stuck, slow "
@@ -78,9 +83,11 @@ class Then:
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work
+        # None once called: later waits do nothing
         self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
+        # An error leaves `finish` uncalled: outputs stay as they were
         self._work.wait()
         if self._finish is not None:
             self._finish()
@@ -88,7 +95,7 @@ class Then:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+    return tensor.view(torch.uint8)  # shares memory
 
 
 def copied(out: Tensor, source: Tensor) -> Work:
@@ -100,7 +107,9 @@ def copied(out: Tensor, source: Tensor) -> Work:
 def through_host(collective: Callable[[Tensor, Tensor], Work], out: Tensor, source: Tensor) -> Work:
     """`collective(out, source)` on copies on the CPU; when they are one tensor, it works in place
     on one copy."""
+    # The copy to the CPU waits for the device's work on `source`
     host_source = source.cpu()
+    # all_reduce and broadcast: output and input are one
     in_place = out is source
     host_out = host_source if in_place else torch.empty(out.shape, dtype=out.dtype, device="cpu")
     return Then(collective(host_out, host_source), lambda: out.copy_(host_out))
@@ -119,9 +128,10 @@ def nan_apart(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
     survives. So a mask of NaN goes along.
     """
     if not tensor.is_floating_point():
-        return tensor, lambda: None
+        return tensor, lambda: None  # integers have no NaN
     is_nan = tensor.isnan()
     # (2 * k,): the numbers, then 1.0 for each NaN
+    # -inf loses against every number; 1.0 in the mask wins against 0.0
     doubled = torch.cat([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
-    values, mask = doubled.chunk(2)
+    values, mask = doubled.chunk(2)  # views (k,) of it
     return doubled, lambda: tensor.copy_(values.masked_fill_(mask > 0, torch.nan))

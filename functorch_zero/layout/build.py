@@ -67,19 +67,22 @@ def make_layout(
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     if units is None:
         units = default_units(tree)
+    # Without levels: all is cut, as at level 3
     everything = Cut(level=3, num_pieces=num_ranks, num_held=num_ranks)
     cut_of = cut or (lambda path, leaf: everything)
     policies: dict[str, Precision] = {}  # by path
+    # A path in two units is refused below, so no policy is lost
     for unit in units:
         policies |= unit.policies
     specs = leaf_specs(tree, trainable, cut_of, policies)
-    number_of = {spec.path: n for n, spec in enumerate(specs)}
+    number_of = {spec.path: n for n, spec in enumerate(specs)}  # path -> its number in tree order
     made: list[Unit] = []
     buckets: list[Bucket] = []
     for unit in units:
         # Units are a model's, and the tree may hold some of its leaves only
         own = [number_of[path] for path in unit.leaves if path in number_of]
         new = _buckets_of(unit.name, specs, own)
+        # The numbers in the layout of this unit's buckets
         numbers = tuple(range(len(buckets), len(buckets) + len(new)))
         made.append(Unit(unit.name, unit.modules, numbers))
         buckets += new
@@ -103,6 +106,7 @@ def default_units(tree: PyTree[Any]) -> tuple[UnitSpec, ...]:
     """The units that models in the tree have (`Params.units`). Of the rest, each child of the root
     that is itself a tree is one unit, and bare leaves share one."""
     found: list[UnitSpec] = []
+    # A dict keeps the order of first leaves, and so the order is the same on all ranks
     rest: dict[str, list[str]] = {}  # by the name of a root's child, paths; "": bare leaves
     accessors = optree.tree_accessors(tree, is_leaf=_has_units)
     for accessor, path in zip(accessors, paths(tree, is_leaf=_has_units), strict=True):
@@ -110,7 +114,7 @@ def default_units(tree: PyTree[Any]) -> tuple[UnitSpec, ...]:
         if _has_units(node):
             found += [_inside(unit, path) for unit in node.units]
             continue
-        is_bare = len(accessor) <= 1
+        is_bare = len(accessor) <= 1  # the root's own leaf, or the tree itself
         name = "" if is_bare else path.split(".")[0]
         rest.setdefault(name, []).append(path)
     for name, leaves in rest.items():
@@ -134,6 +138,7 @@ def _inside(unit: UnitSpec, path: str) -> UnitSpec:
 def _buckets_of(unit: str, specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[Bucket]:
     """The buckets of a unit with these leaves."""
     groups = _by_bucket(specs, numbers)
+    # Names need a level only where the unit has buckets of several
     levels = {specs[group[0]].cut.level for group in groups}
     return [_bucket(unit, specs, group, has_levels=len(levels) > 1) for group in groups]
 
@@ -149,6 +154,7 @@ class _Kind(NamedTuple):
 
 def _by_bucket(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[int]]:
     """A unit's leaves bucket by bucket; those that are alone in theirs come last."""
+    # Leaves in tree order, per kind in the order of its first leaf
     shared: dict[_Kind, list[int]] = {}
     alone: list[list[int]] = []
     for n in numbers:
@@ -164,6 +170,7 @@ def _by_bucket(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[i
 def _stands_alone(spec: LeafSpec) -> bool:
     """Whether a leaf has a bucket of its own: its gradient, if reduced at once, then needs no copy
     to be a flat."""
+    # Only levels 2 and 3 reduce a gradient at once, and only of trained leaves
     if not spec.trainable or spec.cut.level <= 1 or spec.cut.num_pieces == 1:
         return False
     # A bucket's flat has its padding at the end, so a leaf without any is the flat
@@ -189,18 +196,18 @@ def _bucket(
     Args:
         has_levels: whether the unit has buckets of several levels, so that names say which.
     """
-    first = specs[numbers[0]]
+    first = specs[numbers[0]]  # all leaves of a bucket agree with it in kind
     alignment = _alignment(first.dtype)
     offsets, end = [], 0  # in elements
     for n in numbers:
         offsets.append(end)
         end += _round_up(specs[n].numel, alignment)
     # Pieces are equal, and aligned themselves
-    whole = _round_up(end, first.cut.num_pieces * alignment)
+    whole = _round_up(end, first.cut.num_pieces * alignment)  # elements, padding included
     kind = _kind_in_words(first, has_levels=has_levels)
     shapes = tuple(specs[n].shape for n in numbers)
     return Bucket(
-        name=f"{unit or 'root'}[{kind}]",
+        name=f"{unit or 'root'}[{kind}]",  # "" is the root's own name
         dtype=first.dtype,
         trainable=first.trainable,
         leaves=tuple(numbers),

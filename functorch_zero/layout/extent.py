@@ -27,6 +27,7 @@ class Extent:
     box: Box | None = None
 
     def __post_init__(self) -> None:
+        # Of the box, since a piece is a range of the flattened box
         assert 0 <= self.start <= self.stop <= prod(self.box_shape), self
         if self.box is not None:
             ranges = zip(self.box, self.shape, strict=True)
@@ -50,7 +51,7 @@ class Extent:
     @property
     def box_shape(self) -> tuple[int, ...]:
         """The shape of the box."""
-        if self.box is None:
+        if self.box is None:  # the whole leaf is its own box
             return self.shape
         return tuple(stop - start for start, stop in self.box)
 

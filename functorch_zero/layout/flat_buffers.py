@@ -37,6 +37,7 @@ def pack(
     """
     if dtype is None:
         dtype = _common_dtype(leaves, bucket.dtype)
+    # (num_pieces * piece,), on the leaves' device
     flat = torch.empty(bucket.numel, dtype=dtype, device=device)
     # Padding is reduced with the rest, where a NaN left in memory would make the step overflow
     for start, stop in bucket.padding:
@@ -58,6 +59,7 @@ def is_flat(
     leaf: Tensor | None, bucket: Bucket, dtype: torch.dtype | None = None
 ) -> TypeGuard[Tensor]:
     """Whether this whole leaf, the bucket's first, is all of its flat as it lies."""
+    # The bucket has one leaf and no padding, as `_stands_alone` wants it
     return (
         leaf is not None
         and leaf.numel() == bucket.numel
@@ -89,16 +91,20 @@ def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
 def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
     """The flat piece (piece,) that these 1-D pieces lie in; packed into a new one when they don't
     lie in one."""
+    # A view knows the tensor that it was made from: no search is needed
     base = base_of(pieces[0])
     if base is not None and base.dim() == 1 and base.numel() and bucket.piece:
+        # With a rest, the base is no row of pieces of this bucket
         num_pieces, rest = divmod(base.numel(), bucket.piece)
         if rest == 0:
             # The base is one piece, or several in a row: those that this rank holds
+            # See Note [two cuts] in `layout`
             first = rank % num_pieces * bucket.piece
             flat = base if num_pieces == 1 else base[first : first + bucket.piece]
             are_flat = all(piece.dim() == 1 for piece in pieces)
             if are_flat and _lie_in(pieces, base, flat, bucket, bucket.first(rank)):
                 return flat
+    # Zeros, so that padding is 0 where pieces come from elsewhere
     flat = pieces[0].new_zeros(bucket.piece, dtype=_common_dtype(pieces, pieces[0].dtype))
     for view, piece in zip(cut(flat, bucket, rank), pieces, strict=True):
         view.copy_(piece)
@@ -127,8 +133,8 @@ def _lie_in(
     """
     dtype, storage = base.dtype, storage_id(base)
     sizes = bucket.parts(start, start + flat.numel())
-    paddings, numels = sizes[:-1:2], sizes[1::2]
-    offset = flat.storage_offset()
+    paddings, numels = sizes[:-1:2], sizes[1::2]  # before each leaf, and of each leaf
+    offset = flat.storage_offset()  # elements from the start of the storage
     for leaf, padding, numel in zip(given, paddings, numels, strict=True):
         offset += padding
         # `leaf.data = other` changes the storage, and leaves the base
@@ -152,9 +158,11 @@ def to_tree(parts: Sequence[Sequence[Any]], layout: Layout) -> PyTree[Any]:
 
 def slice_flat(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
     """A bucket's whole leaves -> the flat (piece,) of copies of the pieces that `rank` keeps."""
+    # Zeros: what no leaf fills is padding
     flat = leaves[0].new_zeros(bucket.piece, dtype=_common_dtype(leaves, bucket.dtype))
     for k, view in enumerate(cut(flat, bucket, rank)):
         extent = bucket.extent(k, rank)
+        # A copy only where the leaf doesn't lie row by row
         view.copy_(leaves[k].detach().reshape(-1)[extent.in_leaf])
     return flat
 
@@ -188,18 +196,21 @@ class Recall:
 
     def __init__(self, find: Callable[[Sequence[Tensor]], list[Tensor]]):
         self._find = find
-        self._leaves: list[Callable[[], Tensor | None]] = []
+        self._leaves: list[Callable[[], Tensor | None]] = []  # weak references: dead ones give None
         self._as_they_were: list[list[Any]] = []
         self._firsts: list[int] = []  # for each flat, a leaf that is a view of it
 
     def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        # With `map`, since this runs for every leaf at every step
         same = len(leaves) == len(self._leaves) and all(map(is_, map(call, self._leaves), leaves))
         if same and where_they_lie(leaves) == self._as_they_were:
             bases: list[Any] = [*map(base_of, map(leaves.__getitem__, self._firsts))]
             return bases
         flats = self._find(leaves)
+        # Id -> the last leaf that is a view of that base
         known = {id(base): i for i, base in enumerate(map(base_of, leaves))}
         self._leaves = []
+        # Only plain tensors, all of whose flats are bases: no copies, which might go stale
         if {*map(type, leaves)} == {Tensor} and all(id(flat) in known for flat in flats):
             self._leaves, self._as_they_were = [*map(ref, leaves)], where_they_lie(leaves)
             self._firsts = [known[id(flat)] for flat in flats]
@@ -220,8 +231,9 @@ def where_they_lie(leaves: Sequence[Tensor]) -> list[list[Any]]:
 
 def own_piece(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
     """Of a flat that is held between steps, this rank's (piece,): a view."""
+    # The held flat is one piece; see Note [two cuts] in `layout`
     if bucket.piece == flat.numel():
         return flat
-    num_pieces = bucket.cut.num_pieces // bucket.cut.num_held
+    num_pieces = bucket.cut.num_pieces // bucket.cut.num_held  # pieces in one held flat
     first = rank % num_pieces * bucket.piece
     return flat[first : first + bucket.piece]

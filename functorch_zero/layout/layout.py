@@ -4,7 +4,14 @@ communication.
 A unit's leaves of one dtype, one precision policy and one trainability lie in one bucket, a flat
 1-D buffer: each leaf starts at a 64-byte boundary, in path order, and the bucket is padded to equal
 pieces, as many as its `Cut` says. Rank r keeps the elements [r * piece, (r + 1) * piece) of each
-bucket, and so of each leaf in it a contiguous range, possibly empty.
+bucket. So of each leaf in it the rank keeps a contiguous range, possibly empty.
+
+Note [two cuts]: a bucket has one cut for gradients and optimizer state, into `num_pieces`, and one
+for params between steps, into `num_held`. At level 3 over one axis the two are equal. At levels 0
+to 2 params are held whole: `num_held` is 1. With a state cut over both axes of a mesh, each held
+piece is `num_pieces / num_held` of the smaller ones in a row. Ranks are numbered so that rank r
+keeps the r-th of the smaller pieces, and holds the one in which it lies. So what the optimizer sees
+of a param is a view of what its rank holds.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ class Cut:
     num_held: int  # of the params between steps; divides num_pieces
 
     def __post_init__(self) -> None:
+        # See Note [two cuts]
         assert self.num_pieces % self.num_held == 0, self
 
 
@@ -38,7 +46,7 @@ class Cut:
 class LeafSpec:
     """A leaf, as far as layouts read it."""
 
-    path: str
+    path: str  # dotted, such as "blocks.0.up.weight"; unique in a tree
     shape: tuple[int, ...]
     dtype: torch.dtype  # that it is stored in
     trainable: bool
@@ -65,6 +73,7 @@ class Bucket:
     cut: Cut
     dtypes: Dtypes | None = None  # None: leaves are gathered, used and reduced as they are stored
 
+    # Cached: steps ask for these on every entry of a unit
     @cached_property
     def compute(self) -> torch.dtype:
         """The dtype that whole leaves are used in."""
@@ -92,19 +101,21 @@ class Bucket:
 
     @cached_property
     def held(self) -> Bucket:
-        """The same bucket, cut as its params are between steps."""
+        """The same bucket, cut as its params are between steps; see Note [two cuts]."""
         num_held = self.cut.num_held
         cut = replace(self.cut, num_pieces=num_held)
         return replace(self, piece=self.numel // num_held, cut=cut)
 
     def held_by(self, rank: int) -> int:
         """The number of the piece of `held` in which the `rank`-th piece lies."""
+        # Every rank holds all of it
         if self.cut.num_held == 1:
             return 0
         return rank * self.cut.num_held // self.cut.num_pieces
 
     def first(self, rank: int) -> int:
         """The first element that `rank` keeps."""
+        # One piece: all ranks keep all of it
         return rank * self.piece if self.cut.num_pieces > 1 else 0
 
     def extent(self, k: int, rank: int) -> Extent:
@@ -123,9 +134,10 @@ class Bucket:
         if known is None:
             edges = [start]  # of padding and leaves in turn, cut off at both ends
             for offset, numel in zip(self.offsets, self.numels, strict=True):
+                # A leaf outside of [start, stop) gets size 0
                 edges.append(_clamp(offset, start, stop))
                 edges.append(_clamp(offset + numel, start, stop))
-            edges.append(stop)
+            edges.append(stop)  # 2 * leaves + 2 edges, and so 2 * leaves + 1 sizes
             known = tuple(after - before for before, after in pairwise(edges))
             self._parts[start, stop] = known
         return known
@@ -133,10 +145,11 @@ class Bucket:
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """The runs [start, stop) of the whole flat that belong to no leaf."""
-        runs, end = [], 0
+        runs, end = [], 0  # the end of the leaf before, in elements
         for offset, numel in zip(self.offsets, self.numels, strict=True):
             runs.append((end, offset))
             end = offset + numel
+        # The last run pads the bucket to equal pieces
         runs.append((end, self.numel))
         return tuple((start, stop) for start, stop in runs if start < stop)
 
@@ -194,6 +207,7 @@ class Layout:
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """For each leaf in tree order: (number of its bucket, its position there)."""
+        # (-1, -1): not placed yet; `make_layout` has seen that each leaf is
         places: list[tuple[int, int]] = [(-1, -1)] * len(self.leaves)
         for b, bucket in enumerate(self.buckets):
             for k, leaf in enumerate(bucket.leaves):
@@ -207,8 +221,9 @@ class Layout:
 
     def _content(self, unit: Unit) -> UnitContent:
         buckets = tuple(self.buckets[b] for b in unit.buckets)
-        leaves: list[int] = []
+        leaves: list[int] = []  # number in tree order, by number in the unit
         trained: list[int] = []
+        # A unit's gradients come in one list, and each bucket takes its own
         slices: list[slice] = []
         frozen: list[int] = []
         for b, bucket in zip(unit.buckets, buckets, strict=True):
@@ -232,10 +247,12 @@ class Layout:
     def seen(self) -> LossView:
         """The leaves as a loss sees them."""
         # By tree order, from the units' own order
+        # In columns: every pass makes its lazy parameters of them
         units, numbers = [0] * len(self.leaves), [0] * len(self.leaves)
         for u, content in enumerate(self.contents):
             for k, n in enumerate(content.leaves):
                 units[n], numbers[n] = u, k
+        # A bucket's leaves share one
         dtypes = tuple(self.buckets[b].compute for b, _ in self.places)
         return LossView(
             units=tuple(units),
@@ -266,7 +283,7 @@ class Layout:
 
     def describe(self) -> dict[str, Any]:
         """The layout as plain data, for comparing ranks and for files."""
-        precision, leaves = {}, {}
+        precision, leaves = {}, {}  # paths -> text; leaf paths -> facts
         for leaf in self.leaves:
             trained = "trainable" if leaf.trainable else "frozen"
             leaves[leaf.path] = [list(leaf.shape), str(leaf.dtype), trained]

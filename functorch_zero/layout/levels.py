@@ -38,6 +38,7 @@ class Level:
         cut over `replicate` times as many."""
         return Cut(
             level=self.number,
+            # See Note [two cuts] in `layout`
             num_pieces=shard * replicate if self.cuts_state else 1,
             num_held=shard if self.cuts_params else 1,
         )
@@ -75,6 +76,7 @@ class Levels:
     def __post_init__(self) -> None:
         if isinstance(self.rule, Mapping):
             if not self.rule:
+                # Else every leaf would raise, and none of the errors would name the cause
                 raise ValueError('level={} names no level. Remedy: level={"": 3}, say, or level=3')
             for level in self.rule.values():
                 find_level(level)
@@ -94,7 +96,7 @@ class Levels:
 
     def of(self, path: str, leaf: Any) -> Level:
         """The level of one leaf."""
-        if callable(self.rule):
+        if callable(self.rule):  # asked once per leaf, at `init`
             return find_level(self.rule(path, leaf))
         if not isinstance(self.rule, Mapping):
             return find_level(self.rule)
@@ -114,6 +116,7 @@ class Levels:
 
     def check(self, params: PyTree[Any]) -> None:
         """Raise if a pattern names nothing in this tree."""
+        # Of leaves and of the trees around them: a pattern may name either
         if not isinstance(self.rule, Mapping):
             return
         names = {around for path in paths(params) for around in ancestors(path)}

@@ -39,6 +39,7 @@ Form = Literal["held", "pieces"]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
+# A context variable, so that thread ranks and async code each have their own
 _IN_A_LOSS: ContextVar[bool] = ContextVar("_IN_A_LOSS", default=False)
 
 
@@ -71,6 +72,7 @@ class Holding:
     number: int = field(default=0, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Without the engine, which is bound to this process's groups and connections
         return Holding, (self.sharding, self.form)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Holding:
@@ -88,6 +90,7 @@ class Holding:
         rank = self.sharding.number
         if self.form == "pieces":
             return cut(flat, bucket, rank)
+        # See Note [two cuts] in `layout`
         if level_of(bucket).cuts_params:
             return cut(flat, bucket.held, bucket.held_by(rank))
         return unpack(flat, bucket)
@@ -100,6 +103,7 @@ class Holding:
                 return bucket.shapes
             bucket, rank = bucket.held, bucket.held_by(rank)
         start = bucket.first(rank)
+        # Leaves' parts only; every other size is padding
         return [(numel,) for numel in bucket.parts(start, start + bucket.piece)[1::2]]
 
     def find(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
@@ -124,9 +128,9 @@ class ShardedTree(OnEngine):
     """
 
     def __init__(self, tree: PyTree[Tensor], holding: Holding):
-        self._tree: Any = tree
+        self._tree: Any = tree  # None: made of the flats when it is asked for
         self.holding = holding
-        self._known: _Known | None = None
+        self._known: _Known | None = None  # flats that the leaves are known to be views of
         self._is_used_up = False
 
     @classmethod
@@ -160,6 +164,7 @@ class ShardedTree(OnEngine):
             StructureError: it is read inside of a loss that it was not given to.
             DonatedError: a step has taken its storage.
         """
+        # Inside of a loss leaves would be pieces, and the loss silently another one
         if _IN_A_LOSS.get():
             raise StructureError(
                 "a sharded tree was read inside of a loss that it is no argument of: its leaves "
@@ -167,6 +172,7 @@ class ShardedTree(OnEngine):
                 "tree), or, for a training step, with the batch as fz.unshard(tree)"
             )
         self._check_not_used_up()
+        # Made from flats: the leaves are cut when somebody first reads them
         if self._known is not None and self._known.leaves is None:
             layout = self.sharding.layout
             parts: list[Sequence[Tensor | None]] = []
@@ -191,14 +197,18 @@ class ShardedTree(OnEngine):
         """
         self._check_not_used_up()
         known, buckets = self._known, self.sharding.layout.buckets
+        # Nobody has seen the leaves, so nobody has changed them
         if known is not None and known.leaves is None:
             return known.flats
         leaves = self._leaves()
+        # The usual case: one step's result is the next one's argument
         if known is not None and known.still(leaves):
             return known.flats
+        # Leaves from outside: `tree_map` or assignment made them
         self.check_leaves()
         flats: list[Tensor | None] = []
         for bucket in buckets:
+            # In bucket order; all None, or none
             own: list[Any] = [leaves[n] for n in bucket.leaves]
             flats.append(None if own[0] is None else self.holding.find(own, bucket))
         # Copies are not remembered: the leaves may be written to
@@ -211,6 +221,7 @@ class ShardedTree(OnEngine):
     def check_leaves(self, *, some: bool = False) -> None:
         """Raise unless each leaf is what the layout says: functions that `tree_map` has run, or
         assignments, may have made others. With `some`, any leaf may be None."""
+        # Leaves not cut yet come from flats of our own
         if self._known is not None and self._known.leaves is None:
             return
         leaves, layout = self._leaves(), self.sharding.layout
@@ -234,6 +245,7 @@ class ShardedTree(OnEngine):
         """The same with leaves in these flats; with the leaves it has where they lie there
         already."""
         known = self._known
+        # Of all buckets: `with_flats` keeps the node, and the leaves that users hold
         if known is not None and all(map(is_, flats, known.flats)):
             return self
         return ShardedTree.of_flats(flats, self.holding)
@@ -241,6 +253,7 @@ class ShardedTree(OnEngine):
     def handed_on(self) -> ShardedTree:
         """The same, in a node of its own, for a step that will write to its storage; this node is
         used up."""
+        # Shares leaves and flats: nothing is copied
         made = ShardedTree(self._tree, self.holding)
         made._known = self._known
         self._tree, self._known, self._is_used_up = None, None, True
@@ -265,6 +278,7 @@ class ShardedTree(OnEngine):
         return leaves
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Engine and memory of flats stay behind; see `Holding.__reduce__`
         return ShardedTree, (self.tree, self.holding)
 
     def __getitem__(self, key: Any) -> Any:
@@ -278,6 +292,7 @@ class ShardedTree(OnEngine):
 
     def __getattr__(self, name: str) -> Any:
         """The tree's own attributes, such as `items` of a dict; private ones are not looked up."""
+        # "_" also keeps copy and pickle from asking a half-made node for its tree
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.tree, name)
@@ -298,6 +313,7 @@ class _Fault(NamedTuple):
 
 def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> _Fault | None:
     """The fault of a leaf that lies in this bucket, in this shape; None: it has none."""
+    # In pieces, frozen leaves have neither gradients nor updates
     if form == "pieces" and not bucket.trainable:
         if leaf is None:
             return None
@@ -308,6 +324,7 @@ def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> 
     if leaf.shape != shape:
         remedy = "combine leaves elementwise; a piece is 1-D, and a part of its leaf"
         return _Fault("has another shape", shape, tuple(leaf.shape), remedy)
+    # Gradients and updates may be of another dtype than params: only held leaves are compared
     if form == "held" and leaf.dtype != bucket.dtype:
         remedy = "cast the whole tree, and cut that with fz.shard_tree(tree, level=, group=)"
         return _Fault("has another dtype", bucket.dtype, leaf.dtype, remedy)
@@ -337,6 +354,7 @@ class _Known:
 
 def _where_they_lie(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
     given = [leaf for leaf in leaves if leaf is not None]
+    # A leaf may be frozen by hand between steps
     return [*where_they_lie(given), [*map(_REQUIRES_GRAD, given)]]
 
 
@@ -356,11 +374,13 @@ def hold(
     leaves = optree.tree_leaves(params)
     flats = []
     for b, bucket in enumerate(layout.buckets):
+        # Whole leaves, in bucket order
         own = [leaf.detach() for leaf in filled(leaves, layout, b, fill)]
         if level_of(bucket).cuts_params:
+            # (held piece,), this rank's
             flats.append(slice_flat(own, bucket.held, bucket.held_by(rank)))
         else:
-            flats.append(pack(own, bucket, device=own[0].device))
+            flats.append(pack(own, bucket, device=own[0].device))  # (numel,), the whole bucket
     return ShardedTree.of_flats(flats, Holding(sharding, "held", engine, number))
 
 
@@ -368,13 +388,15 @@ def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:
     """Of flats as they are held, this rank's pieces of the trained leaves: views; else None."""
     sharding = holding.sharding
     pieces = [
+        # A view of the held flat, or all of it; see Note [two cuts] in `layout`
         own_piece(flat, bucket, sharding.number) if bucket.trainable else None
         for flat, bucket in zip(flats, sharding.layout.buckets, strict=True)
     ]
-    return ShardedTree.of_flats(pieces, replace(holding, form="pieces"))
+    return ShardedTree.of_flats(pieces, replace(holding, form="pieces"))  # same engine, same number
 
 
 def _flatten(node: ShardedTree) -> tuple[list[Any], Holding, tuple[str]]:
+    # One child: optree goes into the user's own tree
     return [node.tree], node.holding, ("",)
 
 
@@ -383,6 +405,7 @@ def _unflatten(holding: Holding, children: Any) -> ShardedTree:
     return ShardedTree(tree, holding)
 
 
+# In the global namespace, so that users' `tree_map` works without an argument
 optree.register_pytree_node(
     ShardedTree, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
 )

@@ -19,6 +19,7 @@ class Donations:
 
     def __init__(self) -> None:
         # Counter -> its number; weak, so that counters go with their states
+        # By identity: counters of two states may hold the same number
         self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[type[Donations], tuple[()]]:
@@ -27,6 +28,7 @@ class Donations:
 
     def take(self, counter: Tensor) -> None:
         """Note that this state's storage is being reused."""
+        # Kept as a number: the counter itself may be gone when the error is worded
         self._taken[counter] = int(counter)
 
     def check(self, counter: Tensor) -> None:
@@ -57,6 +59,7 @@ class Sharding:
 
 
 def _flatten(sharding: Sharding) -> tuple[tuple[()], Any, tuple[()]]:
+    # All of it is static: equal shardings make equal tree structures
     return (), sharding, ()
 
 

@@ -51,6 +51,7 @@ class Policies:
         """The policy of each leaf, from every place that one is used in."""
         found: dict[str, Precision] = {}
         for slot in slots:
+            # A tied leaf is one tensor, and can't be cast in two ways
             policy = self.of(slot.module)
             if found.setdefault(slot.leaf, policy) != policy:
                 raise StructureError(
@@ -65,10 +66,11 @@ class Policies:
         return found
 
     def cast_calls(self, root: nn.Module) -> None:
-        """Make the modules of a model (a copy that is nobody else's) cast their inputs, where they
-        use leaves, and their outputs, where a policy says so."""
-        users = set()
+        """Make the modules of a model cast their inputs, where they use leaves, and their outputs,
+        where a policy says so. The model is a copy that is nobody else's."""
+        users = set()  # modules in whose calls leaves are used
         for path, module in root.named_modules():
+            # Its own leaves, not those of modules inside
             if next(module.parameters(recurse=False), None) is not None:
                 users.add(_user(root, path))
         for path, module in root.named_modules():
@@ -84,6 +86,7 @@ def find_policies(model: nn.Module, rules: PrecisionRules) -> Policies:
     patterns of paths."""
     if rules is None:
         return Policies({})
+    # One policy for all is one for the model, ""
     by_rule = rules if isinstance(rules, Mapping) else {"": rules}
     given: dict[str, Precision] = {}
     for rule, policy in by_rule.items():
@@ -140,6 +143,7 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     """
     if dtype is None:
         return tree
+    # Integers are indices or masks: they stay
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
@@ -166,6 +170,7 @@ class CastLeaf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Rounded as before the sum over ranks, then as the optimizer is given it
         return grad.to(ctx.dtypes.reduce).to(ctx.storage), None
 
 
@@ -188,6 +193,7 @@ class CastUnit:
         self._depth = 0  # calls under way, one in another
 
     def enter(self, module: str) -> Sequence[Tensor]:
+        # Called again from outside: a use of its own, with gradients of its own
         if self._depth == 0 and module in self._left:
             self.close()  # called once more: another use of the unit
         leaves = self.touch()
@@ -202,6 +208,7 @@ class CastUnit:
 
     def touch(self) -> Sequence[Tensor]:
         tracked = torch.is_grad_enabled()
+        # Leaves cast without gradients won't do where gradients are wanted
         if self._leaves is None or (tracked and not self._tracked):
             self.close()
             # A torch.func transform inside the loss must not wrap leaves that outlive it
@@ -214,6 +221,7 @@ class CastUnit:
         return self._leaves
 
     def watch(self) -> AbstractContextManager[None]:
+        # Nothing is gathered here, so nothing has to be remembered by place
         return nullcontext()
 
     def close(self) -> None:
@@ -223,9 +231,12 @@ class CastUnit:
 
     def _cast(self, leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
         if dtypes is None:
+            # A new tensor, so that its version counts this use's writes; it shares storage
             return leaf.view_as(leaf)
+        # Frozen: no gradient to round, so no node is needed
         if not leaf.requires_grad:
             return cast_leaf(leaf, dtypes)
+        # A node, since the gradient is rounded another way than the cast's own would be
         cast: Tensor = CastLeaf.apply(leaf, dtypes)  # type: ignore[no-untyped-call]
         return cast
 
@@ -238,13 +249,14 @@ class CastParams:
 
     def __init__(self, params: PyTree[Tensor]):
         self._units: list[CastUnit] = []
+        # `Params` are told from plain dicts, as only they know units
         self.params = optree.tree_map(self._seen, params, is_leaf=_is_params)
 
     def _seen(self, node: Any) -> Any:
         """A model's params with lazy ones in units that are cast; any other leaf as it is."""
         if not isinstance(node, Params):
             return node
-        seen = dict(node)
+        seen = dict(node)  # a plain dict, so that leaves may be replaced
         for unit in node.units:
             seen |= self._lazy_params(unit, node)
         return Params(seen, node.units)
@@ -263,6 +275,7 @@ class CastParams:
         lazy = {}
         for number, (path, leaf) in enumerate(zip(unit.leaves, stored, strict=True)):
             found = dtypes[number]
+            # A lazy one shows the dtype that the loss computes in
             used = leaf.dtype if found is None else found.compute
             lazy[path] = make_lazy_param(
                 entrance, number, leaf.shape, used, leaf.device, leaf.requires_grad

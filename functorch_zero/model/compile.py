@@ -5,8 +5,8 @@ outside of the region; inside are whole leaves and torch operators. Blocks of on
 share their code: it is compiled once.
 
 Note [random numbers]: inductor's own random numbers depend on how a kernel was compiled, and so on
-which shapes came first, which ranks and the unsharded step needn't have alike. It is told to draw
-as torch does, unless asked otherwise.
+the shapes that came first. Ranks and the unsharded step needn't have those alike. Inductor is told
+to draw as torch does, unless asked otherwise.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class CompiledForward:
 
     def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any]):
         self.__wrapped__ = forward
+        # Nothing is compiled yet: torch waits for the first call's shapes
         self._compiled: Callable[..., Any] = torch.compile(forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +43,7 @@ class CompiledForward:
 
 def check_options(options: Mapping[str, Any] | None, compiles: bool) -> dict[str, Any]:
     """The options for torch.compile."""
+    # Options without a region would be silently without effect
     if options and not compiles:
         raise ValueError(
             "compile_options are for compile=..., which was not given. Remedy: compile=True"
@@ -52,10 +54,12 @@ def check_options(options: Mapping[str, Any] | None, compiles: bool) -> dict[str
             f"no such compile_options: {unknown}. Remedy: choose among {', '.join(OPTIONS)}"
         )
     made = dict(options or {})
+    # Other backends draw random numbers in their own way
     if not compiles or made.get("backend", "inductor") != "inductor":
         return made
     # See Note [random numbers]; torch takes a mode or options, so a mode is written out as options
     given = made.get("options") or {}
+    # Given options stand for the mode already
     if not given and made.get("mode"):
         given = options_of_mode(made.pop("mode"), made.get("dynamic"))
     made["options"] = {"fallback_random": True, **given}

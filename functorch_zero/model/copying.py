@@ -17,8 +17,9 @@ from ..errors import StructureError, explain
 
 def without_values(model: nn.Module) -> nn.Module:
     """A copy of the module whose parameters and buffers are on the meta device."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # id of an original -> its copy, which deepcopy takes as done
     for p in model.parameters():
+        # Shape, dtype and strides stay
         meta = torch.empty_like(p, device="meta")
         memo[id(p)] = nn.Parameter(meta, requires_grad=p.requires_grad)
     for b in model.buffers():
@@ -38,6 +39,7 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         StructureError: a function refers to the model in another way, through a list say.
     """
     copied = copy.deepcopy(model, memo)
+    # The ids of everything that no copied function may lead to
     originals = {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, module in copied.named_modules():
         attributes = vars(module)
@@ -45,6 +47,7 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for value in attributes.values():
             if isinstance(value, dict):  # of hooks, and of submodules
                 _replace_functions(value, memo)
+        # After all are replaced: what still leads to the original could not be made anew
         for name, value in attributes.items():
             _check_plain(value, originals, f"{path}.{name}".lstrip("."))
     return copied
@@ -82,9 +85,10 @@ def _way_to(value: Any, originals: set[int], seen: set[int], depth: int) -> str 
     """The way from a value to one of the originals, by names: "hook: models -> 0"; None: no way."""
     if id(value) in originals:
         return ""
+    # Modules of the copy are looked at one by one, by the caller
     if isinstance(value, _LEAVES) or id(value) in seen or depth == 0:
         return None
-    seen.add(id(value))
+    seen.add(id(value))  # cycles end here
     for name, inside in _inside(value):
         way = _way_to(inside, originals, seen, depth - 1)
         if way is not None:
@@ -95,6 +99,7 @@ def _way_to(value: Any, originals: set[int], seen: set[int], depth: int) -> str 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """The things that a function, container or object refers to, by name."""
     if isinstance(value, FunctionType):
+        # Closed-over variables, by their names in the code
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if _is_filled(cell):
                 yield f"{value.__qualname__}: {name}", cell.cell_contents
@@ -153,7 +158,7 @@ def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, FunctionType) and id(value) not in memo:
         memo[id(value)] = value  # for a function that is closed over itself
         memo[id(value)] = _function_about_copy(value, memo)
-    if isinstance(value, nn.Module | FunctionType):
+    if isinstance(value, nn.Module | FunctionType):  # not in the memo: none of the model's
         return memo.get(id(value), value)
     return value
 
@@ -168,10 +173,12 @@ def _function_about_copy(function: FunctionType, memo: dict[int, Any]) -> Functi
     defaults = tuple(_about_copy(default, memo) for default in old_defaults)
     keywords = {name: _about_copy(default, memo) for name, default in old_keywords.items()}
 
+    # By identity: tensors and arrays don't compare to one bool
     old = [*old_cells, *old_defaults, *old_keywords.values()]
     new = [*cells, *defaults, *keywords.values()]
     if all(map(operator.is_, old, new)):
         return function
+    # The same code over other cells: Python has no public way to rebind a closure
     made = FunctionType(
         function.__code__,
         function.__globals__,
@@ -180,6 +187,7 @@ def _function_about_copy(function: FunctionType, memo: dict[int, Any]) -> Functi
         cells or None,
     )
     made.__kwdefaults__ = keywords or None
+    # Name, docstring and attributes; `__wrapped__` too, which leads to the original function
     functools.update_wrapper(made, function)
     return made
 

@@ -2,7 +2,7 @@
 
 Note [the same draws]: a module is initialised with the leaves that are wanted in their places and
 all others on the meta device, where writing does nothing. The random numbers of those are drawn all
-the same, into nothing, so that the values of a leaf don't depend on which others are made with it.
+the same, into nothing. So the values of a leaf don't depend on which others are made with it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class DeferredInit:
         self._modules = dict(self._model.named_modules())
         # Of each leaf and buffer, the place of its name first; a tied one has several
         self._places: dict[str, list[_Place]] = {}
+        # Tied tensors come once, under their first name
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         names = {id(tensor): name for name, tensor in named}
         for path, module in self._modules.items():
@@ -57,6 +58,7 @@ class DeferredInit:
 
     def fill_leaves(self, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
         """The same for leaves of these paths."""
+        # Leaves with values are kept: they were made off the meta device on purpose
         wanted = [name for name, leaf in zip(names, leaves, strict=True) if leaf.is_meta]
         made = self._make(wanted)
         filled = []
@@ -82,20 +84,24 @@ class DeferredInit:
                     remedy="pass the params of functionalize(model), of the same model",
                 )
             )
-        blanks: dict[str, Tensor] = {}
+        blanks: dict[str, Tensor] = {}  # path -> the tensor being made
         holders: set[str] = set()  # the modules that may have something to say about these leaves
         for name in names:
+            # A tied leaf goes into all its places; the first one's module initialises it
             places = self._places[name]
             blanks[name] = _blank(places[0].meta, self._device)
             for place in places:
                 place.put(blanks[name])
             holders.update(ancestors(places[0].module))
+        # From here on the model holds blanks: they must go again, whatever happens
         try:
             # Inner modules first, so that those around them have the last word
             for path in sorted(holders, key=lambda path: (-_depth(path), path)):
                 self._initialise(path)
+            # Read from the place: an initialiser may have put another tensor there
             return {name: self._result(name, blank) for name, blank in blanks.items()}
         finally:
+            # Meta tensors again, so that no value outlives this call in the model
             for name in names:
                 for place in self._places[name]:
                     place.put(place.meta)
@@ -105,11 +111,13 @@ class DeferredInit:
         module = self._modules[path]
         reset = _own_reset(module)
         model = self._initialiser_of(path)
+        # Seeded per module, so that a leaf's values don't depend on which others are made
         with (
             self._tied_elsewhere(path),
             _seeded(self.seed, path, self._device),
             _SameDraws(self._device),
         ):
+            # From the general to the special: the last to write counts
             if reset is not None:
                 reset()
             if model is not None:
@@ -122,6 +130,7 @@ class DeferredInit:
         `_init_weights(module)`, as Hugging Face's models do."""
         for around in ancestors(path):
             candidate = self._modules[around]
+            # One argument: others' modules; without one it is the module's own reset
             if _num_arguments(getattr(candidate, "_init_weights", None)) == 1:
                 return candidate
         return None
@@ -138,6 +147,7 @@ class DeferredInit:
         before = [place.get() for place in places]
         for place in places:
             place.put(place.meta)
+        # Without `finally`: on an error `_make` clears all places
         yield
         for place, x in zip(places, before, strict=True):
             place.put(x)
@@ -156,6 +166,7 @@ class DeferredInit:
             raise StructureError(
                 explain("initialising a leaf changed it", path=name, expected=expected, got=got)
             )
+        # NaN is what blanks were filled with
         if x.is_floating_point() or x.is_complex():
             missing = bool(torch.isnan(x).any())
         else:
@@ -172,6 +183,7 @@ class DeferredInit:
                     "does; or make this leaf, with its value, off the meta device",
                 )
             )
+        # An initialiser may have made it elsewhere
         return x.to(self._device)  # itself, if it is there
 
 
@@ -229,8 +241,10 @@ class _SameDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # torch tags operators that draw from a generator
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws and any(map(_is_meta, optree.tree_leaves((args, kwargs)))):
+            # The same draw off the meta device, thrown away: the generator goes on as it would
             real_args, real_kwargs = optree.tree_map(self._off_meta, (args, kwargs))
             func(*real_args, **real_kwargs)
         return func(*args, **kwargs)
@@ -249,6 +263,7 @@ def _blank(meta: Tensor, device: torch.device) -> Tensor:
     x = torch.empty_like(meta, device=device)
     if x.is_floating_point() or x.is_complex():
         x.fill_(torch.nan)
+    # A parameter for a parameter: initialisers ask isinstance
     if isinstance(meta, nn.Parameter):
         return nn.Parameter(x, requires_grad=meta.requires_grad)
     return x
@@ -268,6 +283,7 @@ def _seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
     """Random numbers as a function of (seed, path); the global state is as before afterwards."""
     digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
     devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
+    # Tensors that initialisers make themselves come on this device too
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(int.from_bytes(digest[:8]) >> 1)  # 63 bits: positive as a signed integer
         yield
@@ -279,6 +295,7 @@ def _num_arguments(method: Any) -> int | None:
         return None
     required = 0
     for p in inspect.signature(method).parameters.values():
+        # *args and keyword-only ones needn't be given by position
         positional = p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         if positional and p.default is p.empty:
             required += 1

@@ -1,9 +1,9 @@
 """`functionalize`: an nn.Module as a pure function of `(params, buffers)`.
 
-The module is copied once into a *skeleton* that owns no values (its tensors are on the meta device)
-and is private to the `apply` made of it. A call puts the caller's leaves into the skeleton's places
-and runs it. Given `LazyParam`s, each unit's forward on the skeleton enters the unit first and
-leaves it afterwards; given tensors, nothing is entered.
+The module is copied once into a *skeleton*, which is private to the `apply` made of it. The
+skeleton owns no values: its tensors are on the meta device. A call puts the caller's leaves into
+its places and runs it. Given `LazyParam`s, each unit's forward on the skeleton enters the unit
+first and leaves it afterwards; given tensors, nothing is entered.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ class Apply:
         self.slots = anatomy.slots
         self.buffer_slots = anatomy.buffer_slots
         self._anatomy = anatomy
+        # Leaf's path -> whole shape
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
+        # Paths alone; no values
         self._buffers = dict.fromkeys(slot.leaf for slot in anatomy.buffer_slots)
         self._prototype = model  # without values; skeletons are copies of it
         self._skeletons: list[Skeleton] = []  # those that no call uses now
 
     def train(self, mode: bool = True) -> Apply:
         """The same function with every module in training mode."""
+        # A copy: modes belong to modules, and this `apply` keeps its own
         return Apply(copy_module(self._prototype, {}).train(mode), self._anatomy)
 
     def eval(self) -> Apply:
@@ -59,15 +62,17 @@ class Apply:
     def __call__(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
+        # Before a skeleton is taken: a wrong tree must not end up half bound
         _check_paths("params", params, self._shapes)
         _check_paths("buffers", buffers, self._buffers)
         self._check_shapes(params)
         skeleton = self._take()
         try:
-            taken = skeleton.bind(params, buffers)
+            taken = skeleton.bind(params, buffers)  # path -> the copy that the modules may write to
             output = skeleton.root(*args, **kwargs)
             return output, skeleton.new_buffers(buffers, taken)
         finally:
+            # On errors too: let go of the values, then offer the skeleton to the next call
             skeleton.release(buffers)
             self._skeletons.append(skeleton)
 
@@ -91,6 +96,7 @@ class Apply:
 
     def _take(self) -> Skeleton:
         """A skeleton that nobody uses: one whose last call is forgotten, or else a new one."""
+        # A free one first: a new one is a copy of the whole model
         for i, skeleton in enumerate(self._skeletons):
             if skeleton.is_free():
                 return self._skeletons.pop(i)
@@ -141,8 +147,8 @@ def functionalize(
             class and shape are compiled once.
         compile_options: for torch.compile: backend, mode, options, dynamic, fullgraph. Inductor
             draws random numbers as torch does, unless options have fallback_random=False.
-        precision: a `Precision` for the model, or a dict from module classes, predicates or
-            patterns of module paths ("" is the model) to one each, which counts for everything in
+        precision: a `Precision` for the model, or a dict to one each from module classes,
+            predicates or patterns of module paths ("" is the model). Each counts for everything in
             those modules. The innermost module named counts, and of two rules for one module the
             later one. None: leaves are used as they are stored.
 
@@ -160,12 +166,15 @@ def functionalize(
     >>> list(params), tuple(output.shape)
     (['weight', 'bias'], (1, 3))
     """
+    # Units and layouts are made of shapes
     if any(torch.nn.parameter.is_lazy(p) for p in model.parameters()):
         raise StructureError(
             "a lazy module has no shapes yet. Remedy: run it once before functionalize"
         )
+    # Before anything is copied, since tied tensors are told by identity
     slots = _slots_of(model.named_parameters(), model, params_dict)
     buffer_slots = _slots_of(model.named_buffers(), model, buffers_dict)
+    # Units are chosen on the user's module, which predicates and classes refer to
     specs = find_units(model, units, slots)
     policies = find_policies(model, precision)
     precisions = policies.of_leaves(slots)
@@ -174,8 +183,10 @@ def functionalize(
 
     leaves = {}
     for path, p in model.named_parameters():
+        # `detach` shares the storage: nothing is copied here unless a policy casts
         stored = cast_floats(p.detach(), precisions[path].storage)
         leaves[path] = stored.requires_grad_(p.requires_grad)
+    # By leaf: a buffer goes by the module that holds it
     buffer_dtypes = {}
     for slot in buffer_slots:
         buffer_dtypes[slot.leaf] = policies.of(slot.module).buffers
@@ -183,10 +194,12 @@ def functionalize(
     for path, buffer in model.named_buffers():
         buffers[path] = cast_floats(buffer.detach(), buffer_dtypes[path])
 
+    # Regions are chosen among units' modules, so that collectives stay at their borders
     recomputed = choose_modules(model, remat, specs, what="remat")
     compiled = choose_modules(model, compile, specs, what="compile", innermost=True)
     options = check_options(compile_options, bool(compiled))
     anatomy = Anatomy(specs, slots, buffer_slots, policies, recomputed, compiled, options)
+    # Values stay with the params and buffers; the prototype has none
     return Apply(without_values(model), anatomy), Params(leaves, specs), buffers
 
 
@@ -199,7 +212,7 @@ def _slots_of(
 
     A tied tensor has several, all with the first of its names, which is the one in `named`.
     """
-    names = {id(tensor): name for name, tensor in named}
+    names = {id(tensor): name for name, tensor in named}  # id -> the first name
     slots = []
     for path, module in model.named_modules():
         for attribute, tensor in held_by(module).items():

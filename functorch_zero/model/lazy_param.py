@@ -38,6 +38,7 @@ class Entrance(Protocol):
 
 
 _ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf")
+# Attributes reach `__torch_function__` as their getters
 _GETTERS = [getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES]
 # Questions that shape and dtype answer: they gather nothing
 _METADATA = {
@@ -77,6 +78,7 @@ class LazyParam(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # As of a plain tensor: shape and dtype are right, though there is no storage
         if func in _METADATA:
             with without_torch_function():
                 return func(*args, **kwargs)
@@ -86,6 +88,7 @@ class LazyParam(torch.Tensor):
                 "Remedy: make it whole first, `whole = fz.unshard(params)`, and differentiate by "
                 "that"
             )
+        # Also those in lists and keywords; the operator then runs on whole leaves
         args, kwargs = tree_map(_make_whole, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -109,6 +112,7 @@ def make_lazy_param(
 ) -> LazyParam:
     """A lazy parameter without storage: number `number` among the entrance's leaves. Shape, dtype
     and device are those of the whole leaf in use."""
+    # No storage: an operator that got through would find nothing to read
     lazy: LazyParam = make_wrapper(
         LazyParam, shape, None, None, None, dtype, torch.strided, device, False, requires_grad
     )
@@ -129,6 +133,7 @@ def make_lazy_params(
 
     The arguments are in the leaves' order; those that all leaves have in common may go on for ever.
     """
+    # Not strict: what all leaves share is repeated without end
     leaves = zip(entrances, numbers, shapes, dtypes, devices, trainable, strict=False)
     return [make_lazy_param(*leaf) for leaf in leaves]
 

@@ -46,9 +46,11 @@ class _Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is None:
+            # Copies: forward writes to the ones in the places
             self._before = [buffer.detach().clone() for buffer in tensors_in(self._places)]
             return self._forward(*args, **kwargs)
         # In backward: on the first run's buffers, and the changes to them don't count twice
+        # Those that training goes on with come back when the second run is over
         after = tensors_in(self._places)
         put(self._places, [buffer.clone() for buffer in self._before])
         try:

@@ -68,29 +68,36 @@ class Skeleton:
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
         self._wrap_units(anatomy)
+        # Functions too: whatever holds a module's forward may run it later
         self._held = [*root.modules(), *functions_of(root)]
         self._refs: list[int] = []  # references to each of `_held` while nothing runs
 
     def _wrap_units(self, anatomy: Anatomy) -> None:
         """Give the units' modules a forward that, from the outside in, is computed again in
         backward, enters the unit, and is compiled."""
+        # Path of a leaf -> its places, several where it is tied
         by_leaf: dict[str, list[Place]] = {}
         for place in self._param_places:
             by_leaf.setdefault(place.leaf, []).append(place)
         for unit in anatomy.units:
+            # Wherever the unit's leaves are used, also in modules inside
             inside: list[Place] = []
             for leaf in unit.leaves:
                 inside += by_leaf.get(leaf, [])
+            # A unit's modules each enter it; its leaves stay until the last has returned
             for path in unit.modules:
                 module = self.root.get_submodule(path)
                 if path in anatomy.compiled:
+                    # Innermost, so that gathering and hooks stay out of the region
                     module.forward = CompiledForward(module.forward, anatomy.compile_options)
                 module.forward = self._entering(path, inside, module.forward)
+                # Outermost, so that the second run enters the unit anew
                 if path in anatomy.remat:
                     module.forward = recomputed(module.forward, self._buffers_in(module))
 
     def _buffers_in(self, module: nn.Module) -> list[Place]:
         """The places of the buffers of a module and of those inside it."""
+        # Each module has a dict of its own, told by identity: equal ones may be two
         inside = {id(buffers_dict(m)) for m in module.modules()}
         return [place for place in self._buffer_places if id(place.held) in inside]
 
@@ -114,6 +121,7 @@ class Skeleton:
     ) -> dict[str, BufferCopy]:
         """Fill every place; buffers with copies, which are returned with their versions."""
         self._params = params
+        # Asked once per call, and not once per leaf
         kinds = {type(leaf) for leaf in params.values()}
         self._lazy = LazyParam in kinds
         leaves = leaves_for(self._param_places, params)
@@ -123,6 +131,7 @@ class Skeleton:
                 leaves[i] = self._as_used(place.leaf, leaves[i])
         put(self._param_places, leaves)
         taken = {}
+        # The version after the copy: only the call's own writes count
         for path, copied in self._put_copies(buffers).items():
             taken[path] = BufferCopy(copied, _version(copied))
         return taken
@@ -140,6 +149,7 @@ class Skeleton:
         Then it finds the params there, and copies of the buffers that the call was given. It may
         change those: nobody reads them.
         """
+        # Nobody else refers to the modules, so nothing can run them again
         if self.is_free():
             self._params = {}
             put(self._all_places, self._empty)
@@ -148,6 +158,7 @@ class Skeleton:
 
     def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in the places of buffers, since modules write to theirs; they are returned."""
+        # One copy per buffer, though it may stand in several places
         copies = {path: buffer.clone() for path, buffer in buffers.items()}
         put(self._buffer_places, leaves_for(self._buffer_places, copies))
         return copies
@@ -165,10 +176,12 @@ class Skeleton:
     def _entering(self, path: str, inside: list[Place], forward: Callable[..., Any]) -> Any:
         """The same function, entering the unit of the module of this path where leaves are lazy."""
 
+        # `wraps`, so that signatures and names stay for hooks and compilers
         @functools.wraps(forward)
         def enter_and_run(*args: Any, **kwargs: Any) -> Any:
             run = forward
             with ranged("forward", path or "root"):
+                # Asked at each call: one skeleton serves whole leaves and lazy ones
                 if self._lazy:
                     run = entering(path, inside, self._params, forward)
                 return run(*args, **kwargs)
@@ -203,6 +216,7 @@ def _may_differ(copied: Tensor, old: Tensor) -> bool:
     """Whether a copy whose version is as it was may have changed; see Note [changed buffers]."""
     if not copied.is_floating_point() and not copied.is_inference():
         return False
+    # Subclasses and transforms have no plain comparison: they count as changed
     plain = type(copied) is Tensor and not transforms_active()
     if not plain or copied.device.type != "cpu":
         return True

@@ -55,13 +55,16 @@ def entering(
         leaves: by path; those that are not lazy are in their places already.
         forward: the function.
     """
-    by_entrance: dict[Entrance, list[Place]] = {}
+    by_entrance: dict[Entrance, list[Place]] = {}  # entrance -> its leaves' places here
     for place in places:
+        # Leaves given whole are there already; lazy ones come and go with the entrance
         leaf = leaves[place.leaf]
         if type(leaf) is LazyParam:
             by_entrance.setdefault(leaf.entrance, []).append(place)
     for entrance, own in by_entrance.items():
+        # Of the leaves, among the entrance's own
         numbers = [leaves[place.leaf].number for place in own]
+        # Each wraps the one before: all are entered when the function runs
         forward = partial(_entered, entrance, path, own, numbers, forward)
     return forward
 
@@ -78,6 +81,7 @@ def _entered(
 ) -> Any:
     """Run inside the entrance, with its whole leaves of these numbers in the places meanwhile."""
     leaves = entrance.enter(path)
+    # The lazy ones, which come back whatever the function does
     before = tensors_in(places)
     try:
         put(places, [leaves[number] for number in numbers])

@@ -43,6 +43,7 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
     form units of their own, one for each largest module that holds no chosen one; small ones join a
     neighbour.
     """
+    # The model itself is "", and never chosen: its own leaves are the root's unit
     chosen = set()
     for path, module in model.named_modules():
         if path and matches(units, model, path, module):
@@ -57,9 +58,11 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
 
     drafts: dict[str, _Draft] = {}  # by the path of their module, in the order of their leaves
     for leaf, param in model.named_parameters():
+        # In a chosen unit, or else in a group that this module shares with no chosen one
         unit = _innermost(homes[leaf], chosen)
         home = _largest_free(homes[leaf], chosen) if unit is None else unit
         if home not in drafts:
+            # The root's own leaves are no child's, so no neighbour takes them
             joinable = unit is None and home != ""
             drafts[home] = _Draft([home], [], 0, joinable)
         drafts[home].leaves.append(leaf)
@@ -67,7 +70,7 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
 
     found = []
     for draft in _join(list(drafts.values())):
-        name = "+".join(draft.modules)
+        name = "+".join(draft.modules)  # "norm+head"
         found.append(UnitSpec(name, tuple(draft.modules), tuple(draft.leaves)))
     return tuple(found)
 
@@ -91,16 +94,18 @@ def choose_modules(
     """
     if rule is False or rule is None:
         return frozenset()
+    # A module may enter a unit, have others inside of it, or both
     entered: set[str] = set()  # the modules whose calls enter units
     around: set[str] = set()  # modules with such a one inside
     for unit in units:
         entered.update(unit.modules)
         for path in unit.modules:
-            around.update(ancestors(path)[1:])
-    free = entered - around
+            around.update(ancestors(path)[1:])  # the module itself is not around itself
+    free = entered - around  # no other unit inside
     if rule is True:
         return frozenset(free)
 
+    # Any unit's module may be recomputed; what must be innermost is checked below
     chosen = {path for path in entered if matches(rule, model, path, model.get_submodule(path))}
     if not chosen:
         raise ValueError(
@@ -152,9 +157,11 @@ def _largest_free(path: str, chosen: set[str]) -> str:
     taken: set[str] = set()  # the chosen modules, and all around them
     for chosen_path in chosen:
         taken.update(ancestors(chosen_path))
+    # From the root inwards, so that the largest comes first
     for candidate in reversed(ancestors(path)):
         if candidate and candidate not in taken:
             return candidate
+    # Every module around it has a chosen unit inside, so it stands alone
     return path
 
 
@@ -171,6 +178,7 @@ def _parent(path: str) -> str:
 def _join(drafts: list[_Draft]) -> list[_Draft]:
     """Each unit joins the one before it, where both may be one unit and either is small."""
     joined: list[_Draft] = []
+    # In order, so that a small unit joins the one registered before it
     for draft in drafts:
         if joined and _are_neighbours(joined[-1], draft) and _one_is_small(joined[-1], draft):
             joined[-1].modules += draft.modules

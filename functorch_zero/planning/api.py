@@ -121,11 +121,13 @@ def plan(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
+    # A module becomes params and buffers, and its own loss where none is given
     params, own_buffers, step = _inputs(model_or_params, optimizer, units, precision)
     params = mark_trainable(params, step.trainable)
     buffers = own_buffers if buffers is None else buffers
     device = _device_of(params)
     journal, levels = Journal(), Levels(level)
+    # A reduction over gloo takes room, and over NCCL it takes none
     over_gloo = device.type == "cpu"
     axes = imagined_axes(
         rank, ranks, journal, shard_size, state_axes, swaps=over_gloo, same_data=same_data
@@ -142,8 +144,10 @@ def plan(
         overlap=check_overlap(overlap),
         reduction=check_reduction(reduction, loss_scale=loss_scale),
         gather=check_gather(gather),
+        # A stand-in: the user's storage would be asked for real memory
         state_storage=Elsewhere() if stored_elsewhere else None,
     )
+    # A traced loss may leave tensors in cycles, which must not count as alive for long
     with _no_collections() if batch is None else nullcontext():
         layout = options.layout_of(params)
         # `mark_trainable` has said already which leaves are trained
@@ -154,11 +158,14 @@ def plan(
         else:
             num_saved = saved_by_names(layout, model_or_params)
             work = _without_loss(work, num_saved, keeps=not reshard_after_forward)
+        # From here on the code is that of training, on tensors without values
         imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, work.fake)
         given = (work.params, work.buffers, work.batch)
+        # Shapes, strides, dtypes and devices stay; elements go
         inputs = tree_map(partial(_without_value, work=work, device=device), given)
         with _values_refused(journal):
             state = imagined.run(*inputs, order=work.order)
+    # Of the model's layout: the stand-in's has one leaf per bucket, padding included
     num_params = sum(leaf.numel for leaf in layout.leaves)
     return Plan(
         level=levels.number,
@@ -168,6 +175,7 @@ def plan(
         **_bytes_held(state, imagined),
         samples=tuple(imagined.samples),
         collectives=tuple(journal.recorded),
+        # Owners are dealt out leaf by leaf, so this too goes by the model's own layout
         balance=balance_of(step.optimizer, layout),
         traced=batch is not None,
         assumed=imagined.live.assumed,
@@ -176,6 +184,7 @@ def plan(
 
 def _device_of(params: PyTree[Tensor]) -> torch.device:
     """The device that the params are for; the CPU where all are on the meta device."""
+    # Those on meta may become any device's
     devices = [leaf.device for leaf in optree.tree_leaves(params) if not leaf.is_meta]
     return devices[0] if devices else torch.device("cpu")
 
@@ -202,6 +211,7 @@ def _inputs(
     given: Any, optimizer: Transform | TrainStep, units: Units, precision: PrecisionRules
 ) -> tuple[Any, Any, TrainStep]:
     """The params and buffers of a module, or the params given, and the step."""
+    # An optimizer alone: `_no_loss` marks the place of its loss
     step = optimizer if isinstance(optimizer, TrainStep) else TrainStep(_no_loss, optimizer)
     if not isinstance(given, nn.Module):
         if units is not None or precision is not None:
@@ -220,6 +230,7 @@ def _called(apply: Apply) -> LossFn:
     """The module as its own loss."""
 
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        # A tuple is the arguments of a call, as it is for a data loader
         arguments = batch if isinstance(batch, tuple) else (batch,)
         output, new_buffers = apply(params, buffers, *arguments)
         return output, Aux(buffers=new_buffers)
@@ -233,6 +244,7 @@ def _with_fake_tensors(work: _Work) -> _Work:
         raise StructureError(
             "a plan with a batch needs the step's loss: pass train_step(loss, optimizer)"
         )
+    # Losses may bring constants of their own, which are real tensors
     return work._replace(fake=FakeTensorMode(allow_non_fake_inputs=True))
 
 
@@ -241,12 +253,15 @@ def _without_loss(work: _Work, num_saved: Callable[[Unit], int], *, keeps: bool)
     sees buckets only."""
     layout = one_leaf_a_bucket(work.layout)
     step = replace(work.step, loss_fn=loss_through(layout, num_saved))
+    # Of the real leaves: their names tell which units backward needs
     order = order_of_units(work.layout, num_saved, keeps=keeps)
     work = work._replace(step=step, order=order, pass_layout=layout)
+    # Statistics over leaves, and functions for metrics, must see the real ones
     if step.optimizer.plain is None or step.metrics:
         return work
     leaves = []
     for leaf in layout.leaves:
+        # (numel,) of a bucket's one leaf
         on_meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         leaves.append(on_meta.requires_grad_(leaf.trainable))
     return work._replace(params=leaves, layout=layout)
@@ -257,11 +272,12 @@ def _without_value(x: Any, work: _Work, device: torch.device) -> Any:
     device, which is `device` for those without values already."""
     if not isinstance(x, Tensor):
         return x
+    # Meta is ten times as quick; fakes keep the device, which losses may ask for
     if work.fake is None:
         device = torch.device("meta")
     elif not x.is_meta:
         device = x.device
-    with work.fake or nullcontext():
+    with work.fake or nullcontext():  # fake tensors are made inside of their mode
         return torch.empty_strided(
             x.size(), x.stride(), dtype=x.dtype, device=device, requires_grad=x.requires_grad
         )
@@ -276,6 +292,7 @@ def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
         "parts": _held(state.parts),
         "stored": _held(imagined.stored_in(state)),
         "gradients": imagined.reduced,
+        # The most at one moment, over all
         "gathered": max(sample.gathered for sample in imagined.samples),
     }
 
@@ -308,6 +325,7 @@ def _values_refused(journal: Journal) -> Iterator[None]:
     try:
         yield
     except (ValueNeeded, *VALUE_NEEDED) as error:
+        # The journal's phase at the time of the error says whose code asked
         if journal.phase == "optimizer":
             raise TransformError(
                 "the optimizer reads values of tensors on the host, which a plan does not have. "

@@ -33,6 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "with --activations, or measure them with functorch_zero.plan and a batch.",
     )
     parser.set_defaults(run=run)
+    # An argument not given leaves no attribute, so that `Shape` supplies its own default
     model = parser.add_argument_group(
         "the model, a decoder without biases, by its counts or by a file",
         argument_default=argparse.SUPPRESS,
@@ -88,13 +89,15 @@ def run(args: argparse.Namespace) -> int:
     optimizer = _optimizer(args.optimizer)
     plans: dict[int, list[Plan]] = {}  # by number of ranks: one per level
     for num_ranks in args.ranks:
-        plans[num_ranks] = []
+        plans[num_ranks] = []  # in the order of LEVELS
         for level in LEVELS:
             made = plan(params, optimizer, level=level.number, ranks=num_ranks)
             plans[num_ranks].append(made)
+    # All are printed, also after one that does not fit
     fits = [_show(num_ranks, of_levels, args) for num_ranks, of_levels in plans.items()]
     every = [made for of_levels in plans.values() for made in of_levels]
     if args.json:
+        # Each plan is a JSON object already
         texts = ",\n".join(made.to_json() for made in every)
         args.json.write_text(f"[{texts}]\n")
     if args.picture:
@@ -112,11 +115,13 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
     # A plan without a batch has no activations
     peaks = [made.peak.total + args.activations * _GB for made in plans]
     print(table(plans, peaks, args.memory, args.bandwidth))
+    # Bytes by the paper's formula, beside the measured ones
     paper = [zero_bytes(num_params, num_ranks, level=level.number) for level in LEVELS]
     print("\nThe ZeRO paper's mixed precision, 2 + 2 + 12 bytes per parameter:", end=" ")
     print(", ".join(map(bytes_text, paper)))
     if args.memory is None:
         return True
+    # Levels hold less and less, so the first that fits is the smallest
     for level, peak in zip(LEVELS, peaks, strict=True):
         if peak <= args.memory * _GB:
             print(f"\nThe smallest level that fits: {level.number}")
@@ -142,6 +147,7 @@ def table(
     if memory:
         head.append(f"fits {memory:g} GB")
     rows = [head]
+    # Peaks are given apart from the plans: activations may be added by hand
     for of_level, peak, level in zip(plans, peaks, LEVELS, strict=True):
         held = (of_level.params, of_level.gradients, of_level.state, of_level.gathered)
         row = [f"{level.number} {level.name}"]
@@ -159,7 +165,7 @@ def _positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
+        value = math.nan  # fails the comparison below, as any number out of range does
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
@@ -190,6 +196,7 @@ def _shape(args: argparse.Namespace) -> Shape:
 def _optimizer(name: str) -> optim.Transform:
     """An optimizer by its name, with a learning rate that does not matter here."""
     known: dict[str, Callable[[float], optim.Transform]]
+    # Modules and constants are in there too: only functions of a learning rate are taken
     public = vars(optim) | vars(optim.contrib)
     known = {made: make for made, make in public.items() if _takes_a_learning_rate(make)}
     if name not in known:
@@ -198,5 +205,6 @@ def _optimizer(name: str) -> optim.Transform:
 
 
 def _takes_a_learning_rate(make: Any) -> bool:
+    # `scale_by_*` are parts of chains and no optimizers, though they may take a rate
     own = inspect.isfunction(make) and not make.__name__.startswith("scale_by")
     return own and next(iter(inspect.signature(make).parameters), "") == "learning_rate"

@@ -31,6 +31,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in _FIELDS:
+            # 0 means "by default" for all that may be left out
             least = 1 if name in (*_REQUIRED, "heads") else 0
             count = getattr(self, name)
             if count < least:
@@ -42,6 +43,7 @@ class Shape:
 
     def params(self, dtype: torch.dtype, precision: Precision | None = None) -> Params:
         """The leaves on the meta device, with their units, all of one `precision`."""
+        # Path -> shape, in the order in which a forward comes to them
         shapes: dict[str, tuple[int, ...]] = {}
         units = []
         for unit in self._units():
@@ -59,7 +61,7 @@ class Shape:
         yield _Unit("embed", ("embed",), {"embed.weight": table})
         for i in range(self.layers):
             name = f"blocks.{i}"
-            shapes = {}
+            shapes = {}  # of this block, by path
             for module, shape in (self._attention() | self._feed_forward()).items():
                 shapes[f"{name}.{module}.weight"] = shape
             yield _Unit(name, (name,), shapes)
@@ -71,9 +73,11 @@ class Shape:
 
     def _attention(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a block's first half, by module."""
+        # Some models' heads are wider or narrower than width / heads
         head_dim = self.head_dim or self.width // self.heads
         inner = self.heads * head_dim
         kv = (self.kv_heads or self.heads) * head_dim
+        # (out, in), as nn.Linear keeps them
         return {
             "norm1": (self.width,),
             "q": (inner, self.width),
@@ -84,6 +88,7 @@ class Shape:
 
     def _feed_forward(self) -> dict[str, tuple[int, ...]]:
         """The shapes of a block's second half, by module."""
+        # The ungated default; gated models name their hidden width
         hidden = self.hidden or 4 * self.width
         shapes: dict[str, tuple[int, ...]] = {
             "norm2": (self.width,),
@@ -117,12 +122,14 @@ def read_config(path: Path) -> Shape:
         raise ValueError(f"{path} is no JSON file: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(config).__name__}")
+    # Experts and encoders have leaves that these counts don't describe
     for key in (*_EXPERTS, "is_encoder_decoder"):
         if config.get(key):
             raise ValueError(
                 f"{path} is no plain decoder: it has {key}. Remedy: functorch_zero.plan on the "
                 "model itself"
             )
+    # Fields that the file lacks keep the defaults of `Shape`
     counts: dict[str, int] = {}
     for field, keys in _FIELDS.items():
         count = _count(config, keys, path)
@@ -137,9 +144,10 @@ def read_config(path: Path) -> Shape:
 
 def _count(config: dict[str, Any], keys: Sequence[str], path: Path) -> int | None:
     """The count by the first of these names that the file has; None where it has none, or zeros."""
+    # Families of models name a count differently
     for key in keys:
         count = config.get(key)
-        if not count:
+        if not count:  # None and 0 mean the same in these files: the default
             continue
         if type(count) is not int:
             raise ValueError(f"{path}: {key} must be an integer, got {count!r}")

@@ -33,6 +33,7 @@ class Journal:
         self.phase = "forward"
         self.unit = ""
         self.recorded: list[Collective] = []
+        # Until an imagined step listens
         self.notice: Notice = lambda kind, tensor: None
         self.on_call: Callable[[Collective], None] = lambda collective: None
 
@@ -54,6 +55,7 @@ class Recorder(LabelledGroup):
         self, rank: int, size: int, journal: Journal, *, name: str, swaps: bool, label: str = ""
     ) -> None:
         super().__init__(_Silent(rank, size), label)
+        # All groups of a step share one journal, so that collectives keep one order
         self.journal, self.name, self.swaps = journal, name, swaps
         self._counting = CountedGroup(self.inner)  # which knows the bytes that each call sends
 
@@ -65,19 +67,23 @@ class Recorder(LabelledGroup):
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
         if self._in_pass:  # an update gathers, too, and those tensors are temporaries
             self.journal.notice("gathered", out)
+        # Outputs stay as they are: on tensors without values there is nothing to write
         return self._noted(self._counting.all_gather(out, piece))
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
+        # Both count as gradients, for as long as somebody holds them
         self.journal.notice("gradients", out)
         self.journal.notice("gradients", whole)
         self._noted(self._counting.reduce_scatter(out, whole))
         # Over gloo each rank's slice arrives before they are added; two ranks swap halves in place
         takes_room = self.swaps and self.size > 2
+        # Held by the work, as gloo's room is, and so gone after `wait`
         return _Holding(whole.new_empty(whole.numel()) if takes_room else None)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         if has_values(tensor) and op == "sum":
             tensor.mul_(self.size)  # as if every rank had the same numbers
+        # In a pass an all-reduce is of gradients; others carry metrics and counts
         if self._in_pass:
             self.journal.notice("gradients", tensor)
         return self._noted(self._counting.all_reduce(tensor, op))
@@ -97,9 +103,11 @@ class Recorder(LabelledGroup):
     def _noted(self, work: Work) -> Work:
         """Put the last call into the journal. The label says where it belongs: "UNIT/..." or
         "UNIT[...]", or "step" or "optimizer" for no unit."""
+        # Labels are "blocks.0[float32]/gather", "step", "optimizer/..." and the like
         where = self.label.partition("/")[0].partition("[")[0]
-        call = self._counting.calls[-1]
+        call = self._counting.calls[-1]  # `CountedGroup` has just put it there
         collective = Collective(
+            # By its label, whatever phase is announced
             phase="optimizer" if where == "optimizer" else self.journal.phase,
             kind=call.kind,
             unit="" if where in ("step", "optimizer") else where,
@@ -133,9 +141,10 @@ def imagined_axes(
     """
 
     def group(rank: int, size: int, axis: str) -> Recorder:
-        name = f"{axis} {size}" if size > 1 else "itself"
+        name = f"{axis} {size}" if size > 1 else "itself"  # the axis of one rank has no traffic
         return Recorder(rank, size, journal, name=name, swaps=swaps)
 
+    # For metrics and agreement
     world = group(rank, size, "all")
     both = check_state_axes(state_axes) == "both"
     check_same_data(same_data)
@@ -151,6 +160,7 @@ def imagined_axes(
             f"shard_size must divide the number of ranks, {size}, so that all replicas are alike; "
             f"got {shard_size}"
         )
+    # As of `HybridGroup`: rank = replica * shard_size + place
     replica, place = divmod(rank, shard_size)
     num_replicas = size // shard_size
     shard = group(place, shard_size, "shard")

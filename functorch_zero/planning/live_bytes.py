@@ -29,6 +29,7 @@ from ..tree import has_values
 from .report import KINDS
 
 _aten = torch.ops.aten
+# Methods that make a tensor like the one given, and use none of its values
 _MAKERS = {
     _aten.new_empty,
     _aten.new_zeros,
@@ -71,19 +72,25 @@ class LiveBytes(QuickDispatchMode):
         # By storage: a reference that tells when it goes
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._copies: dict[int, int] = {}  # storages that are copies, and their sources
+        # A write ends a copy's being a copy; see `is_untouched_copy`
         self._written: set[int] = set()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = _facts_of(func)
+        # A view has the storage of its base, which is followed already
         if self._paused or facts.views:
             return func(*args, **kwargs)
+        # Tensors given, in arguments and in keywords
         given = [*_tensors(args), *(_tensors(kwargs.values()) if kwargs else ())]
         num_known = sum(map(has_values, given))
+        # All have values: a number such as a step count, which the host may read later
         if num_known == len(given):
             return self._known(func, args, kwargs, anew=facts.makes if given else facts.has_device)
+        # `item()` or `bool(x)` of a tensor without a value
         if reads_number(func):
             return self._answer(given[0])
+        # The meta device wants all arguments there, so those with values lose them
         if self._fake is None:
             args = _on_meta(args) if num_known else args
             kwargs = _moved({k: _on_meta(v) for k, v in kwargs.items()}, "meta")
@@ -93,9 +100,11 @@ class LiveBytes(QuickDispatchMode):
             out = torch.empty(args[1], dtype=dtype, device="meta")
         else:
             out = func(*args, **kwargs)
+        # Positions by the operator's schema; the argument may have come by name
         for position, name in facts.writes:
             written = args[position] if position < len(args) else kwargs.get(name)
             self._written.update(map(storage_id, _tensors([written])))
+        # New storages are counted when they first appear as a result
         self._follow(out)
         if func is _aten.clone.default:
             self._note_copy(out, args[0])
@@ -113,9 +122,11 @@ class LiveBytes(QuickDispatchMode):
         for tensor in tensors:
             key = storage_id(tensor)
             if key in self._kinds:
+                # It changes its kind, as an activation that turns out to be a gradient
                 before, size = self._kinds[key]
                 self._count(before, -size)
             else:
+                # All of the storage, though the tensor may be a view of a part
                 size = tensor.untyped_storage().nbytes()
                 self._refs[key] = weakref.ref(tensor.untyped_storage(), partial(self._gone, key))
             self._kinds[key] = (kind, size)
@@ -124,6 +135,7 @@ class LiveBytes(QuickDispatchMode):
     def is_untouched_copy(self, tensor: Tensor, of: Tensor) -> bool:
         """Whether this is `of`, or a copy of it that nothing has written to."""
         key = storage_id(tensor)
+        # Nothing has written to the copy, and its source is `of`'s storage
         return key not in self._written and storage_id(of) in (key, self._copies.get(key))
 
     @contextmanager
@@ -140,11 +152,13 @@ class LiveBytes(QuickDispatchMode):
 
         With `anew` it makes a new tensor, which gets no values, unless it is a single number.
         """
+        # Made inside of the mode, which gives the result no values
         if anew and self._fake is not None:
             with self._fake:
                 made = func(*args, **kwargs)
         elif anew:
             made = func(*_on_meta(args), **kwargs | {"device": torch.device("meta")})
+        # A single number keeps its value: step counts and rates must stay readable
         if anew and made.dim() > 0:
             self._follow(made)
             return made
@@ -152,6 +166,7 @@ class LiveBytes(QuickDispatchMode):
 
     def _answer(self, question: Tensor) -> Any:
         """The host asks for a value: a yes-no question gets yes, any other none."""
+        # "Is everything finite?" and the like go on; any other number would decide the step
         if question.dtype != torch.bool:
             raise ValueNeeded
         self.assumed += 1
@@ -162,6 +177,7 @@ class LiveBytes(QuickDispatchMode):
         for tensor in _tensors(out if isinstance(out, tuple | list) else (out,)):
             # Those that have no storage on a real rank either
             empty = tensor.device.type == "meta" if self._fake else is_placeholder(tensor)
+            # Known ones were written in place, or are views
             if not empty and storage_id(tensor) not in self._kinds:
                 self.adopt([tensor], "activations")
                 self._on_growth()
@@ -220,10 +236,12 @@ def _facts_of(func: Any) -> _Facts:
     writes = []
     for position, argument in enumerate(arguments):
         alias = argument.alias_info
+        # The schema's alias annotations: "(a!)" is written to
         says_so = alias is not None and alias.is_write
         if says_so or argument.name in _WRITTEN_ANYWAY:
             writes.append((position, argument.name))
     return _Facts(
+        # An operator that writes is followed, though it may return a view
         views=func.is_view and not writes,
         makes=func.overloadpacket in _MAKERS,
         has_device=any(argument.name == "device" for argument in arguments),

@@ -40,7 +40,7 @@ _NUMBERS = (
     "traced",
     "assumed",
 )
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))  # decimal, as vendors count
 
 
 class Collective(NamedTuple):
@@ -102,6 +102,7 @@ class Balance(NamedTuple):
     def imbalance(self) -> float:
         """The busiest rank's cost, in units of the mean: 1 is even, `num_ranks` is all at one."""
         loads = self.loads()
+        # No owners, or leaves without cost: even
         return max(loads) * len(loads) / (sum(loads) or 1.0)
 
 
@@ -124,6 +125,7 @@ def bytes_text(nbytes: float) -> str:
 
 def align(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as lines: the first column to the left, the others to the right."""
+    # The widest cell of each column decides
     first_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
@@ -137,6 +139,7 @@ def align(rows: Sequence[Sequence[str]]) -> str:
 def format_collectives(collectives: Sequence[Collective]) -> str:
     """One line for all calls of a phase, kind and dtype."""
     rows = [["phase", "kind", "dtype", "calls", "bytes", "sent"]]
+    # (phase, kind, dtype) -> its calls, in the order of the first
     grouped: dict[tuple[str, str, str], list[Collective]] = {}
     for collective in collectives:
         key = (collective.phase, collective.kind, short(collective.dtype))
@@ -152,9 +155,11 @@ def format_collectives(collectives: Sequence[Collective]) -> str:
 
 def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
     """How evenly whole leaves are spread over owners; None where the optimizer needs none."""
+    # Pointwise and statistics need no owners
     if optimizer.needs < Needs.WHOLE_LEAF:
         return None
     # The planner answers `init`'s questions, and notes the leaves that ask for an owner
+    # By placeholders: nothing of the model's size is made
     planner = make_planner(layout, layout.trainable, layout.num_ranks)
     optimizer.init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner)
     owned = []
@@ -264,6 +269,7 @@ class Plan:
 
     def _as_dict(self) -> dict[str, Any]:
         made = {name: getattr(self, name) for name in _NUMBERS}
+        # "bytes" is the sum; the kinds stand beside it
         made["peak"] = {"bytes": self.peak.total, **self.peak._asdict()}
         made["samples"] = [sample._asdict() for sample in self.samples]
         made["collectives"] = [_collective_as_dict(call) for call in self.collectives]
@@ -314,6 +320,7 @@ def figure_of_levels(plans: Mapping[str, Sample], *, title: str) -> Any:
     for field, kind in KINDS.items():
         heights = [getattr(peak, field) / 1e9 for peak in plans.values()]
         axes.bar(list(plans), heights, bottom=bottom, label=kind)
+        # The next kind stands on this one
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     axes.tick_params(axis="x", rotation=90)
     axes.set_ylabel("GB of a rank")
@@ -362,6 +369,7 @@ def zero_bytes(
         raise ValueError(
             f"expected ranks of at least 1 and a level from 0 to 3, got {ranks} and {level}"
         )
+    # The order in which levels 1, 2 and 3 cut them
     cut = (state, gradients, params)[:level]
     whole = (state, gradients, params)[level:]
     return num_params * (sum(whole) + sum(cut) / ranks)

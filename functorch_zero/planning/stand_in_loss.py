@@ -26,8 +26,9 @@ def one_leaf_a_bucket(layout: Layout) -> Layout:
     buckets, leaves = [], []
     for b, bucket in enumerate(layout.buckets):
         # A leaf that fills its bucket needs no copy of its gradient, and several leaves need one
-        is_full = bucket.numels == (bucket.numel,)
+        is_full = bucket.numels == (bucket.numel,)  # one leaf, without padding
         numel = bucket.numel if is_full else bucket.numel - 1
+        # One leaf from the flat's start, an element shorter where several are packed
         joined = replace(bucket, leaves=(b,), shapes=((numel,),), offsets=(0,))
         buckets.append(joined)
         leaf = LeafSpec(
@@ -39,6 +40,7 @@ def one_leaf_a_bucket(layout: Layout) -> Layout:
             joined.dtypes,
         )
         leaves.append(leaf)
+    # A list of leaves, one per bucket
     treedef = optree.tree_structure([0] * len(buckets))
     return replace(layout, leaves=tuple(leaves), buckets=tuple(buckets), treedef=treedef)
 
@@ -50,15 +52,18 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
     """
 
     def loss(params: list[LazyParam], buffers: Any, batch: Any) -> Tensor:
-        x = torch.zeros(())
+        x = torch.zeros(())  # the activations' place: a number, so that they take no room
         for unit in layout.units:
+            # Each lazy parameter knows the entrance of its unit
             entrance = params[unit.buckets[0]].entrance
             saved = min(num_saved(unit), 2)
+            # Leaves that no module uses are fetched at the first touch
             if not unit.modules:
                 x = _Use.apply(x, saved, *entrance.touch())  # type: ignore[no-untyped-call]
             for path in unit.modules:  # all are entered, and the last one computes
                 leaves = entrance.enter(path)
                 if path == unit.modules[-1]:
+                    # Inside, leaves are saved by place, so that backward asks for them
                     with entrance.watch():
                         x = _Use.apply(x, saved, *leaves)  # type: ignore[no-untyped-call]
                 del leaves  # as a module's places let go of them
@@ -75,7 +80,7 @@ def order_of_units(layout: Layout, num_saved: Callable[[Unit], int], *, keeps: b
         return forward
     again = []
     for unit in reversed(layout.units):
-        if unit.modules and num_saved(unit):
+        if unit.modules and num_saved(unit):  # a unit that saves no leaf is not gathered again
             again.append(unit.name or "root")
     return forward + again
 
@@ -86,6 +91,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_saved: int, *leaves: Tensor) -> Tensor:
+        # Twice at most: `Overlap` acts at the first two asks
         ctx.save_for_backward(*[leaves[0]] * num_saved)
         ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         return x.view_as(x)
@@ -94,6 +100,7 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # which gathers the unit again
         grads: list[Tensor | None] = []
+        # `x` and `num_saved` come first, and are no leaves
         for like, is_needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True):
             shape, dtype, device = like
             grads.append(torch.empty(shape, dtype=dtype, device=device) if is_needed else None)
@@ -106,7 +113,7 @@ def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
     Linear maps, convolutions and norms need their weights in backward and not their biases; a
     lookup needs none.
     """
-    lookups = set()
+    lookups = set()  # paths of leaves that backward does not need
     if isinstance(model, nn.Module):
         for path, module in model.named_modules():
             if isinstance(module, nn.Embedding):

@@ -69,14 +69,17 @@ class ImaginedStep:
         fake: FakeTensorMode | None,
     ):
         assert isinstance(options.group, Recorder)
+        # The loss announces its phases; nothing else of it changes
         self._step = replace(step, loss_fn=self._announced(step.loss_fn))
         self._options = options
         self._layout, self._pass_layout = layout, pass_layout
         self._journal = options.group.journal
+        # The groups tell which tensors they gather and reduce into
         self._journal.notice, self._journal.on_call = self._adopt, self._name_unit
         self.live = LiveBytes(fake, self._sample)
         # Both layouts have one leaf per bucket where loss and optimizer treat all elements alike.
         # Then the update makes nothing that has to be followed.
+        # Else every operator is followed: an optimizer makes temporaries, a real loss activations
         self._only_buckets = fake is None and layout is pass_layout
         self.samples: list[Sample] = []
         self._highest = 0  # bytes of the last sample
@@ -96,6 +99,7 @@ class ImaginedStep:
         `order`: the units as the pass fetches them, where that is known; else one more pass finds
         it out.
         """
+        # Following costs time per operator, so it is left out where it would count nothing
         whole = nullcontext() if self._only_buckets else self.live
         with whole:
             run = self._open(params, buffers, batch)
@@ -103,15 +107,18 @@ class ImaginedStep:
             state: State = tree_map(lambda x: x, run.state)
         with whole, _uncompiled():
             last_order = self._order_before(run, order)
+            # Tensors made so far have no kind, or that of activations
             self._adopt_held((params, buffers, batch), state)
             self._begin_counting()
             local = self._differentiate(run, last_order)
+            # Bytes of the gradients, on this rank
             self.reduced = sum(flat.nbytes for flat in local.reduced.values())
             self._enter("metrics")
             with self.live.paused():  # ranks agree on numbers, which have values
                 agreed = agree_on(run, self._with_numbers(run, local), BackgroundTasks())
             self._enter("buffers")
             advance(run, local, agreed)
+        # The order by names must be the one that the pass has gone through
         if order is not None and last_order.units:
             assert [*last_order.units] == [*order], "units came in another order"
         return state
@@ -121,6 +128,7 @@ class ImaginedStep:
         if self._options.state_storage is None:
             return []
         leaves = optree.tree_leaves(state.opt_state)
+        # 0-d tensors stay on the device, or the host
         return [x for x in leaves if isinstance(x, Tensor) and x.dim()]
 
     # The phases, in order
@@ -130,17 +138,20 @@ class ImaginedStep:
         """This rank's part of the first state, and the update of it."""
         step, options = self._step, self._options
         prepared = PreparedUpdate(step, self._layout, options)
+        # No seed: nothing is drawn where nothing has values
         whole = step.init(params, buffers, seed=None)
         rank, sharding = options.axes.number, options.sharding(self._layout)
         state = shard_state(whole, prepared, sharding, rank)
         flats = state.params.flats()
         updater = _Announced(prepared, self._enter, idle=self._only_buckets)
+        # The parts and options are the real ones; only groups and updater are imagined
         return Run(step, options, state, batch, sharding, flats, updater, prepared.parts)
 
     def _order_before(self, run: Run, order: Sequence[str] | None) -> PrefetchOrder:
         """The order of units as the step before has recorded it; empty where no params are cut. A
         pass of its own finds it out, unless `order` is known."""
         last_order = PrefetchOrder()
+        # Only level 3 gathers params in a pass
         if any(level_of(bucket).cuts_params for bucket in self._layout.buckets):
             if order is None:
                 self._differentiate(run, last_order)
@@ -169,6 +180,7 @@ class ImaginedStep:
     def _differentiate(self, run: Run, order: PrefetchOrder) -> Local:
         """Forward and backward, on the layout of the pass."""
         sharding = replace(run.sharding, layout=self._pass_layout)
+        # Without the params' tree, which the pass layout may not fit: the pass goes by `flats`
         run = replace(run, sharding=sharding, state=run.state.replace(params=None))
         # With buckets alone nothing is made before and after the pass: so it alone is followed
         with self.live if self._only_buckets else nullcontext():
@@ -184,6 +196,7 @@ class ImaginedStep:
             # A copy that nobody wrote to is not synchronized on a real rank
             buffers.append(old if self.live.is_untouched_copy(new, old) else new)
         outcome = local.outcome._replace(
+            # Numbers that `agree_on` packs and sends; their values decide nothing here
             loss=torch.zeros(()),
             metrics=dict.fromkeys(local.outcome.metrics, 0.0),
             buffers=treedef.unflatten(buffers),
@@ -197,10 +210,12 @@ class ImaginedStep:
         knows its value."""
 
         def loss(params: Any, buffers: Any, batch: Any) -> Any:
+            # A set, since a unit has many leaves
             for unit in {leaf.entrance.unit for leaf in optree.tree_leaves(params)}:
                 unit.flats = Noted(unit.flats, unit.name, self._journal)
             self._enter("forward")
             result = loss_fn(params, buffers, batch)
+            # The loss has returned: all that follows, up to the metrics, is backward
             self._enter("backward")
             return _with_known_weight(result)
 
@@ -211,6 +226,7 @@ class ImaginedStep:
         self._sample()
 
     def _adopt(self, kind: str, tensor: Tensor) -> None:
+        # A collective knows what a tensor is for; until then it counted as an activation
         self.live.adopt([tensor], kind)
         self._sample()
 
@@ -226,9 +242,11 @@ class ImaginedStep:
     def _sample(self) -> None:
         """Note the memory of this moment: of each unit in each phase the highest sample is kept."""
         phase, unit = self._journal.phase, self._journal.unit
+        # Units are named in passes alone; other phases are of all units
         in_a_unit = unit and phase in ("forward", "backward")
         moment = f"{phase} of {unit}" if in_a_unit else phase
         is_new = not self.samples or self.samples[-1].moment != moment
+        # Lower than before in the same moment: the peak of a moment is what counts
         if not is_new and self.live.total < self._highest:
             return
         self._highest = self.live.total
@@ -256,6 +274,7 @@ class Elsewhere:
         return stored.clone()
 
     def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
+        # Storage that is there already is written over
         return torch.empty_like(tensor) if into is None else into
 
 
@@ -273,6 +292,7 @@ class _Announced:
     ) -> None:
         self._prepared, self._enter, self._idle = prepared, enter, idle
         self.across = prepared.across
+        # As of a prepared update, whose other parts the phases ask for
         self.fetched, self.stored = prepared.fetched, prepared.stored
 
     def update(self, grads: ShardedTree, state: Any, params: ShardedTree) -> Any:
@@ -287,13 +307,14 @@ class Noted:
 
     def __init__(self, flats: UnitFlats, name: str, journal: Journal) -> None:
         self._flats, self._name, self._journal = flats, name, journal
+        # Fields that never change during a pass are handed through
         self.transient, self.passing = flats.transient, flats.passing
         self.start, self.leaves = flats.start, flats.leaves
 
     @property
     def here(self) -> list[Tensor] | None:
         if self._flats.here is not None:
-            self._journal.unit = self._name
+            self._journal.unit = self._name  # whoever looks at gathered flats is using them
         return self._flats.here
 
     @here.setter

@@ -1,5 +1,5 @@
-"""Overlap of communication with a pass: the order in which units are gathered, as a hint from one
-pass to the next, and the moments of backward at which gathers start and reductions end."""
+"""Overlap of communication with a pass: the moments of backward at which gathers start and
+reductions end, and the order of gathers, which one pass hints to the next."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Overlap:
             raise ValueError(f"distance must be at least 1, got {self.distance}")
 
 
+# The second ask: at the first, all of the unit's activations are still there
 Overlap.memory = Overlap(gather_at=2, settle_at=2, num_under_way=1)
 Overlap.time = Overlap(gather_at=1, settle_at=None, num_under_way=2)
 
@@ -59,11 +60,11 @@ class PrefetchOrder:
     """
 
     def __init__(self) -> None:
-        self.units: Sequence[str] = ()
+        self.units: Sequence[str] = ()  # names; () until a pass has recorded some
 
     def record(self, units: Sequence[str]) -> None:
         """A pass has gathered these units, in this order."""
-        self.units = tuple(units)
+        self.units = tuple(units)  # a copy: the pass goes on appending to its list
 
     def follow(self, flats: Mapping[str, UnitFlats], distance: int) -> Following:
         """The order, for a pass that begins, over units with these flats by name, and that has
@@ -76,7 +77,7 @@ class PrefetchOrder:
         try:
             yield
         except BaseException:
-            self.units = ()
+            self.units = ()  # an interrupt, too, may come between two gathers
             raise
 
 
@@ -91,6 +92,7 @@ class Following:
 
     def __init__(self, order: Sequence[str], distance: int, flats: Mapping[str, UnitFlats]) -> None:
         self.gathered: list[str] = []
+        # The order is followed by position: the n-th gather of this pass is the n-th of the last
         self._order, self._distance, self._flats = order, distance, flats
         self._look_ahead()
 

@@ -88,9 +88,10 @@ class Summed:
         return {}
 
     def start(self, flat: Tensor, kept: Kept, group: Group, *, cut: bool) -> Started:
+        # In place: a flat that is not cut was given away
         if not cut:
             return Started(flat, group.all_reduce(flat), kept)
-        result = flat.new_empty(flat.numel() // group.size)
+        result = flat.new_empty(flat.numel() // group.size)  # (piece,)
         return Started(result, group.reduce_scatter(result, flat), kept)
 
 
@@ -138,6 +139,7 @@ class GradientReduction:
         kept: Mapping[int, Kept] | None = None,
     ):
         self._by = by
+        # A copy: a step that is repeated begins with the same tensors
         self.kept: dict[int, Kept] = {} if kept is None else {**kept}
         self.every_use, self.in_layout_order = every_use, in_layout_order
         self.whole: dict[int, Tensor] = {}  # by bucket: (numel,), not reduced yet
@@ -149,6 +151,7 @@ class GradientReduction:
         """Add gradients (numel,) to the bucket's whole ones, in the storage dtype from the second
         on."""
         if b in self.whole:
+            # One micro-batch keeps the dtype of reductions; sums are made in the storage dtype
             flat = self.whole[b].to(self._buckets[b].dtype).add_(flat)
         self.whole[b] = flat
 
@@ -157,6 +160,7 @@ class GradientReduction:
         units are under way. The reductions started next are that unit's."""
         if self._under_way and not self._under_way[-1]:
             self._under_way.pop()  # of a unit that had nothing to reduce
+        # That leaves room for the unit to come
         self.settle(leaving=num_under_way - 1)
         self._under_way.append([])
 
@@ -166,8 +170,10 @@ class GradientReduction:
         `flat` is given away; one of level 2 or 3 is only read.
         """
         bucket = self._buckets[b]
+        # The log is compared across ranks, so an entry comes before its collective
         self._log.append("reduce " + bucket.name)
         with ranged("reduce", bucket.name) if profiler_enabled() else NOTHING:
+            # Rounded here, unless it is in the dtype of reductions already
             cut, flat, shard = self._is_cut(b), flat.to(bucket.reduce), self._axes.shard
             # Ranks of the same data have equal gradients: each takes its piece, nothing is summed
             if cut and not shard.holds_different_data:
@@ -183,12 +189,14 @@ class GradientReduction:
         """Wait for the oldest units' reductions, and let go of their flats. Those of the newest
         `leaving` units stay under way."""
         while len(self._under_way) > leaving:
+            # One by one from the front, so that each flat goes as soon as its work is done
             unit = self._under_way[0]
             while unit:
                 b, result, work = unit.pop(0)
                 bucket = self._buckets[b]
                 with ranged("wait for reduce", bucket.name) if profiler_enabled() else NOTHING:
                     work.wait()
+                # Sums over passes are made in the storage dtype, which the optimizer sees
                 result = result.to(bucket.dtype)
                 self._sums[b] = self._sums[b].add_(result) if b in self._sums else result
             self._under_way.popleft()
@@ -199,6 +207,7 @@ class GradientReduction:
         self.settle()
         sums, self._sums = self._sums, {}  # given away
         replicate = self._axes.replicate
+        # With `both`, equal data still leave each rank a smaller piece to take
         if replicate.size > 1 and (replicate.holds_different_data or self._axes.both):
             self._sum_over_replicas(sums)
         return sums
@@ -209,6 +218,7 @@ class GradientReduction:
         for b, piece in sums.items():
             if self._is_cut(b):
                 sent[b] = piece.to(self._buckets[b].reduce)
+        # All are started before the first is waited for
         started = [self._over_replicas(b, piece) for b, piece in sent.items()]
         for reduction in started:
             reduction.work.wait()
@@ -218,13 +228,14 @@ class GradientReduction:
         """Of a sum along the shard axis (piece,), reduce this rank's part or, if state is not cut
         along the replicate axis, all of it."""
         replicate = self._axes.replicate.at(self._label(b))
-        if not self._axes.both:
+        if not self._axes.both:  # in place: (piece,) stays (piece,)
             return UnderWay(b, piece, replicate.sum(piece))
-        part = piece.new_empty(piece.numel() // replicate.size)
+        part = piece.new_empty(piece.numel() // replicate.size)  # (piece / replicas,)
         return UnderWay(b, part, replicate.sum_to_pieces(part, piece))
 
     def _label(self, b: int) -> str:
         return f"{self._buckets[b].name}/reduce"
 
     def _is_cut(self, b: int) -> bool:
+        # From level 1 on gradients are cut, though params may be held whole
         return self._buckets[b].cut.level > 0

@@ -11,8 +11,8 @@ after the unit's own backward: it orders ready nodes by creation, newest first.
 Note [order of reductions]: ranks must start the same collectives in the same order, even when one
 rank's loss does not reach a unit. Reductions therefore start in the reverse of the order of uses.
 For a use that backward has passed by, a rank sends zeros, and gathers what its backward would have
-gathered. Where nothing but whole gradients is reduced in backward (levels 0 and 1 alone), they
-start in the reverse of the layout's order, each unit once.
+gathered. Where nothing but whole gradients is reduced in backward, at levels 0 and 1 alone, they
+start in the reverse of the layout's order. Each unit then comes once.
 
 Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is
 ready. So when it runs a node, uses that are newer have been passed by if they have no gradients by
@@ -136,6 +136,7 @@ class UnitEntrance:
 
     def enter(self, module: str) -> Sequence[Tensor]:
         unit = self.unit
+        # The same module again, from outside: a unit used twice in one loss
         if unit.depth == 0 and module in unit.left:
             unit.leaves = None  # a use of its own
         leaves = self.touch()
@@ -146,16 +147,21 @@ class UnitEntrance:
         unit = self.unit
         unit.depth -= 1
         unit.left.add(module)
+        # Modules of one unit may be called apart: a norm, then the head
         if unit.depth == 0 and unit.left.issuperset(unit.modules):
             self.around.on_leave(unit)
 
     def touch(self) -> Sequence[Tensor]:
         unit, around = self.unit, self.around
+        # Without an anchor no gradients are wanted; without grad mode none can flow
         tracked = around.anchor is not None and torch.is_grad_enabled()
+        # Untracked leaves won't do where gradients are wanted: those need a node
         if unit.leaves is not None and (unit.tracked or not tracked):
             return unit.leaves  # the use goes on
+        # Collectives and the node belong to the loss, not to a transform inside of it
         with outside_transforms() if transforms_active() else NOTHING:
             leaves: Sequence[Tensor]
+            # A unit of frozen leaves alone needs no node: no gradients will come
             if tracked and unit.content.trained:
                 leaves = Enter.apply(around.anchor, self)  # type: ignore[no-untyped-call]
             else:
@@ -175,15 +181,17 @@ class Enter(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, entrance: UnitEntrance) -> tuple[Tensor, ...]:
         unit = entrance.unit
         leaves = entrance.around.begin_use(unit, tracked=True)
-        ctx.around, ctx.use = entrance.around, unit.use
+        ctx.around, ctx.use = entrance.around, unit.use  # made by `begin_use`, just now
+        # None for leaves without a gradient: zeros of whole leaves would take memory
         ctx.set_materialize_grads(False)
+        # Else the engine would compute gradients that nobody takes
         ctx.mark_non_differentiable(*map(leaves.__getitem__, unit.content.frozen))
         return leaves
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         ctx.around.on_backward(ctx.use, grads)
-        return None, None
+        return None, None  # the anchor's gradient is of no use
 
 
 class Pass:
@@ -226,6 +234,7 @@ class Pass:
         by_name = {unit.name: unit.flats for unit in self._units}
         order = PrefetchOrder() if order is None else order
         self.following = order.follow(by_name, overlap.distance)
+        # Writes to them by the loss would change params of every later step
         self._staying = []  # resident flats (num_pieces * piece,), in the dtype they are used in
         for own in flats:
             if not own.transient:
@@ -237,6 +246,7 @@ class Pass:
         # Units whose whole gradients are still to be reduced, in the layout's order
         self._waiting = [*self._units] if last and reduction is not None else []
         self._loss_returned = False  # from then on, a backward is the pass's own
+        # Until the loss returns, a backward inside of it gets its gradients unscaled
         self._scale: Scale = Unscaled()
         self._in_use: Use | None = None  # the one that backward is at,
         self._asks = 0  # the number of its saved leaves that backward has asked for,
@@ -261,6 +271,7 @@ class Pass:
 
     def begin_use(self, unit: UnitInPass, tracked: bool) -> tuple[Tensor, ...]:
         """The leaves, whole, bucket by bucket, for the loss alone."""
+        # A unit entered in backward: a checkpoint runs its forward once more
         backward = backward_number() != NO_BACKWARD
         if backward:
             # It runs again for backward: its flats stay until the gradients have come
@@ -269,21 +280,26 @@ class Pass:
         elif tracked:
             self._open_use(unit)
         elif unit.use is None:
+            # No gradients, and no use before: saved leaves still need a use to name
             unit.use = Use(unit.index, None)
         if unit.flats.here is None:
             self._unshard(unit)
+        # In backward `on_first_use` and `on_backward` choose the moment
         if not backward:
             for flats in self.following.ahead:
                 flats.start()
+        # New tensors each time: a node's outputs become part of its graph
         return (*map(Tensor.detach, unit.flats.leaves()),)
 
     def _open_use(self, unit: UnitInPass) -> None:
         """Note a use whose gradients backward will bring."""
         self.entered |= bool(unit.content.trained)
+        # Order doesn't matter: uses are counted, so that a unit is reduced after its last
         if self._reduction.in_layout_order:
             unit.use = Use(unit.index, ())
             unit.num_open += bool(unit.content.trained)
             return
+        # The next node is the unit's own `Enter`; see Note [where backward is]
         unit.use = Use(unit.index, (next_node_number(), len(self._open)))
         unit.num_open += 1
         self._open.append(unit.use)
@@ -292,18 +308,20 @@ class Pass:
 
     def watch(self) -> AbstractContextManager[None]:
         """Around a use: saved tensors that lie in gathered flats are remembered, not kept."""
+        # Others' hooks may recompute, and a transform's tensors have no storage to go by
         if self.anchor is None or self._keeps or _hooked_by_others() or transforms_active():
             return NOTHING
         return saved_tensors_hooks(self._remember, self._recall)
 
     def _remember(self, tensor: Tensor) -> SavedLeaf | SavedTensor:
         """Autograd saves a tensor for backward."""
+        # By storage, so that views of leaves, transposed ones say, are found too
         owner = self._gathered.get(storage_id(tensor))
         if owner is None:
             return SavedTensor(tensor, version_of(tensor))
         unit, k = owner
         assert unit.use is not None
-        unit.use.saved += tensor.numel()
+        unit.use.saved += tensor.numel()  # elements; of an expanded view more than lie there
         offset: Any = tensor.storage_offset()
         return SavedLeaf(unit.use, k, tensor.dtype, offset, tensor.size(), tensor.stride())
 
@@ -312,6 +330,7 @@ class Pass:
         unit.leaves = None
         if not unit.flats.transient or self._keeps or unit.recomputing:
             return
+        # Forward's last unit is backward's first: freed, it would be gathered at once
         if unit.name == self.following.expected:
             self.following.add(unit.name)  # stays: backward begins with it
         else:
@@ -319,6 +338,7 @@ class Pass:
 
     def loss_ended(self, scale: Scale) -> None:
         """The loss has returned, and packed gradients are to be scaled like this."""
+        # The loss is over: whatever it wrote to resident flats shows in their versions
         check_unchanged(self._staying, self._versions)
         self._loss_returned, self._scale, self._in_use = True, scale, None
 
@@ -338,11 +358,14 @@ class Pass:
         The first ask gathers the unit, and says where backward is. An early one, by the choice of
         `Overlap`, starts the gathers ahead and ends earlier reductions.
         """
+        # The first ask of this use: backward has moved on
         if use is not self._in_use:
             self._in_use, self._asks, self._to_come = use, 0, use.saved
+            # A recomputation has no place of its own; nor has a backward inside of the loss
             if use.number is not None and self._loss_returned:
                 self._pass_by(use.number)
 
+        # Gathered by this ask, by one before, or on its way since an earlier unit
         unit = self._units[use.unit]
         flat = (unit.flats.here or self._unshard(unit))[ask.k]
 
@@ -355,6 +378,7 @@ class Pass:
                     flats.start()
         self._to_come -= ask.size.numel()
 
+        # A leaf may have been saved through a view in another dtype
         flat = flat if flat.dtype is ask.dtype else flat.view(ask.dtype)
         return flat.as_strided(ask.size, ask.stride, ask.offset)
 
@@ -367,6 +391,7 @@ class Pass:
         unit = self._units[use.unit]
         if use.number is not None:
             self._pass_by(use.number)
+        # Those after it were passed by just now, so the last open use is this one
         if self._open and self._open[-1] is use:
             self._close_last()
         else:  # a recomputation, or a use whose order does not matter
@@ -377,6 +402,7 @@ class Pass:
 
         self._reduce(unit, grads)
         self._in_use = None
+        # At the latest now, so that the next unit's ask doesn't begin with a wait
         for flats in self.following.ahead:
             flats.start()
 
@@ -391,6 +417,7 @@ class Pass:
         node = running_node_number() if self._loss_returned else None
         if node is None:
             return False
+        # Every use that is newer than the running node has been passed by
         self._pass_by((node + 1,))
         return bool(self._open) and self._open[-1].unit == unit.index
 
@@ -399,9 +426,11 @@ class Pass:
         use = self._open.pop()
         unit = self._units[use.unit]
         unit.num_open -= 1
+        # A use that saved nothing is not gathered in backward, on any rank
         if use.saved and unit.flats.here is None:
             self._unshard(unit)  # passed by here, but other ranks have gathered it
         unit.leaves = None
+        # Flats kept from forward stay until the unit's last open use
         if not unit.num_open or not self._keeps:
             self._reshard(unit)
         for flats in self.following.ahead:
@@ -411,13 +440,15 @@ class Pass:
     def _reduce(self, unit: UnitInPass, grads: Grads | None) -> None:
         """Pack a use's gradients into whole flats, and reduce them or add them up. None: zeros."""
         reduction, scale = self._reduction, self._scale
+        # Before packing, so that the new flat takes the room that the oldest leaves
         if not reduction.in_layout_order:
             reduction.make_room(self._overlap.num_under_way)
+        # Bucket by bucket, in the layout's order: every rank starts the same collectives
         for b, which in zip(unit.content.trained, unit.content.slices, strict=True):
             bucket = self._layout.buckets[b]
             own: Grads = [None] * len(bucket.leaves) if grads is None else grads[which]
             dtype = None if bucket.dtypes is None else bucket.reduce
-            at_once = b in reduction.every_use
+            at_once = b in reduction.every_use  # freed as soon as it is reduced: levels 2 and 3
             # A reduce-scatter only reads its flat, so that may be autograd's own
             if at_once and not scale.writes and is_flat(own[0], bucket, dtype):
                 flat = own[0].detach().view(-1)  # (numel,), where one leaf fills the bucket
@@ -429,6 +460,7 @@ class Pass:
             else:
                 reduction.add(b, flat)
         # Flats that have added up are due after the unit's last use in the last pass
+        # In layout order: from the end, as far as units have no open use
         if reduction.in_layout_order:
             while self._waiting and not self._waiting[-1].num_open:
                 self._reduce_whole(self._waiting.pop())
@@ -454,9 +486,10 @@ class Pass:
     def finish(self) -> None:
         """The pass, its backward included, is over."""
         if self._reduction is not None:
-            self._pass_by(())
+            self._pass_by(())  # () is before all uses: those still open get zeros
             while self._waiting:  # units that the last pass has not entered
                 self._reduce_whole(self._waiting.pop())
+        # A loss that failed, or an evaluation, may have left units entered
         for unit in self._units:
             unit.leaves = None
             self._reshard(unit)
@@ -467,9 +500,11 @@ class Pass:
 
     def _unshard(self, unit: UnitInPass) -> list[Tensor]:
         """The unit's flats, (num_pieces * piece,) each, gathered now or on their way already."""
+        # The order of gathers, which the next pass follows
         self.following.add(unit.name)
         flats = unit.flats.unshard()
         for k, (flat, passing) in enumerate(zip(flats, unit.flats.passing, strict=True)):
+            # Resident flats of a mixed unit stay; an empty flat may share its address with others
             if passing and flat.numel():
                 self._gathered[storage_id(flat)] = unit, k
         return flats
@@ -480,6 +515,7 @@ class Pass:
         flats = unit.flats
         if not flats.transient:
             return
+        # The backend still writes to it: wait, then let go
         if flats.under_way is not None:
             flats.unshard()
         if flats.here is None:
@@ -487,6 +523,7 @@ class Pass:
         # Another storage may soon be known by the same number
         for flat in flats.here:
             self._gathered.pop(storage_id(flat), None)
+        # Tensors of inference mode have no version, and are not compared
         if [*map(version_of, filterfalse(Tensor.is_inference, flats.here))] != flats.versions:
             check_unchanged(flats.here, [*flats.versions])
         flats.here = None

@@ -117,6 +117,7 @@ class ResidentFlats:
     def __init__(self, flats: list[Tensor], buckets: Buckets, leaves: Sequence[Tensor] = ()):
         self.here: list[Tensor] | None = flats
         self._flats, self._buckets = flats, buckets
+        # Leaves that are views of just these flats save making views in every pass
         bases = {*map(id, map(base_of, leaves))}
         self._leaves = leaves if bases == {*map(id, flats)} else None
 
@@ -158,17 +159,21 @@ class GatheredFlats:
         self.here: list[Tensor] | None = None
         self.under_way: Sequence[Gathering] | None = None
         self.versions: Sequence[int] = ()
+        # Flats that are neither cut nor cast are the state's own, and stay
         self.passing: Sequence[bool] = [
             c or bucket.dtypes is not None for c, bucket in zip(cut, buckets, strict=True)
         ]
         self._flats, self._buckets, self._cut = flats, buckets, cut
         self._group, self._log, self._name = group, log, name
         self._gather = gather
+        # A unit whose flats are only cast starts nothing, and so is in no log
         self._moves = any(cut)
 
     def start(self) -> None:
+        # Asked for ahead and on use: the first to ask starts it
         if not self._moves or self.here is not None or self.under_way is not None:
             return
+        # Once per unit, and before its collectives: ranks compare logs
         self._log.append("gather " + self._name)
         started = []
         with ranged("gather", self._name) if profiler_enabled() else NOTHING:
@@ -176,6 +181,7 @@ class GatheredFlats:
                 if not cut:
                     started.append(Gathering(flat, flat, Done()))
                     continue
+                # Rounded before it travels; the cast after it takes the leaf to the compute dtype
                 sent = flat if bucket.dtypes is None else flat.to(bucket.dtypes.gather)
                 sent = self._gather.encode(sent)
                 arriving = sent.new_empty(self._group.size * sent.numel())
@@ -187,18 +193,22 @@ class GatheredFlats:
         if self.here is not None:
             return self.here
         self.start()
+        # (num_pieces * piece,) each, in the dtype of gathers
         wholes = self._flats if self.under_way is None else self._arrived(self.under_way)
         self.under_way = None
         here = []
         for whole, bucket in zip(wholes, self._buckets, strict=True):
+            # To the compute dtype: a new flat, and the arrived one goes
             here.append(whole if bucket.dtypes is None else cast_leaf(whole, bucket.dtypes))
         self.here = here
+        # A loss that writes to them is caught when they go
         self.versions = [*map(version_of, filterfalse(Tensor.is_inference, here))]
         return here
 
     def _arrived(self, started: Sequence[Gathering]) -> list[Tensor]:
         """Wait for the gathers -> whole flats (num_pieces * piece,), in the dtype of gathers."""
         with ranged("wait for gather", self._name) if profiler_enabled() else NOTHING:
+            # All waits first, so that no decoding holds up the arrival of others
             for gathering in started:
                 gathering.work.wait()
         wholes = []
@@ -210,6 +220,7 @@ class GatheredFlats:
         return wholes
 
     def leaves(self) -> Sequence[Tensor]:
+        # Views are made anew: flats gathered again lie in other storage
         return [*_views(self.unshard(), self._buckets)]
 
 

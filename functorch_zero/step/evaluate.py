@@ -37,18 +37,21 @@ class EvalStep:
                 "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "
                 "...)`"
             )
+        # The state's own leaves: nothing here writes to them
         params = state.params
         if self.params is not None:
             trained_params, _ = optimizer_view(params)
             # Frozen leaves stay the state's own
             params = merge(self.chosen(state.opt_state, trained_params), params)
         leaves = optree.tree_leaves(params)
+        # Data 0's random numbers, as the first rank's are
         with replayed(state.seed, state.step, 0, leaves[0].device):
             versions = versions_of(leaves)
             cast = CastParams(params)
             given, weight = call_eval(self.fn, cast.params, state.buffers, batch)
             cast.finish()
             check_unchanged(leaves, versions)  # they are the state's own
+        # A weightless batch has metrics 0, as in training
         metrics = {}
         for name, value in given.items():
             metrics[name] = if_weighty(as_metric(value), weight)
@@ -59,6 +62,7 @@ class EvalStep:
         whole, or this rank's pieces."""
         assert self.params is not None
         found = self.params(opt_state, params)
+        # A tree of another structure would be evaluated with wrong leaves
         same_structure(params, found, what="what eval_step(params=...) gave")
         return found
 
@@ -88,6 +92,7 @@ def call_eval(
 ) -> tuple[Mapping[str, Any], Tensor | float | None]:
     """Call a user's evaluation and check its results: metrics and weight."""
     result = fn(params, buffers, batch)
+    # A plain mapping is metrics without a weight
     if isinstance(result, Aux):
         check_weight(result.weight)
         return result.metrics, result.weight

@@ -50,13 +50,17 @@ def call_loss(
     loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
 ) -> Outcome:
     """Call a user's loss and check its results. Errors name the rank, if one is given."""
+    # Checked before anything is kept: a wrong loss must not reach the next state
     loss, given = check_loss(loss_fn(params, buffers, batch), rank)
     aux = given or Aux()
+    # No buffers given back: the old ones go on
     if aux.buffers is None:
         return Outcome(loss, buffers, aux.metrics, aux.weight)
     new = tree_map(_without_history, aux.buffers)
+    # Same names and containers, so that the next step can take them
     same_structure(buffers, new, what="Aux.buffers", rank=rank)
 
+    # A weightless batch, such as padding for a rank without data, changes no buffer
     def choose(old: Tensor, new: Tensor) -> Tensor:
         return new if new is old else if_weighty(new, aux.weight, otherwise=old)
 
@@ -78,6 +82,7 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
     """The loss, 0-d and differentiable, and the `Aux` that a user's loss returned beside it, if
     any."""
     loss, aux = result, None
+    # A pair is (loss, Aux); anything else is the loss itself, or an error below
     if isinstance(result, tuple) and len(result) == 2:
         loss, aux = result
     if not isinstance(aux, Aux | None):
@@ -85,6 +90,7 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
             f"a loss returns a tensor, or (tensor, fz.Aux(...)); got {type(aux).__name__} as the "
             "second"
         )
+    # Gradients are taken of one number
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         got = type(loss).__name__
         if isinstance(loss, Tensor):
@@ -99,11 +105,13 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
                 remedy=remedy,
             )
         )
+    # Without a graph backward would raise later, and say less
     if not loss.requires_grad:
         raise independent(rank)
     if aux is None:
         return loss, None
     check_weight(aux.weight, rank)
+    # The step's own metric has that name
     if "loss" in aux.metrics:
         raise StructureError(
             explain('a metric is called "loss", as the loss is', rank=rank, remedy="rename it")
@@ -127,6 +135,7 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
     """Raise unless means can be taken with this weight."""
     if not isinstance(weight, Tensor | int | float | None):
         raise TypeError(f"Aux.weight must be a number or a 0-d tensor, got {type(weight).__name__}")
+    # On a device the check would make the host wait, at every step
     if weight is None or _on_device(weight):
         return
     if not 0 <= float(weight) < math.inf:
@@ -157,6 +166,7 @@ def _parts(path: str, leaf: Any, count: int) -> list[Any]:
     """The `count` parts of one leaf of a batch."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return [leaf] * count
+    # Parts of size 0 would have losses of NaN
     if 0 < len(leaf) < count:  # an empty batch is that of a rank which ran out of data
         remedy = "pass larger batches, or accumulate over fewer"
         raise StructureError(
@@ -177,11 +187,13 @@ def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
     total: Tensor | None = None
     for given, outcome in zip(values, outcomes, strict=True):
         value = as_tensor(given)
+        # 0-d; without weights each counts 1
         weight = as_metric(1.0 if outcome.weight is None else outcome.weight)
         term = if_weighty(value, weight) * weight.to(value.device)
         numerator = term if numerator is None else numerator + term
         total = weight if total is None else total + weight
     assert numerator is not None and total is not None
+    # All of weight 0: the numerator is 0, and so is the mean
     divisor = torch.where(total == 0, 1, total)
     return numerator / divisor.to(numerator.device)
 
@@ -196,6 +208,7 @@ def if_weighty(
     """
     if weight is None:
         return value
+    # On a device: chosen there, without waiting for the weight
     if _on_device(weight):
         return torch.where(weight == 0, otherwise, value)
     if float(weight) != 0:
@@ -215,6 +228,7 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     _check_all_weighted(outcomes)
     _check_same_metrics(outcomes)
     metrics = {}
+    # The names are equal in all, as was checked above
     for name in outcomes[-1].metrics:
         metrics[name] = weighted_mean([o.metrics[name] for o in outcomes], outcomes)
     return Outcome(
@@ -228,6 +242,7 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
 def _total_weight(outcomes: Sequence[Outcome]) -> Tensor | None:
     """The sum of the micro-batches' weights, 0-d; None if they have none."""
     total: Tensor | None = None
+    # All have a weight or none has
     for outcome in outcomes:
         if outcome.weight is not None:
             weight = as_metric(outcome.weight)
@@ -273,6 +288,7 @@ def as_metric(value: Tensor | float) -> Tensor:
     """A metric as a 0-d floating-point tensor, since it will be averaged."""
     metric = as_tensor(value)
     if not metric.is_floating_point():
+        # Integers, such as counts, would be cut off by a mean
         metric = metric.to(torch.get_default_dtype())
     if metric.dim() != 0:
         raise StructureError(

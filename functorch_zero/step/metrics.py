@@ -20,6 +20,7 @@ NORMS = ("grad_norm", "update_norm", "param_norm")
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
     """The names as a tuple, each once."""
+    # A string is a sequence of its letters
     if isinstance(names, str):
         raise TypeError(f"metrics must be a list of names, got the string {names!r}")
     found = tuple(names)
@@ -30,6 +31,7 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 
 def check_reported(names: Sequence[str], opt_state: Any) -> None:
     """Raise unless a step with this optimizer's state has every metric that was asked for."""
+    # Asked of the first state, at `init`: an unknown name is told at once
     known = [*NORMS, *_by_name(state_metrics(opt_state))]
     for name in names:
         if name not in known:
@@ -53,6 +55,7 @@ class UpdateMetrics:
 
         A function gives the tree, which need not be made where nobody asks.
         """
+        # Computed right away, since the tree's storage may be written over by the update
         if name in self._names:
             self._squares[name] = tree_map(_square, make_tree())
 
@@ -63,6 +66,7 @@ class UpdateMetrics:
             found |= state_metrics(opt_state)
         wanted: dict[str, Tensor] = {}
         for name in self._names:
+            # An optimizer may report one name from several parts
             for key, value in found.items():
                 # Several of one name have the path of their part after it: "clip_norm.0"
                 if key == name or key.startswith(name + "."):
@@ -73,12 +77,13 @@ class UpdateMetrics:
         """The norms asked for, 0-d, of whole trees. At most one collective, for all together."""
         if not self._squares:
             return {}
+        # One tree of sums per norm asked for, all in one collective
         sums = self._across.sum(*self._squares.values())
         if len(self._squares) == 1:
             sums = (sums,)  # one tree in, one tree out
         norms = {}
         for name, tree in zip(self._squares, sums, strict=True):
-            norms[name] = total_of(optree.tree_leaves(tree)).sqrt()
+            norms[name] = total_of(optree.tree_leaves(tree)).sqrt()  # 0-d, of the whole tree
         return norms
 
 
@@ -91,4 +96,5 @@ def _square(x: Tensor) -> Tensor:
 
 def _by_name(metrics: Iterable[str]) -> list[str]:
     """The names without the paths that tell several of one name apart."""
+    # A dict keeps order and drops doubles
     return list(dict.fromkeys(key.split(".")[0] for key in metrics))

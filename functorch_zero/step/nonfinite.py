@@ -48,6 +48,7 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
+        # "not (...)" also refuses NaN, which fails every comparison
         if not (0 < self.minimum <= self.initial < math.inf):
             raise ValueError(
                 f"expected 0 < minimum <= initial, got minimum {self.minimum}, initial "
@@ -97,6 +98,7 @@ class NonFinitePolicy:
         """For the first state; None unless steps are skipped."""
         if self.nonfinite != "skip":
             return None
+        # On the CPU: the host reads them at every step
         skipped = torch.zeros((), dtype=torch.int64)
         if self.scaling is None:
             return NonFiniteState(skipped, scale=None, good_steps=None)
@@ -115,14 +117,17 @@ class NonFinitePolicy:
         if finite is None:
             return None
         skipped = finite.skipped + (0 if fine else 1)
+        # Skipping without a scale: only the count goes on
         if self.scaling is None or finite.scale is None or finite.good_steps is None:
             return finite._replace(skipped=skipped)
         # Every tensor is a new one, since the state given stays valid
         no_steps = torch.zeros_like(finite.good_steps)
+        # The gradients overflowed, or were no numbers at all: back off, and count anew
         if not fine:
             smaller = finite.scale * self.scaling.backoff
             return NonFiniteState(skipped, smaller.clamp(min=self.scaling.minimum), no_steps)
         good_steps = finite.good_steps + 1
+        # Long enough without overflow: try a larger scale
         if int(good_steps) >= self.scaling.interval:
             return NonFiniteState(skipped, finite.scale * self.scaling.growth, no_steps)
         return NonFiniteState(skipped, finite.scale.clone(), good_steps)
@@ -145,6 +150,7 @@ def all_finite(tensors: Iterable[Tensor], limits: Iterable[float] | None = None)
     ends = itertools.repeat(math.inf) if limits is None else limits
     largest: list[Tensor] = []  # 0-d float64, per tensor its largest magnitude
     below: list[float] = []
+    # Not strict: without limits the ends repeat for ever
     for x, end in zip(tensors, ends, strict=False):
         if x.numel():  # an empty tensor has no largest element
             # The infinity norm: a NaN among the elements makes it a NaN, which is below nothing
@@ -152,7 +158,9 @@ def all_finite(tensors: Iterable[Tensor], limits: Iterable[float] | None = None)
             below.append(end)
     if not largest:
         return True
+    # On the tensors' device, in float64, which holds every dtype's values
     values = torch.stack(largest)
+    # The one wait: a bool of all tensors together
     return bool((values < values.new_tensor(below)).all())
 
 

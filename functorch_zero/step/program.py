@@ -52,6 +52,7 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """
 
     def run(tree: Any, *args: Any) -> tuple[Any, Any]:
+        # Sharded trees among tree or args decide for all: one engine answers
         engine = engine_of(tree, args)
         if engine is not None:
             return engine.value_and_grad(loss, tree, args)
@@ -62,6 +63,7 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
 def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
     leaves, treedef = optree.tree_flatten(tree)
+    # Such a leaf has no storage to be a leaf of a graph
     if any(type(leaf) is LazyParam for leaf in leaves):
         raise StructureError(
             "a gradient inside of a sharded loss was asked for params that are not here yet. "
@@ -69,6 +71,7 @@ def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) 
         )
     # Autograd leaves of this call's own, so that `tree` is in no autograd graph
     own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    # Frozen leaves are given to the loss and not differentiated
     trained = [leaf for leaf in own if leaf.requires_grad]
     with torch.enable_grad():
         # One cast for tree and args: trees that are only read may have policies too
@@ -77,8 +80,10 @@ def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) 
         own_tree, own_args = cast.params
         value, aux = check_loss(loss(own_tree, *own_args))
         refuse_buffers(aux)
+        # Before backward, so that the error comes from the loss that wrote
         cast.finish()
         check_unchanged(own, versions)
+        # Nothing trained: no gradients to take, and `found` is empty
         found = torch.autograd.grad(value, trained, allow_unused=True) if trained else ()
     if all(grad is None for grad in found):
         raise independent()
@@ -131,11 +136,12 @@ def apply_updates(params: Any, updates: Any) -> Any:
 @torch.no_grad()
 def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> PyTree[Tensor]:
     def add(p: Tensor, u: Tensor | None) -> Tensor:
-        if u is None:
+        if u is None:  # nothing to add, and the leaf itself
             return p
         # The update is rounded to the param's dtype before the sum, as the step's own is
         return (p + u.to(p.dtype)).requires_grad_(p.requires_grad)
 
+    # None is an update here, so optree must not skip it
     return tree_map(add, params, updates, none_is_leaf=True)
 
 
@@ -171,8 +177,9 @@ def unshard(tree: PyTree[Any]) -> PyTree[Any]:
     {'w': tensor([1., 1.])}
     """
     engine = engine_of(tree)
-    if engine is None:
+    if engine is None:  # no tree is sharded; inside of a loss, lazy leaves are made whole
         return make_whole(tree)
+    # Checked before the first collective, on every rank alike
     for node in optree.tree_leaves(tree, is_leaf=_is_state):
         if _is_state(node) and node.sharding is not None:
             raise StructureError(

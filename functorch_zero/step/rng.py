@@ -16,8 +16,8 @@ def replayed(
     """Random numbers as a function of (seed, step, rank, micro-batch); the global state is as
     before afterwards.
 
-    So a step is pure, a run that goes on from a checkpoint draws the same numbers as one that never
-    stopped, and ranks draw different ones for their different data.
+    So a step is pure, and ranks draw different numbers for their different data. A run that goes on
+    from a checkpoint draws the same numbers as one that never stopped.
 
     Args:
         seed: 0-d int64; None: the global random state is used, and goes on.
@@ -41,6 +41,7 @@ def _seed_generators(seed: int, device: torch.device) -> None:
     `torch.manual_seed` would seed every device's, which nothing restores, and formats a stack for
     each kind of device.
     """
+    # Both: a loss may draw on the CPU and on its device
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -49,6 +50,7 @@ def _seed_generators(seed: int, device: torch.device) -> None:
 
 def _mix(*numbers: int) -> int:
     """One 63-bit seed of several numbers (splitmix64's finaliser, after each)."""
+    # Mixed, and not added: (step 1, rank 0) and (step 0, rank 1) must differ
     mixed = 0
     # Python's integers don't overflow: `&` keeps the arithmetic in 64 bits
     for number in numbers:

@@ -63,6 +63,7 @@ class State:
         >>> int(state.step), state.params
         (1, {})
         """
+        # Own fields first: a value may have fields of the same names
         own = {name: changes.pop(name) for name in _FIELDS if name in changes}
         if changes:  # the rest are fields of the value
             value = own.get("value", self.value)
@@ -70,12 +71,14 @@ class State:
         return replace(self, **own)
 
 
+# In the order of the class, which is the order of leaves, too
 _FIELDS = tuple(field.name for field in fields(State))
 # Names in the paths of leaves: the value's own fields stand beside the state's
 _ENTRIES = tuple("" if name == "value" else name for name in _FIELDS)
 
 
 def _flatten(state: State) -> tuple[list[Any], None, tuple[str, ...]]:
+    # None among them is no leaf: optree leaves it out
     children = [getattr(state, name) for name in _FIELDS]
     return children, None, _ENTRIES
 

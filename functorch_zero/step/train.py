@@ -1,7 +1,7 @@
 """The step for one process: pure, and the oracle that every sharded step is held to.
 
-A step takes a `State` and returns the next one. In a sharded state, `params` is a `ShardedTree`
-(whole leaves, or at level 3 pieces), state leaves that follow a param are this rank's pieces, and
+A step takes a `State` and returns the next one. In a sharded state, `params` is a `ShardedTree`:
+whole leaves, or at level 3 pieces. State leaves that follow a param are this rank's pieces.
 `sharding` says how they are cut.
 """
 
@@ -83,13 +83,16 @@ class TrainStep:
             ValueError: the optimizer has no metric of a name that was asked for.
         """
         buffers = {} if buffers is None else buffers
+        # Before anything else looks at leaves: those on meta have no values to copy
         if values is not None:
             params = values.fill(params)
             buffers = values.fill(buffers)
+        # From here on `requires_grad` says which leaves are trained, all through the package
         params = mark_trainable(params, self.trainable)
         # Copies, so that nobody who holds the tensors given can change the state
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
         buffers = tree_map(torch.clone, buffers)
+        # None in place of frozen leaves: the optimizer keeps no state for them
         trained_params, across = optimizer_view(params)
         opt_state = self.optimizer.init(trained_params, across)
         check_reported(self.metrics, opt_state)
@@ -108,6 +111,7 @@ class TrainStep:
                 "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` "
                 "first"
             )
+        # The step in two halves: gradients of a loss, and an update by them
         grads, outcome = self.loss_and_grads(state, batch)
         metrics = {"loss": outcome.loss.detach()}
         for name, value in outcome.metrics.items():
@@ -122,6 +126,7 @@ class TrainStep:
 
         Random numbers are those that rank `rank` of a sharded step would draw.
         """
+        # One for each micro-batch, all at a time: the oracle is simple, not thrifty
         grads_of: list[PyTree[Tensor]] = []  # one tree per micro-batch, whole leaves
         outcomes: list[Outcome] = []
         for i, micro_batch in enumerate(micro_batches(batch, self.accumulate)):
@@ -130,6 +135,7 @@ class TrainStep:
             outcomes.append(outcome)
             # Buffers go on from one micro-batch to the next, as they would over so many steps
             state = state.replace(buffers=outcome.buffers)
+        # No mean, and so no rounding, of a single one
         if len(outcomes) == 1:
             return grads_of[0], outcomes[0]
         mean_grads = tree_map(lambda *grads: weighted_mean(grads, outcomes), *grads_of)
@@ -144,9 +150,11 @@ class TrainStep:
         leaves = optree.tree_leaves(params)
         device = leaves[0].device
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
+            # The loss must not write to params: a sharded one couldn't, and results would differ
             versions = versions_of(leaves)
             cast = CastParams(params)
             outcome = call_loss(self.loss_fn, cast.params, state.buffers, batch)
+            # Before backward, so that the error comes from the loss that wrote
             cast.finish()
             check_unchanged(leaves, versions)
             grads = self._gradients(state, params, outcome)
@@ -164,7 +172,9 @@ class TrainStep:
         # Backward begins with the loss scale, which is the same as to multiply the loss by it
         scale = self.finite.scale(state.finite)
         seed = None if scale is None else outcome.loss.new_full((), scale)
+        # `allow_unused`: a leaf that this batch's loss doesn't reach gets zeros
         found = torch.autograd.grad(outcome.loss, trained_leaves, seed, allow_unused=True)
+        # A loss that reaches no leaf at all is a mistake
         if all(grad is None for grad in found):
             raise independent()
         grads = []
@@ -172,6 +182,7 @@ class TrainStep:
             if grad is None:
                 grad = torch.zeros_like(leaf)  # this batch's loss doesn't use the leaf
             elif scale is not None:
+                # Divided again leaf by leaf, in the gradient's dtype
                 grad = grad / scale
             grads.append(if_weighty(grad, outcome.weight))
         return treedef.unflatten(grads)
@@ -197,15 +208,18 @@ class TrainStep:
             loss: 0-d, for the policy about numbers that aren't finite; None: it sees gradients
                 only.
         """
+        # First of all: nothing is made of numbers that aren't finite
         fine = self._check_finite(state, grads, loss)
         params, across = optimizer_view(state.params)
         measured = UpdateMetrics(self.metrics, across)
         measured.see("grad_norm", lambda: grads)
         measured.see("param_norm", lambda: params)
 
+        # The counter and the scale go on also where the step is skipped
         finite = self.finite.next(state.finite, fine=fine)
         next_state = state.replace(step=state.step + 1, finite=finite)
         if fine:
+            # Updates have the params' structure, None where frozen
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
             same_structure(params, updates, what="the optimizer's updates")
             # Sums in new tensors: the state given stays valid
@@ -217,6 +231,7 @@ class TrainStep:
             updates = tree_map(torch.zeros_like, grads)  # for its norm
         measured.see("update_norm", lambda: updates)
 
+        # After the update: rates and factors are reported by the new state
         of_update = measured.metrics(next_state.opt_state)
         return next_state, with_measured(of_update, self.finite.metrics(finite))
 
@@ -226,6 +241,7 @@ class TrainStep:
         Raises:
             NonFiniteError: they are not, and the policy is "raise".
         """
+        # "pass" never waits for the numbers
         if not self.finite.looks:
             return True
         tensors = optree.tree_leaves(grads)
@@ -233,6 +249,7 @@ class TrainStep:
             tensors.append(loss)
         fine = all_finite(tensors)
         if not fine and self.finite.nonfinite == "raise":
+            # 0.0: only gradients were at fault
             loss_value = 0.0 if loss is None else float(loss)
             found = not_finite(named_leaves(grads))
             raise refusal(int(state.step), [(loss_value, found)])
@@ -311,10 +328,12 @@ def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
     """The same leaves, with `requires_grad` saying which are trained."""
     check_tensors(params)
+    # A mask by hand overrides the tensors' own flags
     if trainable is not None:
         mask = mask_of(params, trainable)
         _check_floating(params, mask)
         params = tree_map(lambda p, train: p.detach().requires_grad_(train), params, mask)
+    # A step that trains nothing would still run, and mislead
     if not any(p.requires_grad for p in optree.tree_leaves(params)):
         raise StructureError(
             "no leaf of params is trained: none has requires_grad. "
@@ -334,6 +353,7 @@ def check_tensors(params: PyTree[Any]) -> None:
 
 def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:
     """Raise, naming the first leaf that is to be trained and can't have a gradient."""
+    # Autograd has gradients of floating-point and complex leaves only
     for path, leaf in named_leaves(select(params, mask)).items():
         if not (leaf.is_floating_point() or leaf.is_complex()):
             remedy = "leave it out of `trainable`, or convert it"
@@ -352,5 +372,6 @@ def trained(params: PyTree[Tensor]) -> PyTree[bool]:
 def optimizer_view(params: PyTree[Tensor]) -> tuple[PyTree[Tensor], Across]:
     """The trained leaves, detached (None where frozen), and the answers to an optimizer's questions
     about them."""
+    # Detached: an update must not be differentiated, nor keep a graph alive
     view = select(tree_map(torch.detach, params), trained(params))
     return view, Local(view)

@@ -6,7 +6,7 @@ every trained leaf: params that have hardly moved would be equal whatever the op
 Note [reordered]: the same sums, added in another order, differ by a few roundings of their largest
 terms. So an element that cancels to nearly zero may be wrong relative to itself while nothing is
 wrong. Hence a leaf's differences are measured against the largest magnitude in that leaf's expected
-update. Besides, a param holds `old + update` only to its own last place, so a param large beside
+update. Besides, a param holds `old + update` only to its own last place. So a param large beside
 its update shows differences of that size too. Two last places are allowed. An update that is not
 well above them is refused, because comparing it would say nothing.
 """
@@ -139,13 +139,17 @@ def assert_equal_updates(
     equality = as_equality(grade)
     same_structure(expected, got, what="the tree compared")
     same_structure(expected, old, what="the tree before")
+    # By the params' dtypes, since updates are computed in float64 here
     tolerance = equality.tolerance(leaf.dtype for leaf in optree.tree_leaves(old))
+    # In flatten order, as all lists below
     mask = _trained(old) if trained is None else optree.tree_leaves(trained)
     slacks = slack or [0.0] * len(mask)
     may_rest = (*unused, *resting)
     found = []
+    # Rows of four tensors; the other run has its own params before
     leaves = _leaf_updates(old, expected, old if old_got is None else old_got, got)
     for leaf, moves, extra in zip(leaves, mask, slacks, strict=True):
+        # Shapes and dtypes first: the arithmetic below would broadcast or promote
         _check_kind(leaf.path, leaf.new, leaf.new_got, context)
         if moves:
             excused = any(fnmatchcase(leaf.path, pattern) for pattern in may_rest)
@@ -155,6 +159,7 @@ def assert_equal_updates(
             difference = _compare_update(leaf, tolerance=0.0, slack=0.0)  # frozen: bit by bit
         if difference is not None:
             found.append(difference)
+    # All are compared before one is raised, so that the error can name the others
     _raise_if(found, "the updates differ", equality, context)
 
 
@@ -184,6 +189,7 @@ def assert_equal_values(
         context: step, level, ranks and the like, for error texts.
     """
     equality = as_equality(grade)
+    # Else leaves would be paired wrongly
     same_structure(expected, got, what=what)
     wanted, given = _leaves(expected), _leaves(got)
     tolerance = equality.tolerance([*dtypes, *_dtypes(wanted)])
@@ -196,6 +202,7 @@ def assert_equal_values(
         elif a == b:
             difference = None
         else:
+            # Numbers, strings: no distance
             difference = Difference(path, (), a, b, error=math.nan, allowed=0.0)
         if difference is not None:
             found.append(difference)
@@ -210,6 +217,7 @@ def as_equality(grade: Grade | Equality) -> Equality:
 def apart(a: Any, b: Any) -> float:
     """How far two leaves are apart at most; infinite where they can't be compared, or where one is
     NaN."""
+    # Not tensors: equal or infinitely apart
     if not isinstance(a, Tensor):
         return 0.0 if not isinstance(b, Tensor) and a == b else math.inf
     if not isinstance(b, Tensor) or a.shape != b.shape:
@@ -217,9 +225,9 @@ def apart(a: Any, b: Any) -> float:
     if not a.numel():
         return 0.0
     a, b = a.detach(), b.detach()
-    both_nan = a.isnan() & b.isnan()
+    both_nan = a.isnan() & b.isnan()  # counts as equal: both runs computed it
     error = _distances(a, b).masked_fill(both_nan, 0.0)
-    return float(error.nan_to_num(nan=math.inf).max())
+    return float(error.nan_to_num(nan=math.inf).max())  # NaN on one side only
 
 
 def _leaves(tree: PyTree[Any]) -> list[Any]:
@@ -266,6 +274,7 @@ def _leaf_updates(
 
 def _check_kind(path: str, expected: Tensor, got: Any, context: Mapping[str, Any] | None) -> None:
     """Raise at once where shapes or dtypes differ: such leaves have no distance."""
+    # Dtype too: a cast leaf may have equal numbers
     kind = (tuple(expected.shape), expected.dtype)
     other = (tuple(got.shape), got.dtype) if isinstance(got, Tensor) else type(got).__name__
     if kind != other:
@@ -279,6 +288,7 @@ def _check_update(
 ) -> None:
     """Refuse an expected update that would prove nothing; an excused one may be zero or invisible,
     but must be finite."""
+    # An empty leaf can't move
     if not leaf.old.numel():
         return
     update = leaf.expected
@@ -303,16 +313,18 @@ def is_visible(old: Tensor, new: Tensor) -> bool:
     """Whether an update is well above the error that the params' last places may make."""
     old, new = old.detach(), new.detach()
     size = _largest(_wide(new) - _wide(old))
-    hidden = float(_last_places(old, new).max())
+    hidden = float(_last_places(old, new).max())  # of the element with the largest last place
     return size > 0 and size >= VISIBLE * hidden
 
 
 def _compare_update(leaf: _LeafUpdate, tolerance: float, slack: float) -> Difference | None:
     """See Note [reordered]; `slack` is allowed besides."""
     expected, got = leaf.expected, leaf.got
+    # No tolerance: bitwise, or a frozen leaf
     if not tolerance or not leaf.old.numel():
         # Bit by bit goes by the params: a rounded update may hide a difference
         return _compare_bits(leaf.path, leaf.new, leaf.new_got, expected, got)
+    # (the leaf's shape) float64: a part for the leaf, and one for each element
     allowed = tolerance * _largest(expected) + slack + _last_places(leaf.old, leaf.new)
     return _compare_within(leaf.path, expected, got, allowed)
 
@@ -321,6 +333,7 @@ def _compare_values(
     path: str, expected: Tensor, got: Tensor, tolerance: float, slack: float
 ) -> Difference | None:
     """As for updates, but a value has no last places of a param around it."""
+    # Integers and booleans are exact in every grade
     is_rounded = expected.is_floating_point() or expected.is_complex()
     if not tolerance or not expected.numel() or not is_rounded:
         return _compare_bits(path, expected, got, expected, got)
@@ -335,7 +348,7 @@ def _compare_bits(
     """The element that is furthest off, of those whose new values aren't the same bits."""
     if not new.numel():
         return None
-    bad = ~_same_bits(new, new_got)
+    bad = ~_same_bits(new, new_got)  # (the leaf's shape) bool
     nothing = torch.zeros_like(_distances(expected, got))
     return _furthest(path, bad, expected, got, nothing)
 
@@ -363,7 +376,9 @@ def _furthest(
     if not bool(bad.any()):
         return None
     error = _distances(expected, got)
+    # NaN is further off than any number
     excess = torch.nan_to_num(error - allowed, nan=torch.inf)
+    # Elements that are fine can't be the furthest
     excess = torch.where(bad, excess, -torch.inf)
     index = torch.unravel_index(excess.argmax(), excess.shape)
     at = tuple(int(i) for i in index)
@@ -381,6 +396,7 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     """Elementwise, bit by bit: NaN equals the same NaN, and 0.0 differs from -0.0."""
 
     def bits(x: Tensor) -> Tensor:  # (*x.shape, bytes per element), uint8
+        # (numel, 1), so that the view makes a row of bytes per element
         elements = x.contiguous().reshape(-1, 1)
         return elements.view(torch.uint8).reshape(*x.shape, -1)
 
@@ -406,8 +422,9 @@ def _largest(x: Tensor) -> float:
 def _last_places(old: Tensor, new: Tensor) -> Tensor:
     """How far apart two roundings of `new - old` may be, elementwise, float64."""
     if not (old.is_floating_point() or old.is_complex()):
-        return torch.zeros(old.shape, dtype=torch.float64)
+        return torch.zeros(old.shape, dtype=torch.float64)  # integers are not rounded
     sizes = torch.maximum(_wide(old).abs(), _wide(new).abs())
+    # eps times a size is between one and two last places
     return LAST_PLACES * torch.finfo(old.dtype).eps * sizes
 
 

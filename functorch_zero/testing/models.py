@@ -56,7 +56,7 @@ class Case:
 
     def module(self) -> nn.Module:
         """The module, always the same."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the caller's generators stay as they were
             torch.manual_seed(self.seed)
             model = self.model()
             with torch.no_grad():
@@ -73,6 +73,7 @@ class Case:
 
         def loss_fn(params: Any, buffers: Any, batch: Batch) -> tuple[Tensor, Aux]:
             output, new = apply(params, buffers, batch["x"])
+            # In float64, so that the metric tells small differences too
             metrics = {"size": output.detach().double().square().mean()}
             weight = len(batch["x"]) if weighted else None
             return self.criterion(output, batch), Aux(buffers=new, metrics=metrics, weight=weight)
@@ -81,7 +82,7 @@ class Case:
 
     def batches(self, num: int, rows: int, seed: int = 0) -> list[Batch]:
         """`num` batches of `rows` rows, always the same."""
-        g = torch.Generator().manual_seed(seed)
+        g = torch.Generator().manual_seed(seed)  # on the CPU, apart from the global generator
         return [self.make_batch(rows, g) for _ in range(num)]
 
 
@@ -121,6 +122,7 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
+        # (rows, length, 3 * width) -> queries, keys and values, head by head
         heads = self.qkv(x).view(rows, length, 3, self.heads, -1)
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (rows, heads, length, width / heads)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -138,10 +140,11 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         if tied:
+            # One Parameter in two modules: `functionalize` makes it one leaf
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:  # (rows, length) int64 -> (rows, length, vocab)
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        places = torch.arange(tokens.shape[1], device=tokens.device)  # (length,) int64
         x = self.embed(tokens) + self.place(places)
         for block in self.blocks:
             x = block(x)
@@ -154,6 +157,7 @@ class ConvNet(nn.Module):
     def __init__(self, channels: int, kernel: int, classes: int):
         super().__init__()
         self.first = _convolution(1, channels, kernel)
+        # Another number of channels, so that the two layers' leaves differ in shape
         self.second = _convolution(channels, channels + 1, 2)
         self.head = nn.LazyLinear(classes)  # the first image tells its width
 
@@ -191,6 +195,7 @@ class Unused(nn.Module):
         self.used = nn.Linear(width, 4)
         self.never = nn.Linear(4, width)
         self.head = nn.Linear(4, 2)
+        # Registered on a module that is used: gathered with it, and without a gradient
         self.head.register_parameter("spare", nn.Parameter(torch.randn(3)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +214,7 @@ class Scalars(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.gain * torch.tanh(self.line(x))
-        return x + self.shift + self.nothing.sum()
+        return x + self.shift + self.nothing.sum()  # an empty sum adds 0, and uses the leaf
 
 
 class Mixed(nn.Module):
@@ -223,6 +228,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
+        # Casts inside: gradients pass through float32, so its tolerance counts for all
         x = torch.tanh(self.single(x.float()).double())
         return self.last(x)  # type: ignore[no-any-return]
 
@@ -240,7 +246,7 @@ def frozen_mlp(dims: Sequence[int] = (7, 6, 5, 3), seed: int = 0) -> Case:
 
     def make() -> nn.Module:
         model = MLP(dims).double()
-        model.layers[1].requires_grad_(False)
+        model.layers[1].requires_grad_(False)  # weight and bias
         model.layers[-1].get_parameter("bias").requires_grad_(False)
         return model
 
@@ -259,6 +265,7 @@ def gpt(
     """A GPT that predicts the next token; its blocks are units."""
 
     def make_batch(rows: int, g: torch.Generator) -> Batch:
+        # One token more than the model reads, so that each position has a next one
         tokens = torch.randint(vocab, (rows, length + 1), generator=g)
         inputs, nexts = tokens[:, :-1], tokens[:, 1:]  # (rows, length), int64
         return {"x": inputs, "y": nexts}
@@ -287,6 +294,7 @@ def convnet(
         return {"x": images, "y": labels}
 
     name = f"convnet(channels={channels}, kernel={kernel}, classes={classes}, size={size})"
+    # BatchNorm couples the rows of a rank
     return Case(name, make, make_batch, _cross_entropy, per_rank=True, min_rows=2, seed=seed)
 
 
@@ -329,4 +337,5 @@ def _squared_error(output: Tensor, batch: Batch) -> Tensor:
 
 
 def _cross_entropy(output: Tensor, batch: Batch) -> Tensor:
+    # (rows, length, vocab) and (rows, length), or (rows, classes) and (rows,)
     return F.cross_entropy(output.flatten(0, -2), batch["y"].flatten())

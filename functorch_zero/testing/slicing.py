@@ -25,13 +25,14 @@ def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor
 def all_gather_tree(tree: PyTree[Tensor], layout: Layout, group: Group) -> PyTree[Tensor]:
     """Pieces -> whole leaves on every rank. One all-gather per bucket: S bytes arrive in all."""
     leaves = optree.tree_leaves(tree)
-    wholes, started = [], []
+    wholes, started = [], []  # (numel,) per bucket, and each with its work
     for b, bucket in enumerate(layout.buckets):
         piece = flat_of_pieces(by_bucket(leaves, layout, b), bucket, group.rank)
         whole = piece.new_empty(bucket.numel)
         # The piece is kept with its work: the backend reads it until `wait` returns
         started.append((group.all_gather(whole, piece), piece))
         wholes.append(whole)
+    # All are started first, so that they overlap on the wire
     for work, _ in started:
         work.wait()
     parts = [unpack(whole, bucket) for whole, bucket in zip(wholes, layout.buckets, strict=True)]

@@ -117,15 +117,18 @@ def assert_sharded_equals_unsharded(
     >>> params = {"w": torch.zeros(5, dtype=torch.float64, requires_grad=True)}
     >>> assert_sharded_equals_unsharded(step, params, {}, [torch.arange(30.0).view(6, 5)] * 2)
     """
+    # Loops over nothing would pass
     for name, given in (("batches", batches), ("levels", levels), ("ranks", ranks)):
         if not given:
             raise ProvesNothing(f"{name} is empty: nothing would be compared")
     equality = as_equality(grade)
+    # The unsharded whole-batch run is the same for all ranks and levels: it is made once
     oracle = _Oracle(step, Start(params, buffers, seed), batches, sync_buffers, per_rank)
     for num_ranks in ranks:
         mesh = Mesh(num_ranks, shard_size, same_data)
-        parts = [split(batch, mesh.num_parts) for batch in batches]
+        parts = [split(batch, mesh.num_parts) for batch in batches]  # by batch, each rank's part
         expected = oracle.run(parts)
+        # Whose buffers a rank's are compared with, where each keeps its own
         local = mesh.parts_by_rank if sync_buffers == "local" else None
         for level in levels:
             settings = {"level": level, "sync_buffers": sync_buffers, **options}
@@ -145,9 +148,11 @@ def _check(
         raise  # the oracle's update is at fault, and round-off explains nothing
     except AssertionError as error:
         may_be_round_off = comparison.equality.grade != "bitwise"
+        # Costly, and so only after a difference: some more runs of the unsharded step
         explained = may_be_round_off and comparison.holds(oracle.jittered_runs(parts))
         if explained and allow_round_off:
             return
+        # Most differences that round-off doesn't explain come from a loss that is a sum
         error.add_note(AMPLIFIED if explained else HINT)
         raise
 
@@ -168,10 +173,11 @@ class _Oracle:
             return run_in_parts(self.step, self.start, parts, rule=self.rule)
         for batch, its_parts in zip(self.batches, parts, strict=True):
             self._check_fair(batch, len(its_parts))
-        return self._whole
+        return self._whole  # cached: it is the same for all ranks and levels
 
     def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
         """The same several times, with gradients that are off in their last places."""
+        # Whole batches count as one part
         given = parts if self.per_rank else [[batch] for batch in self.batches]
         runs = []
         for seed in range(JITTERED_RUNS):
@@ -186,6 +192,7 @@ class _Oracle:
         """Refuse unequal parts of a loss without a weight: the mean of their means is not the mean
         of the whole."""
         for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
+            # Rows that don't divide: parts would be of unequal size
             uneven = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % num_parts
             if uneven and not self._whole.weighted:
                 raise ValueError(
@@ -220,6 +227,7 @@ class Mesh(NamedTuple):
         if self.shard_size is None:
             raise ValueError(f"same_data={self.same_data!r} needs a mesh. Remedy: shard_size=...")
         replica, place = divmod(rank, self.shard_size)
+        # Along "replicate" data are equal, so the place in the replica decides
         return place if self.same_data == "replicate" else replica
 
     def of(self, group: Group) -> Group:
@@ -246,11 +254,13 @@ def _run_sharded(
         for parts in batches:
             own = parts[mesh.part_of(group.rank)]
             state, metrics = sharded(state, own)
+            # Gathered after every step, as the next one may use its storage up
             whole = sharded.unshard(state)
             steps.append(Step(whole, [whole.buffers], metrics))
         return Run(first, steps)
 
     try:
+        # Threads: no port, and a failure comes with its rank's note
         return run_ranks(run, mesh.num_ranks)
     except Exception as error:
         at = f"level {settings['level']}, ranks {mesh.num_ranks}"
@@ -272,10 +282,12 @@ class Comparison:
     def run(self, jittered: Sequence[Run] = ()) -> None:
         """Raise at the first difference that the grade does not allow, nor round-off as in the
         `jittered` runs."""
+        # By the oracle's run alone: the other's may be wrong
         moving = self._moving()
         for k, want in enumerate(self.expected.steps):
             have = [run.steps[k] for run in self.got]
             at = {"step": k, **self.at}
+            # Rank 0 against the oracle; the others against rank 0, to the bit
             self._compare_updates(k, moving, jittered, at)
             self._compare_others(want, have[0], [run.steps[k] for run in jittered], at)
             self._compare_ranks(want, have, at)
@@ -296,7 +308,7 @@ class Comparison:
             leaves = optree.tree_leaves(before), optree.tree_leaves(after)
             for path, old, new in zip(paths(before), *leaves, strict=True):
                 if old.numel() and self._moves(old, new):
-                    moved.add(escape(path))
+                    moved.add(escape(path))  # a path may have characters that patterns use
         return sorted(moved)
 
     def _moves(self, old: Tensor, new: Tensor) -> bool:
@@ -310,6 +322,7 @@ class Comparison:
         """Step k's updates of the params; leaves that don't move in any step are refused."""
         before, after = self.expected.states[k : k + 2]
         got_before, got_after = self.got[0].states[k : k + 2]
+        # The oracle's, then the jittered runs' of the same step
         updates = [run.update(k) for run in (self.expected, *jittered)]
         assert_equal_updates(
             before.params,
@@ -321,6 +334,7 @@ class Comparison:
             unused=self.unused,
             resting=moving,
             slack=_slack(*updates),
+            # Zero without jittered runs
             context=at,
         )
 
@@ -328,6 +342,7 @@ class Comparison:
         self, want: Step, have: Step, jittered: Sequence[Step], at: dict[str, Any]
     ) -> None:
         """All results of a step but its params."""
+        # Counters and metrics come from computations in these dtypes
         dtypes = {leaf.dtype for leaf in optree.tree_leaves(self.expected.start.params)}
         got, off = have.others(), [step.others() for step in jittered]
         for name, expected in want.others().items():
@@ -344,6 +359,7 @@ class Comparison:
     def _compare_ranks(self, want: Step, have: Sequence[Step], at: dict[str, Any]) -> None:
         """All ranks against rank 0, bit by bit; buffers that are each rank's own against the
         oracle's."""
+        # Same data, same arithmetic: ranks may not differ in a single bit
         first, *others = have
         for rank, other in enumerate(others, start=1):
             here = {**at, "rank": rank}
@@ -377,6 +393,7 @@ def _slack(expected: Any, *jittered: Any) -> list[float]:
     others = [optree.tree_leaves(tree) for tree in jittered]
     slack = []
     for n, leaf in enumerate(optree.tree_leaves(expected)):
+        # Over all jittered runs
         largest = max((apart(leaf, other[n]) for other in others), default=0.0)
         slack.append(ROUND_OFF * largest)
     return slack
@@ -415,7 +432,7 @@ class Run(NamedTuple):
     def update(self, k: int) -> PyTree[Tensor]:
         """Step k's update of the params."""
         before, after = self.states[k : k + 2]
-        return tree_map(torch.sub, after.params, before.params)
+        return tree_map(torch.sub, after.params, before.params)  # in the params' dtypes
 
 
 class Start(NamedTuple):
@@ -429,7 +446,9 @@ class Start(NamedTuple):
 def split(batch: Any, num_ranks: int) -> list[Any]:
     """Each rank's part of a batch: consecutive rows, as equal in number as possible."""
     leaves, treedef = optree.tree_flatten(batch)
+    # The sizes of first dims, of all tensors that have one
     rows = {x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()}
+    # Some rank would get no row
     if rows and min(rows) < num_ranks:
         raise ValueError(
             f"a batch of {min(rows)} can't be split over {num_ranks} ranks. Remedy: pass larger "
@@ -438,6 +457,7 @@ def split(batch: Any, num_ranks: int) -> list[Any]:
     by_leaf: list[Sequence[Any]] = []  # each leaf's parts, in rank order
     for leaf in leaves:
         has_rows = isinstance(leaf, Tensor) and leaf.dim()
+        # Sizes differ by 1 at most
         by_leaf.append(leaf.tensor_split(num_ranks) if has_rows else [leaf] * num_ranks)
     return [treedef.unflatten([parts[rank] for parts in by_leaf]) for rank in range(num_ranks)]
 
@@ -449,6 +469,7 @@ def run_whole(step: TrainStep, start: Start, batches: Sequence[Any]) -> Run:
     for batch in batches:
         state, metrics = step(state, batch)
         steps.append(Step(state, [state.buffers], metrics))
+    # One more loss tells: `step` does not say whether it was weighted
     weighted = not batches or step.loss_and_grads(first, batches[0])[1].weight is not None
     return Run(first, steps, weighted)
 
@@ -469,20 +490,24 @@ def run_in_parts(
     first = state = step.init(start.params, start.buffers, seed=start.seed)
     num_parts = len(batches[0]) if batches else 1
     held = [state.buffers] * num_parts  # each rank's
+    # Apart from the global generator, from which the loss may draw
     generator = None if jitter is None else torch.Generator().manual_seed(jitter)
     steps = []
     for parts in batches:
         gradients, outcomes = [], []
+        # One part after the other, each with its rank's buffers and its rank's random stream
         for rank, (buffers, part) in enumerate(zip(held, parts, strict=True)):
             own, outcome = step.loss_and_grads(state.replace(buffers=buffers), part, rank)
             gradients.append(own)
             outcomes.append(outcome)
+        # As ranks do: shares first, then the weighted sum in rank order
         shares = _shares(outcomes)
         grads = _mean_trees(gradients, shares)
         if generator is not None:
             grads = _jittered(grads, generator)
         metrics = _average_metrics(outcomes, shares)
         combined = _combine_buffers(rule, [outcome.buffers for outcome in outcomes], shares)
+        # The optimizer runs once, on the mean
         before = state
         state, measured = step.update_measured(before, grads, combined[0], metrics["loss"])
         if not _skipped(before, state):  # after a skipped step each rank has its old buffers
@@ -503,7 +528,7 @@ def _skipped(old: State, new: State) -> bool:
 def _shares(outcomes: Sequence[Outcome]) -> list[float]:
     """Each part's share of the mean, by its loss's weight."""
     weights = [1.0 if outcome.weight is None else float(outcome.weight) for outcome in outcomes]
-    total = sum(weights) or 1.0
+    total = sum(weights) or 1.0  # all of weight 0: every share is 0, not NaN
     return [weight / total for weight in weights]
 
 
@@ -513,6 +538,7 @@ def _mean_trees(trees: Sequence[PyTree[Tensor]], shares: Sequence[float]) -> PyT
 
 def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """The weighted mean, added up in rank order, as ranks do."""
+    # Left to right: another order would give other bits
     total, *rest = [value * share for value, share in zip(values, shares, strict=True)]
     for value in rest:
         total = total + value
@@ -535,6 +561,7 @@ def _combine_buffers(
     of weight 0 isn't averaged."""
 
     def mean(*buffers: Tensor) -> Tensor:
+        # Parts of weight 0 are left out; the first stands where all are
         counted = [b for b, share in zip(buffers, shares, strict=True) if share] or [buffers[0]]
         first = counted[0]
         # A mean of integers, or of equal numbers, could be rounded to another one
@@ -545,7 +572,7 @@ def _combine_buffers(
     if rule == "local":
         return held
     shared = held[0] if rule == "rank0" else tree_map(mean, *held)
-    return [shared] * len(held)
+    return [shared] * len(held)  # one tree for all ranks
 
 
 def _jittered(grads: PyTree[Tensor], generator: torch.Generator) -> PyTree[Tensor]:
@@ -555,11 +582,11 @@ def _jittered(grads: PyTree[Tensor], generator: torch.Generator) -> PyTree[Tenso
     last_place = max((torch.finfo(leaf.dtype).eps for leaf in leaves), default=0.0)
 
     def jitter(grad: Tensor) -> Tensor:
-        if not grad.numel():
+        if not grad.numel():  # no largest magnitude to go by
             return grad
         drawn = torch.rand(grad.shape, generator=generator, dtype=torch.float64)
         noise = (2 * drawn - 1).to(grad.device)  # from -1 to 1
-        size = JITTER * last_place * grad.abs().max()
+        size = JITTER * last_place * grad.abs().max()  # absolute, for all elements of the leaf
         return grad + (size * noise).to(grad.dtype)
 
     return tree_map(jitter, grads)

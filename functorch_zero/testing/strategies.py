@@ -65,7 +65,7 @@ HOSTILE_SHAPES = (
     (7, 1),
     (2, 1, 3),
 )
-LEARNING_RATE = 0.01
+LEARNING_RATE = 0.01  # large enough to move params visibly in a few steps
 # These amplify round-off where something, such as a gradient matrix, lacks full rank
 AMPLIFYING = {"adabelief", "full_matrix_adagrad", "shampoo", "soap"}
 
@@ -109,8 +109,11 @@ def trees(
     """Params-like trees: dicts, lists and tuples of `leaves`, with None among them; at least one
     leaf is trained."""
     leaf = leaves(dtypes, max_dims)
+    # None among leaves: optree counts it as no leaf, and layouts must too
     nested = st.recursive(st.one_of(leaf, st.none()), _containers, max_leaves=max_leaves)
+    # A second leaf of its own, so that a tree of None alone has one
     drawn, last = draw(nested), draw(leaf)
+    # Nothing trained would leave nothing to compare
     if not _has_trained_elements([drawn, last]):
         last = torch.arange(1.0, 7.0, dtype=last.dtype).view(2, 3).requires_grad_()
     return {"drawn": drawn, "last": last}
@@ -161,6 +164,7 @@ def _frozen_mlps() -> st.SearchStrategy[Case]:
 @st.composite
 def _gpts(draw: st.DrawFn) -> Case:
     vocab = draw(st.sampled_from([5, 11]))
+    # Odd, so that heads don't fall on the borders of pieces
     width_of_head = draw(st.sampled_from([3, 5]))
     num_heads = draw(st.sampled_from([1, 2]))
     depth = draw(st.integers(1, 2))
@@ -218,7 +222,7 @@ def batches(
     if weighted:
         num_rows = draw(st.integers(fewest, 3 * fewest + ranks))
     else:
-        num_rows = fewest * draw(st.integers(1, 3))
+        num_rows = fewest * draw(st.integers(1, 3))  # as many rows for each rank
     return case.batches(num_batches, num_rows, draw(_SEED))
 
 
@@ -252,6 +256,7 @@ def known_optimizers() -> dict[str, NamedOptimizer]:
     """Every function of `functorch_zero.optim` that makes an optimizer from a learning rate, and
     some chains."""
     makers: dict[str, Callable[[], Transform]] = {}
+    # By signature, so that a new optimizer is drawn without being listed here
     for name, function in public_functions().items():
         is_part = name.startswith("scale_by_")  # of a chain, and no optimizer by itself
         if inspect.isfunction(function) and not is_part and _needs_only_a_rate(function):

@@ -75,13 +75,16 @@ def check_transform(
     >>> check_transform(optim.adamw(1e-3), seeds=(0,))
     """
     if params is None:
+        # Not for whole-leaf functions, which work long on a large matrix
         params = hostile_params(large=transform.needs <= Needs.STATISTICS)
         hint = _BOUND_TO_A_TREE
     else:
         hint = None
+    # Without requires_grad: updates are no part of a graph
     held: Any = tree_map(torch.detach, params)
     equality = None if grade is None else as_equality(grade)
     with _noting(hint):
+        # First the operators, whose errors name a line; numbers only name a leaf
         check_claims(transform, held)
         for seed in seeds:
             _check_parts(transform, held, seed, steps, equality or BITWISE)
@@ -106,7 +109,7 @@ def hostile_params(*, large: bool = True, seed: int = 0) -> Any:
         # A child with a leaf of its own is a unit, and so has a bucket of its own
         "kernel": {"weight": draw(4, 3, 2, 2)},
         "stack": {"weight": draw(2, 3, 4)},
-        "wide": {"weight": draw(3, 11)},
+        "wide": {"weight": draw(3, 11)},  # 33 elements: no even number of ranks divides it
     }
     if large:
         tree["large"] = {"weight": draw(257, 129)}
@@ -118,7 +121,7 @@ def hostile_params(*, large: bool = True, seed: int = 0) -> Any:
         "twin": draw(7, 5),
         "vector": draw(6),
     }
-    tree["nothing"] = None
+    tree["nothing"] = None  # masks leave None, and transforms must pass it on
     return tree
 
 
@@ -148,10 +151,12 @@ def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
 
     def one(leaf: Tensor, scale: float) -> Tensor:
         drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+        # About one in ten: signs and quotients of zero show themselves
         is_zero = torch.rand(leaf.shape, generator=generator) < 0.1
         return torch.where(is_zero, 0.0, drawn).to(leaf.dtype) * scale
 
     updates = []
+    # Smaller step by step, as in training: maxima and decays behave differently then
     for k in range(steps):
         updates.append(tree_map(partial(one, scale=10.0**-k), tree))
     return updates
@@ -167,6 +172,7 @@ def _check_parts(
     for part in simple_parts(transform):
         if part.plain is None:
             continue
+        # A rule by dtype would show in one of them only
         for dtype in (torch.float64, torch.float32):
             cast = _cast(params, dtype)
             drawn = Steps(cast, _draw(cast, seed, steps))
@@ -184,6 +190,7 @@ def _check_pointwise(part: Pointwise, steps: Steps, name: str, equality: Equalit
         return None
 
     watch = Watch(name)
+    # `regroup` also joins all leaves to one, as a flat does
     CutTest(alone(part), steps.params, steps.updates, watch, difference_of, regroup=True).check()
 
 
@@ -204,9 +211,11 @@ def _check_ranks(
     """Updates on ranks against those in one process, on donated storage and on other."""
     name = name_of(transform)
     story = f"{name} makes other updates on ranks than unsharded"
+    # The oracle once; ranks differ only in how many they are
     expected = _run_unsharded(transform, steps, name, equality or REORDERED)
     grade = equality or (BITWISE if transform.needs == Needs.POINTWISE else REORDERED)
     for num_ranks in ranks:
+        # On donated storage an update writes over its inputs, by other code
         for donate in (False, True):
             by_rank = run_ranks(_on_a_rank(transform, steps, donate), num_ranks)
             for k, want in enumerate(expected):
@@ -224,11 +233,13 @@ def _on_a_rank(
     def run(group: Group) -> list[PyTree[Tensor]]:
         layout = make_layout(steps.params, group.size, trainable=lambda path, leaf: True)
         across = Sharded(layout, group, donate=donate)
+        # Pieces, views of one flat per bucket
         params = slice_tree(steps.params, layout, group.rank)
         state = transform.init(params, across)
         gathered = []
         for updates in steps.updates:
             pieces = slice_tree(updates, layout, group.rank)
+            # Params stay as they are: only updates are compared
             new, state = transform.update(pieces, state, params, across)
             whole = all_gather_tree(new, layout, group)
             # A leaf may be a view of storage that the next step overwrites
@@ -248,6 +259,7 @@ def _run_unsharded(
     state = transform.init(params, across)
     made = []
     for updates in steps.updates:
+        # Purity is checked on real steps, with the state that the transform made itself
         with unchanged({"updates": updates, "state": state, "params": params}, name):
             new, state = transform.update(updates, state, params, across)
         made.append(new)
@@ -262,6 +274,7 @@ def unchanged(inputs: Any, name: str) -> Iterator[None]:
     leaves: list[Any] = optree.tree_leaves(inputs)
     for path, leaf in zip(paths(inputs), leaves, strict=True):
         if isinstance(leaf, Tensor):
+            # The copy catches writes that bypass the version counter
             before.append(_Snapshot(path, leaf, leaf.clone(), version_of(leaf)))
     yield
     for snapshot in before:
@@ -282,6 +295,7 @@ class _Snapshot(NamedTuple):
     def is_outdated(self) -> bool:
         """Whether it has been written to, or has other values or another shape."""
         leaf, copy = self.leaf, self.copy
+        # The counter first: a write of equal values is a write too
         if version_of(leaf) != self.version or leaf.shape != copy.shape:
             return True
         return not torch.equal(leaf.nan_to_num(), copy.nan_to_num())
@@ -299,6 +313,7 @@ class _Checking(Local):
     ) -> tuple[Tree, Any]:
         leaves, treedef = optree.tree_flatten(updates)
         states: list[Any] = treedef.flatten_up_to(state)
+        # One row per leaf
         rows = zip(paths(updates), leaves, states, optree.tree_leaves(params), strict=True)
         for path, update, owned, param in rows:
             self._try(part, path, update, owned, param)
@@ -307,6 +322,7 @@ class _Checking(Local):
     def _try(self, part: WholeLeaf, path: str, update: Tensor, owned: Owned, param: Tensor) -> None:
         """Repeat one leaf's update, and run it in a batch."""
         who = f"{self._name}, a whole-leaf function,"
+        # Twice on the same inputs: a hidden state or a random number would show
         with unchanged({path: {"update": update, "state": owned.state, "param": param}}, who):
             first = one_leaf(part, update, owned, param)
             second = one_leaf(part, update, owned, param)
@@ -320,8 +336,10 @@ class _Checking(Local):
             _compare_leaf(path, first, second, BITWISE)
         if not part.batched:
             return
+        # Another update, so that a function that mixes its batch's items shows it
         other = update * -0.5
         in_batch = _in_a_batch(part, [update, other], owned, param)
+        # One by one, as the batch's expected results
         alone = [first, one_leaf(part, other, owned, param)]
         story = f"{who} makes something else of leaf {path} in a batch of two than alone"
         for expected, got in zip(alone, in_batch, strict=True):
@@ -334,13 +352,14 @@ def _in_a_batch(
 ) -> list[tuple[Tensor, Owned]]:
     """The updates of one leaf as a batch: each one's result."""
     num = len(updates)
+    # (num, *shape) of each leaf of the state
     states = tree_map(lambda x: torch.stack([x] * num), owned.state)
     params = torch.stack([param] * num) if part.wants_param else None
     made, new_states = part.update(torch.stack(updates), states, params)
     results = []
     for k, update in enumerate(made):
         state = tree_map(partial(_row, k=k), new_states)
-        results.append((update, Owned(state, 0)))
+        results.append((update, Owned(state, 0)))  # 0: an owner that nobody asks for
     return results
 
 
@@ -352,6 +371,7 @@ def _compare_leaf(
     path: str, expected: tuple[Tensor, Owned], got: tuple[Tensor, Owned], equality: Equality
 ) -> None:
     """Compare two results of one leaf: its update and its new state."""
+    # As trees with the leaf's path, for errors
     trees: list[Any] = []
     for update, owned in (expected, got):
         trees.append({path: {"update": update, "state": owned.state}})
@@ -373,8 +393,8 @@ def _check_fused(
         return
     story = f"the fused kernel of {name_of(transform)} does something else than its plain update"
     joined = _tree(flat)
-    expected, got = flat.clone(), flat.clone()
-    state, fused_state = plain.init(joined), plain.init(joined)
+    expected, got = flat.clone(), flat.clone()  # params; the kernel writes to the second
+    state, fused_state = plain.init(joined), plain.init(joined)  # one state each
     for k, drawn in enumerate(_draw(joined, seed, steps)):
         old, old_got = expected.clone(), got.clone()
         made, state = plain.update(drawn, state, _tree(expected))
