@@ -49,6 +49,11 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 storage_id: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 
+# The functions that a tensor's gradient goes through, by number; None without any. In public, hooks
+# are only added.
+hooks_of: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
+
+
 def is_fake(x: Tensor) -> bool:
     """Whether a tensor stands for one of its device, without values.
 
@@ -144,6 +149,22 @@ NO_BACKWARD = -1
 innermost_saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = partial(
     torch._C._autograd._top_saved_tensors_default_hooks, False
 )
+
+
+def in_custom_function() -> bool:
+    """Whether the forward of a custom `autograd.Function` runs now in this thread.
+
+    Torch has no question for it; its own `apply` is then among the callers.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def in_forward_ad() -> bool:

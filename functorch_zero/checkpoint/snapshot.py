@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..layout.layout import Layout
-from ..model.lazy_param import versions_of
+from ..model.untouched import versions_of
 from ..optim.naming import described
 from ..sharded.train import ShardedTrainStep
 from ..step.state import State

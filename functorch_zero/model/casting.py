@@ -23,9 +23,10 @@ from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision
 from ..tree import PyTree, ancestors
-from .lazy_param import LazyParam, check_unchanged, make_lazy_param, versions_of
+from .lazy_param import LazyParam, handed_out, make_lazy_param
 from .slots import Slot
 from .units import UnitRule, matches
+from .untouched import Untouched
 
 PrecisionRules = Precision | Mapping[UnitRule, Precision] | None
 
@@ -182,12 +183,21 @@ class CastUnit:
     they are added.
     """
 
-    def __init__(self, unit: UnitSpec, stored: Sequence[Tensor], dtypes: Sequence[Dtypes | None]):
+    def __init__(
+        self,
+        unit: UnitSpec,
+        stored: Sequence[Tensor],
+        dtypes: Sequence[Dtypes | None],
+        *,
+        look: bool,
+    ):
         self._modules = set(unit.modules)
+        self._name = unit.name
+        self._look = look  # whether the values of leaves are compared after a use
         self._stored = stored  # the unit's leaves, whole, in their storage dtypes
         self._dtypes = dtypes  # of each leaf; None: used as it is stored
         self._leaves: list[Tensor] | None = None  # as cast at the last entry
-        self._versions: list[int] = []  # of those, since the loss must not write to them
+        self._untouched = Untouched([], look=False)  # those, which the loss must not write to
         self._tracked = False  # whether they were cast with gradients
         self._left: set[str] = set()  # the modules whose calls have returned since then
         self._depth = 0  # calls under way, one in another
@@ -215,7 +225,7 @@ class CastUnit:
             with outside_transforms():
                 pairs = zip(self._stored, self._dtypes, strict=True)
                 self._leaves = [self._cast(leaf, dtypes) for leaf, dtypes in pairs]
-            self._versions = versions_of(self._leaves)
+            self._untouched = Untouched(self._leaves, look=self._look)
             self._tracked = tracked
             self._left = set()
         return self._leaves
@@ -224,9 +234,19 @@ class CastUnit:
         # Nothing is gathered here, so nothing has to be remembered by place
         return nullcontext()
 
+    def grads_of_stored(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the leaves as they were cast -> of those stored, rounded as of a use."""
+        rounded: list[Tensor | None] = []
+        for leaf, dtypes, grad in zip(self._stored, self._dtypes, grads, strict=True):
+            if grad is not None and dtypes is not None:
+                grad = grad.to(dtypes.reduce).to(leaf.dtype)
+            rounded.append(grad)
+        return rounded
+
     def close(self) -> None:
         """Let go of the leaves made at the last entry; raise if the loss has written to them."""
-        check_unchanged(self._leaves or [], self._versions)
+        self._untouched.check(self._name)
+        self._untouched = Untouched([], look=False)
         self._leaves = None
 
     def _cast(self, leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
@@ -247,7 +267,8 @@ class CastParams:
     Call `finish` when the loss has returned.
     """
 
-    def __init__(self, params: PyTree[Tensor]):
+    def __init__(self, params: PyTree[Tensor], *, look: bool = False):
+        self._look = look  # whether the values of cast leaves are compared; see `Untouched`
         self._units: list[CastUnit] = []
         # `Params` are told from plain dicts, as only they know units
         self.params = optree.tree_map(self._seen, params, is_leaf=_is_params)
@@ -270,17 +291,17 @@ class CastParams:
             dtypes.append(policy.dtypes(params[path].dtype))
         if all(found is None for found in dtypes):
             return {}
-        entrance = CastUnit(unit, stored, dtypes)
+        entrance = CastUnit(unit, stored, dtypes, look=self._look)
         self._units.append(entrance)
-        lazy = {}
-        for number, (path, leaf) in enumerate(zip(unit.leaves, stored, strict=True)):
+        lazy = []
+        for number, leaf in enumerate(stored):
             found = dtypes[number]
             # A lazy one shows the dtype that the loss computes in
             used = leaf.dtype if found is None else found.compute
-            lazy[path] = make_lazy_param(
-                entrance, number, leaf.shape, used, leaf.device, leaf.requires_grad
-            )
-        return lazy
+            lazy.append(make_lazy_param(entrance, number, leaf.shape, used, leaf.device))
+        trainable = [leaf.requires_grad for leaf in stored]
+        handed = handed_out(lazy, trainable, stored, entrance.grads_of_stored)
+        return dict(zip(unit.leaves, handed, strict=True))
 
     def finish(self) -> None:
         """Let go of the leaves that were cast, and raise if the loss has written to one."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress
+from operator import not_
 from typing import Any, Protocol
 
 import torch
 from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import make_wrapper, version_of, without_torch_function
+from .._torch_private import make_wrapper, without_torch_function
 from ..errors import StructureError
 from ..tree import PyTree
 
@@ -27,8 +29,8 @@ class Entrance(Protocol):
         ...
 
     def touch(self) -> Sequence[Tensor]:
-        """The whole leaves, outside any call: they stay until the unit's gradient has been
-        taken."""
+        """The whole leaves, outside any call of the unit's modules: they stay until the unit's
+        gradient has been taken."""
         ...
 
     def watch(self) -> AbstractContextManager[None]:
@@ -37,12 +39,33 @@ class Entrance(Protocol):
         ...
 
 
-_ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf")
-# Attributes reach `__torch_function__` as their getters
-_GETTERS = [getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES]
+def _getter(name: str) -> Any:
+    """An attribute of a tensor as it reaches `__torch_function__` when it is read."""
+    return getattr(torch.Tensor, name).__get__
+
+
+def _setter(name: str) -> Any:
+    """The same, when it is written."""
+    return getattr(torch.Tensor, name).__set__
+
+
+# Answers as of the leaf that an unsharded step gives to the loss
+_OF_A_LEAF = {_getter("is_leaf"): True, _getter("grad_fn"): None}
+# They are about the gradient of the whole batch, or would change a leaf that nobody keeps
+_REFUSED = {
+    torch.Tensor.register_hook: "register_hook",
+    torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+    torch.Tensor.retain_grad: "retain_grad",
+    torch.Tensor.requires_grad_: "requires_grad_",
+    _setter("requires_grad"): "requires_grad",
+    _getter("grad"): "grad",
+    _setter("grad"): "grad",
+    _setter("data"): "data",
+}
+_DATA = _getter("data")
 # Questions that shape and dtype answer: they gather nothing
 _METADATA = {
-    *_GETTERS,
+    *map(_getter, ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
@@ -82,6 +105,17 @@ class LazyParam(torch.Tensor):
         if func in _METADATA:
             with without_torch_function():
                 return func(*args, **kwargs)
+        if func in _OF_A_LEAF:
+            return _OF_A_LEAF[func]
+        if func in _REFUSED:
+            raise StructureError(
+                f"{_REFUSED[func]} of a sharded parameter was used in a loss. It would be about "
+                "this rank's batch, or be lost. Remedy: differentiate whole leaves, "
+                "`fz.unshard(params)`, by torch.func.grad; change gradients in the optimizer, and "
+                "params between steps"
+            )
+        if func is _DATA:
+            func = torch.Tensor.detach  # whose writes count, so that they are noticed
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise StructureError(
                 "a sharded parameter can't be differentiated by hand inside a loss. "
@@ -108,34 +142,66 @@ def make_lazy_param(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
-    requires_grad: bool,
 ) -> LazyParam:
     """A lazy parameter without storage: number `number` among the entrance's leaves. Shape, dtype
-    and device are those of the whole leaf in use."""
+    and device are those of the whole leaf in use. No gradient flows to it: see `handed_out`."""
     # No storage: an operator that got through would find nothing to read
     lazy: LazyParam = make_wrapper(
-        LazyParam, shape, None, None, None, dtype, torch.strided, device, False, requires_grad
+        LazyParam, shape, None, None, None, dtype, torch.strided, device, False, False
     )
     lazy.entrance = entrance
     lazy.number = number
     return lazy
 
 
-def make_lazy_params(
-    entrances: Iterable[Entrance],
-    numbers: Iterable[int],
-    shapes: Iterable[Sequence[int]],
-    dtypes: Iterable[torch.dtype],
-    devices: Iterable[torch.device],
-    trainable: Iterable[bool],
-) -> list[LazyParam]:
-    """A lazy parameter for each leaf.
+# Gradients of lazy parameters, None where there is none -> those of the roots
+TakeGrads = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
-    The arguments are in the leaves' order; those that all leaves have in common may go on for ever.
+
+def handed_out(
+    lazy: Sequence[LazyParam],
+    trainable: Sequence[bool],
+    roots: Sequence[Tensor],
+    take: TakeGrads,
+) -> Sequence[LazyParam]:
+    """The lazy parameters as a loss gets them: trainable ones require grad.
+
+    An operator on a lazy parameter is one on its whole leaf, and the gradient goes there. Only a
+    custom `autograd.Function` has the lazy parameter itself for its input. Then backward gives the
+    gradient to `take`, after all the rest of the loss.
+
+    Args:
+        lazy: as `make_lazy_param` makes them.
+        trainable: of each.
+        roots: tensors that require grad, for which `take` gives gradients. Backward reaches the
+            lazy parameters only on its way to these.
+        take: called once at most in a backward, with the gradients of all lazy parameters.
     """
-    # Not strict: what all leaves share is repeated without end
-    leaves = zip(entrances, numbers, shapes, dtypes, devices, trainable, strict=False)
-    return [make_lazy_param(*leaf) for leaf in leaves]
+    handed: Sequence[LazyParam]
+    with without_torch_function():
+        handed = HandOut.apply(lazy, trainable, take, *roots)  # type: ignore[no-untyped-call]
+    return handed
+
+
+class HandOut(torch.autograd.Function):
+    """The node behind lazy parameters that were handed out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        lazy: Sequence[LazyParam],
+        trainable: Sequence[bool],
+        take: TakeGrads,
+        *roots: Tensor,
+    ) -> tuple[LazyParam, ...]:
+        ctx.take = take
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*compress(lazy, map(not_, trainable)))
+        return (*lazy,)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.take(grads)
 
 
 def _make_whole(leaf: Any) -> Any:
@@ -146,20 +212,3 @@ def make_whole(tree: PyTree[Any]) -> PyTree[Any]:
     """The same tree with whole, differentiable leaves; leaves that are whole already stay as they
     are. At level 3 an all-gather per unit touched."""
     return tree_map(_make_whole, tree)
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each has been written to; tensors of inference mode don't count."""
-    return [version_of(x) for x in tensors if not x.is_inference()]
-
-
-def check_unchanged(params: Sequence[Tensor], versions: list[int]) -> None:
-    """Raise if a loss or an evaluation has written to params, by the versions from before it ran.
-
-    The write would change the state, or be lost, depending on the level.
-    """
-    if params and versions_of(params) != versions:
-        raise StructureError(
-            "a leaf of params was changed in place, and a step is a pure function. "
-            "Remedy: make a new tensor, `p = p * 0.5` instead of `p *= 0.5`"
-        )

@@ -19,6 +19,12 @@ ready. So when it runs a node, uses that are newer have been passed by if they h
 then. A use's own number tells: it begins with that of the next node, and its place among the open
 ones sets apart uses without a node between them.
 
+Note [direct uses]: a custom `autograd.Function` that is given a lazy parameter outside of its unit
+reads the whole leaf, and autograd has the gradient for the lazy parameter itself. It comes to the
+node that handed out all of them, at the very end of backward: that node is the oldest. Ranks must
+know before that the unit has one more reduction to come, so the read tells. It is reduced after all
+others, in the order of the reads, and as zeros where no gradient came.
+
 Note [peak of backward]: a unit's backward needs most memory when it begins: its activations are all
 there. So to save memory, the reduction under way and the next gather wait until it asks for its
 second saved leaf; most of its work still hides them. One whose first was nearly all of it, such as
@@ -40,6 +46,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._torch_private import (
     NO_BACKWARD,
     backward_number,
+    hooks_of,
+    in_custom_function,
     innermost_saved_tensors_hooks,
     next_node_number,
     outside_transforms,
@@ -48,9 +56,11 @@ from .._torch_private import (
     transforms_active,
     version_of,
 )
+from ..errors import StructureError, explain
 from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
-from ..model.lazy_param import check_unchanged, make_lazy_params, versions_of
+from ..model.lazy_param import LazyParam, handed_out, make_lazy_param
+from ..model.untouched import Untouched, changed_in_place
 from ..profiling import NOTHING
 from .prefetch import Overlap, PrefetchOrder
 from .reduce import GradientReduction
@@ -90,12 +100,15 @@ class UnitInPass:
     depth = 0  # calls of its modules that have not returned
     use: Use | None = None  # the last one
     num_open = 0  # uses that backward has not come to
+    storages: Sequence[int] = ()  # that those leaves lie in
     recomputing = False  # whether it runs again for the backward of its last open use
 
     def __init__(self, index: int, unit: Unit, content: UnitContent, flats: UnitFlats):
         self.index = index  # in the layout
         self.name, self.modules = unit.name or "root", unit.modules
         self.content, self.flats = content, flats
+        # Its flats: resident ones from the pass's begin, others while their values are looked at
+        self.untouched: Untouched | None = None
         self.left: set[str] = set()  # modules whose calls have returned
 
 
@@ -138,8 +151,8 @@ class UnitEntrance:
         unit = self.unit
         # The same module again, from outside: a unit used twice in one loss
         if unit.depth == 0 and module in unit.left:
-            unit.leaves = None  # a use of its own
-        leaves = self.touch()
+            self.around.drop_leaves(unit)  # a use of its own
+        leaves = self._use()
         unit.depth += 1
         return leaves
 
@@ -152,6 +165,14 @@ class UnitEntrance:
             self.around.on_leave(unit)
 
     def touch(self) -> Sequence[Tensor]:
+        around = self.around
+        forward = around.anchor is not None and backward_number() == NO_BACKWARD
+        if forward and in_custom_function():
+            around.open_direct_use(self.unit)
+        return self._use()
+
+    def _use(self) -> Sequence[Tensor]:
+        """The whole leaves, of the use that goes on or of a new one."""
         unit, around = self.unit, self.around
         # Without an anchor no gradients are wanted; without grad mode none can flow
         tracked = around.anchor is not None and torch.is_grad_enabled()
@@ -166,7 +187,9 @@ class UnitEntrance:
                 leaves = Enter.apply(around.anchor, self)  # type: ignore[no-untyped-call]
             else:
                 leaves = around.begin_use(unit, tracked)
+        around.drop_leaves(unit)
         unit.leaves, unit.tracked, unit.left = leaves, tracked, set()
+        unit.storages = [*map(storage_id, leaves)]
         return leaves
 
     def watch(self) -> AbstractContextManager[None]:
@@ -206,6 +229,7 @@ class Pass:
         overlap: when gathers start, and reductions are waited for.
         keeps: keep gathered flats from forward to backward (`reshard_after_forward=False`).
         last: whether no other pass will give gradients to the same reduction.
+        look: whether the values of flats are compared too, to see that the loss changes none.
     """
 
     def __init__(
@@ -219,6 +243,7 @@ class Pass:
         overlap: Overlap = Overlap.memory,
         keeps: bool = False,
         last: bool = True,
+        look: bool = False,
     ):
         self.entered = False  # whether gradients can flow to any trained leaf
         self.anchor: Any = None  # 0-d Tensor: makes autograd run the units' nodes
@@ -226,7 +251,7 @@ class Pass:
             self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._layout, self._device = layout, device
         self._reduction: Any = reduction
-        self._overlap, self._last = overlap, last
+        self._overlap, self._last, self._look = overlap, last, look
         self._keeps = keeps and reduction is not None
         self._units = []
         for index, unit in enumerate(layout.units):
@@ -234,17 +259,17 @@ class Pass:
         by_name = {unit.name: unit.flats for unit in self._units}
         order = PrefetchOrder() if order is None else order
         self.following = order.follow(by_name, overlap.distance)
-        # Writes to them by the loss would change params of every later step
-        self._staying = []  # resident flats (num_pieces * piece,), in the dtype they are used in
-        for own in flats:
-            if not own.transient:
-                self._staying += own.unshard()
-        self._versions = versions_of(self._staying)
+        for here in self._units:
+            if not here.flats.transient:
+                here.untouched = Untouched(here.flats.unshard(), look=look)
         # By number of storage: (unit, k) of the gathered flat in it
         self._gathered: dict[int, tuple[UnitInPass, int]] = {}
         self._open: list[Use] = []  # uses that backward has not come to, in order
         # Units whose whole gradients are still to be reduced, in the layout's order
         self._waiting = [*self._units] if last and reduction is not None else []
+        # Per unit with a direct use, the gradients (None so far) of its leaves; in the order of the
+        # uses, which is the same on every rank. See Note [direct uses].
+        self._direct: dict[int, list[Tensor | None]] = {}
         self._loss_returned = False  # from then on, a backward is the pass's own
         # Until the loss returns, a backward inside of it gets its gradients unscaled
         self._scale: Scale = Unscaled()
@@ -256,15 +281,18 @@ class Pass:
         """The tree the loss sees."""
         seen = self._layout.seen
         entrances = [UnitEntrance(self, unit) for unit in self._units]
-        trainable = seen.trainable if self.anchor is not None else repeat(False)
-        lazy = make_lazy_params(
-            map(entrances.__getitem__, seen.units),
-            seen.numbers,
-            seen.shapes,
-            seen.dtypes,
-            repeat(self._device),
-            trainable,
-        )
+        lazy: Sequence[LazyParam] = [
+            *map(
+                make_lazy_param,
+                map(entrances.__getitem__, seen.units),
+                seen.numbers,
+                seen.shapes,
+                seen.dtypes,
+                repeat(self._device),
+            )
+        ]
+        if self.anchor is not None:
+            lazy = handed_out(lazy, seen.trainable, [self.anchor], self.on_direct_grads)
         return self._layout.treedef.unflatten(lazy)
 
     # Forward
@@ -306,6 +334,13 @@ class Pass:
         if unit.flats.transient and _hooked_by_others():
             unit.use.saved += 1  # backward will run the unit again
 
+    def open_direct_use(self, unit: UnitInPass) -> None:
+        """A custom function reads the unit's leaves, and will give gradients to lazy parameters."""
+        if unit.index not in self._direct and unit.content.trained:
+            self._direct[unit.index] = [None] * len(unit.content.leaves)
+            self.entered = True
+            unit.num_open += 1
+
     def watch(self) -> AbstractContextManager[None]:
         """Around a use: saved tensors that lie in gathered flats are remembered, not kept."""
         # Others' hooks may recompute, and a transform's tensors have no storage to go by
@@ -327,7 +362,7 @@ class Pass:
 
     def on_leave(self, unit: UnitInPass) -> None:
         """The calls of the unit's modules have returned: free its flats, unless they are wanted."""
-        unit.leaves = None
+        self.drop_leaves(unit)
         if not unit.flats.transient or self._keeps or unit.recomputing:
             return
         # Forward's last unit is backward's first: freed, it would be gathered at once
@@ -339,7 +374,7 @@ class Pass:
     def loss_ended(self, scale: Scale) -> None:
         """The loss has returned, and packed gradients are to be scaled like this."""
         # The loss is over: whatever it wrote to resident flats shows in their versions
-        check_unchanged(self._staying, self._versions)
+        self._check_resident()
         self._loss_returned, self._scale, self._in_use = True, scale, None
 
     # Backward
@@ -389,6 +424,12 @@ class Pass:
         of other uses; the gathers ahead are on their way at the latest now.
         """
         unit = self._units[use.unit]
+        if not self._loss_returned:
+            # A backward of the loss's own, `.backward()` say: nobody will read its gradients of
+            # params. The use stays open: the pass's own backward comes to it, or passes it by.
+            if not unit.depth:
+                self._reshard(unit)
+            return
         if use.number is not None:
             self._pass_by(use.number)
         # Those after it were passed by just now, so the last open use is this one
@@ -397,7 +438,7 @@ class Pass:
         else:  # a recomputation, or a use whose order does not matter
             if self._reduction.in_layout_order and use.number is not None:
                 unit.num_open -= 1
-            unit.leaves = None
+            self.drop_leaves(unit)
             self._reshard(unit)
 
         self._reduce(unit, grads)
@@ -405,6 +446,20 @@ class Pass:
         # At the latest now, so that the next unit's ask doesn't begin with a wait
         for flats in self.following.ahead:
             flats.start()
+
+    def on_direct_grads(self, grads: Grads) -> Grads:
+        """Backward has come to its end, with gradients (those of all leaves, in the layout's order)
+        of lazy parameters that custom functions were given. They are reduced at the pass's end."""
+        if not self._loss_returned:
+            return (None,)  # a backward of the loss's own
+        seen = self._layout.seen
+        for leaf, grad in enumerate(grads):
+            if grad is None:
+                continue
+            if seen.units[leaf] not in self._direct:
+                raise _unseen(self._layout.leaves[leaf].path)
+            self._direct[seen.units[leaf]][seen.numbers[leaf]] = grad
+        return (None,)  # nothing for the anchor
 
     def _pass_by(self, number: Number) -> None:
         """Backward is at that use: open ones after it get no gradients any more."""
@@ -429,7 +484,7 @@ class Pass:
         # A use that saved nothing is not gathered in backward, on any rank
         if use.saved and unit.flats.here is None:
             self._unshard(unit)  # passed by here, but other ranks have gathered it
-        unit.leaves = None
+        self.drop_leaves(unit)
         # Flats kept from forward stay until the unit's last open use
         if not unit.num_open or not self._keeps:
             self._reshard(unit)
@@ -487,14 +542,39 @@ class Pass:
         """The pass, its backward included, is over."""
         if self._reduction is not None:
             self._pass_by(())  # () is before all uses: those still open get zeros
+            for index, grads in self._direct.items():
+                unit = self._units[index]
+                unit.num_open -= 1
+                self._reduce(unit, grads)
             while self._waiting:  # units that the last pass has not entered
                 self._reduce_whole(self._waiting.pop())
         # A loss that failed, or an evaluation, may have left units entered
         for unit in self._units:
-            unit.leaves = None
+            self.drop_leaves(unit)
             self._reshard(unit)
-        check_unchanged(self._staying, self._versions)
+        self._check_resident()
         self._in_use = None
+
+    def drop_leaves(self, unit: UnitInPass) -> None:
+        """The leaves of a use go. The loss must have left them as they were, without hooks."""
+        if unit.leaves is None:
+            return
+        for k, leaf in enumerate(unit.leaves):
+            if storage_id(leaf) != unit.storages[k]:
+                raise changed_in_place(self._path_of(unit, k))
+            if hooks_of(leaf):
+                raise _hooked(self._path_of(unit, k))
+        unit.leaves = None
+
+    def _check_resident(self) -> None:
+        """Raise if the loss has written to resident flats: every later step would use them."""
+        for unit in self._units:
+            if not unit.flats.transient and unit.untouched is not None:
+                unit.untouched.check(unit.name)
+
+    def _path_of(self, unit: UnitInPass, k: int) -> str:
+        """The path of a unit's k-th leaf, in the unit's own order."""
+        return self._layout.leaves[unit.content.leaves[k]].path
 
     # Gathers
 
@@ -503,6 +583,8 @@ class Pass:
         # The order of gathers, which the next pass follows
         self.following.add(unit.name)
         flats = unit.flats.unshard()
+        if unit.flats.transient and self._look:
+            unit.untouched = Untouched(flats, look=True)
         for k, (flat, passing) in enumerate(zip(flats, unit.flats.passing, strict=True)):
             # Resident flats of a mixed unit stay; an empty flat may share its address with others
             if passing and flat.numel():
@@ -525,7 +607,10 @@ class Pass:
             self._gathered.pop(storage_id(flat), None)
         # Tensors of inference mode have no version, and are not compared
         if [*map(version_of, filterfalse(Tensor.is_inference, flats.here))] != flats.versions:
-            check_unchanged(flats.here, [*flats.versions])
+            raise changed_in_place(unit.name)
+        if unit.untouched is not None:
+            unit.untouched.check(unit.name)
+            unit.untouched = None
         flats.here = None
 
 
@@ -535,6 +620,28 @@ def _changed(saved: Tensor, version: int) -> RuntimeError:
         f"operation: a tensor of shape {tuple(saved.shape)} is at version {version_of(saved)}; "
         f"expected version {version} instead. Remedy: don't change in place what the loss still "
         "needs; torch.autograd.set_detect_anomaly(True) finds it in the unsharded step"
+    )
+
+
+def _hooked(path: str) -> StructureError:
+    return StructureError(
+        explain(
+            "a hook was put on a sharded parameter: it would see the gradient of this rank's "
+            "batch, where an unsharded step's sees that of the whole batch",
+            path=path,
+            remedy="change gradients in the optimizer: optim.chain(your_transform, ...)",
+        )
+    )
+
+
+def _unseen(path: str) -> StructureError:
+    return StructureError(
+        explain(
+            "a gradient came to a sharded parameter that no operator has read: a custom "
+            "autograd.Function was given it, and its forward did not look at it",
+            path=path,
+            remedy="give the function a whole leaf, fz.unshard(params[...])",
+        )
     )
 
 

@@ -24,6 +24,7 @@ from ..groups.protocol import Group
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import ShardedTree, hold
+from ..model.untouched import is_looked_at
 from ..optim.base import Transform
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
@@ -237,7 +238,10 @@ class ShardedEngine:
             # One micro-batch, and no loss scale
             return loss_seed_of(outcome, layout, axes.data.size, 1, None)
 
-        outcome = run_pass(run_loss, seed_of, flats, layout, reduction, order, options, log)
+        look = is_looked_at(self._num_gradients - 1)
+        outcome = run_pass(
+            run_loss, seed_of, flats, layout, reduction, order, options, log, look=look
+        )
         reduced = reduction.finish()
         # Logs are compared here, when all collectives of the pass have started
         report = agreement.average(

@@ -11,6 +11,7 @@ from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss, pieces_of
+from ..model.untouched import is_looked_at
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..step.evaluate import EvalStep, call_eval
@@ -59,7 +60,10 @@ class ShardedEvalStep:
             units = make_unit_flats(flats, layout, axes, log, gather)
             overlap = self.options.overlap
             # Without a reduction leaves bring no gradients: units are used and freed
-            run = Pass(layout, units, None, device=device, order=self.order, overlap=overlap)
+            look = is_looked_at(int(state.step))
+            run = Pass(
+                layout, units, None, device=device, order=self.order, overlap=overlap, look=look
+            )
             # The numbers that a training step draws from this state, so evaluations repeat
             with replayed(state.seed, state.step, axes.data.rank, device):
                 params = run.lazy_params()

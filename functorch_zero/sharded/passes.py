@@ -13,7 +13,7 @@ from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction
 from ..runtime.unit import Pass
-from ..step.loss import Outcome, independent
+from ..step.loss import Outcome, independent, refuse_reentrant_checkpoints
 from ..tree import PyTree
 from .grad_mean import LossSeed
 from .options import Options
@@ -30,6 +30,7 @@ def run_pass(
     options: Options,
     log: list[str],
     *,
+    look: bool,
     held: PyTree[Tensor] = None,
     last: bool = True,
 ) -> Outcome:
@@ -48,6 +49,7 @@ def run_pass(
         options: those of `shard`.
         log: the step, and the collectives started so far. This pass adds its own, and ranks compare
             them afterwards.
+        look: whether slow questions about the loss are asked; see `is_looked_at`.
         held: leaves that were cut from the flats already; None: they are cut anew.
         last: whether no other pass will give gradients to the same reduction.
 
@@ -66,6 +68,7 @@ def run_pass(
         overlap=options.overlap,
         keeps=not options.reshard_after_forward,
         last=last,
+        look=look,
     )
     # Whatever mode the caller is in
     with torch.enable_grad():
@@ -75,6 +78,8 @@ def run_pass(
         # It requires grad, but by something else than a trained leaf
         if not one_pass.entered:
             raise independent(rank)
+        if look:
+            refuse_reentrant_checkpoints(outcome.loss, rank)
         seed, scale = seed_of(outcome)
         # A backward until here was the loss's own; from here on it is the pass's
         one_pass.loss_ended(scale)

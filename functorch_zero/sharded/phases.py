@@ -23,6 +23,7 @@ from ..groups import labelled
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, pieces_of
 from ..layout.sharding import Sharding
+from ..model.untouched import is_looked_at
 from ..optim.across import Across
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
@@ -176,6 +177,7 @@ def _on_micro_batch(
             order,
             run.options,
             log,
+            look=is_looked_at(int(state.step)),
             held=state.params,
             last=i == count - 1,
         )

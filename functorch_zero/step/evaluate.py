@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import StructureError
 from ..model.casting import CastParams
-from ..model.lazy_param import check_unchanged, versions_of
+from ..model.untouched import Untouched, is_looked_at
 from ..tree import PyTree, merge, same_structure
 from .loss import Aux, Metrics, as_metric, check_weight, if_weighty
 from .rng import replayed
@@ -46,11 +46,12 @@ class EvalStep:
         leaves = optree.tree_leaves(params)
         # Data 0's random numbers, as the first rank's are
         with replayed(state.seed, state.step, 0, leaves[0].device):
-            versions = versions_of(leaves)
-            cast = CastParams(params)
+            look = is_looked_at(int(state.step))
+            untouched = Untouched(leaves, look=look)  # they are the state's own
+            cast = CastParams(params, look=look)
             given, weight = call_eval(self.fn, cast.params, state.buffers, batch)
             cast.finish()
-            check_unchanged(leaves, versions)  # they are the state's own
+            untouched.check(params)
         # A weightless batch has metrics 0, as in training
         metrics = {}
         for name, value in given.items():

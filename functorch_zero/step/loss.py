@@ -131,6 +131,32 @@ def independent(rank: int | None = None) -> StructureError:
     )
 
 
+def refuse_reentrant_checkpoints(loss: Tensor, rank: int | None = None) -> None:
+    """Raise if something in the loss's graph is a reentrant checkpoint.
+
+    Its backward is one of its own, whose gradients of params go to `.grad`, where no step looks. So
+    torch refuses it where gradients are asked for by tensor; but only where its inputs lead to
+    such a tensor. Elsewhere the params inside would get none, without a word.
+    """
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Torch's own, and those made after it by other libraries, go by this name
+        if node.name() == "CheckpointFunctionBackward":
+            raise StructureError(
+                explain(
+                    "the loss runs a reentrant checkpoint, which gives params no gradients",
+                    got="use_reentrant=True in torch.utils.checkpoint, or a function like it",
+                    rank=rank,
+                    remedy="checkpoint(..., use_reentrant=False), or functionalize(remat=...)",
+                )
+            )
+        waiting += [fn for fn, _ in node.next_functions]
+
+
 def check_weight(weight: Any, rank: int | None = None) -> None:
     """Raise unless means can be taken with this weight."""
     if not isinstance(weight, Tensor | int | float | None):

@@ -6,6 +6,7 @@ arithmetic in one process, which every engine must equal.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,19 @@ from torch import Tensor
 
 from ..errors import StructureError
 from ..model.casting import CastParams
-from ..model.lazy_param import LazyParam, check_unchanged, make_whole, versions_of
+from ..model.lazy_param import LazyParam, make_whole
+from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree
-from .loss import Aux, as_metric, check_loss, if_weighty, independent
+from .loss import (
+    Aux,
+    as_metric,
+    check_loss,
+    if_weighty,
+    independent,
+    refuse_reentrant_checkpoints,
+)
 from .state import State
 
 
@@ -51,17 +60,21 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     (tensor(2.), {'w': tensor([-2., -2.])})
     """
 
+    calls = itertools.count()
+
     def run(tree: Any, *args: Any) -> tuple[Any, Any]:
         # Sharded trees among tree or args decide for all: one engine answers
         engine = engine_of(tree, args)
         if engine is not None:
             return engine.value_and_grad(loss, tree, args)
-        return _value_and_grad(loss, tree, args)
+        return _value_and_grad(loss, tree, args, look=is_looked_at(next(calls)))
 
     return run
 
 
-def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+def _value_and_grad(
+    loss: Callable[..., Any], tree: Any, args: tuple[Any, ...], *, look: bool
+) -> tuple[Any, Any]:
     leaves, treedef = optree.tree_flatten(tree)
     # Such a leaf has no storage to be a leaf of a graph
     if any(type(leaf) is LazyParam for leaf in leaves):
@@ -75,14 +88,16 @@ def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) 
     trained = [leaf for leaf in own if leaf.requires_grad]
     with torch.enable_grad():
         # One cast for tree and args: trees that are only read may have policies too
-        cast = CastParams((treedef.unflatten(own), args))
-        versions = versions_of(own)
+        cast = CastParams((treedef.unflatten(own), args), look=look)
+        untouched = Untouched(own, look=look)
         own_tree, own_args = cast.params
         value, aux = check_loss(loss(own_tree, *own_args))
         refuse_buffers(aux)
+        if look:
+            refuse_reentrant_checkpoints(value)
         # Before backward, so that the error comes from the loss that wrote
         cast.finish()
-        check_unchanged(own, versions)
+        untouched.check(tree)
         # Nothing trained: no gradients to take, and `found` is empty
         found = torch.autograd.grad(value, trained, allow_unused=True) if trained else ()
     if all(grad is None for grad in found):

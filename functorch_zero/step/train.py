@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..model.casting import CastParams
 from ..model.deferred_init import DeferredInit
-from ..model.lazy_param import check_unchanged, versions_of
+from ..model.untouched import Untouched, is_looked_at
 from ..optim.across import Across
 from ..optim.base import Transform
 from ..optim.local import Local
@@ -34,6 +34,7 @@ from .loss import (
     independent,
     joined,
     micro_batches,
+    refuse_reentrant_checkpoints,
     weighted_mean,
 )
 from .metrics import UpdateMetrics, check_names, check_reported
@@ -149,14 +150,17 @@ class TrainStep:
         params = tree_map(lambda p: p.detach().requires_grad_(p.requires_grad), state.params)
         leaves = optree.tree_leaves(params)
         device = leaves[0].device
+        look = is_looked_at(int(state.step))
         with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
             # The loss must not write to params: a sharded one couldn't, and results would differ
-            versions = versions_of(leaves)
-            cast = CastParams(params)
+            untouched = Untouched(leaves, look=look)
+            cast = CastParams(params, look=look)
             outcome = call_loss(self.loss_fn, cast.params, state.buffers, batch)
+            if look:
+                refuse_reentrant_checkpoints(outcome.loss)
             # Before backward, so that the error comes from the loss that wrote
             cast.finish()
-            check_unchanged(leaves, versions)
+            untouched.check(params)
             grads = self._gradients(state, params, outcome)
 
         # A batch that weighs nothing counts for nothing: a mean over no examples is a NaN

@@ -1,0 +1,91 @@
+"""Params that a loss must leave as they are: a write to them would change the state, or be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._torch_private import storage_id, version_of
+from ..errors import StructureError, explain
+from ..tree import PyTree, has_values, paths
+
+
+def is_looked_at(call: int) -> bool:
+    """Whether the slow questions about a loss are asked at this call: 0, 1, 2, 4, 8, and so on.
+
+    They read all params, or walk through all of autograd's graph.
+    """
+    return call & (call - 1) == 0
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each has been written to; tensors of inference mode don't count."""
+    return [version_of(x) for x in tensors if not x.is_inference()]
+
+
+class Untouched:
+    """Params, or flats of them, from before a loss or an evaluation ran.
+
+    Operators in place count a tensor's version up, and `p.data = x` gives it another storage: both
+    always show. A write past the counter, `p.data.clamp_()` or one through numpy, shows in the
+    values alone.
+
+    Args:
+        tensors: of any shapes.
+        look: whether values are compared as well, which reads all of them twice.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, look: bool):
+        self._tensors = tensors
+        self._before = [*map(_marks, tensors)]
+        # Of each tensor's values; empty: they aren't compared
+        self._sums: list[tuple[int, ...]] = []
+        if look and all(map(has_values, tensors)):
+            self._sums = [*map(_sums_of, tensors)]
+
+    def check(self, where: str | PyTree[Tensor]) -> None:
+        """Raise StructureError if one of them has changed.
+
+        Args:
+            where: the unit whose flats they are, or the tree whose leaves they are.
+        """
+        for i, (tensor, before) in enumerate(zip(self._tensors, self._before, strict=True)):
+            same = _marks(tensor) == before
+            if same and self._sums:
+                same = _sums_of(tensor) == self._sums[i]
+            if not same:
+                raise changed_in_place(where if isinstance(where, str) else paths(where)[i])
+
+
+def _marks(tensor: Tensor) -> tuple[int, int | None]:
+    """The storage and the version, which tensors of inference mode don't count."""
+    return storage_id(tensor), None if tensor.is_inference() else version_of(tensor)
+
+
+def _sums_of(tensor: Tensor) -> tuple[int, ...]:
+    """Three sums of a tensor's words, by which a change of values shows.
+
+    Of all, of every second one and of the first half, so that an exchange shows too. They make no
+    copies, unlike a digest.
+    """
+    words = tensor.detach().reshape(-1).view(_WORDS[min(tensor.element_size(), 8)])
+    parts = words, words[::2], words[: len(words) // 2]
+    return tuple(int(part.sum(dtype=torch.int64)) for part in parts)
+
+
+# Integers by their size in bytes
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def changed_in_place(path: str) -> StructureError:
+    """The error for a loss that writes to a leaf, or to a leaf of a unit."""
+    return StructureError(
+        explain(
+            "a leaf of params was changed in place, and a step is a pure function",
+            path=path,
+            remedy="make a new tensor, `p = p * 0.5` instead of `p *= 0.5` or `p.data = ...`; "
+            "params are changed between steps, by tree_map on the state's",
+        )
+    )

@@ -1,0 +1,261 @@
+"""Params that a loss changes: past the version counter too, inside of modules and outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import StructureError
+from functorch_zero.groups import run_ranks
+from functorch_zero.model.functionalize import functionalize
+from functorch_zero.model.untouched import Untouched, is_looked_at
+from functorch_zero.precision import Precision
+from functorch_zero.sharded.api import shard
+from functorch_zero.step.evaluate import eval_step
+from functorch_zero.step.train import train_step
+from tests.tiers import crossed
+
+WAYS = (None, 0, 1, 2, 3)  # None: the unsharded step
+
+
+def clamped_data(weight: Tensor) -> None:
+    weight.data.clamp_(-0.01, 0.01)
+
+
+def by_numpy(weight: Tensor) -> None:
+    weight.detach().numpy()[:] *= 0.5
+
+
+def other_data(weight: Tensor) -> None:
+    weight.data = 0.5 * weight.data
+
+
+def in_place(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+WRITES = {
+    "clamped data": clamped_data,
+    "numpy": by_numpy,
+    "other data": other_data,
+    "in place": in_place,
+}
+
+
+class Layer(nn.Linear):
+    """A layer that writes to its weight when called for the `when`-th time."""
+
+    write: Callable[[Tensor], None]
+    when, calls = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Layer.calls += 1
+        if Layer.calls > Layer.when:
+            Layer.write(self.weight)
+        return super().forward(x)
+
+
+def model_of(write: Callable[[Tensor], None]) -> nn.Module:
+    torch.manual_seed(0)
+    Layer.write, Layer.when, Layer.calls = staticmethod(write), 0, 0
+    return nn.Sequential(nn.Linear(4, 4), Layer(4, 4), nn.Linear(4, 4)).double()
+
+
+def one_step(loss_fn: Any, params: Any, buffers: Any, way: int | None) -> None:
+    step = train_step(loss_fn, optim.sgd(0.1))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    if way is None:
+        step(step.init(params, buffers), x)
+        return
+
+    def run(group: Any) -> None:
+        sharded = shard(step, level=way, group=group)
+        sharded(sharded.init(params, buffers), x)
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.parametrize(("name", "way"), crossed([*WRITES], WAYS))
+def test_a_forward_that_writes_to_its_params(name: str, way: int | None) -> None:
+    apply, params, buffers = functionalize(model_of(WRITES[name]))
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return apply(params, buffers, x)[0].square().mean()
+
+    with pytest.raises(StructureError, match=r"changed in place.*1"):
+        one_step(loss_fn, params, buffers, way)
+
+
+@pytest.mark.parametrize(("name", "way"), crossed([*WRITES], WAYS))
+def test_a_loss_that_writes_to_params(name: str, way: int | None) -> None:
+    apply, params, buffers = functionalize(model_of(lambda weight: None))
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        WRITES[name](params["1.weight"])
+        return apply(params, buffers, x)[0].square().mean()
+
+    with pytest.raises(StructureError, match=r"changed in place|data of a sharded parameter"):
+        one_step(loss_fn, params, buffers, way)
+
+
+@pytest.mark.parametrize("way", [None, 0, 3])
+def test_leaves_that_a_policy_casts(way: int | None) -> None:
+    model = model_of(clamped_data)
+    apply, params, buffers = functionalize(model, precision=Precision(compute=torch.float32))
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return apply(params, buffers, x.float())[0].square().mean()
+
+    with pytest.raises(StructureError, match="changed in place"):
+        one_step(loss_fn, params, buffers, way)
+
+
+@pytest.mark.parametrize("way", [None, 0, 3])
+def test_an_evaluation_that_writes_to_params(way: int | None) -> None:
+    apply, params, buffers = functionalize(model_of(clamped_data))
+
+    def measure(params: Any, buffers: Any, x: Tensor) -> Any:
+        return {"mean": apply(params, buffers, x)[0].mean()}
+
+    step = train_step(lambda p, b, x: p["0.weight"].square().mean(), optim.sgd(0.1))
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def run(group: Any) -> None:
+        sharded = shard(step, level=way, group=group)
+        evaluate = shard(eval_step(measure), level=way, group=group)
+        evaluate(sharded.init(params, buffers), x)
+
+    with pytest.raises(StructureError, match="changed in place"):
+        if way is None:
+            eval_step(measure)(step.init(params, buffers), x)
+        else:
+            run_ranks(run, 1)
+
+
+@pytest.mark.parametrize("level", [None, 0, 3])
+def test_a_program_that_writes_to_params(level: int | None) -> None:
+    apply, params, _ = functionalize(model_of(clamped_data))
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return apply(params, {}, x)[0].square().mean()
+
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def run(group: Any) -> None:
+        fz.value_and_grad(loss)(fz.shard_tree(params, level=level, group=group), x)
+
+    with pytest.raises(StructureError, match="changed in place"):
+        if level is None:
+            fz.value_and_grad(loss)(params, x)
+        else:
+            run_ranks(run, 1)
+
+
+def test_the_calls_at_which_values_are_compared() -> None:
+    assert [call for call in range(40) if is_looked_at(call)] == [0, 1, 2, 4, 8, 16, 32]
+
+
+def test_values_are_compared_only_when_asked() -> None:
+    weight = torch.ones(3)
+    looking, other = Untouched([weight], look=True), Untouched([weight], look=False)
+    weight.data.mul_(2)
+    other.check({"w": weight})
+    with pytest.raises(StructureError, match="w"):
+        looking.check({"w": weight})
+
+
+# Reentrant checkpoints
+
+
+class Reentrant(nn.Module):
+    """Frozen embeddings whose output requires grad, then a block in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4).requires_grad_(False)
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x).requires_grad_()
+        return self.head(checkpoint(self.block, hidden, use_reentrant=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reentrant_checkpoint_after_frozen_layers(way: int | None) -> None:
+    """Its params would get no gradients, without a sign."""
+    apply, params, buffers = functionalize(Reentrant().double())
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return apply(params, buffers, x)[0].square().mean()
+
+    with pytest.raises(StructureError, match=r"reentrant.*use_reentrant=False"):
+        one_step(loss_fn, params, buffers, way)
+
+
+# Hooks and attributes of sharded parameters
+
+
+def hooked_in_forward() -> Any:
+    class Hooked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+            return super().forward(x)
+
+    apply, params, buffers = functionalize(nn.Sequential(Hooked(4, 4)).double())
+    return lambda p, b, x: apply(p, b, x)[0].square().mean(), params, buffers
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_hook_on_a_whole_leaf(level: int) -> None:
+    loss_fn, params, buffers = hooked_in_forward()
+    one_step(loss_fn, params, buffers, None)
+    with pytest.raises(StructureError, match=r"0\.weight.*hook|hook.*0\.weight"):
+        one_step(loss_fn, params, buffers, level)
+
+
+REFUSED = {
+    "register_hook": lambda p: p.register_hook(lambda grad: 2 * grad),
+    "post accumulate hook": lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
+    "retain_grad": lambda p: p.retain_grad(),
+    "grad": lambda p: p.grad,
+    "set grad": lambda p: setattr(p, "grad", None),
+    "set data": lambda p: setattr(p, "data", torch.zeros(4, 4, dtype=torch.float64)),
+    "requires_grad_": lambda p: p.requires_grad_(False),
+    "set requires_grad": lambda p: setattr(p, "requires_grad", False),
+}
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("name", [*REFUSED])
+def test_attributes_that_mean_the_leaf_of_a_whole_step(name: str, level: int) -> None:
+    params = {"w": torch.ones(4, 4, dtype=torch.float64).requires_grad_()}
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        REFUSED[name](params["w"])
+        return (x @ params["w"]).square().mean()
+
+    with pytest.raises(StructureError, match="of a sharded parameter"):
+        one_step(loss_fn, params, {}, level)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_sharded_parameter_is_a_leaf(level: int) -> None:
+    params = {"w": torch.ones(4, 4, dtype=torch.float64).requires_grad_()}
+    seen = []
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        p = params["w"]
+        seen.append((p.is_leaf, p.requires_grad, p.grad_fn, p.data.sum().item()))
+        return (x @ p).square().mean()
+
+    one_step(loss_fn, params, {}, None)
+    one_step(loss_fn, params, {}, level)
+    assert seen[0] == seen[1] == (True, True, None, 16.0)
