@@ -1,0 +1,328 @@
+"""The rows of docs/inside-a-loss.md: each is equal at every level, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import StructureError
+from functorch_zero.groups import run_ranks
+from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
+from tests.models import even
+from tests.tiers import crossed
+
+PAGE = Path(__file__).parents[2] / "docs" / "inside-a-loss.md"
+LEVELS = (0, 1, 2, 3)
+
+Apply = Callable[..., Any]
+Given = Callable[[Apply, Any, Any, Tensor], Tensor]  # (apply, params, buffers, x) -> the loss
+
+
+class Net(nn.Module):
+    """Two units; `change` is done to the first one's weight, `put_hook` on it, in its forward."""
+
+    def __init__(self, change: Callable[[nn.Linear], Any] | None = None):
+        super().__init__()
+        self.first, self.second = First(4, 5), nn.Linear(5, 3)
+        self.first.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class First(nn.Linear):
+    change: Callable[[nn.Linear], Any] | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.change is not None:
+            self.change(self)
+        return super().forward(x)
+
+
+class Product(torch.autograd.Function):
+    """x (n, i), weight (o, i) -> (n, o)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Unread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.shape = weight.shape
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * grad, grad.sum().expand(ctx.shape)
+
+
+def out(apply: Apply, params: Any, x: Tensor) -> Tensor:
+    return apply(params, {}, x)[0]
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def several_calls(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(out(apply, params, x)) + mean_square(out(apply, params, 2 * x) - 1)
+
+
+def changed_params(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(out(apply, tree_map(lambda p: 0.9 * p, params), x))
+
+
+def penalty(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(out(apply, params, x)) + params["first.weight"].square().sum()
+
+
+def unsharded_leaf(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    weight = fz.unshard(params["first.weight"])
+    assert type(weight) is Tensor
+    return mean_square(out(apply, params, x)) + mean_square(Product.apply(x, weight))
+
+
+def called_functionally(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(functional_call(Net().double(), dict(params), (x,)))
+
+
+def custom_function(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(Product.apply(x, params["first.weight"]))
+    made = Product.apply(hidden, params["second.weight"])
+    return mean_square(made) + mean_square(out(apply, params, x))
+
+
+def torch_func(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    slopes = vmap(grad(lambda row: out(apply, params, row).sum()))(x)
+    return mean_square(out(apply, params, x)) + mean_square(slopes)
+
+
+def slope_penalty(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    made = out(apply, params, x)
+    (slope,) = torch.autograd.grad(made.sum(), x, create_graph=True)
+    return mean_square(made) + mean_square(slope)
+
+
+def own_backward(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out(apply, params, x).sum().backward()
+    return mean_square(out(apply, params, x + x.grad.sign()))
+
+
+def inner_step(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    """Of each example by itself: an inner step on a mean would see one rank's part."""
+    whole = fz.unshard(params)
+
+    def after_a_step(row: Tensor) -> Tensor:
+        slopes = grad(lambda p: mean_square(out(apply, p, row)))(whole)
+        return mean_square(out(apply, tree_map(lambda p, g: p - 0.1 * g, whole, slopes), row))
+
+    return torch.stack([after_a_step(row) for row in x]).mean()
+
+
+def checkpointed(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(checkpoint(lambda v: out(apply, params, v), x, use_reentrant=False))
+
+
+def in_place_on_activations(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(out(apply, params, x).mul_(2).add_(1))
+
+
+def random_numbers(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(out(apply, params, x)) * torch.rand((), dtype=x.dtype)
+
+
+def without_gradients(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = out(apply, params, x) + params["second.bias"]
+    return mean_square(out(apply, params, 2 * x) - target)
+
+
+EQUAL: dict[str, Given] = {
+    "`apply(params, buffers, x)`, several times": several_calls,
+    "`apply` with params changed by an expression": changed_params,
+    "operators on a param": penalty,
+    '`fz.unshard(params["w"])`': unsharded_leaf,
+    "`torch.func.functional_call(module, dict(params), x)`": called_functionally,
+    "a custom `autograd.Function` with a param as argument": custom_function,
+    "`torch.func.grad` and `vmap` by the input": torch_func,
+    "`torch.autograd.grad(..., create_graph=True)` by the input": slope_penalty,
+    "`.backward()`, and then `x.grad`": own_backward,
+    "`torch.func.grad` by whole leaves": inner_step,
+    "`torch.utils.checkpoint` with `use_reentrant=False`": checkpointed,
+    "in-place operators on activations": in_place_on_activations,
+    "random numbers": random_numbers,
+    "a param under `torch.no_grad()`": without_gradients,
+}
+# Each rank draws its own numbers, so that equality is that of one rank
+ON_ONE_RANK = {"random numbers"}
+
+
+def doing(act: Callable[[Any, Tensor], Any]) -> Given:
+    """A loss that does something to a param, or with it, and goes on."""
+
+    def given(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+        act(params["first.weight"], x)
+        return mean_square(out(apply, params, x))
+
+    return given
+
+
+@torch.no_grad()
+def halved(weight: Tensor, x: Tensor) -> None:
+    weight.mul_(0.5)
+
+
+def other_data(weight: Tensor, x: Tensor) -> None:
+    weight.data = torch.zeros_like(weight)
+
+
+def clamped(module: nn.Linear) -> None:
+    module.weight.data.clamp_(-0.01, 0.01)
+
+
+def replaced(module: nn.Linear) -> None:
+    module.weight.data = 0.5 * module.weight.data
+
+
+def hooked(module: nn.Linear) -> None:
+    module.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+
+
+def plain(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(out(apply, params, x))
+
+
+def by_a_param(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    made = mean_square(out(apply, params, x))
+    return made + torch.autograd.grad(made, params["first.weight"], create_graph=True)[0].sum()
+
+
+def transformed(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    slopes = grad(lambda p: mean_square(out(apply, p, x)))(params)
+    return mean_square(out(apply, params, x)) + slopes["first.weight"].sum()
+
+
+def unread(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(Unread.apply(x, params["first.weight"]))
+
+
+def reentrant(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    made = checkpoint(lambda v: out(apply, params, v), x, use_reentrant=True)
+    return mean_square(made) + params["second.bias"].square().sum()
+
+
+def independent(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(x)
+
+
+def no_scalar(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return out(apply, params, x)
+
+
+EVERYWHERE = "everywhere"  # in a step for one process as well
+REFUSED: dict[str, tuple[Given, Any, str]] = {
+    # the row -> the loss, the change in the first unit's forward, where it is refused
+    "an in-place operator on a param": (doing(halved), None, EVERYWHERE),
+    "a write past the version counter, as in `self.weight.data.clamp_()`": (
+        plain,
+        clamped,
+        EVERYWHERE,
+    ),
+    "`self.weight.data = x` in a forward": (plain, replaced, EVERYWHERE),
+    '`params["w"].data = x`': (doing(other_data), None, EVERYWHERE),
+    "a hook on a param": (plain, hooked, "sharded"),
+    '`params["w"].grad`': (doing(lambda weight, x: weight.grad), None, "sharded"),
+    "`torch.autograd.grad` by a param": (by_a_param, None, "sharded"),
+    "a transform of torch.func with params as its argument": (transformed, None, "sharded"),
+    "a custom `autograd.Function` whose forward reads no value of its param": (
+        unread,
+        None,
+        "sharded",
+    ),
+    "`torch.utils.checkpoint` with `use_reentrant=True`": (reentrant, None, EVERYWHERE),
+    "a loss that depends on no trained leaf": (independent, None, EVERYWHERE),
+    "a loss that is no scalar": (no_scalar, None, EVERYWHERE),
+}
+
+
+def step_of(given: Given, change: Any = None) -> tuple[Any, Any, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        apply, params, buffers = fz.functionalize(Net(change).double())
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        return given(apply, params, buffers, batch["x"])
+
+    return fz.train_step(loss_fn, optim.sgd(0.05, momentum=0.9)), params, buffers
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(8, 4, generator=generator, dtype=torch.float64)} for _ in range(2)]
+
+
+def rows(heading: str) -> list[str]:
+    """The first cells of the table under a heading of the page."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
+    cells = re.findall(r"^\| (.*?) \|", section, re.M)
+    return cells[1:]  # without the table's head
+
+
+def test_the_page_lists_these() -> None:
+    assert rows("Equal at every level") == [*EQUAL]
+    assert rows("Refused") == [*REFUSED]
+
+
+@pytest.mark.parametrize(("row", "level"), crossed([*EQUAL], LEVELS))
+def test_equal(row: str, level: int) -> None:
+    ranks = 1 if row in ON_ONE_RANK else 2
+    expected = train(*step_of(EQUAL[row]), batches())
+    runs = run_ranks(
+        lambda group: train_sharded(
+            group, *step_of(EQUAL[row]), batches(), even(8, ranks), level=level
+        ),
+        ranks,
+    )
+    assert_same_on_all_ranks(runs)
+    assert_equal_updates(expected, runs[0])
+
+
+@pytest.mark.parametrize(("row", "level"), crossed([*REFUSED], LEVELS))
+def test_refused(row: str, level: int) -> None:
+    given, change, where = REFUSED[row]
+    step, params, buffers = step_of(given, change)
+    batch = batches()[0]
+    if where == EVERYWHERE:
+        with pytest.raises(StructureError):
+            step(step.init(params, buffers), batch)
+    else:
+        step(step.init(params, buffers), batch)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        sharded(sharded.init(params, buffers), batch)
+
+    with pytest.raises(StructureError):
+        run_ranks(run, 2)
