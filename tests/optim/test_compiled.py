@@ -60,6 +60,9 @@ def check_levels(cases):
     for scale, levels in cases:
         optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.compiled(own_chain(scale)))
         step = train_step(loss_fn, optimizer)
+        # The kernel is made here, which may take longer than ranks have for all of their work
+        alone = shard(step, level=levels[0], group=SingleRank())
+        alone(alone.init(params_of(torch.float64), {}), batches[0])
         assert_sharded_equals_unsharded(
             step, params_of(torch.float64), {}, batches, levels=levels, ranks=(1, 2)
         )
