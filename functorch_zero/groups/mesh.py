@@ -296,7 +296,7 @@ class Axes:
         )
 
     @property
-    def number(self) -> int:
+    def piece_number(self) -> int:
         """Which of the pieces that the optimizer's ranks hold is this rank's."""
         return self.optimizer.rank
 

@@ -106,7 +106,7 @@ class ShardedEngine:
             view = params.pieces()
             made = transform.init_fn(view.tree, self._across_of(layout))
             plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
-            return lay_out_state(made, plan, layout, axes.number)
+            return lay_out_state(made, plan, layout, axes.piece_number)
 
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree

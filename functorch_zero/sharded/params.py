@@ -155,7 +155,7 @@ def publish(
 
     Levels 1 and 2: one all-gather per bucket, each started when that bucket is ready.
     """
-    rank, layout = axes.number, params.sharding.layout
+    piece_number, layout = axes.piece_number, params.sharding.layout
     # Per leaf in tree order, (n,) or None
     given = None if updates is None else layout.treedef.flatten_up_to(updates)
     made, started = [], []
@@ -166,16 +166,17 @@ def publish(
         if not bucket.trainable:
             continue
         if given is not None:
-            old_piece, piece = own_piece(flat, bucket, rank), own_piece(new, bucket, rank)
+            old_piece = own_piece(flat, bucket, piece_number)
+            piece = own_piece(new, bucket, piece_number)
             own = [given[n] for n in bucket.leaves]
             if any(update is None for update in own):
-                own = _zeros_for_none(own, cut(old_piece, bucket, rank))
-            update = flat_of_pieces(own, bucket, rank)  # (piece,)
+                own = _zeros_for_none(own, cut(old_piece, bucket, piece_number))
+            update = flat_of_pieces(own, bucket, piece_number)  # (piece,)
             # Rounded to the param's dtype before the sum, as the oracle does
             torch.add(old_piece, update.to(flat.dtype), out=piece)
         # The all-gather runs while the next bucket is added
-        if over := _held_over(bucket, axes):
-            started.append(_Spreading(new, bucket, over, gather))
+        if over := _published_along(bucket, axes):
+            started.append(_Publishing(new, bucket, over, gather))
     _finish(started)
     return params.with_flats(made)
 
@@ -187,7 +188,7 @@ def _zeros_for_none(updates: Sequence[Tensor | None], pieces: Sequence[Tensor]) 
     ]
 
 
-class _Spreading:
+class _Publishing:
     """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather
     along each axis."""
 
@@ -230,14 +231,14 @@ class _Spreading:
         return self._work is not None
 
 
-def _finish(started: list[_Spreading]) -> None:
+def _finish(started: list[_Publishing]) -> None:
     """Wait for all of them. Each starts its next all-gather before the last ones have ended."""
     while started:
         # In bucket order on every rank, so the second axis's gathers start in one order, too
-        started = [spreading for spreading in started if spreading.go_on()]
+        started = [publishing for publishing in started if publishing.go_on()]
 
 
-def _held_over(bucket: Bucket, axes: Axes) -> list[Group]:
+def _published_along(bucket: Bucket, axes: Axes) -> list[Group]:
     """The axes along which ranks update pieces of a flat that each holds between steps, outermost
     first."""
     level = level_of(bucket)
@@ -267,11 +268,11 @@ def evaluated(
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         if bucket.trainable:
             in_bucket = [pieces[n].reshape(-1) for n in bucket.leaves]
-            own = flat_of_pieces(in_bucket, bucket, axes.number)
+            own = flat_of_pieces(in_bucket, bucket, axes.piece_number)
             # Never in place: the state's own params stay as they are
             flat = torch.empty_like(flat)
-            own_piece(flat, bucket, axes.number).copy_(own)
-            started.append(_Spreading(flat, bucket, _held_over(bucket, axes), gather))
+            own_piece(flat, bucket, axes.piece_number).copy_(own)
+            started.append(_Publishing(flat, bucket, _published_along(bucket, axes), gather))
         held.append(flat)
     _finish(started)
     return held

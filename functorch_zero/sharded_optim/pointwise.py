@@ -45,7 +45,7 @@ class FlatGroup:
     leaves: tuple[int, ...]  # their numbers in the layout
     positions: tuple[int, ...]  # of the leaves in the masked trees, which lack the other leaves
     bucket: Bucket | None  # None: a single leaf, whose piece is the flat
-    rank: int  # of this rank's piece in a bucket
+    piece_number: int  # of this rank's piece in a bucket
 
     def find(self, pieces: Sequence[Tensor]) -> Tensor:
         """The flat (piece,) that the leaves' pieces lie in, or a new one that they are copied
@@ -53,29 +53,29 @@ class FlatGroup:
         # A single leaf's piece is its flat, wherever it lies
         if self.bucket is None:
             return pieces[0]
-        return flat_of_pieces(pieces, self.bucket, self.rank)
+        return flat_of_pieces(pieces, self.bucket, self.piece_number)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """The inverse of `find`: the pieces, as views of the flat."""
         if self.bucket is None:
             return [flat]
-        return cut(flat, self.bucket, self.rank)
+        return cut(flat, self.bucket, self.piece_number)
 
 
 class PointwiseOnFlats:
     """Pointwise updates of the leaves where `mask` is true, on this rank's pieces.
 
     Args:
-        layout: how the params are cut; `rank` is this rank's number among the pieces.
+        layout: how the params are cut; `piece_number`: of this rank's pieces.
         donate: updates and state may be overwritten.
     """
 
-    def __init__(self, layout: Layout, mask: PyTree[bool], rank: int, *, donate: bool):
+    def __init__(self, layout: Layout, mask: PyTree[bool], piece_number: int, *, donate: bool):
         self._layout, self._mask, self._donate = layout, mask, donate
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
         # Of the leaves where the mask is true, in tree order
         self.numbers: list[int] = optree.tree_leaves(select(everything, mask))
-        self._groups = _group_leaves(layout, self.numbers, rank)
+        self._groups = _group_leaves(layout, self.numbers, piece_number)
         # None: the transform doesn't treat all leaves alike. Weak: it goes with the transform.
         self._regroupings: WeakKeyDictionary[Pointwise, _Regrouping | None] = WeakKeyDictionary()
 
@@ -213,7 +213,7 @@ class PointwiseOnFlats:
         return _Regrouping(full, one, self._groups, remember=self._donate)
 
 
-def _group_leaves(layout: Layout, numbers: Sequence[int], rank: int) -> list[FlatGroup]:
+def _group_leaves(layout: Layout, numbers: Sequence[int], piece_number: int) -> list[FlatGroup]:
     """The groups of the leaves with these numbers, bucket by bucket."""
     # A leaf's number in the layout -> its position in the masked trees
     positions = {number: position for position, number in enumerate(numbers)}
@@ -222,11 +222,11 @@ def _group_leaves(layout: Layout, numbers: Sequence[int], rank: int) -> list[Fla
         chosen = tuple(number for number in bucket.leaves if number in positions)
         if len(chosen) == len(bucket.leaves):
             own_positions = tuple(map(positions.__getitem__, chosen))
-            groups.append(FlatGroup(chosen, own_positions, bucket, rank))
+            groups.append(FlatGroup(chosen, own_positions, bucket, piece_number))
         else:
             # The flat of such a bucket would hold leaves that the update must not see
             for number in chosen:
-                groups.append(FlatGroup((number,), (positions[number],), None, rank))
+                groups.append(FlatGroup((number,), (positions[number],), None, piece_number))
     return groups
 
 
