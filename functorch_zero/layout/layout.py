@@ -108,7 +108,7 @@ class Bucket:
 
     def held_by(self, piece_number: int) -> int:
         """The number of the piece of `held` in which the `piece_number`-th piece lies."""
-        # Every piece_number holds all of it
+        # Every rank holds all of it
         if self.cut.num_held == 1:
             return 0
         return piece_number * self.cut.num_held // self.cut.num_pieces
