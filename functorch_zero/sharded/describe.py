@@ -278,7 +278,8 @@ def _wire(bucket: Bucket, gather: Gather) -> tuple[tuple[str, torch.dtype], ...]
         wire.append(("gather", encoded(bucket.gather)))
     if bucket.trainable:
         wire.append(("reduce", bucket.reduce))
-    if bucket.trainable and bucket.cut.level in (1, 2):
+    # Pieces are updated, and larger parts held: levels 1 and 2, and on a mesh `state_axes="both"`
+    if bucket.trainable and bucket.cut.num_pieces > bucket.cut.num_held:
         wire.append(("publish", encoded(bucket.dtype)))
     return tuple(wire)
 

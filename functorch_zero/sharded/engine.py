@@ -129,7 +129,7 @@ class ShardedEngine:
             return ShardedTree(new, updates.holding), state
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
-        """params + updates, held as params are. One all-gather per bucket at levels 1 and 2."""
+        """params + updates, held as params are. Collectives: those of `publish`."""
         axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
             self._check_held(params)

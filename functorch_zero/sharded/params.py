@@ -153,7 +153,8 @@ def publish(
         flats: of the params, one per bucket.
         updates: this rank's pieces; where one is None, the leaf stays as it is.
 
-    Levels 1 and 2: one all-gather per bucket, each started when that bucket is ready.
+    Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
+    is ready. With `state_axes="both"` one along the replicate axis comes first, at level 3 too.
     """
     piece_number, layout = axes.piece_number, params.sharding.layout
     # Per leaf in tree order, (n,) or None
@@ -260,7 +261,7 @@ def evaluated(
         chosen: this rank's pieces of the trained leaves, None or absent elsewhere.
         flats: that hold the params between steps. Those of frozen buckets are passed on.
 
-    Levels 1 and 2: one all-gather per bucket, all under way at once.
+    Collectives: those of `publish`, for all buckets under way at once.
     """
     # Trained leaves alone are given, in tree order
     leaves, held, started = iter(optree.tree_leaves(chosen)), [], []

@@ -137,7 +137,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """params + updates: new trees. Where `updates` has None, the leaf of `params` itself.
 
     Sharded params stay held as they are, and keep their number of ranks; updates are in pieces, as
-    gradients are. Collectives at levels 1 and 2: one all-gather per bucket.
+    gradients are. Collectives at levels 1 and 2: one all-gather per trained bucket. With
+    `state_axes="both"` there is one more along the replicate axis, at level 3 too.
 
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 1.0])})
     {'w': tensor([1.5000, 2.0000])}
