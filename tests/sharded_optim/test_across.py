@@ -114,6 +114,22 @@ def test_a_product_is_summed_in_its_own_dtype() -> None:
         close(answer, Local(tree).dot(singles, tree))
 
 
+def test_integers_beside_floating_point_are_not_rounded() -> None:
+    tree, layout = make([(6,)], 2)
+    large = 2**53 + 1  # in no float32 or float64
+
+    def run(group: Any) -> tuple[Any, ...]:
+        across = Sharded(layout, group)
+        counts = {"leaf0": torch.tensor([large if group.rank else -2])}
+        pieces = slice_tree(tree, layout, group.rank)
+        return *across.sum(counts, pieces), *across.reduce([counts, pieces], "max")
+
+    for summed, floats, largest, _ in run_ranks(run, 2):
+        assert summed["leaf0"].dtype == torch.int64 and int(summed["leaf0"]) == large - 2
+        assert int(largest["leaf0"]) == large
+        close(floats, Local(tree).sum(tree))
+
+
 @drawn(spec=trees, ranks=st.integers(1, 5))
 def test_spread_is_the_inverse_direction(spec: Any, ranks: int) -> None:
     tree, _ = make(spec, ranks)
