@@ -172,6 +172,9 @@ def publish(
             own = [given[n] for n in bucket.leaves]
             if any(update is None for update in own):
                 own = _zeros_for_none(own, cut(old_piece, bucket, piece_number))
+            # A flat has one dtype, and an optimizer may choose that of updates leaf by leaf
+            if len({update.dtype for update in own}) > 1:
+                own = [update.to(flat.dtype) for update in own]
             update = flat_of_pieces(own, bucket, piece_number)  # (piece,)
             # Rounded to the param's dtype before the sum, as the oracle does
             torch.add(old_piece, update.to(flat.dtype), out=piece)

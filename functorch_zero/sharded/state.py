@@ -37,7 +37,7 @@ def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, piece_number:
     for shared in _sharing_a_flat(plan, layout):
         own = [leaves[i] for i in shared.positions]
         if len({x.dtype for x in own}) > 1:
-            continue  # an init may choose the dtype by shape; a flat has one
+            continue  # an init may choose the dtype by shape or path; a flat has one
         flat = own[0].new_zeros(shared.bucket.piece)  # (piece,), padding stays 0
         views = cut(flat, shared.bucket, piece_number)
         for i, x, view in zip(shared.positions, own, views, strict=True):

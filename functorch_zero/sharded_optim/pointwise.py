@@ -82,8 +82,12 @@ class PointwiseOnFlats:
     def update(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         """Run a pointwise update: `(updates, state)`. Donated storage is written over."""
         regrouping = self._regrouping(part)
-        # Leaves that are not treated alike stay apart. Without leaves, counts go on all the same.
+        # Leaves that are not treated alike stay apart. Without leaves there is no group, but the
+        # state's count of steps must go on.
         if regrouping is None or not self._groups:
+            return part.update(updates, state, params)
+        # A flat has one dtype, and transforms may choose it leaf by leaf
+        if not self._share_dtypes(regrouping, updates, state):
             return part.update(updates, state, params)
 
         # Replaced group by group, so that old updates are freed on the way
@@ -120,6 +124,13 @@ class PointwiseOnFlats:
                 elif new is not old:
                     _put(group.cut(new), place.positions, new_state)
         return treedef.unflatten(new_updates), regrouping.full.unflatten(new_state)
+
+    def _share_dtypes(self, regrouping: _Regrouping, updates: Tree, state: Any) -> bool:
+        """Whether the leaves that are to lie in one flat have one dtype, flat by flat."""
+        update_leaves, state_leaves = optree.tree_leaves(updates), optree.tree_leaves(state)
+        flats = [_at(group.positions, update_leaves) for group in self._groups]
+        flats += [_at(place.positions, state_leaves) for place in regrouping.following]
+        return all(len({leaf.dtype for leaf in flat}) == 1 for flat in flats)
 
     def _writable_storages(self, updates: list[Tensor], params: list[Tensor]) -> set[int]:
         """The storages of updates that results may be written to."""
