@@ -268,6 +268,11 @@ class Layout:
         return any(bucket.dtypes is not None for bucket in self.buckets)
 
     @cached_property
+    def stores_halves(self) -> bool:
+        """Whether some leaf is stored in a half precision."""
+        return any(bucket.dtype in (torch.float16, torch.bfloat16) for bucket in self.buckets)
+
+    @cached_property
     def trainable(self) -> PyTree[bool]:
         """A tree of bools: which leaves are trained."""
         return self.treedef.unflatten([leaf.trainable for leaf in self.leaves])
