@@ -46,8 +46,8 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     of pieces. Units of read trees are gathered on use, like those of `tree`. Every rank calls it.
     Collectives: those of the levels' rows, and one all-reduce of the value.
 
-    Random numbers are torch's own, as they come. A step's are the same on any number of ranks;
-    these are not.
+    Random numbers are torch's own, as they come. Those of a training step follow from its seed, its
+    number and the part of the batch instead.
 
     Raises:
         StructureError: the loss uses no trained leaf, or is no scalar, or returned buffers.
