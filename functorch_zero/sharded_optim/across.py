@@ -283,10 +283,11 @@ class Sharded(Across):
     # The whole tree: gathered on every rank
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
-        """Everyone owns every leaf: S (N-1)/N bytes arrive for each tree."""
+        """Everyone owns every leaf. S (N-1)/N bytes of each tree of S arrive at each of N ranks."""
         extents, treedef = optree.tree_flatten(self.extents)
         leaves = list(map(optree.tree_leaves, trees))
-        check_limit(extents, leaves[0], limit)
+        for tree in leaves:
+            check_limit(extents, tree, limit)
         gathered = []
         for whole in self._exchange.to_owners(leaves, [EVERYONE] * len(extents)):
             # Leaves arrive dtype by dtype

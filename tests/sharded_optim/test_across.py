@@ -130,6 +130,22 @@ def test_integers_beside_floating_point_are_not_rounded() -> None:
         close(floats, Local(tree).sum(tree))
 
 
+def test_each_gathered_tree_is_held_to_the_limit() -> None:
+    wide, layout = make([(6, 2)], 2)  # 96 bytes
+    narrow = tree_map(torch.Tensor.float, wide)
+
+    def gather(across: Across, trees: list[Any]) -> None:
+        with pytest.raises(TransformError, match="of 96 bytes, above its limit of 50"):
+            across.gather(trees, 50)
+
+    def run(group: Any) -> None:
+        pieces = [slice_tree(tree, layout, group.rank) for tree in (narrow, wide)]
+        gather(Sharded(layout, group), pieces)
+
+    gather(Local(wide), [narrow, wide])
+    run_ranks(run, 2)
+
+
 @drawn(spec=trees, ranks=st.integers(1, 5))
 def test_spread_is_the_inverse_direction(spec: Any, ranks: int) -> None:
     tree, _ = make(spec, ranks)
