@@ -143,9 +143,11 @@ def refuse(
     rank. One exchange of JSON.
 
     Args:
+        step: its number.
         loss: this rank's, 0-d.
         reduced: the reduced gradients (piece,), by bucket.
         piece_number: of this rank's pieces in a bucket.
+        group: all ranks; every one of them calls this.
     """
     # By path, this rank's gradients (n,)
     pieces: dict[str, Tensor] = {}

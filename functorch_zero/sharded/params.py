@@ -121,17 +121,25 @@ def make_unit_flats(
     gather: Gather,
     params: PyTree[Tensor] = None,
 ) -> list[UnitFlats]:
-    """Each unit's whole flats, for one pass. `params` may have been cut from the flats already."""
+    """Each unit's whole flats, for one pass.
+
+    Args:
+        flats: by bucket, those that hold the params between steps: (numel,), or pieces at level 3.
+        log: takes an entry for each gather that is started.
+        params: whole leaves that have been cut from the flats already; None: they are cut on use.
+    """
     made: list[UnitFlats] = []
     # Whole leaves in tree order; empty where `params` is None
     leaves = optree.tree_leaves(params)
     for unit, content in zip(layout.units, layout.contents, strict=True):
         own = [*map(flats.__getitem__, unit.buckets)]
-        sharded = [level_of(bucket).cuts_params for bucket in content.buckets]
-        # Flats of this pass, gathered or cast; else those of the state, which stay
-        if content.rounds or any(sharded):
+        in_pieces = [level_of(bucket).cuts_params for bucket in content.buckets]
+        # Gathered at level 3, cast where a leaf is used in another dtype; else the state's own
+        if content.rounds or any(in_pieces):
             group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
-            made.append(GatheredFlats(own, content.buckets, sharded, group, log, unit.name, gather))
+            made.append(
+                GatheredFlats(own, content.buckets, in_pieces, group, log, unit.name, gather)
+            )
         else:
             held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
             made.append(ResidentFlats(own, content.buckets, held))
@@ -200,7 +208,8 @@ class _Publishing:
         self._gather = gather
         # Where messages are no pieces: the stage under way, and its messages (num_ranks * m,)
         self._arriving: tuple[Group, Tensor, Tensor] | None = None
-        # Per axis: its group, the out (N * k,), and this rank's piece of it (k,), a view
+        # Per axis: its group, the out (N * k,), and this rank's piece of it (k,), a view. Taken
+        # from the end: the innermost axis is the last one.
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
         for axis in over:
             group = labelled(axis, f"{bucket.name}/publish")
@@ -258,7 +267,8 @@ def evaluated(
     axes: Axes,
     gather: Gather,
 ) -> list[Tensor]:
-    """The flats that would hold the params between steps, were the trained ones `chosen`.
+    """The flats that would hold the params between steps, were the trained ones `chosen`, as
+    `eval_step(params=...)` chooses them: an average, say.
 
     Args:
         chosen: this rank's pieces of the trained leaves, None or absent elsewhere.
@@ -271,6 +281,7 @@ def evaluated(
     pieces = {n: next(leaves) for n in _trained_numbers(layout)}  # by the leaf's number
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         if bucket.trainable:
+            # A user's function may have given another shape
             in_bucket = [pieces[n].reshape(-1) for n in bucket.leaves]
             own = flat_of_pieces(in_bucket, bucket, axes.piece_number)
             # Never in place: the state's own params stay as they are

@@ -70,7 +70,8 @@ class Updater(Protocol):
         ...
 
     def stored(self, state: Any, old: Any = None) -> Any:
-        """The optimizer's state, where it lies between steps: in the storage of `old`, if given."""
+        """The optimizer's state, where it lies between steps: over the tensors of `old`, if
+        given."""
         ...
 
 

@@ -57,9 +57,9 @@ class _Shared(NamedTuple):
 
 
 def _sharing_a_flat(plan: StatePlan, layout: Layout) -> list[_Shared]:
-    """The leaves that share flats, in bucket order. A slot that some leaf of a bucket lacks has no
-    flat there."""
-    # (slot, param) -> position in flatten order
+    """The leaves that share flats, in bucket order: for Adam each bucket's first moments (slot 0),
+    and its second ones (slot 1). A slot that some leaf of a bucket lacks has no flat there."""
+    # (slot, number of the param) -> position in flatten order
     positions = plan.slots()
     num_slots = 1 + max((slot for slot, _ in positions), default=-1)
     found = []
@@ -139,7 +139,8 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
 
 
 def _from_owner(x: Tensor, leaf: StateLeaf, group: Group) -> Tensor:
-    """A leaf that its owner has whole, and the other ranks empty: one broadcast."""
+    """A leaf of kind "owned": its owner, a rank of `group`, has it whole, and the others empty. One
+    broadcast."""
     if leaf.owner == group.rank:
         whole = x.clone()
     else:

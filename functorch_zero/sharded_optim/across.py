@@ -231,8 +231,8 @@ class Sharded(Across):
     def fused(
         self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
     ) -> Any:
-        """Run a transform's kernel on flats of donated params, and on donated state. Returns the
-        state."""
+        """Run a transform's kernel on flats (piece,) of updates and of donated params, as `flats`
+        gives them, and on donated state, where `fuses` is true. Returns the state."""
         return self._on_flats.fused(transform, updates, state, params)
 
     # Whole leaves: one all-to-all in, one out
@@ -261,6 +261,8 @@ class Sharded(Across):
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
+        """Each rank updates the leaves that it owns or has whole. The others' `Owned` states, empty
+        here, are passed on."""
         leaves, treedef = optree.tree_flatten(updates)
         states: list[Owned] = treedef.flatten_up_to(state)
         owners = self._owners(part)

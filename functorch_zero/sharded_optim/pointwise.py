@@ -65,6 +65,9 @@ class FlatGroup:
 class PointwiseOnFlats:
     """Pointwise updates of the leaves where `mask` is true, on this rank's pieces.
 
+    A state has two structures: `full`, leaf by leaf as `init` makes it, and `one`, that of a single
+    flat. A `_Place` says for a leaf of `one`, and a group, where it lies in the full state.
+
     Args:
         layout: how the params are cut; `piece_number`: of this rank's pieces.
         donate: updates and state may be overwritten.
@@ -100,9 +103,9 @@ class PointwiseOnFlats:
         # Per group, the operands beside its updates: flats (piece,), and counts that groups share
         states = regrouping.group_states(regrouping.find_flats(old_state), old_state)
         for group, own_state, places in zip(self._groups, states, regrouping.places, strict=True):
-            # Pieces that were copied to a new flat would not change with it
             pieces = _at(group.positions, new_updates)
             flat = group.find(pieces)
+            # Pieces that were copied to a new flat would not change with it
             donated = _share(pieces[0], flat) and storage_id(flat) in writable
             operands = [_Operand(flat, is_flat=True, donated=donated)]
             for tensor, place in zip(own_state, places, strict=True):
@@ -362,7 +365,7 @@ def _run_in_chunks(
     """A pointwise update of one flat: the operands' results, in chunks that stay in a CPU's cache.
 
     Args:
-        one: structure of the state.
+        one: structure of one flat's state.
         operands: the updates, then the state's leaves.
         param: (piece,), the params' flat.
 
