@@ -27,7 +27,7 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
     ['blocks.0', 'blocks.1', 'head.weight']
     """
     # A model's params: no walk through the tree
-    if is_leaf is None and _is_flat(tree):
+    if is_leaf is None and _keys_are_paths(tree):
         return list(tree)
     found = []
     for accessor in optree.tree_accessors(tree, is_leaf=is_leaf):
@@ -37,7 +37,7 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
     return found
 
 
-def _is_flat(tree: PyTree[Any]) -> bool:
+def _keys_are_paths(tree: PyTree[Any]) -> bool:
     """Whether these are a model's params, each a tensor: their keys are the paths.
 
     Steps ask for these paths often, and optree's accessors take long.
