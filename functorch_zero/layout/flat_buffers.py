@@ -178,6 +178,7 @@ def filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) 
 
 
 def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torch.dtype:
+    """The one dtype of leaves; those that are None are left out. `default` if all are."""
     dtypes = {leaf.dtype for leaf in leaves if leaf is not None} or {default}
     if len(dtypes) > 1:
         raise TypeError(

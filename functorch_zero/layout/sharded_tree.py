@@ -86,7 +86,11 @@ class Holding:
         return f"{form}, {level}, rank {sharding.rank}"
 
     def views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:
-        """The bucket's leaves as views of its flat: (piece,) in pieces, else as it is held."""
+        """The bucket's leaves as views of its flat.
+
+        Args:
+            flat: in pieces (piece,); held, (numel,), or at level 3 (bucket.held.piece,).
+        """
         piece_number = self.sharding.piece_number
         if self.form == "pieces":
             return cut(flat, bucket, piece_number)

@@ -283,7 +283,8 @@ def train_step(
             tensors. Memory for activations is one micro-batch's. Gradients and metrics are averaged
             by the micro-batches' weights (without weights each counts the same). Buffers go from
             one to the next. Sharded, each rank cuts its own part of the batch: levels 0 and 1
-            reduce once per step, 2 and 3 once per micro-batch.
+            reduce gradients once per step. Levels 2 and 3 do so in each micro-batch, unless
+            `shard(reduce_gradients="once")`.
         metrics: names of more metrics of each step. "grad_norm", "update_norm" and "param_norm" are
             of the trained leaves (sharded: one all-reduce of one number per leaf, for all three
             together). The others are those that the optimizer's state reports: "learning_rate",
@@ -320,7 +321,8 @@ def train_step(
 
 
 def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
-    """A loss's metrics and those of the update in one; raises if both have a name."""
+    """The metrics of two sources in one (the loss, the update, the policy for numbers that are not
+    finite); raises if both have a name."""
     twice = sorted(set(metrics) & set(measured))
     if twice:
         raise StructureError(
