@@ -55,7 +55,7 @@ hooks_of: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor stands for one of its device, without values.
+    """Whether a tensor is a FakeTensor: a shape, a dtype and the device it claims, without values.
 
     The class has no public name.
     """
@@ -89,7 +89,8 @@ def params_dict(module: nn.Module) -> dict[str, Any]:
 def buffers_dict(module: nn.Module) -> dict[str, Any]:
     """A module's own buffers by attribute, as the module keeps them: it uses a tensor put there.
 
-    The public `buffers()` and `named_buffers()` are read-only.
+    An entry may be None: a buffer that the module does without. The public `buffers()` and
+    `named_buffers()` are read-only.
     """
     return module._buffers
 
@@ -133,6 +134,7 @@ next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 def running_node_number() -> int | None:
     """The number of the node whose backward runs now in this thread; None if none does.
 
+    Numbers are those of `next_node_number`: a node made later has a higher one.
     In public, only hooks that were put on a node before know that it runs.
     """
     node = torch._C._current_autograd_node()
@@ -247,13 +249,18 @@ def mark_dynamic(x: Tensor, dim: int) -> None:
     """Compile no code for this one size of the tensor's dim, but for all sizes.
 
     torch.compile's `dynamic=True` is public, and makes all dims of all tensors so. Torch's guide to
-    dynamic shapes names this function.
+    dynamic shapes names this function. `torch._dynamo` is imported when it is first named.
     """
     torch._dynamo.mark_dynamic(x, dim)
 
 
 def compile_by_inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
-    """A graph that dynamo captured as a function by inductor, for a backend that changes graphs.
+    """Inductor's compiled function of a graph that dynamo captured, for a backend of one's own that
+    changes the graph first.
+
+    Args:
+        graph: is called as the result is.
+        inputs: its placeholders' example values, fake ones, which tell shapes and dtypes.
 
     In public, a backend is called by name only, and by torch.compile.
     """

@@ -27,17 +27,18 @@ def paths(tree: PyTree[Any], is_leaf: Callable[[Any], bool] | None = None) -> li
     ['blocks.0', 'blocks.1', 'head.weight']
     """
     # A model's params: no walk through the tree
-    if is_leaf is None and _is_flat(tree):
+    if is_leaf is None and _keys_are_paths(tree):
         return list(tree)
     found = []
     for accessor in optree.tree_accessors(tree, is_leaf=is_leaf):
         names = [_name_of(entry) for entry in accessor]
-        # A node may leave a name out, as a `State` does for its value
+        # A node may leave a name out: "", as a `State` does for its value, so that paths begin with
+        # `params`
         found.append(".".join(name for name in names if name))
     return found
 
 
-def _is_flat(tree: PyTree[Any]) -> bool:
+def _keys_are_paths(tree: PyTree[Any]) -> bool:
     """Whether these are a model's params, each a tensor: their keys are the paths.
 
     Steps ask for these paths often, and optree's accessors take long.
@@ -161,11 +162,12 @@ def content_digests(tree: PyTree[Tensor]) -> dict[str, str]:
 
 
 def _digest(leaf: Tensor) -> str:
-    """Of the bytes, so that NaNs compare equal to themselves; weighted by position, so that a swap
-    shows. 16 hexadecimal digits."""
+    """A checksum of the leaf's bytes, 16 hexadecimal digits. NaNs equal themselves, and it changes
+    when two elements change places."""
     data = leaf.contiguous().reshape(-1).view(torch.uint8)  # (bytes,) uint8
     total = 0  # a Python integer: it does not overflow
     for start in range(0, data.numel(), _CHUNK):
+        # Weights go on from the 8-byte words before this chunk
         total += _weighted_sum(data[start : start + _CHUNK], start // 8)
     return f"{total & (2**64 - 1):016x}"
 

@@ -215,19 +215,19 @@ def _param_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
     saved = axes.replicate.rank == 0  # one of the copies along the replicate axis
     spots = []
     for number in range(len(layout.leaves)):
-        spot = _param_spot(layout, number, axes.number)
+        spot = _param_spot(layout, number, axes.piece_number)
         spots.append(spot._replace(saved=saved))
     return spots
 
 
-def _param_spot(layout: Layout, number: int, rank: int) -> _Spot:
+def _param_spot(layout: Layout, number: int, piece_number: int) -> _Spot:
     """The spot of param `number`, as this rank holds it between steps."""
     b, k = layout.places[number]  # bucket, and place in it
     bucket = layout.buckets[b]
     if not level_of(bucket).cuts_params:
         return _EVERYWHERE
     # As held, though the optimizer's pieces may be smaller: see Note [two cuts] in `layout`
-    extent = bucket.held.extent(k, bucket.held_by(rank))
+    extent = bucket.held.extent(k, bucket.held_by(piece_number))
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
 
@@ -246,12 +246,12 @@ def _state_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
     saved = axes.both or axes.replicate.rank == 0
     spots = []
     for planned in plan.leaves:
-        spot = _state_spot(planned, layout, axes.number)
+        spot = _state_spot(planned, layout, axes.piece_number)
         spots.append(spot._replace(saved=saved))
     return spots
 
 
-def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
+def _state_spot(planned: StateLeaf, layout: Layout, piece_number: int) -> _Spot:
     """The spot of one leaf of the optimizer's state."""
     if planned.kind == "replicated":
         return _EVERYWHERE
@@ -262,9 +262,9 @@ def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
     if leaf.cut.num_pieces == 1:
         return _Spot(shape, everywhere=True)
     if planned.kind == "follows":
-        return _cut(layout, planned.leaf, rank)
+        return _cut(layout, planned.leaf, piece_number)
     # Owned: the owner has all of it, the others nothing
-    return _Spot(shape, 0, prod(shape) if planned.owner == rank else 0)
+    return _Spot(shape, 0, prod(shape) if planned.owner == piece_number else 0)
 
 
 def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
@@ -285,16 +285,16 @@ def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
             continue
         bucket = layout.buckets[kind.bucket]  # a part kept per leaf of a bucket
         if kind.carried == "pieces" and bucket.cut.num_pieces > 1:
-            spots.append(_cut(layout, bucket.leaves[kind.k], axes.number))
+            spots.append(_cut(layout, bucket.leaves[kind.k], axes.piece_number))
         else:
             spots.append(_EVERYWHERE)
     return spots
 
 
-def _cut(layout: Layout, number: int, rank: int) -> _Spot:
+def _cut(layout: Layout, number: int, piece_number: int) -> _Spot:
     """This rank's piece of leaf `number`, as of its gradient and optimizer state."""
     b, k = layout.places[number]
-    extent = layout.buckets[b].extent(k, rank)
+    extent = layout.buckets[b].extent(k, piece_number)
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
 

@@ -296,7 +296,7 @@ class Axes:
         )
 
     @property
-    def number(self) -> int:
+    def piece_number(self) -> int:
         """Which of the pieces that the optimizer's ranks hold is this rank's."""
         return self.optimizer.rank
 
@@ -330,9 +330,14 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
 def mesh_axes(
     world: Group, shard: Group, replicate: Group, optimizer: Group, same_data: SameData | None
 ) -> Axes:
-    """The axes of a mesh; along `same_data` all ranks have the same part of the batch."""
-    shard_axis = Axis("shard", shard, same_data != "shard")
-    replicate_axis = Axis("replicate", replicate, same_data != "replicate")
+    """The axes of a mesh.
+
+    Args:
+        optimizer: the ranks over which state is cut, in the order of their pieces: `shard`, or all.
+        same_data: the axis along which all ranks have the same part of the batch, if there is one.
+    """
+    shard_axis = Axis("shard", shard, holds_different_data=same_data != "shard")
+    replicate_axis = Axis("replicate", replicate, holds_different_data=same_data != "replicate")
     return Axes(world, shard_axis, replicate_axis, optimizer)
 
 

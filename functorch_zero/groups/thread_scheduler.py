@@ -173,7 +173,7 @@ class World:
         self.broken = self.broken or Break(kind, text)
 
     def rejoin(self, rank: int) -> None:
-        """After a failure that every rank has caught: begin anew, once all of them have come here.
+        """After a failure that every rank has caught: begin anew, once all know it and come here.
 
         A rank that has not heard of it yet goes on, and hears of it in its next collective.
         """
@@ -223,7 +223,8 @@ class World:
         if successor is None:
             self._break_deadlock()
             successor = self._successor(rank)
-        assert successor is not None  # a broken world lets every rank go on
+        # In a broken world all go on but those in `_back`, which is empty now
+        assert successor is not None
         self._pass_baton_to(successor)
 
     def stop(self) -> None:

@@ -168,8 +168,11 @@ def _by_bucket(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[i
 
 
 def _stands_alone(spec: LeafSpec) -> bool:
-    """Whether a leaf has a bucket of its own: its gradient, if reduced at once, then needs no copy
-    to be a flat."""
+    """Whether a leaf has a bucket of its own: its gradient then is a flat without a copy.
+
+    Levels 2 and 3 reduce it as it is, at each use of its unit; levels 0 and 1 add gradients up
+    before. On one rank nothing is sent.
+    """
     # Only levels 2 and 3 reduce a gradient at once, and only of trained leaves
     if not spec.trainable or spec.cut.level <= 1 or spec.cut.num_pieces == 1:
         return False

@@ -17,8 +17,8 @@ class Extent:
     Attributes:
         shape: of the whole leaf. Transforms decide by it, so that all ranks decide alike.
         start, stop: in the flattened box.
-        box: for each dim, the half-open range that the box takes of it; None: the whole leaf. So a
-            piece can lie in some columns of a matrix.
+        box: for each dim, the half-open range that the box takes of it; None: the whole leaf, as in
+            all layouts here. With a box a piece can lie in some columns of a matrix.
     """
 
     shape: tuple[int, ...]

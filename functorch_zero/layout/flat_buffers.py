@@ -76,10 +76,10 @@ def unpack(flat: Tensor, bucket: Bucket) -> list[Tensor]:
     return views
 
 
-def cut(piece: Tensor, bucket: Bucket, rank: int) -> list[Tensor]:
-    """The part of each leaf of the bucket that `rank` keeps, 1-D, as views of its flat piece
+def cut(piece: Tensor, bucket: Bucket, piece_number: int) -> list[Tensor]:
+    """The part of each leaf of the bucket in the `piece_number`-th piece, 1-D, as views of `piece`
     (piece,)."""
-    return list(_split(piece, bucket, bucket.first(rank)))
+    return list(_split(piece, bucket, bucket.first(piece_number)))
 
 
 def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
@@ -88,7 +88,7 @@ def _split(flat: Tensor, bucket: Bucket, start: int) -> tuple[Tensor, ...]:
     return parts[1::2]  # every other one is padding
 
 
-def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
+def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:
     """The flat piece (piece,) that these 1-D pieces lie in; packed into a new one when they don't
     lie in one."""
     # A view knows the tensor that it was made from: no search is needed
@@ -99,14 +99,14 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, rank: int) -> Tenso
         if rest == 0:
             # The base is one piece, or several in a row: those that this rank holds
             # See Note [two cuts] in `layout`
-            first = rank % num_pieces * bucket.piece
+            first = piece_number % num_pieces * bucket.piece
             flat = base if num_pieces == 1 else base[first : first + bucket.piece]
             are_flat = all(piece.dim() == 1 for piece in pieces)
-            if are_flat and _lie_in(pieces, base, flat, bucket, bucket.first(rank)):
+            if are_flat and _lie_in(pieces, base, flat, bucket, bucket.first(piece_number)):
                 return flat
     # Zeros, so that padding is 0 where pieces come from elsewhere
     flat = pieces[0].new_zeros(bucket.piece, dtype=_common_dtype(pieces, pieces[0].dtype))
-    for view, piece in zip(cut(flat, bucket, rank), pieces, strict=True):
+    for view, piece in zip(cut(flat, bucket, piece_number), pieces, strict=True):
         view.copy_(piece)
     return flat
 
@@ -156,12 +156,12 @@ def to_tree(parts: Sequence[Sequence[Any]], layout: Layout) -> PyTree[Any]:
     return layout.treedef.unflatten([parts[b][k] for b, k in layout.places])
 
 
-def slice_flat(leaves: Sequence[Tensor], bucket: Bucket, rank: int) -> Tensor:
-    """A bucket's whole leaves -> the flat (piece,) of copies of the pieces that `rank` keeps."""
+def slice_flat(leaves: Sequence[Tensor], bucket: Bucket, piece_number: int) -> Tensor:
+    """A bucket's whole leaves -> its `piece_number`-th piece (piece,), a copy."""
     # Zeros: what no leaf fills is padding
     flat = leaves[0].new_zeros(bucket.piece, dtype=_common_dtype(leaves, bucket.dtype))
-    for k, view in enumerate(cut(flat, bucket, rank)):
-        extent = bucket.extent(k, rank)
+    for k, view in enumerate(cut(flat, bucket, piece_number)):
+        extent = bucket.extent(k, piece_number)
         # A copy only where the leaf doesn't lie row by row
         view.copy_(leaves[k].detach().reshape(-1)[extent.in_leaf])
     return flat
@@ -178,6 +178,7 @@ def filled(leaves: Sequence[Tensor], layout: Layout, b: int, fill: Fill | None) 
 
 
 def _common_dtype(leaves: Sequence[Tensor | None], default: torch.dtype) -> torch.dtype:
+    """The one dtype of leaves; those that are None are left out. `default` if all are."""
     dtypes = {leaf.dtype for leaf in leaves if leaf is not None} or {default}
     if len(dtypes) > 1:
         raise TypeError(
@@ -229,11 +230,11 @@ def where_they_lie(leaves: Sequence[Tensor]) -> list[list[Any]]:
     ]
 
 
-def own_piece(flat: Tensor, bucket: Bucket, rank: int) -> Tensor:
-    """Of a flat that is held between steps, this rank's (piece,): a view."""
+def own_piece(flat: Tensor, bucket: Bucket, piece_number: int) -> Tensor:
+    """Of a flat that is held between steps, the `piece_number`-th piece (piece,): a view."""
     # The held flat is one piece; see Note [two cuts] in `layout`
     if bucket.piece == flat.numel():
         return flat
     num_pieces = bucket.cut.num_pieces // bucket.cut.num_held  # pieces in one held flat
-    first = rank % num_pieces * bucket.piece
+    first = piece_number % num_pieces * bucket.piece
     return flat[first : first + bucket.piece]

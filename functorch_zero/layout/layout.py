@@ -106,23 +106,23 @@ class Bucket:
         cut = replace(self.cut, num_pieces=num_held)
         return replace(self, piece=self.numel // num_held, cut=cut)
 
-    def held_by(self, rank: int) -> int:
-        """The number of the piece of `held` in which the `rank`-th piece lies."""
+    def held_by(self, piece_number: int) -> int:
+        """The number of the piece of `held` in which the `piece_number`-th piece lies."""
         # Every rank holds all of it
         if self.cut.num_held == 1:
             return 0
-        return rank * self.cut.num_held // self.cut.num_pieces
+        return piece_number * self.cut.num_held // self.cut.num_pieces
 
-    def first(self, rank: int) -> int:
-        """The first element that `rank` keeps."""
+    def first(self, piece_number: int) -> int:
+        """The first element of the `piece_number`-th piece."""
         # One piece: all ranks keep all of it
-        return rank * self.piece if self.cut.num_pieces > 1 else 0
+        return piece_number * self.piece if self.cut.num_pieces > 1 else 0
 
-    def extent(self, k: int, rank: int) -> Extent:
-        """The part of the bucket's k-th leaf that `rank` keeps."""
+    def extent(self, k: int, piece_number: int) -> Extent:
+        """The part of the bucket's k-th leaf in the `piece_number`-th piece."""
         numel = self.numels[k]
-        # The rank's piece, in elements of the leaf: it may begin before, and end behind it
-        first = self.first(rank) - self.offsets[k]
+        # The piece in elements of the leaf: it may begin before, and end behind it
+        first = self.first(piece_number) - self.offsets[k]
         start = _clamp(first, 0, numel)
         stop = _clamp(first + self.piece, 0, numel)
         return Extent(self.shapes[k], start, stop)
@@ -268,13 +268,19 @@ class Layout:
         return any(bucket.dtypes is not None for bucket in self.buckets)
 
     @cached_property
+    def stores_halves(self) -> bool:
+        """Whether some leaf is stored in a half precision."""
+        return any(bucket.dtype in (torch.float16, torch.bfloat16) for bucket in self.buckets)
+
+    @cached_property
     def trainable(self) -> PyTree[bool]:
         """A tree of bools: which leaves are trained."""
         return self.treedef.unflatten([leaf.trainable for leaf in self.leaves])
 
-    def extents(self, rank: int) -> PyTree[Extent]:
-        """The tree of the parts of leaves that `rank` keeps."""
-        return self.treedef.unflatten([self.buckets[b].extent(k, rank) for b, k in self.places])
+    def extents(self, piece_number: int) -> PyTree[Extent]:
+        """The tree of the parts of leaves in the `piece_number`-th pieces of their buckets."""
+        extents = [self.buckets[b].extent(k, piece_number) for b, k in self.places]
+        return self.treedef.unflatten(extents)
 
     @cached_property
     def cuts(self) -> PyTree[Cut]:

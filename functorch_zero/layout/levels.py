@@ -2,12 +2,14 @@
 
 | level | params between steps | before the loss | gradient | after the update |
 |---|---|---|---|---|
-| 0 | whole | - | whole, one all-reduce per unit | - |
-| 1 | whole | - | whole, one reduce-scatter per unit | one all-gather per bucket |
-| 2 | whole | - | one reduce-scatter per entry of a unit, freed | one all-gather per bucket |
-| 3 | pieces | one all-gather per unit, on use | one reduce-scatter per entry, freed | - |
+| 0 | whole | - | whole, one all-reduce | - |
+| 1 | whole | - | whole, one reduce-scatter | one all-gather |
+| 2 | whole | - | one reduce-scatter at each use of its unit, freed | one all-gather |
+| 3 | pieces | one all-gather at each use of its unit | one reduce-scatter at each, freed | - |
 
-Each bucket has a level of its own, so the units of a model may differ in it.
+Collectives are per bucket, and backward uses a unit again. Each bucket has a level of its own, so
+the units of a model may differ in it. On a mesh, levels 1 to 3 also sum gradients along the
+replicate axis, once per step; `state_axes="both"` adds an all-gather along it after the update.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Level:
     number: int
     name: str
     cuts_state: bool  # optimizer state in pieces
-    streams: bool  # gradients reduced and freed at every entry
+    streams: bool  # gradients reduced and freed at each use of a unit
     cuts_params: bool  # params in pieces between steps
 
     def cut(self, shard: int, replicate: int = 1) -> Cut:

@@ -86,34 +86,38 @@ class Holding:
         return f"{form}, {level}, rank {sharding.rank}"
 
     def views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:
-        """The bucket's leaves as views of its flat: (piece,) in pieces, else as it is held."""
-        rank = self.sharding.number
+        """The bucket's leaves as views of its flat.
+
+        Args:
+            flat: in pieces (piece,); held, (numel,), or at level 3 (bucket.held.piece,).
+        """
+        piece_number = self.sharding.piece_number
         if self.form == "pieces":
-            return cut(flat, bucket, rank)
+            return cut(flat, bucket, piece_number)
         # See Note [two cuts] in `layout`
         if level_of(bucket).cuts_params:
-            return cut(flat, bucket.held, bucket.held_by(rank))
+            return cut(flat, bucket.held, bucket.held_by(piece_number))
         return unpack(flat, bucket)
 
     def shapes(self, bucket: Bucket) -> Sequence[tuple[int, ...]]:
         """The shapes of the bucket's leaves as they are here."""
-        rank = self.sharding.number
+        piece_number = self.sharding.piece_number
         if self.form == "held":
             if not level_of(bucket).cuts_params:
                 return bucket.shapes
-            bucket, rank = bucket.held, bucket.held_by(rank)
-        start = bucket.first(rank)
+            bucket, piece_number = bucket.held, bucket.held_by(piece_number)
+        start = bucket.first(piece_number)
         # Leaves' parts only; every other size is padding
         return [(numel,) for numel in bucket.parts(start, start + bucket.piece)[1::2]]
 
     def find(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         """The inverse of `views`: the flat that the leaves lie in, or a new one that they are
         copied to."""
-        rank = self.sharding.number
+        piece_number = self.sharding.piece_number
         if self.form == "pieces":
-            return flat_of_pieces(leaves, bucket, rank)
+            return flat_of_pieces(leaves, bucket, piece_number)
         if level_of(bucket).cuts_params:
-            return flat_of_pieces(leaves, bucket.held, bucket.held_by(rank))
+            return flat_of_pieces(leaves, bucket.held, bucket.held_by(piece_number))
         return flat_of_leaves(leaves, bucket)
 
 
@@ -370,7 +374,7 @@ def hold(
 
     `fill` gives the values of one bucket's leaves at a time, for trees without.
     """
-    layout, rank = sharding.layout, sharding.number
+    layout, piece_number = sharding.layout, sharding.piece_number
     leaves = optree.tree_leaves(params)
     flats = []
     for b, bucket in enumerate(layout.buckets):
@@ -378,7 +382,7 @@ def hold(
         own = [leaf.detach() for leaf in filled(leaves, layout, b, fill)]
         if level_of(bucket).cuts_params:
             # (held piece,), this rank's
-            flats.append(slice_flat(own, bucket.held, bucket.held_by(rank)))
+            flats.append(slice_flat(own, bucket.held, bucket.held_by(piece_number)))
         else:
             flats.append(pack(own, bucket, device=own[0].device))  # (numel,), the whole bucket
     return ShardedTree.of_flats(flats, Holding(sharding, "held", engine, number))
@@ -389,7 +393,7 @@ def pieces_of(flats: Sequence[Tensor], holding: Holding) -> ShardedTree:
     sharding = holding.sharding
     pieces = [
         # A view of the held flat, or all of it; see Note [two cuts] in `layout`
-        own_piece(flat, bucket, sharding.number) if bucket.trainable else None
+        own_piece(flat, bucket, sharding.piece_number) if bucket.trainable else None
         for flat, bucket in zip(flats, sharding.layout.buckets, strict=True)
     ]
     return ShardedTree.of_flats(pieces, replace(holding, form="pieces"))  # same engine, same number

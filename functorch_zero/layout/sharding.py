@@ -49,12 +49,13 @@ class Sharding:
     layout: Layout
     level: int | None  # None: leaves differ in it, and the layout says
     rank: int  # among all ranks
-    mesh: tuple[int, int, int]  # replicas, ranks of one, and the number of this rank's pieces
+    mesh: tuple[int, int, int]  # the number of replicas, the ranks in each, `piece_number`
     donations: Donations = field(default_factory=Donations, compare=False, repr=False)
 
     @property
-    def number(self) -> int:
-        """The number of this rank's pieces in a bucket."""
+    def piece_number(self) -> int:
+        """Which of the `num_pieces` pieces of a bucket is this rank's, from 0; on a mesh several
+        ranks may share one."""
         return self.mesh[2]
 
 

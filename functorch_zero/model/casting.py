@@ -68,7 +68,10 @@ class Policies:
 
     def cast_calls(self, root: nn.Module) -> None:
         """Make the modules of a model cast their inputs, where they use leaves, and their outputs,
-        where a policy says so. The model is a copy that is nobody else's."""
+        where a policy says so. The model is a copy that is nobody else's.
+
+        The leaves of a ParameterList or its like are used by the module around it.
+        """
         users = set()  # modules in whose calls leaves are used
         for path, module in root.named_modules():
             # Its own leaves, not those of modules inside

@@ -42,7 +42,8 @@ class CompiledForward:
 
 
 def check_options(options: Mapping[str, Any] | None, compiles: bool) -> dict[str, Any]:
-    """The options for torch.compile."""
+    """The options for torch.compile, checked. For inductor `fallback_random` is on, unless they say
+    otherwise."""
     # Options without a region would be silently without effect
     if options and not compiles:
         raise ValueError(

@@ -151,12 +151,15 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """The copy's counterpart of a thing that a function is closed over, or has as a default: a
-    copied module for a module, a function about the copy for a function."""
+    """The copy's counterpart of a thing that a module holds, or that a function is closed over or
+    has as a default: the copied module for a module, its method for a method, a function about the
+    copy for a function."""
     if isinstance(value, MethodType) and id(value.__self__) in memo:
         return MethodType(value.__func__, memo[id(value.__self__)])
     if isinstance(value, FunctionType) and id(value) not in memo:
-        memo[id(value)] = value  # for a function that is closed over itself
+        # Ends the recursion where a function is closed over itself. The copy's cell then holds the
+        # original, which `_check_plain` refuses if it leads to the model.
+        memo[id(value)] = value
         memo[id(value)] = _function_about_copy(value, memo)
     if isinstance(value, nn.Module | FunctionType):  # not in the memo: none of the model's
         return memo.get(id(value), value)

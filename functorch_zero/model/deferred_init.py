@@ -137,9 +137,9 @@ class DeferredInit:
 
     @contextmanager
     def _tied_elsewhere(self, path: str) -> Iterator[None]:
-        """Inside, the module's places of leaves named after other modules are on the meta device.
+        """Inside, the module's places that are not the first of their leaf are on the meta device.
 
-        So a tied leaf is initialised once, by the module that it is named after.
+        So a tied leaf is initialised once, in the place that it is named after.
         """
         places: list[_Place] = []
         for places_of_leaf in self._places.values():

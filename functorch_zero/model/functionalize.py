@@ -169,7 +169,7 @@ def functionalize(
     # Units and layouts are made of shapes
     if any(torch.nn.parameter.is_lazy(p) for p in model.parameters()):
         raise StructureError(
-            "a lazy module has no shapes yet. Remedy: run it once before functionalize"
+            "a lazy module of torch has no shapes yet. Remedy: run it once before functionalize"
         )
     # Before anything is copied, since tied tensors are told by identity
     slots = _slots_of(model.named_parameters(), model, params_dict)

@@ -125,7 +125,8 @@ class Skeleton:
         kinds = {type(leaf) for leaf in params.values()}
         self._lazy = LazyParam in kinds
         leaves = leaves_for(self._param_places, params)
-        # A lazy leaf has its policy's dtype already, and is cast when it is entered
+        # A lazy leaf reports the dtype that it is used in; its values are cast when its unit is
+        # entered
         if self._policies and kinds != {LazyParam}:
             for i, place in enumerate(self._param_places):
                 leaves[i] = self._as_used(place.leaf, leaves[i])

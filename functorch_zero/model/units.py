@@ -136,7 +136,10 @@ def matches(rules: Units, model: nn.Module, path: str, module: nn.Module) -> boo
 
 
 def _is_opened_child(model: nn.Module, path: str) -> bool:
-    """Whether only containers lie between the model and this module, which is not one itself."""
+    """Whether only containers lie between the model and this module, which is not one itself.
+
+    `path` is not "": callers leave out the model itself.
+    """
     if isinstance(model.get_submodule(path), _OPENED):
         return False
     parents = ancestors(path)[1:-1]  # without the module itself, and without the model

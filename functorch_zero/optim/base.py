@@ -221,7 +221,7 @@ def with_statistics(init: Init, update: Update) -> Transform:
             tensors, so all that concerns more than one element is asked of `across`.
 
     Sharded, it runs on pieces; each question is one all-reduce of scalars or vectors for all leaves
-    together.
+    together, and one more where integers are asked about beside floating-point numbers.
     """
     return Transform(
         _lift_init(init),

@@ -100,7 +100,8 @@ class Local(Across):
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
         # Leaves are whole already; the limit holds here, too, so that one process finds the error
-        check_limit(optree.tree_leaves(self.extents), optree.tree_leaves(trees[0]), limit)
+        for tree in trees:
+            check_limit(optree.tree_leaves(self.extents), optree.tree_leaves(tree), limit)
         return trees
 
     def cut(self, tree: Tree) -> Tree:

@@ -15,7 +15,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ..layout.layout import Layout, LeafSpec, Unit
+from ..layout.layout import Bucket, Layout, LeafSpec, Unit
+from ..layout.levels import level_of
 from ..model.lazy_param import LazyParam
 from ..step.loss import LossFn
 
@@ -48,7 +49,7 @@ def one_leaf_a_bucket(layout: Layout) -> Layout:
 def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
     """A loss on a layout of `one_leaf_a_bucket`.
 
-    `num_saved` says how many leaves a unit's backward needs; two stand for more.
+    `num_saved` says how many leaves made on use a unit's backward needs; two stand for more.
     """
 
     def loss(params: list[LazyParam], buffers: Any, batch: Any) -> Tensor:
@@ -56,16 +57,18 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
         for unit in layout.units:
             # Each lazy parameter knows the entrance of its unit
             entrance = params[unit.buckets[0]].entrance
+            # The bucket whose leaf is saved: one that is made on use, if there is one
+            k = next(iter(_made_on_use(layout, unit)), 0)
             saved = min(num_saved(unit), 2)
             # Leaves that no module uses are fetched at the first touch
             if not unit.modules:
-                x = _Use.apply(x, saved, *entrance.touch())  # type: ignore[no-untyped-call]
+                x = _Use.apply(x, k, saved, *entrance.touch())  # type: ignore[no-untyped-call]
             for path in unit.modules:  # all are entered, and the last one computes
                 leaves = entrance.enter(path)
                 if path == unit.modules[-1]:
                     # Inside, leaves are saved by place, so that backward asks for them
                     with entrance.watch():
-                        x = _Use.apply(x, saved, *leaves)  # type: ignore[no-untyped-call]
+                        x = _Use.apply(x, k, saved, *leaves)  # type: ignore[no-untyped-call]
                 del leaves  # as a module's places let go of them
                 entrance.leave(path)
         return x
@@ -74,25 +77,37 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
 
 
 def order_of_units(layout: Layout, num_saved: Callable[[Unit], int], *, keeps: bool) -> list[str]:
-    """The order in which this loss fetches units: forward and, unless they are kept, backward."""
-    forward = [unit.name or "root" for unit in layout.units]
+    """The order in which this loss fetches units: forward and, unless they are kept, backward.
+    Units whose flats all stay are never fetched."""
+    fetched = [unit for unit in layout.units if _made_on_use(layout, unit)]
+    forward = [unit.name or "root" for unit in fetched]
     if keeps:
         return forward
     again = []
-    for unit in reversed(layout.units):
+    for unit in reversed(fetched):
         if unit.modules and num_saved(unit):  # a unit that saves no leaf is not gathered again
             again.append(unit.name or "root")
     return forward + again
 
 
+def _made_on_use(layout: Layout, unit: Unit) -> list[int]:
+    """The positions in the unit of its buckets whose flats are gathered or cast on use. The
+    others stay, and backward needn't fetch them again."""
+    return [k for k, b in enumerate(unit.buckets) if _is_made_on_use(layout.buckets[b])]
+
+
+def _is_made_on_use(bucket: Bucket) -> bool:
+    return level_of(bucket).cuts_params or bucket.dtypes is not None
+
+
 class _Use(torch.autograd.Function):
-    """One use of a unit's leaves. Forward returns x. Backward asks for some of the leaves, and
-    gives all of them a gradient."""
+    """One use of a unit's leaves. Forward returns x. Backward asks `num_saved` times for the k-th
+    leaf, and gives all leaves a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_saved: int, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, k: int, num_saved: int, *leaves: Tensor) -> Tensor:
         # Twice at most: `Overlap` acts at the first two asks
-        ctx.save_for_backward(*[leaves[0]] * num_saved)
+        ctx.save_for_backward(*[leaves[k]] * num_saved)
         ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         return x.view_as(x)
 
@@ -100,15 +115,15 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # which gathers the unit again
         grads: list[Tensor | None] = []
-        # `x` and `num_saved` come first, and are no leaves
-        for like, is_needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True):
+        # `x`, `k` and `num_saved` come first, and are no leaves
+        for like, is_needed in zip(ctx.like, ctx.needs_input_grad[3:], strict=True):
             shape, dtype, device = like
             grads.append(torch.empty(shape, dtype=dtype, device=device) if is_needed else None)
-        return grad, None, *grads
+        return grad, None, None, *grads
 
 
 def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
-    """How many of a unit's leaves its backward needs, guessed by their names.
+    """How many of a unit's leaves that are made on use its backward needs, guessed by their names.
 
     Linear maps, convolutions and norms need their weights in backward and not their biases; a
     lookup needs none.
@@ -125,8 +140,8 @@ def saved_by_names(layout: Layout, model: Any) -> Callable[[Unit], int]:
 
     def num_saved(unit: Unit) -> int:
         total = 0
-        for b in unit.buckets:
-            for n in layout.buckets[b].leaves:
+        for k in _made_on_use(layout, unit):
+            for n in layout.buckets[unit.buckets[k]].leaves:
                 total += is_saved(layout.leaves[n].path)
         return total
 

@@ -140,8 +140,8 @@ class ImaginedStep:
         prepared = PreparedUpdate(step, self._layout, options)
         # No seed: nothing is drawn where nothing has values
         whole = step.init(params, buffers, seed=None)
-        rank, sharding = options.axes.number, options.sharding(self._layout)
-        state = shard_state(whole, prepared, sharding, rank)
+        piece_number, sharding = options.axes.piece_number, options.sharding(self._layout)
+        state = shard_state(whole, prepared, sharding, piece_number)
         flats = state.params.flats()
         updater = _Announced(prepared, self._enter, idle=self._only_buckets)
         # The parts and options are the real ones; only groups and updater are imagined

@@ -115,9 +115,11 @@ class GradientReduction:
     [same data].
 
     Args:
+        layout, axes: the step's.
+        log: takes an entry for each reduction that is started; ranks compare their logs.
         every_use: the buckets whose gradients are reduced at every use of their unit, and freed:
-            those of levels 2 and 3, in pieces. The others' add up whole, and are reduced once per
-            unit, in the last pass's backward.
+            those of levels 2 and 3, in pieces, unless all are to be reduced once per step. The
+            others' add up whole, and are reduced once per unit, in the last pass's backward.
         in_layout_order: start the whole ones in the reverse of the layout's order, each unit once,
             rather than in the order of uses: where nothing else is gathered or reduced in backward.
         by: how a bucket is summed along the shard axis, or over all data where it is not cut.
@@ -145,7 +147,8 @@ class GradientReduction:
         self.whole: dict[int, Tensor] = {}  # by bucket: (numel,), not reduced yet
         self._buckets, self._axes, self._log = layout.buckets, axes, log
         self._under_way: deque[list[UnderWay]] = deque()  # one list per unit, the oldest first
-        self._sums: dict[int, Tensor] = {}  # by bucket: (piece,) or (numel,), storage dtype
+        # By bucket, in the storage dtype: this rank's slice along the shard axis, or (numel,)
+        self._sums: dict[int, Tensor] = {}
 
     def add(self, b: int, flat: Tensor) -> None:
         """Add gradients (numel,) to the bucket's whole ones, in the storage dtype from the second
@@ -167,7 +170,8 @@ class GradientReduction:
     def start(self, b: int, flat: Tensor) -> None:
         """Begin to reduce whole gradients (numel,) of a bucket.
 
-        `flat` is given away; one of level 2 or 3 is only read.
+        `flat` is given away: level 0 reduces in place. One of level 2 or 3 is only read, since it
+        may be autograd's own.
         """
         bucket = self._buckets[b]
         # The log is compared across ranks, so an entry comes before its collective
@@ -213,25 +217,32 @@ class GradientReduction:
         return sums
 
     def _sum_over_replicas(self, sums: dict[int, Tensor]) -> None:
-        """Pieces of sums along the shard axis -> the same of sums over all ranks, in place."""
-        sent = {}  # by bucket: (piece,) in the dtype of reductions; lives until all is done
-        for b, piece in sums.items():
+        """Replace each cut sum along the shard axis by this rank's piece of the sum over all ranks.
+
+        Sums of level 0 were made over all data at once.
+        """
+        sent = {}  # by bucket: the slices, in the dtype of reductions; live until all is done
+        for b, part in sums.items():
             if self._is_cut(b):
-                sent[b] = piece.to(self._buckets[b].reduce)
+                sent[b] = part.to(self._buckets[b].reduce)
         # All are started before the first is waited for
-        started = [self._over_replicas(b, piece) for b, piece in sent.items()]
+        started = [self._over_replicas(b, part) for b, part in sent.items()]
         for reduction in started:
             reduction.work.wait()
             sums[reduction.bucket] = reduction.result.to(self._buckets[reduction.bucket].dtype)
 
-    def _over_replicas(self, b: int, piece: Tensor) -> UnderWay:
-        """Of a sum along the shard axis (piece,), reduce this rank's part or, if state is not cut
-        along the replicate axis, all of it."""
+    def _over_replicas(self, b: int, part: Tensor) -> UnderWay:
+        """Reduce this rank's slice of a sum along the shard axis along the replicate axis.
+
+        Args:
+            part: the bucket's (piece,), which is reduced in place. With a state that is cut over
+                both axes, `replicate.size` pieces, one for each replica.
+        """
         replicate = self._axes.replicate.at(self._label(b))
-        if not self._axes.both:  # in place: (piece,) stays (piece,)
-            return UnderWay(b, piece, replicate.sum(piece))
-        part = piece.new_empty(piece.numel() // replicate.size)  # (piece / replicas,)
-        return UnderWay(b, part, replicate.sum_to_pieces(part, piece))
+        if not self._axes.both:
+            return UnderWay(b, part, replicate.sum(part))
+        piece = part.new_empty(part.numel() // replicate.size)  # (piece,)
+        return UnderWay(b, piece, replicate.sum_to_pieces(piece, part))
 
     def _label(self, b: int) -> str:
         return f"{self._buckets[b].name}/reduce"

@@ -46,7 +46,8 @@ class Gather(Protocol):
         ...
 
     def decode(self, messages: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        """The whole flat (num_ranks * piece,), in a storage that nothing else lies in.
+        """The whole flat (num_ranks * piece,), in a storage that nothing else lies in: a pass knows
+        the flat by its storage, and frees it.
 
         Args:
             messages: (num_ranks * m,) of all ranks, in their order. May be returned.
@@ -75,7 +76,8 @@ class UnitFlats(Protocol):
     """A unit's whole flats, one (num_pieces * piece,) per bucket, in the dtype they are used in."""
 
     transient: bool  # whether they are freed when the unit is left; autograd must not keep them
-    passing: Sequence[bool]  # by bucket, of transient ones: whether this flat goes
+    # By bucket, of transient ones: whether this flat is freed; it was gathered, or cast
+    passing: Sequence[bool]
     here: list[Tensor] | None  # the flats, where nobody has to wait for them
     under_way: Sequence[Gathering] | None  # gathers that were started and not waited for
     versions: Sequence[int]  # of transient ones, when they came: a loss must not write to them
@@ -136,8 +138,10 @@ class GatheredFlats:
     time. Any level: flats that are used in another dtype, rounded as for a gather, and cast.
 
     Args:
-        flats: pieces (piece,) where `cut`; elsewhere whole flats of other levels' leaves, which
-            stay if they needn't be cast.
+        flats: as held between steps, one per bucket: (bucket.held.piece,) where `cut`; elsewhere
+            whole flats of other levels' leaves, which stay if they needn't be cast.
+        buckets: the unit's.
+        cut: by bucket, whether its flat is in pieces between steps, as at level 3.
         group: of the ranks that hold the other pieces.
         log: of the collectives started, which ranks compare.
         name: of the unit, in the log.
@@ -206,7 +210,8 @@ class GatheredFlats:
         return here
 
     def _arrived(self, started: Sequence[Gathering]) -> list[Tensor]:
-        """Wait for the gathers -> whole flats (num_pieces * piece,), in the dtype of gathers."""
+        """Wait for the gathers -> whole flats (num_pieces * piece,), in the dtype of gathers; those
+        that are not cut as they are stored."""
         with ranged("wait for gather", self._name) if profiler_enabled() else NOTHING:
             # All waits first, so that no decoding holds up the arrival of others
             for gathering in started:

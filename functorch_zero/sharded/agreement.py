@@ -132,21 +132,28 @@ def _unpack(vector: Tensor, sections: Sequence[Sequence[float]]) -> list[list[fl
 
 
 def refuse(
-    step: int, loss: Tensor, reduced: Mapping[int, Tensor], layout: Layout, rank: int, group: Group
+    step: int,
+    loss: Tensor,
+    reduced: Mapping[int, Tensor],
+    layout: Layout,
+    piece_number: int,
+    group: Group,
 ) -> NoReturn:
     """Raise, on every rank with the same words: which loss or gradient is not finite on which
     rank. One exchange of JSON.
 
     Args:
+        step: its number.
         loss: this rank's, 0-d.
         reduced: the reduced gradients (piece,), by bucket.
-        rank: this rank's number among the pieces of a bucket.
+        piece_number: of this rank's pieces in a bucket.
+        group: all ranks; every one of them calls this.
     """
     # By path, this rank's gradients (n,)
     pieces: dict[str, Tensor] = {}
     for b, flat in reduced.items():
         bucket = layout.buckets[b]
-        for n, piece in zip(bucket.leaves, cut(flat, bucket, rank), strict=True):
+        for n, piece in zip(bucket.leaves, cut(flat, bucket, piece_number), strict=True):
             pieces[layout.leaves[n].path] = piece
     found = not_finite(pieces)  # this rank's; another rank's pieces may be finite
     everyone = group.exchange(json.dumps([float(loss), found]).encode())

@@ -1,4 +1,5 @@
-"""`describe`: a rank's part of a state, unit by unit: dtypes, traffic, place, bytes."""
+"""`describe`: a rank's part of a state, unit by unit: dtypes, traffic, bytes, and the share of the
+whole that is here."""
 
 from __future__ import annotations
 
@@ -80,7 +81,11 @@ _NUMBERS = ("leaves", "bytes")  # columns that are aligned to the right
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """The row's entries, a cell per column of the head."""
+    """The row's entries, a cell per column of the head.
+
+    Tensors that belong to no leaf have no number of leaves and no compute dtype: "". "-" says that
+    nothing travels, or that there is no optimizer's state.
+    """
     compute = "" if row.compute is None else short(row.compute)
     wire = ", ".join(f"{message} {short(dtype)}" for message, dtype in row.wire)
     params = (
@@ -108,7 +113,8 @@ def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
-    """A rank's part of a state, unit by unit: dtypes, traffic, place, bytes. Print it for a table.
+    """A rank's part of a state, unit by unit: dtypes, traffic, bytes, and the share of the whole.
+    Print it for a table.
 
     Of a step for one process it describes the whole state. No communication.
 
@@ -173,8 +179,8 @@ def _rows_of_parts(step: ShardedTrainStep, state: State) -> list[Row]:
         return []
     assert state.sharding is not None
     step.parts(state.sharding.layout).check(state.parts)
-    # A tensor's place, by how the reduction carries it
-    places = {
+    # The share that is here, by how the reduction carries a tensor
+    shares = {
         "sum": "a share of the sum",
         "pieces": _share(step.options.axes.optimizer.size),
         "same": "whole",
@@ -182,7 +188,7 @@ def _rows_of_parts(step: ShardedTrainStep, state: State) -> list[Row]:
     rows = []
     for name, carried in step.options.reduction.keeps.items():
         tensors = optree.tree_leaves(state.parts["reduction"][name])
-        rows.append(_plain(f"(reduction: {name})", tensors, places[carried]))
+        rows.append(_plain(f"(reduction: {name})", tensors, shares[carried]))
     return rows
 
 
@@ -243,11 +249,11 @@ def _row(
     numel = sum(bucket.numels)
     # A chain may hold both kinds of state for one leaf
     kinds = {slot.planned.kind for slot in slots}
-    places = []
+    shares = []
     if "follows" in kinds:
-        places.append(_share(bucket.cut.num_pieces))
+        shares.append(_share(bucket.cut.num_pieces))
     if "owned" in kinds:
-        places.append("at owners")
+        shares.append("at owners")
     state = [slot.tensor for slot in slots]
     return Row(
         unit=unit,
@@ -259,7 +265,7 @@ def _row(
         where=_share(bucket.cut.num_held),
         nbytes=_nbytes(held),
         state=_distinct_dtypes(state),
-        state_where=", ".join(places),
+        state_where=", ".join(shares),
         state_nbytes=_nbytes(state),
     )
 
@@ -278,7 +284,8 @@ def _wire(bucket: Bucket, gather: Gather) -> tuple[tuple[str, torch.dtype], ...]
         wire.append(("gather", encoded(bucket.gather)))
     if bucket.trainable:
         wire.append(("reduce", bucket.reduce))
-    if bucket.trainable and bucket.cut.level in (1, 2):
+    # Pieces are updated, and larger parts held: levels 1 and 2, and on a mesh `state_axes="both"`
+    if bucket.trainable and bucket.cut.num_pieces > bucket.cut.num_held:
         wire.append(("publish", encoded(bucket.dtype)))
     return tuple(wire)
 

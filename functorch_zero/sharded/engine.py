@@ -106,7 +106,7 @@ class ShardedEngine:
             view = params.pieces()
             made = transform.init_fn(view.tree, self._across_of(layout))
             plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
-            return lay_out_state(made, plan, layout, axes.number)
+            return lay_out_state(made, plan, layout, axes.piece_number)
 
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
@@ -129,7 +129,7 @@ class ShardedEngine:
             return ShardedTree(new, updates.holding), state
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
-        """params + updates, held as params are. One all-gather per bucket at levels 1 and 2."""
+        """params + updates, held as params are. Collectives: those of `publish`."""
         axes = self.options.axes
         with sharing_failures(*axes.groups), torch.no_grad():
             self._check_held(params)
@@ -215,13 +215,15 @@ class ShardedEngine:
         """
         options, axes, layout = self.options, self.options.axes, joined.layout
         self._num_gradients += 1
+        # The trees' serial numbers, the same on all ranks
         numbers = [sharded.holding.number for sharded in trees]
         # Ranks that take gradients of other things, or in another order, find out in `average`
         log = [f"gradient {self._num_gradients} of {name} at trees {numbers}"]
         flats: list[Tensor] = []  # one per bucket of the joined layout, as held between steps
         for sharded in trees:
             flats += sharded.flats()
-        # A program has no State.parts, so no reduction that keeps something
+        # A program, the user's own loop, has no State.parts in which a reduction could keep
+        # tensors. None: the levels' rows say when gradients are reduced.
         summing = replace(options, reduction=SUMMED, reduce_gradients=None)
         reduction = make_reduction(layout, summing, log, {})
         has_aux = False  # known once the loss has returned: whether the caller wants metrics
@@ -235,8 +237,7 @@ class ShardedEngine:
             return Outcome(value, {}, given.metrics, given.weight)
 
         def seed_of(outcome: Outcome) -> LossSeed:
-            # One micro-batch, and no loss scale
-            return loss_seed_of(outcome, layout, axes.data.size, 1, None)
+            return loss_seed_of(outcome, layout, axes.data.size, count=1, scale=None)
 
         look = is_looked_at(self._num_gradients - 1)
         outcome = run_pass(
@@ -253,7 +254,8 @@ class ShardedEngine:
         )
         with torch.no_grad():
             # In place: the flats were made for this gradient
-            to_means(reduced, None if outcome.weight is None else report.weight, None)
+            total = None if outcome.weight is None else report.weight
+            to_means(reduced, total, scale=None)
         mean = report.metrics.pop("loss")
         return ((mean, report.metrics) if has_aux else mean), reduced
 

@@ -42,8 +42,8 @@ class ShardedEvalStep:
     def __call__(self, state: State, batch: Any) -> Metrics:
         """Metrics of this rank's part of the batch, averaged over ranks.
 
-        Collectives: at level 3 one all-gather per unit, on use; one all-reduce of the metrics; and
-        one all-gather per bucket at levels 1 and 2, where other params than the state's are chosen.
+        Collectives: at level 3 one all-gather per bucket, on use of its unit; one all-reduce of the
+        metrics; and those of `publish`, where other params than the state's are chosen.
         """
         with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
             sharding = sharding_of(state, self.options)

@@ -15,7 +15,8 @@ from ..groups.protocol import Group
 def sharing_failures(*groups: Group) -> Iterator[None]:
     """Tell the other ranks when this one fails, so that no rank waits for it.
 
-    Groups that have failed before take part again: a caller may catch an error and go on.
+    Groups that have failed before take part again: a caller may catch an error and go on. For that
+    all ranks come here again, and `rejoin` waits for them.
     """
     # Nothing happens where nothing has failed; else all ranks meet here
     for group in groups:
@@ -23,7 +24,7 @@ def sharing_failures(*groups: Group) -> Iterator[None]:
     try:
         yield
     except NonFiniteError:
-        raise  # on all ranks alike, so none is told
+        raise  # on every rank, after the call's last collective: no rank waits, so none is told
     # An interrupt, too: the others would wait for this rank until the group's time limit
     except BaseException as error:
         # One group's error is known to its ranks, but not to those that share another group

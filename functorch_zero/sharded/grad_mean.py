@@ -70,8 +70,9 @@ def loss_seed_of(
     loss, weight = outcome.loss, outcome.weight
     # Weights are divided by their sum at the end, in `to_means`
     share = 1 / (num_ranks * count) if weight is None else weight
-    # No policy rounds, and the loss has precision enough for any seed
-    is_exact = not layout.rounds and loss.dtype in (torch.float32, torch.float64)
+    # Nothing rounds: no policy, no leaf in halves, and a loss with precision enough for any seed
+    rounds = layout.rounds or layout.stores_halves
+    is_exact = not rounds and loss.dtype in (torch.float32, torch.float64)
     first: Tensor | float  # the part of the share that the seed carries
     factor: Tensor | float | None  # the rest, for packed gradients; None: 1
     if is_exact:
@@ -79,7 +80,8 @@ def loss_seed_of(
     else:
         # A power of two rounds nothing; with a loss scale 1/N, see Note [overflow]
         first = 0.5 ** math.ceil(math.log2(num_ranks)) if scale is None else 1 / num_ranks
-        factor = share / first
+        # Of a power of two nothing is left, and gradients needn't be copied to be multiplied
+        factor = None if weight is None and share == first else share / first
     if scale is not None:
         first = first * scale
     seed = torch.as_tensor(first, dtype=loss.dtype, device=loss.device)

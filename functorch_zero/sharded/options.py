@@ -28,7 +28,7 @@ class StatePlace(NamedTuple):
     level: int | None  # None: leaves differ in it
     num_pieces: int  # of the optimizer's state
     rank: int
-    mesh: tuple[int, int, int]  # replicas, ranks of one, and the number of this rank's pieces
+    mesh: tuple[int, int, int]  # the number of replicas, the ranks in each, this rank's piece
 
     def __str__(self) -> str:
         level = "several levels" if self.level is None else f"level {self.level}"
@@ -94,7 +94,7 @@ class Options:
             level=self.levels.number,
             num_pieces=axes.optimizer.size,
             rank=self.group.rank,
-            mesh=(axes.replicate.size, axes.shard.size, axes.number),
+            mesh=(axes.replicate.size, axes.shard.size, axes.piece_number),
         )
 
     def sharding(self, layout: Layout) -> Sharding:

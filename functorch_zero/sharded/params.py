@@ -121,17 +121,25 @@ def make_unit_flats(
     gather: Gather,
     params: PyTree[Tensor] = None,
 ) -> list[UnitFlats]:
-    """Each unit's whole flats, for one pass. `params` may have been cut from the flats already."""
+    """Each unit's whole flats, for one pass.
+
+    Args:
+        flats: by bucket, those that hold the params between steps: (numel,), or pieces at level 3.
+        log: takes an entry for each gather that is started.
+        params: whole leaves that have been cut from the flats already; None: they are cut on use.
+    """
     made: list[UnitFlats] = []
     # Whole leaves in tree order; empty where `params` is None
     leaves = optree.tree_leaves(params)
     for unit, content in zip(layout.units, layout.contents, strict=True):
         own = [*map(flats.__getitem__, unit.buckets)]
-        sharded = [level_of(bucket).cuts_params for bucket in content.buckets]
-        # Flats of this pass, gathered or cast; else those of the state, which stay
-        if content.rounds or any(sharded):
+        in_pieces = [level_of(bucket).cuts_params for bucket in content.buckets]
+        # Gathered at level 3, cast where a leaf is used in another dtype; else the state's own
+        if content.rounds or any(in_pieces):
             group = labelled(axes.shard.group, f"{unit.name or 'root'}/gather")
-            made.append(GatheredFlats(own, content.buckets, sharded, group, log, unit.name, gather))
+            made.append(
+                GatheredFlats(own, content.buckets, in_pieces, group, log, unit.name, gather)
+            )
         else:
             held = [*map(leaves.__getitem__, content.leaves)] if leaves else ()
             made.append(ResidentFlats(own, content.buckets, held))
@@ -153,9 +161,10 @@ def publish(
         flats: of the params, one per bucket.
         updates: this rank's pieces; where one is None, the leaf stays as it is.
 
-    Levels 1 and 2: one all-gather per bucket, each started when that bucket is ready.
+    Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
+    is ready. With `state_axes="both"` one along the replicate axis comes first, at level 3 too.
     """
-    rank, layout = axes.number, params.sharding.layout
+    piece_number, layout = axes.piece_number, params.sharding.layout
     # Per leaf in tree order, (n,) or None
     given = None if updates is None else layout.treedef.flatten_up_to(updates)
     made, started = [], []
@@ -166,16 +175,20 @@ def publish(
         if not bucket.trainable:
             continue
         if given is not None:
-            old_piece, piece = own_piece(flat, bucket, rank), own_piece(new, bucket, rank)
+            old_piece = own_piece(flat, bucket, piece_number)
+            piece = own_piece(new, bucket, piece_number)
             own = [given[n] for n in bucket.leaves]
             if any(update is None for update in own):
-                own = _zeros_for_none(own, cut(old_piece, bucket, rank))
-            update = flat_of_pieces(own, bucket, rank)  # (piece,)
+                own = _zeros_for_none(own, cut(old_piece, bucket, piece_number))
+            # A flat has one dtype, and an optimizer may choose that of updates leaf by leaf
+            if len({update.dtype for update in own}) > 1:
+                own = [update.to(flat.dtype) for update in own]
+            update = flat_of_pieces(own, bucket, piece_number)  # (piece,)
             # Rounded to the param's dtype before the sum, as the oracle does
             torch.add(old_piece, update.to(flat.dtype), out=piece)
         # The all-gather runs while the next bucket is added
-        if over := _held_over(bucket, axes):
-            started.append(_Spreading(new, bucket, over, gather))
+        if over := _published_along(bucket, axes):
+            started.append(_Publishing(new, bucket, over, gather))
     _finish(started)
     return params.with_flats(made)
 
@@ -187,7 +200,7 @@ def _zeros_for_none(updates: Sequence[Tensor | None], pieces: Sequence[Tensor]) 
     ]
 
 
-class _Spreading:
+class _Publishing:
     """A bucket's new pieces on their way to the ranks that hold them between steps: an all-gather
     along each axis."""
 
@@ -195,7 +208,8 @@ class _Spreading:
         self._gather = gather
         # Where messages are no pieces: the stage under way, and its messages (num_ranks * m,)
         self._arriving: tuple[Group, Tensor, Tensor] | None = None
-        # Per axis: its group, the out (N * k,), and this rank's piece of it (k,), a view
+        # Per axis: its group, the out (N * k,), and this rank's piece of it (k,), a view. Taken
+        # from the end: the innermost axis is the last one.
         self._stages: list[tuple[Group, Tensor, Tensor]] = []
         for axis in over:
             group = labelled(axis, f"{bucket.name}/publish")
@@ -230,14 +244,14 @@ class _Spreading:
         return self._work is not None
 
 
-def _finish(started: list[_Spreading]) -> None:
+def _finish(started: list[_Publishing]) -> None:
     """Wait for all of them. Each starts its next all-gather before the last ones have ended."""
     while started:
         # In bucket order on every rank, so the second axis's gathers start in one order, too
-        started = [spreading for spreading in started if spreading.go_on()]
+        started = [publishing for publishing in started if publishing.go_on()]
 
 
-def _held_over(bucket: Bucket, axes: Axes) -> list[Group]:
+def _published_along(bucket: Bucket, axes: Axes) -> list[Group]:
     """The axes along which ranks update pieces of a flat that each holds between steps, outermost
     first."""
     level = level_of(bucket)
@@ -253,25 +267,27 @@ def evaluated(
     axes: Axes,
     gather: Gather,
 ) -> list[Tensor]:
-    """The flats that would hold the params between steps, were the trained ones `chosen`.
+    """The flats that would hold the params between steps, were the trained ones `chosen`, as
+    `eval_step(params=...)` chooses them: an average, say.
 
     Args:
         chosen: this rank's pieces of the trained leaves, None or absent elsewhere.
         flats: that hold the params between steps. Those of frozen buckets are passed on.
 
-    Levels 1 and 2: one all-gather per bucket, all under way at once.
+    Collectives: those of `publish`, for all buckets under way at once.
     """
     # Trained leaves alone are given, in tree order
     leaves, held, started = iter(optree.tree_leaves(chosen)), [], []
     pieces = {n: next(leaves) for n in _trained_numbers(layout)}  # by the leaf's number
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         if bucket.trainable:
+            # A user's function may have given another shape
             in_bucket = [pieces[n].reshape(-1) for n in bucket.leaves]
-            own = flat_of_pieces(in_bucket, bucket, axes.number)
+            own = flat_of_pieces(in_bucket, bucket, axes.piece_number)
             # Never in place: the state's own params stay as they are
             flat = torch.empty_like(flat)
-            own_piece(flat, bucket, axes.number).copy_(own)
-            started.append(_Spreading(flat, bucket, _held_over(bucket, axes), gather))
+            own_piece(flat, bucket, axes.piece_number).copy_(own)
+            started.append(_Publishing(flat, bucket, _published_along(bucket, axes), gather))
         held.append(flat)
     _finish(started)
     return held

@@ -48,7 +48,7 @@ class ReductionParts:
 
     def __init__(self, reduction: Reduction, layout: Layout, axes: Axes):
         self._reduction, self._layout, self._axes = reduction, layout, axes
-        self._rank = axes.number  # among the pieces of a bucket
+        self._piece_number = axes.piece_number
         # A whole state has one piece of each place, and replicas would disagree about it
         if "pieces" in reduction.keeps.values() and axes.replicate.size > 1:
             raise NotImplementedError(
@@ -152,7 +152,7 @@ class ReductionParts:
             return leaves[bucket.name].clone()
         own = [leaves[key] for key in self._paths(bucket)]
         if carried == "pieces":
-            return slice_flat(own, bucket, self._rank)
+            return slice_flat(own, bucket, self._piece_number)
         # The one row of a whole state, (numel,)
         row = flat_of_leaves([leaf[0] for leaf in own], bucket)
         # Any split with this sum would do; this one is exact
@@ -166,7 +166,7 @@ class ReductionParts:
             return {bucket.name: kept}
         # An uncut bucket's piece is all of it, and its leaves keep their shapes
         if carried == "pieces" and bucket.cut.num_pieces > 1:
-            views = cut(kept, bucket, self._rank)
+            views = cut(kept, bucket, self._piece_number)
         else:
             views = unpack(kept, bucket)
         if carried == "sum":
@@ -183,7 +183,7 @@ class ReductionParts:
             return flat_of_leaves([leaf[0] for leaf in own], bucket)
         if bucket.cut.num_pieces == 1:
             return flat_of_leaves(own, bucket)
-        return flat_of_pieces(own, bucket, self._rank)
+        return flat_of_pieces(own, bucket, self._piece_number)
 
     def _expected(self) -> Parts:
         """The structure of the parts, with a Kind for each leaf."""

@@ -70,7 +70,8 @@ class Updater(Protocol):
         ...
 
     def stored(self, state: Any, old: Any = None) -> Any:
-        """The optimizer's state, where it lies between steps: in the storage of `old`, if given."""
+        """The optimizer's state, where it lies between steps: over the tensors of `old`, if
+        given."""
         ...
 
 
@@ -93,9 +94,9 @@ class Run:
         return self.sharding.layout
 
     @property
-    def rank(self) -> int:
+    def piece_number(self) -> int:
         """This rank's number among the pieces of a bucket."""
-        return self.options.axes.number
+        return self.options.axes.piece_number
 
 
 class Local(NamedTuple):
@@ -220,7 +221,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
     # All ranks come here alike, so one more exchange can say which leaf, on which rank
     if not fine and policy.nonfinite == "raise":
         number = int(run.state.step)
-        agreement.refuse(number, outcome.loss, local.reduced, run.layout, run.rank, group)
+        agreement.refuse(number, outcome.loss, local.reduced, run.layout, run.piece_number, group)
     finite = policy.next(run.state.finite, fine=fine)
     return Agreed(report.metrics, report.weight, report.num_weighty, changed, fine, finite)
 

@@ -22,12 +22,12 @@ from .params import all_gather_params
 from .update import PreparedUpdate
 
 
-def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) -> Any:
+def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, piece_number: int) -> Any:
     """Put leaves that follow a param into one new flat per bucket and slot; copy the rest.
 
     Args:
         opt_state: this rank's, as `init` makes it: (n,) where a leaf follows a param.
-        rank: this rank's number among the pieces of a bucket.
+        piece_number: of this rank's pieces in a bucket.
     """
     leaves, treedef = optree.tree_flatten(opt_state)
     assert len(leaves) == len(plan.leaves), (
@@ -37,9 +37,9 @@ def lay_out_state(opt_state: Any, plan: StatePlan, layout: Layout, rank: int) ->
     for shared in _sharing_a_flat(plan, layout):
         own = [leaves[i] for i in shared.positions]
         if len({x.dtype for x in own}) > 1:
-            continue  # an init may choose the dtype by shape; a flat has one
+            continue  # an init may choose the dtype by shape or path; a flat has one
         flat = own[0].new_zeros(shared.bucket.piece)  # (piece,), padding stays 0
-        views = cut(flat, shared.bucket, rank)
+        views = cut(flat, shared.bucket, piece_number)
         for i, x, view in zip(shared.positions, own, views, strict=True):
             new[i] = view.copy_(x)
     for i, x in enumerate(leaves):
@@ -57,9 +57,9 @@ class _Shared(NamedTuple):
 
 
 def _sharing_a_flat(plan: StatePlan, layout: Layout) -> list[_Shared]:
-    """The leaves that share flats, in bucket order. A slot that some leaf of a bucket lacks has no
-    flat there."""
-    # (slot, param) -> position in flatten order
+    """The leaves that share flats, in bucket order: for Adam each bucket's first moments (slot 0),
+    and its second ones (slot 1). A slot that some leaf of a bucket lacks has no flat there."""
+    # (slot, number of the param) -> position in flatten order
     positions = plan.slots()
     num_slots = 1 + max((slot for slot, _ in positions), default=-1)
     found = []
@@ -139,7 +139,8 @@ def _gather_piece(piece: Tensor, counts: list[int], group: Group) -> Tensor:
 
 
 def _from_owner(x: Tensor, leaf: StateLeaf, group: Group) -> Tensor:
-    """A leaf that its owner has whole, and the other ranks empty: one broadcast."""
+    """A leaf of kind "owned": its owner, a rank of `group`, has it whole, and the others empty. One
+    broadcast."""
     if leaf.owner == group.rank:
         whole = x.clone()
     else:
@@ -156,11 +157,11 @@ def shard_state(
     whole: State,
     prepared: PreparedUpdate,
     sharding: Sharding,
-    rank: int,
+    piece_number: int,
     engine: Engine | None = None,
     number: int = 0,
 ) -> State:
-    """The `rank`-th part of a whole state, in tensors of its own. No communication.
+    """The `piece_number`-th part of a whole state, in tensors of its own. No communication.
 
     Args:
         engine, number: of the sharded params; see `Holding`.
@@ -170,9 +171,9 @@ def shard_state(
     assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
     own = []  # views: `lay_out_state` copies them
     for x, leaf in zip(leaves, plan.leaves, strict=True):
-        own.append(_part_of_leaf(x, leaf, layout, rank))
+        own.append(_part_of_leaf(x, leaf, layout, piece_number))
     # Laid out as `init` does it, so that updates find flats without a copy
-    opt_state = lay_out_state(treedef.unflatten(own), plan, layout, rank)
+    opt_state = lay_out_state(treedef.unflatten(own), plan, layout, piece_number)
     held = hold(whole.params, sharding, engine=engine, number=number)
     parts = prepared.parts.part(whole.parts, held.flats()[0].device)
     value = TrainValue(
@@ -190,14 +191,14 @@ def shard_state(
     )
 
 
-def _part_of_leaf(x: Any, leaf: StateLeaf, layout: Layout, rank: int) -> Any:
-    """This rank's part of a whole leaf of the optimizer's state: a view, or empty where another
-    rank owns it."""
+def _part_of_leaf(x: Any, leaf: StateLeaf, layout: Layout, piece_number: int) -> Any:
+    """This rank's part of a whole leaf of the optimizer's state: a view; empty where another rank
+    owns the leaf."""
     if leaf.kind == "follows":
         b, k = layout.places[leaf.leaf]
-        extent = layout.buckets[b].extent(k, rank)
+        extent = layout.buckets[b].extent(k, piece_number)
         return x.reshape(-1)[extent.in_leaf]
     # As `init` makes it where another rank owns the leaf
-    if leaf.kind == "owned" and leaf.owner != rank:
+    if leaf.kind == "owned" and leaf.owner != piece_number:
         return x.new_empty(0)
     return x

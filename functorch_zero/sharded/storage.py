@@ -1,7 +1,8 @@
 """The place of the optimizer's state between steps: a seam, `shard(state_storage=...)`.
 
 The state's flats are moved, one per bucket and slot, and tensors that lie in none. Single numbers,
-0-d, stay where they are.
+0-d, stay where they are. A leaf's *home* is the tensor that is moved with it: the flat that it is
+a view of, or the leaf itself.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def fetched(storage: StateStorage | None, state: Any) -> Any:
 
 
 def stored(storage: StateStorage | None, state: Any, old: Any = None) -> Any:
-    """The inverse of `fetched`; into the storage of `old`, a state that is used up, if given."""
+    """The inverse of `fetched`. Written over the tensors of `old`, a state that is used up, if
+    given."""
     if storage is None:
         return state
     leaves, treedef = optree.tree_flatten(state)
@@ -70,6 +72,7 @@ def stored(storage: StateStorage | None, state: Any, old: Any = None) -> Any:
         if into is not None and (id(into) in taken or not _alike(into, home)):
             into = None
         taken.add(id(into))
+        # A storage may keep what it is given, and must not keep a graph
         homes[id(home)] = storage.store(home.detach(), into)
     return treedef.unflatten([_in(homes, leaf) for leaf in leaves])
 

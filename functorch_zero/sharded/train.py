@@ -186,7 +186,7 @@ class ShardedTrainStep:
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout)
             number = next_number(self.group)
-            return shard_state(state, prepared, sharding, self._rank, self.engine, number)
+            return shard_state(state, prepared, sharding, self._piece_number, self.engine, number)
 
     def parts(self, layout: Layout) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
@@ -201,12 +201,12 @@ class ShardedTrainStep:
         for."""
         prepared = self._prepare(layout)
         made = self.unsharded.optimizer.init(params.pieces().tree, prepared.across)
-        return prepared.stored(lay_out_state(made, prepared.plan, layout, self._rank))
+        return prepared.stored(lay_out_state(made, prepared.plan, layout, self._piece_number))
 
     @property
-    def _rank(self) -> int:
+    def _piece_number(self) -> int:
         """This rank's number among the pieces of a bucket."""
-        return self.options.axes.number
+        return self.options.axes.piece_number
 
     def _prepare(self, layout: Layout) -> PreparedUpdate:
         """The plans that follow from a layout. Those of the last layout are kept."""

@@ -38,6 +38,7 @@ class PreparedUpdate:
         self._optimizer, self._storage = step.optimizer, options.state_storage
         # A fused kernel adds the updates to the params itself, so nobody could measure them
         measures = "update_norm" in step.metrics
+        # (the parts before it, its fused end), or None: no kernel runs
         self._split = None if measures else split_fused(step.optimizer)
 
     def update(
@@ -55,7 +56,8 @@ class PreparedUpdate:
             if self.across.fuses(fused, flats):
                 return None, self._update_fused(head, fused, grads, state, params, flats)
         updates, state = self._optimizer.update(grads.tree, state, params.tree, self.across)
-        # Params are written to next, in `publish`; the state may be one of them
+        # `publish` writes over the params, in which leaves of the state may lie; gradients and
+        # updates are only read from here on
         state = self.across.keep(state, params.tree)
         same_structure(params.tree, updates, what="the optimizer's updates")
         return updates, state
@@ -72,6 +74,7 @@ class PreparedUpdate:
         """The next state of an optimizer that is a kernel, or a chain that ends in one.
 
         Args:
+            state: the kernel's; of a chain, a tuple with the kernel's last.
             flats: (piece,) each, of the trained params, to which the kernel adds the updates.
         """
         # The kernel takes the gradients as they come
@@ -88,7 +91,8 @@ class PreparedUpdate:
         return fetched(self._storage, state)
 
     def stored(self, state: Any, old: Any = None) -> Any:
-        """The optimizer's state, where it lies between steps: in the storage of `old`, if given."""
+        """The optimizer's state, where it lies between steps: over the tensors of `old`, if
+        given."""
         return stored(self._storage, state, old)
 
 

@@ -92,7 +92,7 @@ class Sharded(Across):
             )
         return self._narrowed[chosen]
 
-    # Questions: one all-reduce for all leaves of all trees
+    # Questions: one all-reduce for all leaves of all trees, or two, where some are integers
 
     def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
         shares: list[Tree] = []  # of this rank, 0-d per leaf
@@ -165,7 +165,7 @@ class Sharded(Across):
         return flags
 
     def _reduce(self, trees: Sequence[Tree], op: ReduceOp, cuts: Sequence[bool]) -> list[Tree]:
-        """Reduce the leaves that are cut, of any shape and dtype, in one all-reduce.
+        """Reduce the leaves that are cut, of any shape and dtype. See `_all_reduce`.
 
         Args:
             trees: this rank's shares.
@@ -182,17 +182,26 @@ class Sharded(Across):
         return list(treedef.unflatten(leaves))
 
     def _all_reduce(self, values: list[Tensor], op: ReduceOp) -> list[Tensor]:
-        """Reduce values of any shape and dtype, each to its own, packed in the widest dtype."""
-        dtype = widest_dtype(values)
+        """Reduce values of any shape and dtype, each to its own. One all-reduce, or two, where some
+        are integers and others not."""
         # Counts lie on the CPU; a group of GPUs takes no message from there
         elsewhere = (x.device for x in values if x.device.type != "cpu")
         device = next(elsewhere, values[0].device)
-        # (k,), the values one after the other: a collective costs more than its few bytes
-        packed = torch.cat([x.reshape(-1).to(device, dtype) for x in values])
-        self._group.all_reduce(packed, op).wait()
-        reduced = []
-        for x, part in zip(values, packed.split(list(map(Tensor.numel, values))), strict=True):
-            reduced.append(part.view(x.shape).to(x.dtype))
+        # Floating point would round integers above 2**24, so these travel apart
+        positions: tuple[list[int], list[int]] = [], []
+        for i, x in enumerate(values):
+            is_integer = not (x.is_floating_point() or x.is_complex())
+            positions[is_integer].append(i)
+        reduced = list(values)
+        for at in filter(None, positions):
+            own = [values[i] for i in at]
+            dtype = widest_dtype(own)
+            # (k,), the values one after the other: a collective costs more than its few bytes
+            packed = torch.cat([x.reshape(-1).to(device, dtype) for x in own])
+            self._group.all_reduce(packed, op).wait()
+            parts = packed.split(list(map(Tensor.numel, own)))
+            for i, x, part in zip(at, own, parts, strict=True):
+                reduced[i] = part.view(x.shape).to(x.dtype)
         return reduced
 
     def keep(self, state: Any, *passing: Tree) -> Any:
@@ -222,8 +231,8 @@ class Sharded(Across):
     def fused(
         self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
     ) -> Any:
-        """Run a transform's kernel on flats of donated params, and on donated state. Returns the
-        state."""
+        """Run a transform's kernel on flats (piece,) of updates and of donated params, as `flats`
+        gives them, and on donated state, where `fuses` is true. Returns the state."""
         return self._on_flats.fused(transform, updates, state, params)
 
     # Whole leaves: one all-to-all in, one out
@@ -252,6 +261,8 @@ class Sharded(Across):
     def run_whole(
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
+        """Each rank updates the leaves that it owns or has whole. The others' `Owned` states, empty
+        here, are passed on."""
         leaves, treedef = optree.tree_flatten(updates)
         states: list[Owned] = treedef.flatten_up_to(state)
         owners = self._owners(part)
@@ -274,10 +285,11 @@ class Sharded(Across):
     # The whole tree: gathered on every rank
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
-        """Everyone owns every leaf: S (N-1)/N bytes arrive for each tree."""
+        """Everyone owns every leaf. S (N-1)/N bytes of each tree of S arrive at each of N ranks."""
         extents, treedef = optree.tree_flatten(self.extents)
         leaves = list(map(optree.tree_leaves, trees))
-        check_limit(extents, leaves[0], limit)
+        for tree in leaves:
+            check_limit(extents, tree, limit)
         gathered = []
         for whole in self._exchange.to_owners(leaves, [EVERYONE] * len(extents)):
             # Leaves arrive dtype by dtype

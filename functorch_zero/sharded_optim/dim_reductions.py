@@ -6,7 +6,8 @@ kept; `rows` are the dims before it. So a piece is a few whole rows with a part 
 Each row goes to one row of the answer.
 
 A piece of a box of the tensor is first taken as a piece of a tensor of the box's shape. The answer
-about that is the box's part of the answer about the whole.
+about that is the box's part of the answer about the whole. No layout here cuts leaves into boxes:
+they are for pieces that lie in some columns of a matrix.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
     """This piece's share of a sum or maximum over `dims`.
 
     Args:
-        piece: (extent.num_here,)
+        piece: (extent.num_here,); floating-point where `op` is "max".
         extent: where the piece lies in its leaf.
         dims: of the leaf, in order; may be none or all.
         op: "sum" or "max".

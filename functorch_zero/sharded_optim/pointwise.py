@@ -45,7 +45,7 @@ class FlatGroup:
     leaves: tuple[int, ...]  # their numbers in the layout
     positions: tuple[int, ...]  # of the leaves in the masked trees, which lack the other leaves
     bucket: Bucket | None  # None: a single leaf, whose piece is the flat
-    rank: int  # of this rank's piece in a bucket
+    piece_number: int  # of this rank's piece in a bucket
 
     def find(self, pieces: Sequence[Tensor]) -> Tensor:
         """The flat (piece,) that the leaves' pieces lie in, or a new one that they are copied
@@ -53,37 +53,44 @@ class FlatGroup:
         # A single leaf's piece is its flat, wherever it lies
         if self.bucket is None:
             return pieces[0]
-        return flat_of_pieces(pieces, self.bucket, self.rank)
+        return flat_of_pieces(pieces, self.bucket, self.piece_number)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         """The inverse of `find`: the pieces, as views of the flat."""
         if self.bucket is None:
             return [flat]
-        return cut(flat, self.bucket, self.rank)
+        return cut(flat, self.bucket, self.piece_number)
 
 
 class PointwiseOnFlats:
     """Pointwise updates of the leaves where `mask` is true, on this rank's pieces.
 
+    A state has two structures: `full`, leaf by leaf as `init` makes it, and `one`, that of a single
+    flat. A `_Place` says for a leaf of `one`, and a group, where it lies in the full state.
+
     Args:
-        layout: how the params are cut; `rank` is this rank's number among the pieces.
+        layout: how the params are cut; `piece_number`: of this rank's pieces.
         donate: updates and state may be overwritten.
     """
 
-    def __init__(self, layout: Layout, mask: PyTree[bool], rank: int, *, donate: bool):
+    def __init__(self, layout: Layout, mask: PyTree[bool], piece_number: int, *, donate: bool):
         self._layout, self._mask, self._donate = layout, mask, donate
         everything = layout.treedef.unflatten(range(len(layout.leaves)))
         # Of the leaves where the mask is true, in tree order
         self.numbers: list[int] = optree.tree_leaves(select(everything, mask))
-        self._groups = _group_leaves(layout, self.numbers, rank)
+        self._groups = _group_leaves(layout, self.numbers, piece_number)
         # None: the transform doesn't treat all leaves alike. Weak: it goes with the transform.
         self._regroupings: WeakKeyDictionary[Pointwise, _Regrouping | None] = WeakKeyDictionary()
 
     def update(self, part: Pointwise, updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
         """Run a pointwise update: `(updates, state)`. Donated storage is written over."""
         regrouping = self._regrouping(part)
-        # Leaves that are not treated alike stay apart. Without leaves, counts go on all the same.
+        # Leaves that are not treated alike stay apart. Without leaves there is no group, but the
+        # state's count of steps must go on.
         if regrouping is None or not self._groups:
+            return part.update(updates, state, params)
+        # A flat has one dtype, and transforms may choose it leaf by leaf
+        if not self._share_dtypes(regrouping, updates, state):
             return part.update(updates, state, params)
 
         # Replaced group by group, so that old updates are freed on the way
@@ -96,9 +103,9 @@ class PointwiseOnFlats:
         # Per group, the operands beside its updates: flats (piece,), and counts that groups share
         states = regrouping.group_states(regrouping.find_flats(old_state), old_state)
         for group, own_state, places in zip(self._groups, states, regrouping.places, strict=True):
-            # Pieces that were copied to a new flat would not change with it
             pieces = _at(group.positions, new_updates)
             flat = group.find(pieces)
+            # Pieces that were copied to a new flat would not change with it
             donated = _share(pieces[0], flat) and storage_id(flat) in writable
             operands = [_Operand(flat, is_flat=True, donated=donated)]
             for tensor, place in zip(own_state, places, strict=True):
@@ -120,6 +127,13 @@ class PointwiseOnFlats:
                 elif new is not old:
                     _put(group.cut(new), place.positions, new_state)
         return treedef.unflatten(new_updates), regrouping.full.unflatten(new_state)
+
+    def _share_dtypes(self, regrouping: _Regrouping, updates: Tree, state: Any) -> bool:
+        """Whether the leaves that are to lie in one flat have one dtype, flat by flat."""
+        update_leaves, state_leaves = optree.tree_leaves(updates), optree.tree_leaves(state)
+        flats = [_at(group.positions, update_leaves) for group in self._groups]
+        flats += [_at(place.positions, state_leaves) for place in regrouping.following]
+        return all(len({leaf.dtype for leaf in flat}) == 1 for flat in flats)
 
     def _writable_storages(self, updates: list[Tensor], params: list[Tensor]) -> set[int]:
         """The storages of updates that results may be written to."""
@@ -213,7 +227,7 @@ class PointwiseOnFlats:
         return _Regrouping(full, one, self._groups, remember=self._donate)
 
 
-def _group_leaves(layout: Layout, numbers: Sequence[int], rank: int) -> list[FlatGroup]:
+def _group_leaves(layout: Layout, numbers: Sequence[int], piece_number: int) -> list[FlatGroup]:
     """The groups of the leaves with these numbers, bucket by bucket."""
     # A leaf's number in the layout -> its position in the masked trees
     positions = {number: position for position, number in enumerate(numbers)}
@@ -222,11 +236,11 @@ def _group_leaves(layout: Layout, numbers: Sequence[int], rank: int) -> list[Fla
         chosen = tuple(number for number in bucket.leaves if number in positions)
         if len(chosen) == len(bucket.leaves):
             own_positions = tuple(map(positions.__getitem__, chosen))
-            groups.append(FlatGroup(chosen, own_positions, bucket, rank))
+            groups.append(FlatGroup(chosen, own_positions, bucket, piece_number))
         else:
             # The flat of such a bucket would hold leaves that the update must not see
             for number in chosen:
-                groups.append(FlatGroup((number,), (positions[number],), None, rank))
+                groups.append(FlatGroup((number,), (positions[number],), None, piece_number))
     return groups
 
 
@@ -351,7 +365,7 @@ def _run_in_chunks(
     """A pointwise update of one flat: the operands' results, in chunks that stay in a CPU's cache.
 
     Args:
-        one: structure of the state.
+        one: structure of one flat's state.
         operands: the updates, then the state's leaves.
         param: (piece,), the params' flat.
 

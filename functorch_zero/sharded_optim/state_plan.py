@@ -146,6 +146,7 @@ class Planner(Local):
         for i, (leaf, extent) in enumerate(zip(leaves, extents, strict=True)):
             # Run on a whole leaf of true shape, without values, as its owner will run it
             state = part.init(leaf.new_empty(extent.shape))
+            # The plan numbers leaves in the layout, and `Owned` in this tree, which may be a part
             states.append(Owned(_at_owner(state, numbers[i], owners[i]), i))
         return treedef.unflatten(states)
 

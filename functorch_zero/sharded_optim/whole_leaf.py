@@ -149,7 +149,7 @@ class Exchange:
 
         Args:
             trees: of each, this rank's pieces (n,), by position.
-            owners: by position, a rank or EVERYONE.
+            owners: by position, a rank; or EVERYONE, to which a cut leaf goes whole.
 
         Returns:
             Of each tree, by position, the leaves that are whole on this rank: those that it owns,
@@ -202,9 +202,9 @@ class Exchange:
         """Send each rank its pieces of the results. One all-to-all per dtype.
 
         Args:
-            results: the whole leaves that this rank owns, by position.
-            pieces: by position, this rank's pieces (n,) before the update, for their dtypes.
-            owners: by position, a rank or EVERYONE.
+            results: by position, the leaves that are whole on this rank, in the pieces' dtypes.
+            pieces: by position, this rank's pieces (n,) before the update.
+            owners: by position, a rank; EVERYONE of leaves that are not cut, and of no others.
 
         Returns:
             By position, this rank's pieces (n,) of the results.

@@ -81,9 +81,10 @@ def eval_step(
     Args:
         fn: the function to evaluate.
         params: leaves to evaluate it on instead of the params: `(opt_state, params) -> params`, of
-            the trained leaves (None elsewhere), such as `optim.ema_params`. At levels 1 to 3 it
-            sees and gives this rank's pieces; levels 1 and 2 gather them, one all-gather per
-            bucket.
+            the trained leaves (None elsewhere), such as `optim.ema_params`. Sharded, it sees and
+            gives 1-D pieces at every level; at level 0 a piece is all of its leaf. Levels 1 and 2
+            gather them, one all-gather per trained bucket. With `state_axes="both"` there is one
+            more along the replicate axis, at level 3 too.
     """
     return EvalStep(fn, params)
 

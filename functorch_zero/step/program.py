@@ -44,10 +44,11 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     Sharded trees may be anywhere in `tree` and `args`. Then each rank passes its own part of all
     else in `args`. Value and metrics are means over ranks; gradients are of that mean, in the form
     of pieces. Units of read trees are gathered on use, like those of `tree`. Every rank calls it.
-    Collectives: those of the levels' rows, and one all-reduce of the value.
+    Collectives: those of each level's row in the table of `layout/levels.py`, and one all-reduce of
+    the value.
 
-    Random numbers are torch's own, as they come. A step's are the same on any number of ranks;
-    these are not.
+    Random numbers are torch's own, as they come. Those of a training step follow from its seed, its
+    number and the part of the batch instead.
 
     Raises:
         StructureError: the loss uses no trained leaf, or is no scalar, or returned buffers.
@@ -137,7 +138,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """params + updates: new trees. Where `updates` has None, the leaf of `params` itself.
 
     Sharded params stay held as they are, and keep their number of ranks; updates are in pieces, as
-    gradients are. Collectives at levels 1 and 2: one all-gather per bucket.
+    gradients are. Collectives at levels 1 and 2: one all-gather per trained bucket. With
+    `state_axes="both"` there is one more along the replicate axis, at level 3 too.
 
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 1.0])})
     {'w': tensor([1.5000, 2.0000])}
@@ -180,9 +182,11 @@ def dot(a: Any, b: Any) -> Tensor:
 def unshard(tree: PyTree[Any]) -> PyTree[Any]:
     """The same tree with whole leaves; leaves that are whole already stay as they are.
 
-    Inside of a loss, leaves become whole and differentiable: at level 3 each unit touched is
-    all-gathered (S bytes for all of them), and stays whole until its gradient is taken. Outside, a
-    sharded tree becomes the whole tree on every rank, in tensors of its own; every rank calls it.
+    Inside of a loss, leaves become whole and differentiable. At level 3 each unit touched is
+    all-gathered, all units together as many bytes as the params have. It stays whole until its
+    gradient is taken. Outside, a sharded tree becomes the whole tree on every rank, in tensors of
+    its own; every rank calls it.
+
     A sharded state's other parts don't know how they are cut: `step.unshard(state)` does.
 
     Raises:

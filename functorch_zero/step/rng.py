@@ -1,4 +1,4 @@
-"""Random numbers of a step, as a function of seed, step, rank and micro-batch."""
+"""Random numbers of a step, as a function of seed, step, part of the batch and micro-batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @contextmanager
 def replayed(
-    seed: Tensor | None, step: Tensor, rank: int, device: torch.device, micro: int = 0
+    seed: Tensor | None, step: Tensor, part: int, device: torch.device, micro: int = 0
 ) -> Iterator[None]:
-    """Random numbers as a function of (seed, step, rank, micro-batch); the global state is as
+    """Random numbers as a function of (seed, step, part, micro-batch); the global state is as
     before afterwards.
 
     So a step is pure, and ranks draw different numbers for their different data. A run that goes on
@@ -22,7 +22,8 @@ def replayed(
     Args:
         seed: 0-d int64; None: the global random state is used, and goes on.
         step: the step's number, 0-d int64.
-        rank: the number of the data that this rank sees.
+        part: the number of the part of the batch that this rank sees, `Axes.data.rank`. Ranks of
+            the same data have the same one.
         device: the device of the leaves; generators of others are left alone.
         micro: the micro-batch's number.
     """
@@ -31,7 +32,7 @@ def replayed(
         return
     devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
     with torch.random.fork_rng(devices=devices):
-        _seed_generators(_mix(int(seed), int(step), rank, micro), device)
+        _seed_generators(_mix(int(seed), int(step), part, micro), device)
         yield
 
 

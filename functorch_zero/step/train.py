@@ -121,17 +121,18 @@ class TrainStep:
         return state, with_measured(metrics, measured)
 
     def loss_and_grads(
-        self, state: State, batch: Any, rank: int = 0
+        self, state: State, batch: Any, part: int = 0
     ) -> tuple[PyTree[Tensor], Outcome]:
         """The gradients (None where frozen) of the loss on `batch`, and its results.
 
-        Random numbers are those that rank `rank` of a sharded step would draw.
+        The oracle of a sharded step calls this once for each part of a batch: `batch` is then the
+        `part`-th one, and random numbers are those of a rank that has it.
         """
         # One for each micro-batch, all at a time: the oracle is simple, not thrifty
         grads_of: list[PyTree[Tensor]] = []  # one tree per micro-batch, whole leaves
         outcomes: list[Outcome] = []
         for i, micro_batch in enumerate(micro_batches(batch, self.accumulate)):
-            grads, outcome = self._on_micro_batch(state, micro_batch, rank, i)
+            grads, outcome = self._on_micro_batch(state, micro_batch, part, i)
             grads_of.append(grads)
             outcomes.append(outcome)
             # Buffers go on from one micro-batch to the next, as they would over so many steps
@@ -143,7 +144,7 @@ class TrainStep:
         return mean_grads, joined(outcomes)
 
     def _on_micro_batch(
-        self, state: State, batch: Any, rank: int, i: int
+        self, state: State, batch: Any, part: int, i: int
     ) -> tuple[PyTree[Tensor], Outcome]:
         """Forward and backward of the loss on micro-batch `i`: gradients, and its results."""
         # Autograd leaves of this call's own, on the state's storage: nothing is left on the state
@@ -151,7 +152,7 @@ class TrainStep:
         leaves = optree.tree_leaves(params)
         device = leaves[0].device
         look = is_looked_at(int(state.step))
-        with replayed(state.seed, state.step, rank, device, i), torch.enable_grad():
+        with replayed(state.seed, state.step, part, device, i), torch.enable_grad():
             # The loss must not write to params: a sharded one couldn't, and results would differ
             untouched = Untouched(leaves, look=look)
             cast = CastParams(params, look=look)
@@ -282,7 +283,8 @@ def train_step(
             tensors. Memory for activations is one micro-batch's. Gradients and metrics are averaged
             by the micro-batches' weights (without weights each counts the same). Buffers go from
             one to the next. Sharded, each rank cuts its own part of the batch: levels 0 and 1
-            reduce once per step, 2 and 3 once per micro-batch.
+            reduce gradients once per step. Levels 2 and 3 do so in each micro-batch, unless
+            `shard(reduce_gradients="once")`.
         metrics: names of more metrics of each step. "grad_norm", "update_norm" and "param_norm" are
             of the trained leaves (sharded: one all-reduce of one number per leaf, for all three
             together). The others are those that the optimizer's state reports: "learning_rate",
@@ -319,7 +321,8 @@ def train_step(
 
 
 def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
-    """A loss's metrics and those of the update in one; raises if both have a name."""
+    """The metrics of two sources in one (the loss, the update, the policy for numbers that are not
+    finite); raises if both have a name."""
     twice = sorted(set(metrics) & set(measured))
     if twice:
         raise StructureError(

@@ -137,6 +137,36 @@ def test_without_a_batch_a_chain_of_units_is_planned_as_it_runs(
         assert calls_of(known) == calls
 
 
+BY_PATH: dict[str, Any] = {
+    "a unit": {"": 3, "blocks.1": 1},
+    "all but a unit": {"": 1, "blocks.1": 3},
+    "norms": lambda path, leaf: 3 if "norm" in path else 1,
+    "all but norms": lambda path, leaf: 1 if "norm" in path else 3,
+    "weights": lambda path, leaf: 3 if path.endswith("weight") else 1,
+}
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("rule", BY_PATH)
+def test_without_a_batch_levels_may_differ(rule: str, reshard: bool) -> None:
+    options: dict[str, Any] = {"level": BY_PATH[rule], "reshard_after_forward": reshard}
+    apply, params, _ = fz.functionalize(decoder(depth=2), "blocks.*")
+    step = fz.train_step(lambda p, b, batch: apply(p, b, *batch)[0], optim.adamw(1e-3))
+    known = plan(params, step, ranks=3, batch=tokens(), **options)
+    unknown = plan(decoder(depth=2), step, ranks=3, units="blocks.*", **options)
+    assert unknown.collectives == known.collectives
+
+
+def test_without_a_batch_a_unit_that_is_whole_is_not_gathered() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    made = plan(model, optim.adamw(1e-3), level={"": 3, "1": 1}, ranks=8)
+    gathered = set()
+    for call in made.collectives:
+        if call.kind == "all_gather" and call.phase in ("forward", "backward"):
+            gathered.add(call.unit)
+    assert gathered == {"0"}
+
+
 HARD = [
     "adafactor",
     "muon",

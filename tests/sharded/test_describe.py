@@ -92,6 +92,25 @@ def test_what_each_level_says() -> None:
         )
 
 
+@pytest.mark.parametrize("state_axes", ["shard", "both"])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_what_is_published_on_a_mesh(level: int, state_axes: Any) -> None:
+    step, params, buffers = build()
+    mesh = fz.HybridGroup(CountingGroup(4), shard_size=2)
+    sharded = shard(step, level=level, group=mesh, state_axes=state_axes)
+    said = set()  # by each row of trained leaves: whether it is published
+    for row in fz.describe(sharded, sharded.init(params, buffers)).rows:
+        if row.leaves and row.state:
+            said.add("publish" in [message for message, _ in row.wire])
+    planned = fz.plan(
+        params, step, level=level, ranks=4, shard_size=2, state_axes=state_axes, buffers=buffers
+    )
+    published = any(call.phase == "publish" for call in planned.collectives)
+    assert said == {published} and published == (
+        level in (1, 2) or (level, state_axes) == (3, "both")
+    )
+
+
 def test_the_table() -> None:
     step, params, buffers = build()
     alone = str(fz.describe(step, step.init(params, buffers))).splitlines()

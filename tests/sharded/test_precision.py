@@ -294,6 +294,48 @@ def test_params_kept_in_a_half_precision() -> None:
     check(step, params, buffers, case.batches(2, ROWS), ranks=(2, 3), grade=bound)
 
 
+def test_leaves_in_float16_have_room_for_weights() -> None:
+    """The loss's seed is no weight, which would overflow on the way to the leaves."""
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        small = params["w"] * 2**-10
+        return (100 * small.float() * batch).sum(), fz.Aux(weight=torch.tensor(1000.0))
+
+    step = train_step(loss_fn, optim.sgd(1.0))
+    params = {"w": torch.ones(6, dtype=F16, requires_grad=True)}
+    expected = step(step.init(params), torch.ones(6))[0].params["w"]
+    assert expected.isfinite().all() and not torch.equal(expected, params["w"])
+
+    def run(group: Any) -> Tensor:
+        sharded = shard(step, level=3, group=group)
+        state, _ = sharded(sharded.init(params), torch.ones(6))
+        return sharded.unshard(state).params["w"]
+
+    for ranks in (1, 3):
+        torch.testing.assert_close(run_ranks(run, ranks)[0], expected, rtol=0, atol=2.0**-11)
+
+
+def test_leaves_in_bfloat16_are_seeded_by_a_power_of_two() -> None:
+    """A third, which bfloat16 rounds, would be rounded again in each operator of backward."""
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        x = params["w"]
+        for _ in range(200):
+            x = x * 1.0078125  # 1 + 2^-7
+        return x.float().sum()
+
+    params = {"w": torch.ones(6, dtype=BF16, requires_grad=True)}
+    step = train_step(loss_fn, optim.sgd(1.0))
+    expected = step(step.init(params), None)[0].params["w"]
+
+    def run(group: Any) -> Tensor:
+        sharded = shard(step, level=3, group=group)
+        return sharded.unshard(sharded(sharded.init(params), None)[0]).params["w"]
+
+    got = run_ranks(run, 3)[0]
+    torch.testing.assert_close(got, expected, rtol=2.0**-7, atol=0)  # one number beside
+
+
 def test_against_the_whole_batch() -> None:
     bound = Equality(
         "approximate",

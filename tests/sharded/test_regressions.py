@@ -163,6 +163,63 @@ def test_a_state_may_have_another_dtype_for_each_leaf(level: int) -> None:
             torch.testing.assert_close(a, b)
 
 
+def _wide(path: str) -> torch.dtype:
+    return torch.float64 if "wide" in path else torch.float32
+
+
+def _trace_by_path() -> optim.Transform:
+    """A pointwise transform whose state has another dtype for some paths."""
+
+    def init(params: Any) -> Any:
+        return {path: torch.zeros_like(p, dtype=_wide(path)) for path, p in params.items()}
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        state = tree_map(lambda s, u: s * 0.9 + u, state, updates)
+        return tree_map(lambda s, u: s.to(u.dtype), state, updates), state
+
+    return optim.pointwise(init, update)
+
+
+def _widened() -> optim.Transform:
+    """Updates that have another dtype for some paths."""
+
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        return {path: u.to(_wide(path)) for path, u in updates.items()}, state
+
+    return optim.with_statistics(lambda params: (), update)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "parts",
+    [[_trace_by_path], [_widened], [_widened, lambda: optim.trace(0.9)]],
+    ids=["state", "updates", "updates before a pointwise part"],
+)
+def test_a_dtype_may_be_chosen_by_path(parts: list[Any], level: int) -> None:
+    optimizer = optim.chain(*(part() for part in parts), optim.scale(-0.1))
+    step = fz.train_step(square, optimizer)
+    params = {"wide": trained(5, 3), "other": trained(10)}
+
+    def two_steps(step: Any, state: fz.State) -> fz.State:
+        for _ in range(2):
+            state, _ = step(state, None)
+        return state
+
+    def run(group: fz.Group) -> fz.State:
+        sharded = fz.shard(step, level=level, group=group)
+        return sharded.unshard(two_steps(sharded, sharded.init(params)))
+
+    expected = two_steps(step, step.init(params))
+    for got in run_ranks(run, 2):
+        for a, b in zip(
+            tree_leaves((got.params, got.opt_state)),
+            tree_leaves((expected.params, expected.opt_state)),
+            strict=True,
+        ):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b)
+
+
 def _schedule(count: Tensor, rate: float) -> float:
     return rate
 

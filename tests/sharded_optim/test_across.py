@@ -114,6 +114,38 @@ def test_a_product_is_summed_in_its_own_dtype() -> None:
         close(answer, Local(tree).dot(singles, tree))
 
 
+def test_integers_beside_floating_point_are_not_rounded() -> None:
+    tree, layout = make([(6,)], 2)
+    large = 2**53 + 1  # in no float32 or float64
+
+    def run(group: Any) -> tuple[Any, ...]:
+        across = Sharded(layout, group)
+        counts = {"leaf0": torch.tensor([large if group.rank else -2])}
+        pieces = slice_tree(tree, layout, group.rank)
+        return *across.sum(counts, pieces), *across.reduce([counts, pieces], "max")
+
+    for summed, floats, largest, _ in run_ranks(run, 2):
+        assert summed["leaf0"].dtype == torch.int64 and int(summed["leaf0"]) == large - 2
+        assert int(largest["leaf0"]) == large
+        close(floats, Local(tree).sum(tree))
+
+
+def test_each_gathered_tree_is_held_to_the_limit() -> None:
+    wide, layout = make([(6, 2)], 2)  # 96 bytes
+    narrow = tree_map(torch.Tensor.float, wide)
+
+    def gather(across: Across, trees: list[Any]) -> None:
+        with pytest.raises(TransformError, match="of 96 bytes, above its limit of 50"):
+            across.gather(trees, 50)
+
+    def run(group: Any) -> None:
+        pieces = [slice_tree(tree, layout, group.rank) for tree in (narrow, wide)]
+        gather(Sharded(layout, group), pieces)
+
+    gather(Local(wide), [narrow, wide])
+    run_ranks(run, 2)
+
+
 @drawn(spec=trees, ranks=st.integers(1, 5))
 def test_spread_is_the_inverse_direction(spec: Any, ranks: int) -> None:
     tree, _ = make(spec, ranks)
