@@ -270,8 +270,9 @@ def _must_equal(expected: Any, got: Any, story: str) -> None:
     alike = optree.tree_structure(expected) == optree.tree_structure(got)
     if alike:
         for x, y in zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=True):
-            # A NaN equals nothing, itself included
-            same_values = torch.equal(x.nan_to_num(), y.nan_to_num())
-            alike = alike and same_values and x.dtype == y.dtype
+            # Shapes first, since the comparison broadcasts
+            alike = alike and x.dtype == y.dtype and x.shape == y.shape
+            # NaN where the other has NaN, infinity where it has the same infinity
+            alike = alike and bool(torch.isclose(x, y, 0, 0, equal_nan=True).all())
     if not alike:
         raise TransformError(f"{story}. Remedy: the same operators in the same order")
