@@ -94,7 +94,7 @@ def export_weights(
     named = named_leaves_in(manifest, trees, aliases_of(aliases))
     # By size only, in the state's order, as Hugging Face's own tools split
     files = _split(named, max_file_bytes)
-    # No lock: `out` lies anywhere, and nobody looks for leftovers there
+    # `out` may lie in anybody's folder, which is not ours to lock
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         names = _file_names(len(files))
