@@ -212,14 +212,12 @@ def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
     """One leaf, whole and flat, on the CPU."""
     leaf = manifest.leaves[number]
     whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype])  # (numel,), on the CPU
-    for file in manifest.files:
+    # Every piece of the leaf, whichever rank wrote it
+    for file, pieces in manifest.pieces_of_leaves[number]:
         runs = []
-        for piece in file.pieces:
-            if piece.leaf == number:  # every piece of the leaf, whichever rank wrote it
-                run = Wanted(piece.offset, piece.numel, leaf.dtype, whole, piece.start)
-                runs.append(run)
-        if runs:
-            read_wanted(folder, file, manifest, runs)
+        for piece in pieces:
+            runs.append(Wanted(piece.offset, piece.numel, leaf.dtype, whole, piece.start))
+        read_wanted(folder, file, manifest, runs)
     return whole
 
 
