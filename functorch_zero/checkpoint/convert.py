@@ -24,7 +24,7 @@ from .catalogue import chosen
 from .contents import Held, Step, contents_of, group_of
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
-from .load import Allowed, blank_state
+from .load import Allowed, blank_state, some_of
 from .manifest import Leaf, Manifest
 from .safetensors_file import (
     DTYPES,
@@ -314,18 +314,17 @@ class Import:
         leaves = _by_name(contents_of(self._step, self._like).held)
         # Only those that stand for a leaf of this model excuse an extra name
         aliases = {name for name, leaf in self._aliases.items() if leaf in leaves}
-        lacking = sorted(set(leaves) - set(found))
-        extra = sorted(set(found) - set(leaves) - aliases)
+        lacking = set(leaves) - set(found)
+        extra = set(found) - set(leaves) - aliases
         problems = []
         if lacking and not allowed.missing:
             problems.append(
-                f"it lacks {', '.join(lacking[:5])} of {len(lacking)} (allow_missing=True keeps "
-                "`like`'s)"
+                f"it lacks {some_of(lacking)} (allow_missing=True keeps `like`'s values)"
             )
         if extra and not allowed.extra:
             problems.append(
-                f"it has {', '.join(extra[:5])} of {len(extra)} that `like` lacks "
-                "(allow_extra=True; aliases=)"
+                f"it has {some_of(extra)}, which `like` lacks (allow_extra=True leaves it out; "
+                "aliases= says which stand for another)"
             )
         for name in sorted(set(leaves) & set(found)):  # names in both: their shapes and dtypes
             problems += _misfits(name, leaves[name], found[name], allowed)
