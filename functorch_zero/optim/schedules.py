@@ -98,7 +98,8 @@ def polynomial_schedule(
 def linear_schedule(
     init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
-    """From `init_value` to `end_value` along a line, then `end_value`.
+    """From `init_value` to `end_value` along a line, then `end_value`; without steps `init_value`
+    for ever, as in optax.
 
     Arguments: see `polynomial_schedule`.
     """
@@ -200,6 +201,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
     """A linear warm-up from `init_value` in `warmup_steps`, then `peak_value`; without a warm-up,
     `peak_value` from the first step."""
+    # A `linear_schedule` without steps would stay at `init_value`
     if warmup_steps <= 0:
         return constant_schedule(peak_value)
     return linear_schedule(init_value, peak_value, warmup_steps)

@@ -403,7 +403,8 @@ class Step(NamedTuple):
     """The results of one step."""
 
     state: State  # whole leaves: gathered, where the step is sharded
-    buffers: list[PyTree[Tensor]]  # by rank; one where all have the same
+    # A rank's run has its own; the oracle's, where it takes a batch in parts, has each part's
+    buffers: list[PyTree[Tensor]]
     metrics: Metrics
 
     def others(self) -> dict[str, Any]:

@@ -153,13 +153,17 @@ def _representatives(params: PyTree[Tensor]) -> Any:
 
 
 def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[Tensor]) -> None:
-    """Check a transform with all that is around its parts; on few leaves, if they will do."""
+    """Check a transform with all that is around its parts; on few leaves, if they will do.
+
+    `few`: `params` with None for all leaves but a few of each kind.
+    """
     # A large model's tree would take seconds rather than milliseconds
     if optree.tree_structure(params).num_leaves > FEW:
         try:
             _check_across(transform, few)
-            for part in simple_parts(transform):  # those of which the few leaves may have none
-                if part.plain is None and part.needs > Needs.POINTWISE:
+            # A part whose mask chooses none of the few leaves was not run with the whole
+            for part in simple_parts(transform):
+                if part.needs > Needs.POINTWISE:
                     _check_across(part, few)
             return
         except Exception as error:
