@@ -228,6 +228,7 @@ def with_statistics(init: Init, update: Update) -> Transform:
         _lift_update(update),
         Needs.STATISTICS,
         name="with_statistics",
+        # They name the transform in errors, and ranks compare the numbers that they refer to
         hyperparams={"init": init, "update": update},
     )
 

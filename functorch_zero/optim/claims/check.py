@@ -25,7 +25,7 @@ from .cuts import FIRST_PIECES, Cut, CutTest, alone, is_refusal
 from .operators import Watch
 from .pretended import PretendedRank, Silent, block_of
 
-# The first, the second (some updates treat the first differently), and a late one
+# Steps of a test: the first, the second (some updates treat the first differently), and a late one
 NUM_STEPS = 3
 FEW = 64  # leaves: wrappers are run on all leaves of a tree that has no more
 # The round-off allowed, relative to a leaf's largest value: kernels compute a tensor's last few

@@ -323,7 +323,8 @@ def _observe(state: ReduceLROnPlateauState, value: Tensor) -> ReduceLROnPlateauS
 
 
 def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
-    """The state after one more mean."""
+    """The state after one more mean. Computed at every value: `_observe` takes it where the mean is
+    full."""
     rules = state.rules
     # Less than the best by both tolerances together
     better = state.avg_value < (1 - rules.rtol) * state.best_value - rules.atol
@@ -338,7 +339,12 @@ def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
     best_value = torch.where(better, state.avg_value, state.best_value)
     plateau_count = torch.where(falls | cooling, 0, plateau)
     cooldown_count = torch.where(falls, rules.cooldown.long(), one_less)
-    no_values, no_mean = torch.zeros_like(state.count), torch.zeros_like(state.avg_value)
     return ReduceLROnPlateauState(
-        scale, best_value, plateau_count, cooldown_count, no_values, no_mean, rules
+        scale=scale,
+        best_value=best_value,
+        plateau_count=plateau_count,
+        cooldown_count=cooldown_count,
+        count=torch.zeros_like(state.count),  # the next mean begins
+        avg_value=torch.zeros_like(state.avg_value),
+        rules=rules,
     )
