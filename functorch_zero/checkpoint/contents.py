@@ -208,21 +208,23 @@ def _in_tree(tree: Any, spots: list[_Spot]) -> Any:
 
 
 def _param_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
-    """The spots of the params: pieces where the level cuts them."""
+    """The spots of the params: pieces where the level cuts them. Of those that every rank has, each
+    saves a share, whatever `saved` says."""
     assert state.sharding is not None
     layout = state.sharding.layout
     axes = step.options.axes
     saved = axes.replicate.rank == 0  # one of the copies along the replicate axis
     spots = []
-    for number in range(len(layout.leaves)):
-        spot = _param_spot(layout, number, axes.number)
+    for leaf in range(len(layout.leaves)):
+        # `axes.number`: this rank's among those that hold pieces
+        spot = _param_spot(layout, leaf, axes.number)
         spots.append(spot._replace(saved=saved))
     return spots
 
 
-def _param_spot(layout: Layout, number: int, rank: int) -> _Spot:
-    """The spot of param `number`, as this rank holds it between steps."""
-    b, k = layout.places[number]  # bucket, and place in it
+def _param_spot(layout: Layout, leaf: int, rank: int) -> _Spot:
+    """The spot of the param of this number, as this rank holds it between steps."""
+    b, k = layout.places[leaf]  # bucket, and place in it
     bucket = layout.buckets[b]
     if not level_of(bucket).cuts_params:
         return _EVERYWHERE
@@ -268,7 +270,8 @@ def _state_spot(planned: StateLeaf, layout: Layout, rank: int) -> _Spot:
 
 
 def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
-    """The spots of the tensors that parts of the step keep between steps."""
+    """The spots of the tensors that the gradients' reduction keeps between steps, see
+    `sharded.parts`."""
     assert state.sharding is not None
     layout = state.sharding.layout
     axes = step.options.axes
@@ -280,20 +283,22 @@ def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
             # A row per rank of the data axes; x is this rank's, (1, ...)
             row, n = axes.data.rank, x.numel()
             shape = (axes.data.size, *x.shape[1:])
+            # One of the ranks that are given the same data, and so keep the same row
             saved = axes.copy.number == 0
             spots.append(_Spot(shape, row * n, (row + 1) * n, saved=saved, summed=True))
             continue
         bucket = layout.buckets[kind.bucket]  # a part kept per leaf of a bucket
         if kind.carried == "pieces" and bucket.cut.num_pieces > 1:
+            # `kind.k`: the leaf's place in the bucket
             spots.append(_cut(layout, bucket.leaves[kind.k], axes.number))
-        else:
+        else:  # "same", or pieces of a bucket that is not cut
             spots.append(_EVERYWHERE)
     return spots
 
 
-def _cut(layout: Layout, number: int, rank: int) -> _Spot:
-    """This rank's piece of leaf `number`, as of its gradient and optimizer state."""
-    b, k = layout.places[number]
+def _cut(layout: Layout, leaf: int, rank: int) -> _Spot:
+    """This rank's piece of the leaf of this number, as of its gradient and optimizer state."""
+    b, k = layout.places[leaf]
     extent = layout.buckets[b].extent(k, rank)
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 

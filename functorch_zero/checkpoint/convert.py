@@ -312,7 +312,8 @@ class Import:
         """Check all that can be checked before a tensor is written to."""
         found = self._find()  # name -> source
         leaves = _by_name(contents_of(self._step, self._like).held)
-        # Only those that stand for a leaf of this model excuse an extra name
+        # Only those that stand for a leaf of this model excuse an extra name: an alias of another
+        # leaf stays extra
         aliases = {name for name, leaf in self._aliases.items() if leaf in leaves}
         lacking = set(leaves) - set(found)
         extra = set(found) - set(leaves) - aliases
