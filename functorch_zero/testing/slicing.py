@@ -12,8 +12,8 @@ from ..tree import PyTree
 
 
 def slice_tree(tree: PyTree[Tensor], layout: Layout, rank: int) -> PyTree[Tensor]:
-    """Whole leaves -> copies of this rank's pieces, views of one new flat per bucket. No
-    communication."""
+    """Whole leaves -> this rank's pieces, 1-D, copied into one new flat per bucket, which the
+    result's leaves are views of. No communication."""
     leaves = optree.tree_leaves(tree)
     pieces = []
     for b, bucket in enumerate(layout.buckets):
