@@ -120,7 +120,8 @@ def _call_under_torchrun(fn: Callable[..., T], args: tuple[Any, ...], backend: s
 
 
 def _store_of_this_attempt() -> dict[str, Any]:
-    """The store for ranks that torchrun has restarted, without the addresses of the attempt before.
+    """Arguments of `init_process_group` for ranks that torchrun has restarted: a store without the
+    addresses of the attempt before, whose processes have ended. {} for all others.
 
     torchrun's agent keeps one store for all attempts. Each agent numbers attempts for itself, so
     this helps on one machine only. On several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun
@@ -325,7 +326,7 @@ def _die_with_parent(parent: int) -> None:
     """From now on, end when the parent ends, however it does (Linux only)."""
     if sys.platform != "linux":
         return
-    # The kernel kills this process when the thread that made it ends
+    # The kernel kills this process when the thread that made it ends, in which `launch` waits
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)

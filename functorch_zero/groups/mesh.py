@@ -330,9 +330,10 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
 def mesh_axes(
     world: Group, shard: Group, replicate: Group, optimizer: Group, same_data: SameData | None
 ) -> Axes:
-    """The axes of a mesh; along `same_data` all ranks have the same part of the batch."""
-    shard_axis = Axis("shard", shard, same_data != "shard")
-    replicate_axis = Axis("replicate", replicate, same_data != "replicate")
+    """The axes of a mesh. Along `same_data` all ranks have the same part of the batch; None: along
+    neither axis. `optimizer`: the ranks over which state is cut, `shard` or all ranks."""
+    shard_axis = Axis("shard", shard, holds_different_data=same_data != "shard")
+    replicate_axis = Axis("replicate", replicate, holds_different_data=same_data != "replicate")
     return Axes(world, shard_axis, replicate_axis, optimizer)
 
 

@@ -409,11 +409,11 @@ class ProcessGroup:
         return Then(work, lambda: fold_pair(first, second, out=tensor))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
-        """All ranks' `part`s, on the CPU like `part`, by way of a device on which this group's
-        backend works."""
+        """All ranks' `part`s (k,), in rank order, (N * k,), on the CPU like `part`. They go by way
+        of a device on which this group's backend works. `kind` names the collective in errors."""
         if self.size == 1:
             return part
-        # The CPU where a backend works there, else the one device type that has a backend
+        # The CPU where a backend works there, else the one device type that has one: the only key
         device = torch.device("cpu") if "cpu" in self._backends else torch.device(*self._backends)
         out = torch.empty(self.size * part.numel(), dtype=part.dtype, device=device)
         self._gather(kind, out, part.to(device)).wait()

@@ -173,7 +173,8 @@ class World:
         self.broken = self.broken or Break(kind, text)
 
     def rejoin(self, rank: int) -> None:
-        """After a failure that every rank has caught: begin anew, once all of them have come here.
+        """After a failure that every rank has caught: begin anew, once all ranks have heard of it
+        and come here.
 
         A rank that has not heard of it yet goes on, and hears of it in its next collective.
         """
@@ -223,7 +224,8 @@ class World:
         if successor is None:
             self._break_deadlock()
             successor = self._successor(rank)
-        assert successor is not None  # a broken world lets every rank go on
+        # A broken world lets every rank go on that is not in `_back`, and `_back` is empty
+        assert successor is not None
         self._pass_baton_to(successor)
 
     def stop(self) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # `all_gather_single` and `reduce_scatter_single`.
 ALL_GATHER, REDUCE_SCATTER = "_allgather_base", "_reduce_scatter_base"
 
-WORLD_FAILURE_KEY = "functorch_zero/failed"  # set by `launch` for a rank whose function raised
+WORLD_FAILURE_KEY = "functorch_zero/failed"  # set by a rank under `launch` whose function raised
 
 # torch waits for collectives under way, perhaps for their whole time limit; nobody waits so long
 _SECONDS_TO_DESTROY = 1.0
@@ -112,7 +112,7 @@ def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
     options: dict[str, Any] = {"timeout": timeout, "group_desc": "functorch_zero"}
     # Group ranks must be as in the parent, whatever the order of their world ranks
     if ranks != sorted(ranks):
-        options["sort_ranks"] = False  # torch releases without this option sort every group
+        options["sort_ranks"] = False  # torch without this option sorts all groups, parents too
     if len(ranks) < dist.get_world_size():
         options["use_local_synchronization"] = True
     if backends_of(parent) != backends_of(_world_group()):
@@ -206,7 +206,8 @@ def read_failure(key: str) -> str | None:
 
 
 def world_failure() -> str | None:
-    """The error that `launch` has published of a rank that has ended."""
+    """The error with which some rank's function ended under `launch`, which that rank itself has
+    published. None of killed ranks, nor under torchrun."""
     with contextlib.suppress(Exception):
         store = _store()
         if store.check([WORLD_FAILURE_KEY]):
