@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..groups.counting import CountedGroup
-from ..groups.debug import LabelledGroup
+from ..groups.labels import LabelledGroup
 from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
 from ..groups.protocol import Done, ReduceOp, Work
 from ..sharded.options import check_state_axes
