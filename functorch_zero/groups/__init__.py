@@ -1,6 +1,6 @@
 """Groups of ranks and their collectives: processes, threads, or one process that counts."""
 
-from .counting import Call, CountedGroup, CountingGroup, counted
+from .counting import Call, CountingGroup, RecordingGroup, counted
 from .forwarding import rejoin, sibling
 from .labels import CheckedGroup, LabelledGroup, labelled
 from .last_collectives import dump_on_signal
@@ -15,13 +15,13 @@ from .work import Then
 __all__ = [
     "Call",
     "CheckedGroup",
-    "CountedGroup",
     "CountingGroup",
     "Done",
     "Group",
     "HybridGroup",
     "LabelledGroup",
     "ProcessGroup",
+    "RecordingGroup",
     "ReduceOp",
     "SingleRank",
     "Then",
