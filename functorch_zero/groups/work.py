@@ -14,7 +14,7 @@ from .checks import fold
 from .protocol import Done, Work
 
 
-class Losing(Protocol):
+class CanLosePeers(Protocol):
     """A group whose collectives may be cut off."""
 
     @property
@@ -42,7 +42,7 @@ class TorchWork:
     # [eras] in `process`
     _era: int | None = None  # of the group, when it left with this under way
 
-    def __init__(self, group: Losing, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
+    def __init__(self, group: CanLosePeers, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
         self._group, self._kind, self._handle, self._kept = group, kind, handle, kept
 
     def wait(self) -> None:
