@@ -98,7 +98,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)  # shares memory
 
 
-def copied(out: Tensor, source: Tensor) -> Work:
+def copy_alone(out: Tensor, source: Tensor) -> Work:
     """A collective of one rank."""
     out.copy_(source)
     return Done()
