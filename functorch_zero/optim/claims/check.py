@@ -27,7 +27,7 @@ from .pretended import PretendedRank, Silent, block_of
 
 # Steps of a test: the first, the second (some updates treat the first differently), and a late one
 NUM_STEPS = 3
-FEW = 64  # leaves: wrappers are run on all leaves of a tree that has no more
+MOST_LEAVES = 64  # leaves: wrappers are run on all leaves of a tree that has no more
 # The round-off allowed, relative to a leaf's largest value: kernels compute a tensor's last few
 # elements in another way, a sigmoid's, say
 ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -158,7 +158,7 @@ def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[
     `few`: `params` with None for all leaves but a few of each kind.
     """
     # A large model's tree would take seconds rather than milliseconds
-    if optree.tree_structure(params).num_leaves > FEW:
+    if optree.tree_structure(params).num_leaves > MOST_LEAVES:
         try:
             _check_across(transform, few)
             # A part whose mask chooses none of the few leaves was not run with the whole
