@@ -74,7 +74,8 @@ class _Run(NamedTuple):
 
 
 def read_wanted(folder: Path, file: File, manifest: Manifest, wanted: Sequence[Wanted]) -> None:
-    """Read runs of one file. Memory: two blocks.
+    """Read runs of one file, in whole blocks, since only these can be checked. Memory: a block for
+    each of two threads.
 
     Args:
         folder: the checkpoint's.

@@ -48,7 +48,7 @@ def latest(root: PathLike) -> int | None:
 
 
 def read_manifest(root: Path, count: int) -> Manifest:
-    """The manifest of one checkpoint.
+    """The manifest of the checkpoint of step `count`.
 
     Raises:
         CorruptError: it is damaged, or that of another step.
@@ -165,6 +165,8 @@ def prune(root: PathLike, *, last: int, every: int | None = None) -> list[int]:
 
 
 def _is_complete(root: Path, count: int) -> bool:
+    """Whether the checkpoint of step `count` has a sound manifest, and all its files in full
+    size."""
     try:
         check_sizes(root, count)
     except CorruptError:

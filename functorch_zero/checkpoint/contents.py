@@ -208,7 +208,8 @@ def _in_tree(tree: Any, spots: list[_Spot]) -> Any:
 
 
 def _param_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
-    """The spots of the params: pieces where the level cuts them."""
+    """The spots of the params: pieces where the level cuts them. Of those that every rank has, each
+    saves a share, whatever `saved` says."""
     assert state.sharding is not None
     layout = state.sharding.layout
     axes = step.options.axes
@@ -268,7 +269,8 @@ def _state_spot(planned: StateLeaf, layout: Layout, piece_number: int) -> _Spot:
 
 
 def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
-    """The spots of the tensors that parts of the step keep between steps."""
+    """The spots of the tensors that the gradients' reduction keeps between steps, see
+    `sharded.parts`."""
     assert state.sharding is not None
     layout = state.sharding.layout
     axes = step.options.axes
@@ -280,6 +282,7 @@ def _parts_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
             # A row per rank of the data axes; x is this rank's, (1, ...)
             row, n = axes.data.rank, x.numel()
             shape = (axes.data.size, *x.shape[1:])
+            # One of the ranks that are given the same data, and so keep the same row
             saved = axes.copy.number == 0
             spots.append(_Spot(shape, row * n, (row + 1) * n, saved=saved, summed=True))
             continue

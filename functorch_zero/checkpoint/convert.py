@@ -24,7 +24,7 @@ from .catalogue import chosen
 from .contents import Held, Step, contents_of, group_of
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
-from .load import Allowed, blank_state
+from .load import Allowed, blank_state, some_of
 from .manifest import Leaf, Manifest
 from .safetensors_file import (
     DTYPES,
@@ -94,7 +94,7 @@ def export_weights(
     named = named_leaves_in(manifest, trees, aliases_of(aliases))
     # By size only, in the state's order, as Hugging Face's own tools split
     files = _split(named, max_file_bytes)
-    # No lock: `out` lies anywhere, and nobody looks for leftovers there
+    # `out` may lie in anybody's folder, which is not ours to lock
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         names = _file_names(len(files))
@@ -212,14 +212,12 @@ def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
     """One leaf, whole and flat, on the CPU."""
     leaf = manifest.leaves[number]
     whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype])  # (numel,), on the CPU
-    for file in manifest.files:
+    # Every piece of the leaf, whichever rank wrote it
+    for file, pieces in manifest.pieces_of_leaves[number]:
         runs = []
-        for piece in file.pieces:
-            if piece.leaf == number:  # every piece of the leaf, whichever rank wrote it
-                run = Wanted(piece.offset, piece.numel, leaf.dtype, whole, piece.start)
-                runs.append(run)
-        if runs:
-            read_wanted(folder, file, manifest, runs)
+        for piece in pieces:
+            runs.append(Wanted(piece.offset, piece.numel, leaf.dtype, whole, piece.start))
+        read_wanted(folder, file, manifest, runs)
     return whole
 
 
@@ -314,20 +312,20 @@ class Import:
         """Check all that can be checked before a tensor is written to."""
         found = self._find()  # name -> source
         leaves = _by_name(contents_of(self._step, self._like).held)
-        # Only those that stand for a leaf of this model excuse an extra name
+        # Only those that stand for a leaf of this model excuse an extra name: an alias of another
+        # leaf stays extra
         aliases = {name for name, leaf in self._aliases.items() if leaf in leaves}
-        lacking = sorted(set(leaves) - set(found))
-        extra = sorted(set(found) - set(leaves) - aliases)
+        lacking = set(leaves) - set(found)
+        extra = set(found) - set(leaves) - aliases
         problems = []
         if lacking and not allowed.missing:
             problems.append(
-                f"it lacks {', '.join(lacking[:5])} of {len(lacking)} (allow_missing=True keeps "
-                "`like`'s)"
+                f"it lacks {some_of(lacking)} (allow_missing=True keeps `like`'s values)"
             )
         if extra and not allowed.extra:
             problems.append(
-                f"it has {', '.join(extra[:5])} of {len(extra)} that `like` lacks "
-                "(allow_extra=True; aliases=)"
+                f"it has {some_of(extra)}, which `like` lacks (allow_extra=True leaves it out; "
+                "aliases= says which stand for another)"
             )
         for name in sorted(set(leaves) & set(found)):  # names in both: their shapes and dtypes
             problems += _misfits(name, leaves[name], found[name], allowed)

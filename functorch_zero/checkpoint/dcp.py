@@ -63,7 +63,7 @@ def export_dcp(
     for named in named_leaves_in(manifest, trees, aliases_of(aliases)):
         whole = read_leaf(manifest, named.number, folder)
         tensors[prefix + named.name] = whole.view(named.leaf.shape)
-    # As in `export_weights`: no lock, and the name comes last
+    # As in `export_weights`: its folder is not locked, and the name comes last
     temporary = Temporary(Path(out).absolute(), lock=False)
     try:
         write_tensors(temporary.path, tensors)

@@ -6,6 +6,7 @@
 
 A folder is written under its temporary name, flushed to disk, and renamed. Who writes to a root
 holds a lock on it. So a temporary folder that the next one finds there is nobody's, and is deleted.
+An export may lie in anybody's folder, and locks its own temporary folder alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from pathlib import Path
 from .errors import CheckpointError, CorruptError
 
 _STEP = re.compile(r"step-(\d{12,18})")
-_LEFTOVER = re.compile(r"\.tmp-step-\d{12,18}-[0-9a-f]{16}")
 _MAX_VIEWS = 512  # that one call reads into or writes from; Linux takes 1024
 
 
@@ -52,12 +52,19 @@ def _temporary_name(target: Path) -> Path:
     return target.parent / f".tmp-{target.name}-{secrets.token_hex(8)}"
 
 
+def _temporary_folders(folder: Path, targets: str) -> list[Path]:
+    """The folders in `folder` under temporary names of targets with such names, a pattern."""
+    pattern = re.compile(rf"\.tmp-{targets}-[0-9a-f]{{16}}")
+    return [folder / name for name in os.listdir(folder) if pattern.fullmatch(name)]
+
+
 class Temporary:
     """A folder under its temporary name.
 
     Args:
         target: its name to come.
-        lock: lock the folder it is in until `commit` or `discard`, and delete leftovers there.
+        lock: lock the folder it is in until `commit` or `discard`, and delete all leftovers there.
+            Else it locks itself only, and deletes leftovers of its own target.
     """
 
     def __init__(self, target: Path, *, lock: bool = True) -> None:
@@ -75,8 +82,12 @@ class Temporary:
             if lock:
                 # With the lock held, no temporary folder can be somebody's at work
                 remove_leftovers(self._root)
+            else:
+                _remove_unlocked(_temporary_folders(self._root, re.escape(target.name)))
             self.path = _temporary_name(target)
             os.mkdir(self.path)  # fails where the name exists, which 64 random bits rule out
+            if not lock:
+                self._lock = _lock(self.path)
         except BaseException:
             self._unlock()
             raise
@@ -108,10 +119,10 @@ class Temporary:
             self._lock = None
 
 
-def _lock(root: Path) -> int:
-    """Lock a root against other writers; the lock goes with the process. File systems without locks
-    go without."""
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+def _lock(folder: Path) -> int:
+    """Lock a folder against other writers; the lock goes with the process. File systems without
+    locks go without."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -119,16 +130,28 @@ def _lock(root: Path) -> int:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             os.close(descriptor)
             raise CheckpointError(
-                f"another process is writing to {root}, or deleting from it"
+                f"another process is writing to {folder}, or deleting from it"
             ) from None
     return descriptor
 
 
 def remove_leftovers(root: Path) -> None:
     """Delete the temporary folders of killed processes. The root must be locked."""
-    for name in os.listdir(root):
-        if _LEFTOVER.fullmatch(name):
-            shutil.rmtree(root / name, ignore_errors=True)
+    for leftover in _temporary_folders(root, _STEP.pattern):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _remove_unlocked(folders: list[Path]) -> None:
+    """Delete those of some temporary folders that nobody has locked."""
+    for folder in folders:
+        # Somebody is at work in it, or has deleted it; or there are no locks here, to tell by
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def remove_folder(target: Path) -> None:

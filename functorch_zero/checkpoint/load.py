@@ -213,11 +213,12 @@ def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimi
     problems = []
     if want - have and not allowed.missing:
         problems.append(
-            f"the checkpoint lacks {_some(want - have)} (allow_missing=True keeps `like`'s values)"
+            f"the checkpoint lacks {some_of(want - have)} (allow_missing=True keeps `like`'s "
+            "values)"
         )
     if have - want and not allowed.extra:
         problems.append(
-            f"the checkpoint has {_some(have - want)}, which `like` lacks (allow_extra=True "
+            f"the checkpoint has {some_of(have - want)}, which `like` lacks (allow_extra=True "
             "leaves it out)"
         )
     for held in contents.held:
@@ -239,7 +240,7 @@ def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimi
     raise StructureError(text)
 
 
-def _some(names: Iterable[str]) -> str:
+def some_of(names: Iterable[str]) -> str:
     """The first names, and the number of the others."""
     listed = sorted(names)
     text = ", ".join(listed[:5])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -100,6 +101,18 @@ class Manifest:
     files: tuple[File, ...]
     user: Any
     about: dict[str, Any]
+
+    @cached_property
+    def pieces_of_leaves(self) -> list[list[tuple[File, list[Piece]]]]:
+        """By leaf, the files that have elements of it, each with its pieces there."""
+        found: list[list[tuple[File, list[Piece]]]] = [[] for _ in self.leaves]
+        for file in self.files:
+            here: dict[int, list[Piece]] = {}  # by leaf
+            for piece in file.pieces:
+                here.setdefault(piece.leaf, []).append(piece)
+            for leaf, pieces in here.items():
+                found[leaf].append((file, pieces))
+        return found
 
     @property
     def optimizer(self) -> str | None:

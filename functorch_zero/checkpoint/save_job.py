@@ -98,7 +98,10 @@ class SaveJob:
         return orders
 
     def _commit(self, rows: Sequence[dict[str, Any]]) -> None:
-        """On rank 0, write the manifest and give the folder its name."""
+        """On rank 0, write the manifest and give the folder its name.
+
+        `rows`: of `_write`, in rank order.
+        """
         if self._temporary is None:
             return
         assert self._snapshot is not None

@@ -1,8 +1,8 @@
 """Groups of ranks and their collectives: processes, threads, or one process that counts."""
 
-from .counting import Call, CountedGroup, CountingGroup, counted
-from .debug import CheckedGroup, LabelledGroup, labelled
+from .counting import Call, CountingGroup, RecordingGroup, counted
 from .forwarding import rejoin, sibling
+from .labels import CheckedGroup, LabelledGroup, labelled
 from .last_collectives import dump_on_signal
 from .launch import launch
 from .mesh import HybridGroup, as_group
@@ -15,13 +15,13 @@ from .work import Then
 __all__ = [
     "Call",
     "CheckedGroup",
-    "CountedGroup",
     "CountingGroup",
     "Done",
     "Group",
     "HybridGroup",
     "LabelledGroup",
     "ProcessGroup",
+    "RecordingGroup",
     "ReduceOp",
     "SingleRank",
     "Then",

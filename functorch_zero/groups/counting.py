@@ -31,7 +31,7 @@ class Call(NamedTuple):
     sent_bytes: float  # what one rank sends at least, on a ring
 
 
-class CountedGroup(Forwarding):
+class RecordingGroup(Forwarding):
     """Forwards to `inner` and records every collective in `calls`; `counted` makes it.
 
     Bytes recorded as sent by this rank, for N ranks and B bytes in the longest tensor:
@@ -99,9 +99,9 @@ class CountedGroup(Forwarding):
         self.inner.barrier()
         self.calls.append(Call("barrier", torch.uint8, 0, 0))
 
-    def subgroup(self, ranks: Sequence[int]) -> CountedGroup:
+    def subgroup(self, ranks: Sequence[int]) -> RecordingGroup:
         """The inner group's, whose calls are recorded here too."""
-        made = CountedGroup(self.inner.subgroup(ranks))  # type: ignore[attr-defined]
+        made = RecordingGroup(self.inner.subgroup(ranks))  # type: ignore[attr-defined]
         # One list: the calls of a mesh's axes are found in one place
         made.calls = self.calls
         return made
@@ -121,7 +121,7 @@ class CountedGroup(Forwarding):
         return [call for call in self.calls if kind in (None, call.kind)]
 
 
-class CountingGroup(CountedGroup):
+class CountingGroup(RecordingGroup):
     """Rank `rank` of `size`, alone: each collective gives the result of ranks that all have the
     same data.
 
@@ -143,9 +143,9 @@ class CountingGroup(CountedGroup):
         super().__init__(_MirrorGroup(rank, size))
 
 
-def counted(group: Group) -> CountedGroup:
+def counted(group: Group) -> RecordingGroup:
     """`group`, with every collective that this rank calls recorded in `.calls`."""
-    return CountedGroup(group)
+    return RecordingGroup(group)
 
 
 class _MirrorGroup:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .debug import labelled
 from .forwarding import Forwarding
+from .labels import labelled
 from .process import ProcessGroup
 from .protocol import Done, Group, Work
 from .single import SingleRank

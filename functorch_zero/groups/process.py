@@ -37,7 +37,7 @@ from .checks import (
 )
 from .functorch_guard import refuse_collectives_in_transforms, refuse_in_transform
 from .protocol import Done, ReduceOp, Work, check_reducible
-from .work import Then, TorchWork, as_bytes, copied, fold_into, nan_apart, through_host
+from .work import Then, TorchWork, as_bytes, copy_alone, fold_into, nan_apart, through_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -124,7 +124,7 @@ class ProcessGroup:
             out, piece = out.detach(), piece.detach()
         # Without a message: k is equal on all ranks, so all of them come to this line
         if self.size == 1 or not out.numel():
-            return copied(out, piece)
+            return copy_alone(out, piece)
         if self._must_stage(out):
             return through_host(self.all_gather, out, piece)
         return self._gather("all_gather", out, piece)
@@ -136,7 +136,7 @@ class ProcessGroup:
         if out.requires_grad or whole.requires_grad:
             out, whole = out.detach(), whole.detach()
         if self.size == 1 or not whole.numel():
-            return copied(out, whole)
+            return copy_alone(out, whole)
         if self._must_stage(whole):
             return through_host(self.reduce_scatter, out, whole)
         if self._backend(whole) != "gloo" and whole.dtype in _KNOWN_TO_BACKENDS:
@@ -177,7 +177,7 @@ class ProcessGroup:
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
         out, source = out.detach(), source.detach()
         if self.size == 1:
-            return copied(out, source)
+            return copy_alone(out, source)
         # The sizes are bound here, as `through_host` passes two tensors only
         if self._must_stage(out):
 
@@ -409,8 +409,8 @@ class ProcessGroup:
         return Then(work, lambda: fold_pair(first, second, out=tensor))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
-        """All ranks' `part`s (k,), in rank order, (size * k,), on the CPU like `part`; by way of a
-        device on which this group's backend works."""
+        """All ranks' `part`s (k,), in rank order, (N * k,), on the CPU like `part`. They go by way
+        of a device on which this group's backend works. `kind` names the collective in errors."""
         if self.size == 1:
             return part
         # The CPU where a backend works there, else the one device type that has one: the only key

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .protocol import Done, ReduceOp, Work
+from .work import copy_alone
 
 
 class SingleRank:
@@ -27,10 +28,10 @@ class SingleRank:
         return self
 
     def all_gather(self, out: Tensor, piece: Tensor) -> Work:
-        return _copied(out, piece)
+        return copy_alone(out, piece)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> Work:
-        return _copied(out, whole)
+        return copy_alone(out, whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return Done()
@@ -38,7 +39,7 @@ class SingleRank:
     def all_to_all(
         self, out: Tensor, out_sizes: Sequence[int], source: Tensor, in_sizes: Sequence[int]
     ) -> Work:
-        return _copied(out, source)
+        return copy_alone(out, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return Done()
@@ -51,9 +52,3 @@ class SingleRank:
 
     def fail(self, error: BaseException) -> None:
         return None
-
-
-def _copied(out: Tensor, source: Tensor) -> Work:
-    if out.data_ptr() != source.data_ptr():  # a piece may be its own place in `out`
-        out.copy_(source)
-    return Done()

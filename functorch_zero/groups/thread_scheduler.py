@@ -250,17 +250,20 @@ class World:
             )
 
     def where_ranks_are(self) -> str:
-        """Who waits in which collective, who has ended, who runs."""
+        """Per rank: ended, waiting in which collective or in `rejoin`, running, or ready to."""
         parts = [f"{ranks_text(self._ended)} returned"] if self._ended else []
         for rank in sorted(set(range(self.size)) - self._ended):
             meeting = self._waiting.get(rank)
             if meeting is not None:
                 call = meeting.calls[rank]
                 does = f"waits in {call} (its collective number {meeting.position})"
+            elif rank in self._back:
+                missing = set(range(self.size)) - self._back
+                does = f"waits in rejoin for {ranks_text(missing)}"
             elif rank == self.holder:
                 does = "runs"
             else:
-                # It has not begun, or waits for the others to begin anew
+                # It has not begun, or its wait is over and its turn has yet to come
                 does = "is ready to go on"
             parts.append(f"rank {rank} {does}")
         return "; ".join(parts)

@@ -14,7 +14,7 @@ from .checks import fold
 from .protocol import Done, Work
 
 
-class Losing(Protocol):
+class CanLosePeers(Protocol):
     """A group whose collectives may be cut off."""
 
     @property
@@ -42,7 +42,7 @@ class TorchWork:
     # [eras] in `process`
     _era: int | None = None  # of the group, when it left with this under way
 
-    def __init__(self, group: Losing, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
+    def __init__(self, group: CanLosePeers, kind: str, handle: Any, kept: tuple[Any, ...]) -> None:
         self._group, self._kind, self._handle, self._kept = group, kind, handle, kept
 
     def wait(self) -> None:
@@ -98,9 +98,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)  # shares memory
 
 
-def copied(out: Tensor, source: Tensor) -> Work:
+def copy_alone(out: Tensor, source: Tensor) -> Work:
     """A collective of one rank."""
-    out.copy_(source)
+    if out.data_ptr() != source.data_ptr():  # a piece may be its own place in `out`
+        out.copy_(source)
     return Done()
 
 

@@ -190,8 +190,12 @@ def _function_about_copy(function: FunctionType, memo: dict[int, Any]) -> Functi
         cells or None,
     )
     made.__kwdefaults__ = keywords or None
-    # Name, docstring and attributes; `__wrapped__` too, which leads to the original function
-    functools.update_wrapper(made, function)
+    # Not by `update_wrapper`: its `__wrapped__` would keep the original function, and the model,
+    # alive
+    for name in functools.WRAPPER_ASSIGNMENTS:  # the name, the docstring and their like
+        setattr(made, name, getattr(function, name))
+    for attribute, value in vars(function).items():  # a decorator's `__wrapped__` among them
+        setattr(made, attribute, _about_copy(value, memo))
     return made
 
 

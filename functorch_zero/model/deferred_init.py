@@ -87,14 +87,15 @@ class DeferredInit:
         blanks: dict[str, Tensor] = {}  # path -> the tensor being made
         holders: set[str] = set()  # the modules that may have something to say about these leaves
         for name in names:
-            # A tied leaf goes into all its places; the first one's module initialises it
-            places = self._places[name]
-            blanks[name] = _blank(places[0].meta, self._device)
-            for place in places:
-                place.put(blanks[name])
-            holders.update(ancestors(places[0].module))
+            first = self._places[name][0]  # its module initialises a tied leaf
+            blanks[name] = _blank(first.meta, self._device)
+            holders.update(ancestors(first.module))
         # From here on the model holds blanks: they must go again, whatever happens
         try:
+            # A tied leaf goes into all its places
+            for name, blank in blanks.items():
+                for place in self._places[name]:
+                    place.put(blank)
             # Inner modules first, so that those around them have the last word
             for path in sorted(holders, key=lambda path: (-_depth(path), path)):
                 self._initialise(path)

@@ -242,7 +242,8 @@ class Across(ABC):
 
     @abstractmethod
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
-        """The trees' whole leaves, on every rank; refused where one tree has over `limit` bytes."""
+        """The trees' whole leaves, on every rank; refused where one whole tree has over `limit`
+        bytes."""
 
     @abstractmethod
     def cut(self, tree: Tree) -> Tree:
@@ -391,7 +392,13 @@ def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Ten
 
 
 def check_limit(extents: Sequence[Extent], leaves: Sequence[Tensor], limit: int) -> None:
-    """Refuse a tree too large to be gathered."""
+    """Refuse a tree too large to be gathered.
+
+    Args:
+        extents: for the sizes of the whole leaves.
+        leaves: the tree's, whole or in pieces, for their dtypes.
+        limit: the most bytes of the whole tree.
+    """
     # By full shapes, so that all ranks refuse or none does
     size = 0  # bytes
     for extent, leaf in zip(extents, leaves, strict=True):

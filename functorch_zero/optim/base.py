@@ -39,7 +39,7 @@ class Needs(enum.IntEnum):
     POINTWISE = 0
     """Each element's own values."""
     STATISTICS = 1
-    """Sums over a leaf, over a dim of it, or over all leaves, asked of `across`."""
+    """Sums over a leaf, over some dims of it, or over all leaves, asked of `across`."""
     WHOLE_LEAF = 2
     """A whole tensor at a time."""
     WHOLE_TREE = 3
@@ -211,7 +211,7 @@ def of_pointwise(part: Pointwise, *inside: Transform, **naming: Any) -> Transfor
 
 
 def with_statistics(init: Init, update: Update) -> Transform:
-    """A transform that needs sums, norms, maxima or means over whole tensors, or over one dim of
+    """A transform that needs sums, norms, maxima or means over whole tensors, or over some dims of
     them.
 
     Args:
@@ -228,6 +228,7 @@ def with_statistics(init: Init, update: Update) -> Transform:
         _lift_update(update),
         Needs.STATISTICS,
         name="with_statistics",
+        # They name the transform in errors, and ranks compare the numbers that they refer to
         hyperparams={"init": init, "update": update},
     )
 
@@ -282,7 +283,7 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
         update: `(updates, state) -> (updates, state)`, of whole trees, or
             `(updates, state, params)`; the third argument costs gathering the params too. Every
             rank runs it and holds its state.
-        limit: bytes of updates above which it refuses, naming the size.
+        limit: bytes of one whole tree, params or updates, above which it refuses, naming the size.
 
     Sharded, one all-to-all per dtype brings every rank the elements that it lacks: S (N-1)/N bytes
     (twice that with params).

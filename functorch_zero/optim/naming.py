@@ -25,7 +25,7 @@ from ..tree import content_digests
 P = ParamSpec("P")  # of a factory's arguments
 Made = TypeVar("Made")  # a transform or a schedule
 
-FEW = 16  # elements of a tensor that is described by its values; a larger one has a digest
+SMALL = 16  # elements of a tensor that is described by its values; a larger one has a digest
 DEPTH = 12  # of functions that refer to functions: a cycle ends there
 
 
@@ -236,4 +236,4 @@ def _printed(value: Any) -> str:
 
 def _is_small(tensor: Tensor) -> bool:
     # A meta tensor has no values to print
-    return tensor.numel() <= FEW and not tensor.is_meta
+    return tensor.numel() <= SMALL and not tensor.is_meta

@@ -24,9 +24,8 @@ from .arithmetic import Number, number
 from .naming import named
 
 Count = Tensor | int  # the number of steps before this one; a Tensor is 0-d int64
-Schedule = Callable[
-    [Count], Any
-]  # of ours; the Schedule of `base`, anyone's, is given tensors only
+# Of ours; the Schedule of `base`, anyone's, is given tensors only
+CountSchedule = Callable[[Count], Any]
 
 
 # Shapes: functions of `gone`, the share of a stretch's steps that are gone, 0-d float64, 0 to 1
@@ -55,7 +54,7 @@ _RISING: dict[str, _Shape] = {  # from 0 to 1
 
 
 @named
-def constant_schedule(value: Number) -> Schedule:
+def constant_schedule(value: Number) -> CountSchedule:
     """The same value at every step."""
 
     def schedule(count: Count) -> Tensor:
@@ -71,7 +70,7 @@ def polynomial_schedule(
     power: float,
     transition_steps: int,
     transition_begin: int = 0,
-) -> Schedule:
+) -> CountSchedule:
     """From `init_value` to `end_value` along a power of the steps that remain.
 
     Args:
@@ -97,8 +96,9 @@ def polynomial_schedule(
 @named
 def linear_schedule(
     init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
-) -> Schedule:
-    """From `init_value` to `end_value` along a line, then `end_value`.
+) -> CountSchedule:
+    """From `init_value` to `end_value` along a line, then `end_value`; without steps `init_value`
+    for ever, as in optax.
 
     Arguments: see `polynomial_schedule`.
     """
@@ -113,7 +113,7 @@ def exponential_decay(
     transition_begin: int = 0,
     staircase: bool = False,
     end_value: float | None = None,
-) -> Schedule:
+) -> CountSchedule:
     """`init_value * decay_rate ** (steps / transition_steps)`.
 
     Args:
@@ -147,7 +147,7 @@ def exponential_decay(
 @named
 def cosine_decay_schedule(
     init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0
-) -> Schedule:
+) -> CountSchedule:
     """From `init_value` to `alpha * init_value` along half a cosine.
 
     Source: Loshchilov and Hutter, 2017 (1608.03983), equation 5; optax.cosine_decay_schedule.
@@ -170,7 +170,7 @@ def cosine_decay_schedule(
 
 
 @named
-def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+def join_schedules(schedules: Sequence[CountSchedule], boundaries: Sequence[int]) -> CountSchedule:
     """One schedule after the other; each counts from its own beginning.
 
     Args:
@@ -197,9 +197,12 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
 
 @named
-def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
+def warmup_constant_schedule(
+    init_value: Number, peak_value: Number, warmup_steps: int
+) -> CountSchedule:
     """A linear warm-up from `init_value` in `warmup_steps`, then `peak_value`; without a warm-up,
     `peak_value` from the first step."""
+    # A `linear_schedule` without steps would stay at `init_value`
     if warmup_steps <= 0:
         return constant_schedule(peak_value)
     return linear_schedule(init_value, peak_value, warmup_steps)
@@ -213,7 +216,7 @@ def warmup_cosine_decay_schedule(
     decay_steps: int,
     end_value: float = 0.0,
     exponent: float = 1.0,
-) -> Schedule:
+) -> CountSchedule:
     """A linear warm-up, then half a cosine down to `end_value`.
 
     Args:
@@ -242,7 +245,7 @@ def warmup_exponential_decay_schedule(
     transition_begin: int = 0,
     staircase: bool = False,
     end_value: float | None = None,
-) -> Schedule:
+) -> CountSchedule:
     """A linear warm-up, then an exponential decay.
 
     Args:
@@ -267,7 +270,7 @@ def warmup_stable_decay_schedule(
     decay_steps: int,
     end_value: float = 0.0,
     shape: str = "linear",
-) -> Schedule:
+) -> CountSchedule:
     """A linear warm-up, a plateau, then a decay.
 
     Source: Hägele et al., 2024 (2405.18392). optax has no such name.
@@ -301,7 +304,7 @@ def warmup_stable_decay_schedule(
 
 
 @named
-def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
+def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> CountSchedule:
     """Cosines with warm-ups, one after the other: warm restarts.
 
     Source: Loshchilov and Hutter, 2017 (1608.03983); optax.sgdr_schedule.
@@ -321,7 +324,7 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
 @named
 def piecewise_constant_schedule(
     init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
-) -> Schedule:
+) -> CountSchedule:
     """`init_value`, multiplied by a scale from each boundary on.
 
     Arguments: see `piecewise_interpolate_schedule`.
@@ -334,7 +337,7 @@ def piecewise_interpolate_schedule(
     interpolate_type: str,
     init_value: float,
     boundaries_and_scales: Mapping[int, float] | None = None,
-) -> Schedule:
+) -> CountSchedule:
     """From value to value between boundaries.
 
     Args:
@@ -372,7 +375,7 @@ def linear_onecycle_schedule(
     pct_final: float = 0.85,
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
-) -> Schedule:
+) -> CountSchedule:
     """One cycle of lines: up, down, and down to almost nothing.
 
     Source: Smith and Topin, 2018 (1708.07120); optax.linear_onecycle_schedule.
@@ -398,7 +401,7 @@ def cosine_onecycle_schedule(
     pct_start: float = 0.3,
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
-) -> Schedule:
+) -> CountSchedule:
     """One cycle of cosines: up, and down to almost nothing.
 
     Source: Smith and Topin, 2018 (1708.07120); optax.cosine_onecycle_schedule.

@@ -250,13 +250,19 @@ def _with_fake_tensors(work: _Work) -> _Work:
 
 def _without_loss(work: _Work, num_saved: Callable[[Unit], int], *, keeps: bool) -> _Work:
     """A loss that goes through all units stands in. An optimizer that treats all elements alike
-    sees buckets only."""
+    sees buckets only.
+
+    Args:
+        num_saved: how many of a unit's leaves its backward needs.
+        keeps: whether units stay gathered from forward to backward.
+    """
     layout = one_leaf_a_bucket(work.layout)
     step = replace(work.step, loss_fn=loss_through(layout, num_saved))
     # Of the real leaves: their names tell which units backward needs
     order = order_of_units(work.layout, num_saved, keeps=keeps)
     work = work._replace(step=step, order=order, pass_layout=layout)
-    # Statistics over leaves, and functions for metrics, must see the real ones
+    # Statistics over leaves, and functions for metrics, must see the real ones: with buckets alone
+    # the update stands idle
     if step.optimizer.plain is None or step.metrics:
         return work
     leaves = []
@@ -264,6 +270,7 @@ def _without_loss(work: _Work, num_saved: Callable[[Unit], int], *, keeps: bool)
         # (numel,) of a bucket's one leaf
         on_meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         leaves.append(on_meta.requires_grad_(leaf.trainable))
+    # The object that is `pass_layout`: by that `ImaginedStep` knows that there are buckets alone
     return work._replace(params=leaves, layout=layout)
 
 

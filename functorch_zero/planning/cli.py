@@ -80,8 +80,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plans of all levels, for each number of ranks. The exit code is 1 when none fits
-    for one of these."""
+    """Print the plans of all levels, for each number of ranks. The exit code is 1 when for one of
+    these no level fits `--memory`; without it, 0."""
     if not 0 <= args.activations < math.inf:
         raise ValueError(f"--activations must be at least 0, got {args.activations}")
     precision = Precision(compute=getattr(torch, args.compute)) if args.compute else None
@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         texts = ",\n".join(made.to_json() for made in every)
         args.json.write_text(f"[{texts}]\n")
     if args.picture:
+        # The moments with most memory, by label; without `--activations`, which `_show` adds
         peaks = {f"level {made.level}, {made.num_ranks} ranks": made.peak for made in every}
         title = f"{args.optimizer}, {_dtypes(args)}, without activations"
         draw_levels(peaks, str(args.picture), title=title)
@@ -133,7 +134,7 @@ def _show(num_ranks: int, plans: Sequence[Plan], args: argparse.Namespace) -> bo
 def table(
     plans: Sequence[Plan], peaks: Sequence[float], memory: float | None, bandwidth: float | None
 ) -> str:
-    """One row per level, as text.
+    """One row per level, as text. "at least": the time that the transfers alone take.
 
     Args:
         plans: one per level, in the order of `LEVELS`.
@@ -194,9 +195,10 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def _optimizer(name: str) -> optim.Transform:
-    """An optimizer by its name, with a learning rate that does not matter here."""
+    """An optimizer by its name, among those whose first argument is the learning rate. It does not
+    matter here."""
     known: dict[str, Callable[[float], optim.Transform]]
-    # Modules and constants are in there too: only functions of a learning rate are taken
+    # Modules and constants are in there, too
     public = vars(optim) | vars(optim.contrib)
     known = {made: make for made, make in public.items() if _takes_a_learning_rate(make)}
     if name not in known:

@@ -30,7 +30,7 @@ class Shape:
     tied: bool = False  # the head is the embedding
 
     def __post_init__(self) -> None:
-        for name in _FIELDS:
+        for name in _COUNTS:
             # 0 means "by default" for all that may be left out
             least = 1 if name in (*_REQUIRED, "heads") else 0
             count = getattr(self, name)
@@ -131,7 +131,7 @@ def read_config(path: Path) -> Shape:
             )
     # Fields that the file lacks keep the defaults of `Shape`
     counts: dict[str, int] = {}
-    for field, keys in _FIELDS.items():
+    for field, keys in _COUNTS.items():
         count = _count(config, keys, path)
         if count is not None:
             counts[field] = count
@@ -156,7 +156,7 @@ def _count(config: dict[str, Any], keys: Sequence[str], path: Path) -> int | Non
 
 
 # Our counts, and their names in the files of different models
-_FIELDS = {
+_COUNTS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model"),
     "vocab": ("vocab_size",),

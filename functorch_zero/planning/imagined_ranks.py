@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..groups.counting import CountedGroup
-from ..groups.debug import LabelledGroup
+from ..groups.counting import RecordingGroup
+from ..groups.labels import LabelledGroup
 from ..groups.mesh import Axes, SameData, axes_of, check_same_data, mesh_axes
 from ..groups.protocol import Done, ReduceOp, Work
 from ..sharded.options import check_state_axes
@@ -57,7 +57,7 @@ class Recorder(LabelledGroup):
         super().__init__(_Silent(rank, size), label)
         # All groups of a step share one journal, so that collectives keep one order
         self.journal, self.name, self.swaps = journal, name, swaps
-        self._counting = CountedGroup(self.inner)  # which knows the bytes that each call sends
+        self._counting = RecordingGroup(self.inner)  # which knows the bytes that each call sends
 
     def at(self, label: str) -> Recorder:
         return Recorder(
@@ -105,7 +105,7 @@ class Recorder(LabelledGroup):
         "UNIT[...]", or "step" or "optimizer" for no unit."""
         # Labels are "blocks.0[float32]/gather", "step", "optimizer/..." and the like
         where = self.label.partition("/")[0].partition("[")[0]
-        call = self._counting.calls[-1]  # `CountedGroup` has just put it there
+        call = self._counting.calls[-1]  # `RecordingGroup` has just put it there
         collective = Collective(
             # By its label, whatever phase is announced
             phase="optimizer" if where == "optimizer" else self.journal.phase,

@@ -165,7 +165,7 @@ class LiveBytes(QuickDispatchMode):
         return func(*args, **_moved(kwargs, "cpu"))
 
     def _answer(self, question: Tensor) -> Any:
-        """The host asks for a value: a yes-no question gets yes, any other none."""
+        """The host asks for a value: a yes-no question gets yes, any other is refused."""
         # "Is everything finite?" and the like go on; any other number would decide the step
         if question.dtype != torch.bool:
             raise ValueNeeded

@@ -160,10 +160,10 @@ def balance_of(optimizer: Transform, layout: Layout) -> Balance | None:
         return None
     # The planner answers `init`'s questions, and notes the leaves that ask for an owner
     # By placeholders: nothing of the model's size is made
-    planner = make_planner(layout, layout.trainable, layout.num_ranks)
+    planner = make_planner(layout, layout.trainable, layout.num_ranks)  # of the trained leaves
     optimizer.init(planner.placeholders([leaf.dtype for leaf in layout.leaves]), planner)
     owned = []
-    for n, owner, cost in planner.owned:
+    for n, owner, cost in planner.owned:  # cost: the transform's own, by default elements
         if owner != EVERYONE:  # else every rank has it whole
             owned.append(Owned(layout.leaves[n].path, owner, cost))
     return Balance(tuple(owned), layout.num_ranks) if owned else None

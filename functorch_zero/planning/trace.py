@@ -144,7 +144,8 @@ class ImaginedStep:
         state = shard_state(whole, prepared, sharding, piece_number)
         flats = state.params.flats()
         updater = _Announced(prepared, self._enter, idle=self._only_buckets)
-        # The parts and options are the real ones; only groups and updater are imagined
+        # `parts` are tensors that the gradients' reduction keeps. They and the options are real:
+        # only groups and updater are imagined
         return Run(step, options, state, batch, sharding, flats, updater, prepared.parts)
 
     def _order_before(self, run: Run, order: Sequence[str] | None) -> PrefetchOrder:
@@ -206,11 +207,11 @@ class ImaginedStep:
     # Announcements of phases and units, and the samples that they make
 
     def _announced(self, loss_fn: LossFn) -> LossFn:
-        """The loss, before and after which the phase changes. A weight is a number, since nobody
-        knows its value."""
+        """The loss, before and after which the phase changes. The batch's weight becomes 1.0, since
+        nobody knows its value."""
 
         def loss(params: Any, buffers: Any, batch: Any) -> Any:
-            # A set, since a unit has many leaves
+            # A set, since a unit has many leaves; made for this pass, so that each is wrapped once
             for unit in {leaf.entrance.unit for leaf in optree.tree_leaves(params)}:
                 unit.flats = Noted(unit.flats, unit.name, self._journal)
             self._enter("forward")
@@ -284,15 +285,15 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 class _Announced:
-    """An update that says when it begins and ends. An idle one leaves all as it is: it stands for
-    an update in place, which takes no room."""
+    """An `Updater` that tells `enter` the phase that begins. An idle one leaves all as it is: it
+    stands for an update in place, which takes no room."""
 
     def __init__(
         self, prepared: PreparedUpdate, enter: Callable[[str], None], *, idle: bool
     ) -> None:
         self._prepared, self._enter, self._idle = prepared, enter, idle
         self.across = prepared.across
-        # As of a prepared update, whose other parts the phases ask for
+        # The rest of an `Updater`, as it is: `fetched` and `stored` move the state
         self.fetched, self.stored = prepared.fetched, prepared.stored
 
     def update(self, grads: ShardedTree, state: Any, params: ShardedTree) -> Any:

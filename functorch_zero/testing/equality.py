@@ -310,10 +310,12 @@ def _check_update(
 
 
 def is_visible(old: Tensor, new: Tensor) -> bool:
-    """Whether an update is well above the error that the params' last places may make."""
+    """Whether an update is well above the error that the params' last places may make. `old` has
+    at least one element."""
     old, new = old.detach(), new.detach()
     size = _largest(_wide(new) - _wide(old))
-    hidden = float(_last_places(old, new).max())  # of the element with the largest last place
+    # The most that two roundings may hide, of the element with the largest last place
+    hidden = float(_last_places(old, new).max())
     return size > 0 and size >= VISIBLE * hidden
 
 

@@ -2,8 +2,9 @@
 optimizer.
 
 All are float64 unless they mix dtypes, so that real differences stand out from round-off. No leaf
-starts at zero, and every used leaf gets a gradient that is more than round-off: no bias before a
-norm that takes it away, no ReLU, no LayerNorm of one element.
+of a `Case` starts at zero, since `Case.module` adds noise to all. Every used leaf gets a gradient
+that is more than round-off: no bias before a norm that takes it away, no ReLU, no LayerNorm of one
+element.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ def _run_sharded(
     mesh: Mesh,
     settings: Mapping[str, Any],
 ) -> list[Run]:
-    """Each rank's run, with the whole states gathered."""
+    """Each rank's run, with the whole states gathered. `batches`: by step, each one's parts."""
 
     def run(group: Group) -> Run:
         sharded = shard(step, group=mesh.of(group), **settings)
@@ -359,7 +359,8 @@ class Comparison:
     def _compare_ranks(self, want: Step, have: Sequence[Step], at: dict[str, Any]) -> None:
         """All ranks against rank 0, bit by bit; buffers that are each rank's own against the
         oracle's."""
-        # Same data, same arithmetic: ranks may not differ in a single bit
+        # Same data, same arithmetic: ranks may not differ in a single bit. `_compare_others` has
+        # compared rank 0's own results
         first, *others = have
         for rank, other in enumerate(others, start=1):
             here = {**at, "rank": rank}
@@ -370,7 +371,8 @@ class Comparison:
                 what="rank 0's results and this rank's",
                 context=here,
             )
-            # The oracle has buffers of each part only where it takes the batch in parts
+            # The oracle has buffers of each part only where it takes the batch in parts; on a mesh
+            # several ranks may have one part
             if self.local and len(want.buffers) > self.local[rank]:
                 expected = want.buffers[self.local[rank]]
                 got = other.buffers[0]
@@ -403,7 +405,8 @@ class Step(NamedTuple):
     """The results of one step."""
 
     state: State  # whole leaves: gathered, where the step is sharded
-    buffers: list[PyTree[Tensor]]  # by rank; one where all have the same
+    # A rank's run has its own; the oracle's, where it takes a batch in parts, has each part's
+    buffers: list[PyTree[Tensor]]
     metrics: Metrics
 
     def others(self) -> dict[str, Any]:

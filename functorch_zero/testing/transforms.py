@@ -146,7 +146,7 @@ def _cast(tree: PyTree[Tensor], dtype: torch.dtype) -> Any:
 
 
 def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
-    """Updates for each step, of several magnitudes, with some zeros."""
+    """Updates for each step, each a tenth as large as the one before, with some zeros."""
     generator = torch.Generator().manual_seed(seed)
 
     def one(leaf: Tensor, scale: float) -> Tensor:
@@ -180,7 +180,8 @@ def _check_parts(
 
 
 def _check_pointwise(part: Pointwise, steps: Steps, name: str, equality: Equality) -> None:
-    """A pointwise update of whole leaves, of pieces of them, and of all joined to one."""
+    """A pointwise update of whole leaves, of pieces of them, and of all joined to one. By its
+    numbers only: `check_claims` has watched its operators."""
 
     def difference_of(expected: Tensor, got: Tensor) -> str | None:
         try:
@@ -231,6 +232,7 @@ def _on_a_rank(
     """A function of a group: the updates of each step, gathered."""
 
     def run(group: Group) -> list[PyTree[Tensor]]:
+        # Detached leaves don't say what is trained
         layout = make_layout(steps.params, group.size, trainable=lambda path, leaf: True)
         across = Sharded(layout, group, donate=donate)
         # Pieces, views of one flat per bucket

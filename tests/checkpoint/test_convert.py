@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from functorch_zero import checkpoint, optim
 from functorch_zero.__main__ import main
 from functorch_zero.checkpoint import CheckpointError, CorruptError, convert
+from functorch_zero.checkpoint.catalogue import chosen
 from functorch_zero.checkpoint.convert import map_file
 from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
@@ -147,6 +149,24 @@ def test_memory_is_that_of_a_leaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert most[0] == 1
 
 
+def test_a_files_pieces_are_looked_through_once_for_all_leaves(tmp_path: Path) -> None:
+    save_on(tmp_path / "root", 2, 3)
+    manifest, folder = chosen(tmp_path / "root", None)
+    num_times = 0
+
+    class Counted(tuple[Any, ...]):
+        def __iter__(self) -> Any:
+            nonlocal num_times
+            num_times += 1
+            return super().__iter__()
+
+    files = [file._replace(pieces=Counted(file.pieces)) for file in manifest.files]
+    manifest = dataclasses.replace(manifest, files=tuple(files))
+    for number in range(len(manifest.leaves)):
+        convert.read_leaf(manifest, number, folder)
+    assert len(manifest.leaves) > 2 and num_times == len(files) == 2
+
+
 def test_exports_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         checkpoint.export_weights(tmp_path, tmp_path / "out")
@@ -173,11 +193,13 @@ def import_into(source: Any, **options: Any) -> State:
 def test_weights_of_another_model(tmp_path: Path) -> None:
     tensors = {k: v.detach().clone() for k, v in make_step()[1].items()}
     bias = tensors.pop("norm.bias")
-    with pytest.raises(StructureError, match=r"it lacks norm\.bias"):
+    with pytest.raises(StructureError, match=r"it lacks norm\.bias \(allow_missing=True"):
         import_into(tensors)
     import_into(tensors, allow_missing=True)
-    with pytest.raises(StructureError, match=r"it has more of 1 that `like` lacks"):
+    with pytest.raises(StructureError, match="it has more, which `like` lacks"):
         import_into({**tensors, "norm.bias": bias, "more": bias})
+    with pytest.raises(StructureError, match=r"it has m0, m1, m2, m3, m4 and 2 more, which"):
+        import_into({**tensors, "norm.bias": bias} | {f"m{i}": bias for i in range(7)})
     with pytest.raises(StructureError, match=r"norm\.bias has shape \(1, 5\), expected \(5,\)"):
         import_into({**tensors, "norm.bias": bias[None]})
     with pytest.raises(

@@ -158,6 +158,29 @@ def test_only_our_own_leftovers_are_deleted(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) == 1
 
 
+@pytest.mark.parametrize("export", [checkpoint.export_weights, checkpoint.export_dcp])
+def test_the_leftover_of_a_killed_export_is_deleted_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Callable[..., Path]
+) -> None:
+    save_step(tmp_path / "root", 1)
+
+    def killed() -> None:
+        monkeypatch.setattr(Temporary, "commit", lambda temporary: os._exit(9))
+        export(tmp_path / "root", tmp_path / "out")
+
+    assert in_child(killed) == 9 and len(leftovers(tmp_path)) == 1
+    # Of another target; of one whose name begins alike; of nobody
+    others = [".tmp-other-0123456789abcdef", ".tmp-out-2-0123456789abcdef", ".tmp-out-mine"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    # Of an export to the same place that is at work
+    busy = Temporary(tmp_path / "out", lock=False)
+    assert sorted(leftovers(tmp_path)) == sorted([*others, busy.path.name])
+    export(tmp_path / "root", tmp_path / "out")
+    busy.discard()
+    assert sorted(leftovers(tmp_path)) == sorted(others)
+
+
 @pytest.mark.parametrize("at", range(2, 15))  # the first makes the root, which is there
 def test_every_call_fails_once(saved: Any, tmp_path: Path, at: int) -> None:
     """C3. The disk is full: the same error on every rank, nothing left over, and saving works again

@@ -296,6 +296,19 @@ def test_the_time_limit_ends_every_thread(stuck: str) -> None:
     assert threading.active_count() == before
 
 
+def test_a_rank_that_waits_in_rejoin_is_said_to() -> None:
+    def fn(group: ThreadGroup) -> None:
+        if group.rank == 0:
+            group.fail(MemoryError())
+            group.rejoin()
+        while True:
+            pass
+
+    expected = r"rank 0 waits in rejoin for ranks 1, 2; rank 1 runs; rank 2 is ready to go on"
+    with pytest.raises(TimeoutError, match=expected):
+        run_ranks(fn, 3, timeout=0.2)
+
+
 def test_exceptions_that_are_no_exception() -> None:
     def fn(group: ThreadGroup) -> None:
         if group.rank:

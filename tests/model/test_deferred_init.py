@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
+from functorch_zero.model import deferred_init as module
 from functorch_zero.model.deferred_init import deferred_init
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
@@ -260,6 +261,27 @@ def test_another_models_leaves_are_an_error() -> None:
     _, params, _ = functionalize(on_meta(GPT))
     with pytest.raises(StructureError, match=r"does not have it.*path embed\.weight"):
         deferred_init(on_meta(ConvNet)).fill(params)
+
+
+def test_an_error_while_leaves_are_made_leaves_none_in_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of memory at the second leaf, say."""
+    values = deferred_init(model := on_meta(Inits))
+    num_made = 0
+
+    def make_one(*args: Any) -> Tensor:
+        nonlocal num_made
+        num_made += 1
+        if num_made == 2:
+            raise MemoryError
+        return blank(*args)
+
+    blank = module._blank
+    monkeypatch.setattr(module, "_blank", make_one)
+    with pytest.raises(MemoryError):
+        values.fill(tensors(model))
+    assert all(x.is_meta for x in tensors(values._model).values())
 
 
 def test_ranks_that_make_other_values_hear_of_it() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import sys
+import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -581,6 +583,27 @@ def test_objects_that_modules_hold_are_copied_with_them() -> None:
     apply, params, buffers = functionalize(model)
     x = torch.randn(4, 7)
     assert torch.equal(apply(params, buffers, x)[0], model(x))
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_functions_about_the_copy_keep_no_weights_alive(decorated: bool) -> None:
+    """A hook is made anew over the copy; the original one may go, and its model with it."""
+
+    def hook_over(model: nn.Module) -> Callable[..., Tensor]:
+        def shift(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return output + model.norm.bias[:3]
+
+        return torch.no_grad()(shift) if decorated else shift
+
+    model = MLP()
+    model.layers[1].register_forward_hook(hook_over(model))
+    apply, params, buffers = functionalize(model)
+    weight = weakref.ref(model.layers[1].weight)
+    x = torch.randn(4, 7)
+    assert torch.equal(apply(params, buffers, x)[0], model(x))
+    del model, params, buffers
+    gc.collect()
+    assert weight() is None, "apply keeps the user's model alive"
 
 
 def test_lazy_modules_are_refused() -> None:

@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import subprocess
 import sys
@@ -438,6 +439,20 @@ def test_an_in_place_change_of_the_step_count_is_refused() -> None:
         TransformError, match=r"in place by aten\.add_.*state of leaf count \(test_claims\.py:"
     ):
         check_claims(pointwise(lambda params: {"count": torch.zeros(())}, update))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_in_place_must_give_the_same_nans_and_infinities(value: float) -> None:
+    def fill(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: torch.full_like(u, value), updates), state
+
+    # Zeros for NaN, the dtype's largest numbers for infinities
+    def fill_with_finite(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: torch.full_like(u, value).nan_to_num(), updates), state
+
+    check_claims(pointwise(init_empty, fill, in_place=fill))
+    with pytest.raises(TransformError, match="in_place and update differ"):
+        check_claims(pointwise(init_empty, fill, in_place=fill_with_finite))
 
 
 def test_init_is_watched_too() -> None:

@@ -320,6 +320,25 @@ def test_hyperparameters_are_read_and_changed() -> None:
         optim.hyperparams(())
 
 
+@pytest.mark.parametrize(
+    "clip", [optim.clip(9.0), optim.clip_by_global_norm(9.0)], ids=["pointwise", "statistics"]
+)
+def test_injecting_inside_of_injecting_is_refused(clip: optim.Transform) -> None:
+    """The inner numbers would be out of reach of `hyperparams`, and keep their first values."""
+    params = {"a": torch.ones(3)}
+
+    def inside(learning_rate: Any) -> optim.Transform:
+        return optim.chain(clip, optim.inject_hyperparams(optim.sgd)(learning_rate))
+
+    nested = optim.inject_hyperparams(inside)(learning_rate=0.5)
+    with pytest.raises(ValueError, match=r"inject_hyperparams inside of another.*Remedy: one"):
+        nested.init(params, Local(params))
+    # Side by side they stay allowed
+    several = optim.chain(inside(0.5), inside(0.25))
+    state = optim.with_hyperparams(several.init(params, Local(params)), learning_rate=0.125)
+    assert [optim.hyperparams(part)["learning_rate"] for part in state] == [0.125, 0.125]
+
+
 def test_injected_static_and_masked_arguments() -> None:
     """Masks, ints and bools stay; static_args too; the result is what the plain factory gives."""
     params = hostile_tree()

@@ -25,9 +25,9 @@ from .cuts import FIRST_PIECES, Cut, CutTest, alone, is_refusal
 from .operators import Watch
 from .pretended import PretendedRank, Silent, block_of
 
-# The first, the second (some updates treat the first differently), and a late one
+# Steps of a test: the first, the second (some updates treat the first differently), and a late one
 NUM_STEPS = 3
-FEW = 64  # leaves: wrappers are run on all leaves of a tree that has no more
+MOST_LEAVES = 64  # leaves: wrappers are run on all leaves of a tree that has no more
 # The round-off allowed, relative to a leaf's largest value: kernels compute a tensor's last few
 # elements in another way, a sigmoid's, say
 ROUND_OFF = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -153,13 +153,17 @@ def _representatives(params: PyTree[Tensor]) -> Any:
 
 
 def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[Tensor]) -> None:
-    """Check a transform with all that is around its parts; on few leaves, if they will do."""
+    """Check a transform with all that is around its parts; on few leaves, if they will do.
+
+    `few`: `params` with None for all leaves but a few of each kind.
+    """
     # A large model's tree would take seconds rather than milliseconds
-    if optree.tree_structure(params).num_leaves > FEW:
+    if optree.tree_structure(params).num_leaves > MOST_LEAVES:
         try:
             _check_across(transform, few)
-            for part in simple_parts(transform):  # those of which the few leaves may have none
-                if part.plain is None and part.needs > Needs.POINTWISE:
+            # A part whose mask chooses none of the few leaves was not run with the whole
+            for part in simple_parts(transform):
+                if part.needs > Needs.POINTWISE:
                     _check_across(part, few)
             return
         except Exception as error:
@@ -270,8 +274,9 @@ def _must_equal(expected: Any, got: Any, story: str) -> None:
     alike = optree.tree_structure(expected) == optree.tree_structure(got)
     if alike:
         for x, y in zip(optree.tree_leaves(expected), optree.tree_leaves(got), strict=True):
-            # A NaN equals nothing, itself included
-            same_values = torch.equal(x.nan_to_num(), y.nan_to_num())
-            alike = alike and same_values and x.dtype == y.dtype
+            # Shapes first, since the comparison broadcasts
+            alike = alike and x.dtype == y.dtype and x.shape == y.shape
+            # NaN where the other has NaN, infinity where it has the same infinity
+            alike = alike and bool(torch.isclose(x, y, 0, 0, equal_nan=True).all())
     if not alike:
         raise TransformError(f"{story}. Remedy: the same operators in the same order")

@@ -119,7 +119,9 @@ class CutTest:
         return True
 
     def _check(self, later: int) -> None:
-        # Operators come first, since they tell the author's line
+        """`later`: steps that are added to the counters before the last step."""
+        # First pieces come first: the other runs are given their answers of `across`. Operators are
+        # watched there, since they tell the author's line
         first = self._run(FIRST_PIECES, later, operators=self.operators)
         whole = self._run(WHOLE, later)
         second = self._run(SECOND_PIECES, later)
@@ -132,7 +134,7 @@ class CutTest:
             return
         # The joined leaf holds the last leaf first: split, and turned round
         for made, joined in zip(whole, self._run(JOINED, later), strict=True):
-            sizes = [x.numel() for x in reversed(made.updates)]
+            sizes = [x.numel() for x in reversed(made.updates)]  # in the order of `_join`
             (flat,) = joined.updates
             self._compare_updates(made.updates, flat.split(sizes)[::-1], JOINED)
 

@@ -39,7 +39,8 @@ MOST = 4096  # elements that are tried of a leaf
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a block of a tensor's first elements: all of them, or at most `MOST`."""
+    """The shape of a block of a tensor's first elements: all of them, or at most `MOST`. They are
+    elements [0, numel) of the flattened tensor, as an `Extent` needs them."""
     block: tuple[int, ...] = ()
     size = 1  # elements of a row of the block, so far
     for length in reversed(shape):
@@ -120,11 +121,11 @@ class PretendedRank(Local):
         return sums
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
-        # Of the full shape, of which only a block is here: there is nothing to sum it from
+        # Any values would do that are the same for every cut; only a block of the leaf is here
         def ones(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
             return x.new_ones(without(extent.shape, dims), dtype=reduced_dtype(x.dtype, op))
 
-        # Only that it was asked is noted; ones are the same for all
+        # Nothing to answer with: only the question is compared
         self._answer(("reduce_dims", op, _num_leaves([tree for tree, _ in questions])))
         with self._watch.paused():
             return tuple(self._per_leaf(ones, tree, dim) for tree, dim in questions)

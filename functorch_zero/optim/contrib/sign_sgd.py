@@ -17,7 +17,7 @@ def sign_sgd(learning_rate: Number | Schedule) -> Transform:
     Source: Bernstein et al., 2018 (1802.04434); optax.sign_sgd. The gradient's sign is taken after
     ranks have averaged it, not by their vote.
 
-    Needs: pointwise. State: none but a step count.
+    Needs: pointwise. State: none but a step count and the last learning rate.
 
     Args:
         learning_rate: the size of every element's step; a number or a schedule.

@@ -62,8 +62,13 @@ def compiled(transform: Transform) -> Transform:
     return replace(transform, fused=fused, name="compiled", hyperparams={"transform": transform})
 
 
-# The `update` of `Fused`: from lists of flats (piece,) and of their states to new states
 def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]], list[Any]]:
+    """The `update` of a `Fused`, from `(params, updates, states)` to new states, flat by flat.
+
+    It adds the updates to the params, and writes new state over the old. Params and updates are
+    flats (piece,); each state is that of the tree `{"": flat}`.
+    """
+
     # All of one flat: params and updates (piece,), the state of the tree {"": flat}
     def apply(params: Tensor, updates: Tensor, state: Any) -> list[Tensor]:
         made: Any
@@ -79,8 +84,8 @@ def _kernel(part: Pointwise) -> Callable[[list[Tensor], list[Tensor], list[Any]]
     # Made when first run: a plan, or a step that donates nothing, never needs it
     @functools.cache
     def kernel() -> Any:
-        # torch counts kernels, and what it learns of numbers, by the code's name. So each kernel
-        # has code of its own, by a name of its own
+        # torch limits the kernels of one code object, and remembers by its name which numbers vary.
+        # So each kernel has code of its own, by a name of its own
         code = apply.__code__.replace(co_name=f"apply_{next(_numbers)}")
         own = FunctionType(
             code, apply.__globals__, apply.__name__, apply.__defaults__, apply.__closure__
@@ -116,8 +121,9 @@ def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def _is_number(node: torch.fx.Node) -> bool:
-    """Whether a node of the graph is 0-d, and made of such only."""
-    value = node.meta.get("example_value")
+    """Whether a node of the graph is 0-d, and made of such only. These run outside of the kernel,
+    see `_backend`."""
+    value = node.meta.get("example_value")  # as dynamo traced it; the output node has none
     # A reduction's result is 0-d, too, but it is made of elements
     if not isinstance(value, Tensor) or value.dim() > 0:
         return False

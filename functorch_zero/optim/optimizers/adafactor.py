@@ -66,7 +66,8 @@ def never(shape: Shape) -> None:
 
 
 def one_of(dims: FactoredDims, which: int) -> Callable[[Shape], int | None]:
-    """The ROWS or the COLS dim of a shape, as `across.sum_dims` and `across.spread` want it."""
+    """A function from a full shape to its ROWS or its COLS dim, None where it is not factored: as
+    `across.sum_dims` and `across.spread` want it."""
 
     def dim(shape: Shape) -> int | None:
         chosen = dims(shape)
@@ -126,7 +127,7 @@ def update_factors(
     Args:
         factors: of the step before.
         squares: like params or pieces of them, at least fp32: the squared gradients.
-        across: answers for the squares.
+        across: has the full shapes of the squares' leaves.
         dims: as given to `init_factors`.
         weight: 0-d float64: of the new squares.
     """
@@ -267,6 +268,8 @@ def scale_by_adafactor(
 ) -> Transform:
     """Adafactor's direction and its whole step size (g gradient, p param, at step t from 1).
 
+        weight = (t - step_offset)**-decay_rate
+        v_row, v_col = means over COLS and ROWS of g**2, each new one with that weight
         v = v_row * v_col / max(mean(v_row), eps)    (unfactored: the mean of squares)
         u = g / sqrt(max(v, eps**2))
         rho = min(learning_rate, 1 / sqrt(t))
@@ -281,6 +284,7 @@ def scale_by_adafactor(
     # torch's choice of dims; a function of the full shape, so that ranks agree
     dims = last_dims(min_dim_size_to_factor) if factored else never
 
+    # By default of the tensor that is bounded: of a bf16 leaf the vectors are float32
     def floor(leaf: Tensor) -> float:
         return torch.finfo(leaf.dtype).eps if eps is None else eps
 
@@ -311,9 +315,9 @@ def scale_by_adafactor(
 
     def sizes_of(params: Tree, directions: Tree, across: Across) -> Tree:
         """Per leaf 0-d: the direction's factor but for rho."""
-        # One all-reduce for both
-        # Asked for both even where one is off: the question is the same in all variants
+        # One all-reduce. Asked for both even where one is off: all variants ask the same question
         param_norms, direction_norms = across.norm(params, directions)
+        # Per whole leaf: a block is a leaf here, as in optax
         param_rms = block_rms(param_norms, across)
         direction_rms = block_rms(direction_norms, across)
         sizes = tree_map(torch.ones_like, direction_rms)

@@ -43,8 +43,11 @@ def inject_hyperparams(
 
     Args:
         inner_factory: a function of hyperparameters that returns a transform; it must not compare
-            or branch on those.
+            or branch on those, nor call `inject_hyperparams` itself.
         static_args: names of arguments to leave alone.
+
+    Raises:
+        ValueError: by `init`: one `inject_hyperparams` lies inside of another.
     """
     static = set(static_args)
     signature = inspect.signature(inner_factory)
@@ -113,6 +116,12 @@ def _injected(
         return {name: number(value_of(schedule, count)) for name, schedule in schedules.items()}
 
     def begin(inner_state: Any) -> InjectHyperparamsState:
+        # The inner one reads its own state: a change of the outer numbers would not reach it
+        if find_states(inner_state, InjectHyperparamsState):
+            raise ValueError(
+                "inject_hyperparams inside of another would keep its first numbers, whatever the "
+                "outer ones are. Remedy: one inject_hyperparams, around a function of all numbers"
+            )
         # Clones: states may be donated, and each `init` needs tensors of its own
         values = {name: value.clone() for name, value in numbers.items()} | scheduled(step_count())
         return InjectHyperparamsState(step_count(), values, inner_state)
@@ -314,7 +323,8 @@ def _observe(state: ReduceLROnPlateauState, value: Tensor) -> ReduceLROnPlateauS
 
 
 def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
-    """The state after one more mean."""
+    """The state after one more mean. Computed at every value: `_observe` takes it where the mean is
+    full."""
     rules = state.rules
     # Less than the best by both tolerances together
     better = state.avg_value < (1 - rules.rtol) * state.best_value - rules.atol
@@ -329,7 +339,12 @@ def _judge(state: ReduceLROnPlateauState) -> ReduceLROnPlateauState:
     best_value = torch.where(better, state.avg_value, state.best_value)
     plateau_count = torch.where(falls | cooling, 0, plateau)
     cooldown_count = torch.where(falls, rules.cooldown.long(), one_less)
-    no_values, no_mean = torch.zeros_like(state.count), torch.zeros_like(state.avg_value)
     return ReduceLROnPlateauState(
-        scale, best_value, plateau_count, cooldown_count, no_values, no_mean, rules
+        scale=scale,
+        best_value=best_value,
+        plateau_count=plateau_count,
+        cooldown_count=cooldown_count,
+        count=torch.zeros_like(state.count),  # the next mean begins
+        avg_value=torch.zeros_like(state.avg_value),
+        rules=rules,
     )

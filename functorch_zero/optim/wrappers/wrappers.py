@@ -41,8 +41,9 @@ def wrapper(
     init: Callable[[Tree, InnerInit], Any],
     update: Callable[[Tree, Any, Tree, InnerUpdate], tuple[Tree, Any]],
 ) -> Transform:
-    """A transform around another one, whose own work is elementwise: pointwise, and by the bucket,
-    if `inner` is.
+    """A transform around another one, whose own work is elementwise.
+
+    If `inner` is pointwise, so is this, and runs by the bucket: on flats, not leaf by leaf.
 
     Args:
         inner: the transform inside.
@@ -60,9 +61,10 @@ def wrapper(
     bare = inner.plain
     if bare is None:
         return Transform(init_across, update_across, inner.needs, parts=(inner,))
-    # The wrapper's own work joins its inside: one pass over each bucket
+    # The wrapper's own work joins its inside: one pass over each bucket. Without `in_place`, since
+    # a wrapper's own work is not in place
     plain = Pointwise(lambda p: init(p, bare.init), lambda u, s, p: update(u, s, p, bare.update))
-    return of_pointwise(plain, inner)
+    return of_pointwise(plain, inner)  # `inner` for whoever checks the parts
 
 
 @named
