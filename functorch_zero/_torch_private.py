@@ -89,6 +89,19 @@ def buffers_dict(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
+def registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A module's own params, buffers and modules by attribute, as the module keeps them.
+
+    Among a module's attributes, these dicts themselves are known by their private names only.
+    """
+    return module._parameters, module._buffers, module._modules
+
+
+def has_forward_pre_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before the module's forward. In public they are only registered."""
+    return bool(module._forward_pre_hooks)
+
+
 # ---- Trees ----
 
 

@@ -119,6 +119,25 @@ def test_buffers_dict() -> None:
     assert not private.buffers_dict(nn.Sequential(model))  # its own only
 
 
+def test_registered() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    held = private.registered(model[0])
+    assert all(any(own is each for each in vars(model[0]).values()) for own in held)
+    params, buffers, modules = held
+    assert set(params) == {"weight", "bias"} and "running_mean" in buffers and not modules
+    assert [*private.registered(model)[2]] == ["0"]
+
+
+def test_has_forward_pre_hooks() -> None:
+    model = nn.Linear(2, 1)
+    model.register_forward_hook(lambda *args: None)
+    assert not private.has_forward_pre_hooks(model)
+    handle = model.register_forward_pre_hook(lambda *args: None)
+    assert private.has_forward_pre_hooks(model)
+    handle.remove()
+    assert not private.has_forward_pre_hooks(model)
+
+
 # ---- Trees ----
 
 

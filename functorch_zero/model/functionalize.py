@@ -21,7 +21,7 @@ from ..params import Params, UnitSpec
 from ..precision import Precision
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import check_options
-from .copying import copy_module, without_values
+from .copying import check_apart, copy_module, without_values
 from .skeleton import Anatomy, Skeleton
 from .slots import Slot
 from .units import Units, choose_modules, find_units
@@ -153,6 +153,16 @@ def functionalize(
             one leaf, under its first name.
         buffers: a dict, dotted path -> tensor.
 
+    A module may hold its params and buffers in further attributes, lists, dicts and objects: a call
+    fills these, too. Functions closed over a module, and weak references to one, are about the
+    skeleton.
+
+    Raises:
+        StructureError: the module leads to a param or buffer in a way that a call can't fill, in
+            six steps from an attribute: by a tuple, a set, slots, a partial, a closure over the
+            tensor, a weak reference to it, a global, or by a view or a computed tensor. Or two
+            leaves lie in the same storage.
+
     No rank is involved and nothing is communicated. After torch.func.functional_call.
 
     >>> apply, params, buffers = functionalize(nn.Linear(2, 3))
@@ -164,6 +174,7 @@ def functionalize(
         raise StructureError(
             "a lazy module has no shapes yet. Remedy: run it once before functionalize"
         )
+    check_apart(model)
     slots = _slots_of(model.named_parameters(), model, params_dict)
     buffer_slots = _slots_of(model.named_buffers(), model, buffers_dict)
     specs = find_units(model, units, slots)

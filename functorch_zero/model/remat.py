@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._torch_private import transforms_active
-from .slots import Place, put, tensors_in
+from .slots import Place, leaves_for, put, tensors_in
 
 
 def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callable[..., Any]:
@@ -50,7 +50,10 @@ class _Region:
             return self._forward(*args, **kwargs)
         # In backward: on the first run's buffers, and the changes to them don't count twice
         after = tensors_in(self._places)
-        put(self._places, [buffer.clone() for buffer in self._before])
+        copies: dict[str, Tensor] = {}  # by leaf: a buffer in several places stays one tensor
+        for place, buffer in zip(self._places, self._before, strict=True):
+            copies.setdefault(place.leaf, buffer.clone())
+        put(self._places, leaves_for(self._places, copies))
         try:
             return self._forward(*args, **kwargs)
         finally:

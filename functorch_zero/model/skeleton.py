@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_private import buffers_dict, params_dict, transforms_active, version_of
+from ..errors import StructureError, explain
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
@@ -28,8 +29,9 @@ from .casting import Policies, cast_leaf
 from .compile import CompiledForward
 from .copying import functions_of
 from .lazy_param import LazyParam
+from .references import references
 from .remat import recomputed
-from .slots import Place, Slot, entering, leaves_for, put, tensors_in
+from .slots import Place, Slot, check_kept, entering, leaves_for, put, tensors_in
 
 
 class Anatomy(NamedTuple):
@@ -60,10 +62,14 @@ class Skeleton:
         for unit in anatomy.units:
             self._policies |= unit.policies
         self._param_places = _places(root, anatomy.slots, params_dict)
+        self._param_places += _other_places(root, self._param_places)
+        # A buffer's registered places first
         self._buffer_places = _places(root, anatomy.buffer_slots, buffers_dict)
+        self._buffer_places += _other_places(root, self._buffer_places)
         self._all_places = self._param_places + self._buffer_places
         self._empty = tensors_in(self._all_places)  # tensors on the meta device
         self._params: Mapping[str, Any] = {}  # those of the call, by path
+        self._put: list[Any] = []  # what the call has in the places of params
         self._lazy = False  # whether the call's params have lazy ones, so that units are entered
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
@@ -90,9 +96,10 @@ class Skeleton:
                     module.forward = recomputed(module.forward, self._buffers_in(module))
 
     def _buffers_in(self, module: nn.Module) -> list[Place]:
-        """The places of the buffers of a module and of those inside it."""
+        """All places of the buffers of a module and of those inside it."""
         inside = {id(buffers_dict(m)) for m in module.modules()}
-        return [place for place in self._buffer_places if id(place.held) in inside]
+        leaves = {place.leaf for place in self._buffer_places if id(place.held) in inside}
+        return [place for place in self._buffer_places if place.leaf in leaves]
 
     def settle(self) -> Skeleton:
         """Note how often modules and functions are referred to while nothing runs.
@@ -122,6 +129,7 @@ class Skeleton:
             for i, place in enumerate(self._param_places):
                 leaves[i] = self._as_used(place.leaf, leaves[i])
         put(self._param_places, leaves)
+        self._put = leaves
         taken = {}
         for path, copied in self._put_copies(buffers).items():
             taken[path] = BufferCopy(copied, _version(copied))
@@ -140,6 +148,7 @@ class Skeleton:
         Then it finds the params there, and copies of the buffers that the call was given. It may
         change those: nobody reads them.
         """
+        self._put = []
         if self.is_free():
             self._params = {}
             put(self._all_places, self._empty)
@@ -155,11 +164,21 @@ class Skeleton:
     def new_buffers(
         self, old: Mapping[str, Tensor], taken: Mapping[str, BufferCopy]
     ) -> dict[str, Tensor]:
-        """The buffers after the call: the old tensors where nothing changed."""
-        new = dict(old)
+        """The buffers after the call: the old tensors where nothing changed.
+
+        Raises:
+            StructureError: the call put a tensor in the place of a param, or in one of several
+                places of a buffer.
+        """
+        check_kept(self._param_places, self._put)
+        found: dict[str, Tensor] = {}
         for place, buffer in zip(self._buffer_places, tensors_in(self._buffer_places), strict=True):
-            if _is_changed(buffer, taken[place.leaf], old[place.leaf]):
-                new[place.leaf] = buffer.detach()
+            if found.setdefault(place.leaf, buffer) is not buffer:
+                raise _torn(place)
+        new = dict(old)
+        for path, buffer in found.items():
+            if _is_changed(buffer, taken[path], old[path]):
+                new[path] = buffer.detach()
         return new
 
     def _entering(self, path: str, inside: list[Place], forward: Callable[..., Any]) -> Any:
@@ -185,6 +204,32 @@ def _places(
         module = root.get_submodule(slot.module)
         places.append(Place(held_by(module), slot.attribute, slot.leaf))
     return places
+
+
+def _other_places(root: nn.Module, places: list[Place]) -> list[Place]:
+    """The places of the same leaves in attributes, lists and dicts that modules lead to."""
+    leaves = {id(place.held[place.attribute]): place.leaf for place in places}
+    others = []
+    for reference in references(root):
+        leaf = leaves.get(id(reference.value))
+        if leaf is not None:
+            others.append(Place(reference.held, reference.key, leaf))
+    return others
+
+
+def _torn(place: Place) -> StructureError:
+    """The error for a buffer that has become two."""
+    return StructureError(
+        explain(
+            "the model holds a buffer in several places, and put another tensor in some of them "
+            "while it ran",
+            path=place.leaf,
+            expected="the same tensor in all of them",
+            got=f"another one at {place.attribute!r}",
+            remedy="write to the buffer in place, `self.count += 1` or `copy_`; or register two "
+            "buffers with clones of the values",
+        )
+    )
 
 
 def _is_changed(buffer: Tensor, taken: BufferCopy, old: Tensor) -> bool:

@@ -31,7 +31,7 @@ from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import plan_state
-from ..step.loss import Aux, Outcome, check_loss
+from ..step.loss import Aux, Outcome, check_has_values, check_loss
 from ..step.program import refuse_buffers
 from ..step.train import check_tensors
 from ..tree import PyTree, content_digests, same_structure
@@ -231,6 +231,7 @@ class ShardedEngine:
             refuse_buffers(aux)
             has_aux = aux is not None
             given = aux or Aux()
+            check_has_values({"loss": value, **given.metrics}, lazy, axes.world.rank)
             return Outcome(value, {}, given.metrics, given.weight)
 
         def seed_of(outcome: Outcome) -> LossSeed:

@@ -20,7 +20,7 @@ from ..model.lazy_param import LazyParam, check_unchanged, make_whole, versions_
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree
-from .loss import Aux, as_metric, check_loss, if_weighty, independent
+from .loss import Aux, as_metric, check_has_values, check_loss, if_weighty, independent
 from .state import State
 
 
@@ -76,6 +76,7 @@ def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) 
         versions = versions_of(own)
         own_tree, own_args = cast.params
         value, aux = check_loss(loss(own_tree, *own_args))
+        check_has_values({"loss": value, **(aux.metrics if aux else {})}, own_tree, None)
         refuse_buffers(aux)
         cast.finish()
         check_unchanged(own, versions)
