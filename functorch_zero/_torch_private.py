@@ -43,6 +43,14 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
+def has_grad_hooks(x: Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` gave a tensor hooks.
+
+    In public they are only registered.
+    """
+    return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+
+
 # A number of the storage that a tensor lies in, its own while the storage lives. The public
 # `data_ptr()` is 0 for every tensor without values. Torch's own function makes no Python object
 # of the storage; saved-tensor hooks ask it of each tensor that a loss saves.

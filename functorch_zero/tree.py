@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
@@ -9,9 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 import optree
 import torch
 from optree import tree_map
-from torch import Tensor
+from torch import Tensor, nn
 
-from ._torch_private import is_fake, storage_id
+from ._torch_private import has_grad_hooks, is_fake, storage_id
 from .errors import StructureError, explain
 from .params import Params
 
@@ -55,7 +56,58 @@ def named_leaves(tree: PyTree[Any]) -> dict[str, Any]:
     >>> named_leaves({"b": [1, None], "a": 2})
     {'a': 2, 'b.0': 1}
     """
-    return dict(zip(paths(tree), optree.tree_leaves(tree), strict=True))
+    leaves = optree.tree_leaves(tree)
+    named = dict(zip(paths(tree), leaves, strict=True))
+    if len(named) < len(leaves):
+        (path, count), *_ = Counter(paths(tree)).most_common(1)
+        raise StructureError(
+            explain(
+                "leaves of a tree have the same path",
+                path=path,
+                expected="a path of its own for each leaf",
+                got=f"{count} leaves",
+                remedy="leave dots out of names, and let no two names print the same",
+            )
+        )
+    return named
+
+
+def check_tensors(tree: PyTree[Any], what: str) -> None:
+    """Raise, naming the first leaf that is no plain tensor, and unless each leaf has a path of its
+    own.
+
+    Steps keep values in flats of their own. A subclass would lose its class there, and a tensor its
+    hooks.
+
+    Args:
+        tree: what a step or program is made for.
+        what: its name, for the error: "params".
+    """
+    for path, leaf in named_leaves(tree).items():
+        got = type(leaf).__name__
+        if not isinstance(leaf, Tensor):
+            raise StructureError(explain(f"{what} must be tensors", path=path, got=got))
+        if type(leaf) not in (Tensor, nn.Parameter) and not is_fake(leaf):
+            raise StructureError(
+                explain(
+                    f"{what} must be plain tensors: values are kept in flats, without their class",
+                    path=path,
+                    expected="torch.Tensor or torch.nn.Parameter",
+                    got=got,
+                    remedy="pass a plain tensor, from `full_tensor()` of a DTensor for example, "
+                    "and make the subclass of it inside the loss",
+                )
+            )
+        if has_grad_hooks(leaf):
+            raise StructureError(
+                explain(
+                    f"{what} have hooks, which no step would call",
+                    path=path,
+                    got="a hook of register_hook or register_post_accumulate_grad_hook",
+                    remedy="remove it; change gradients by a transform in the optimizer's chain, "
+                    "or by a torch.autograd.Function inside the loss",
+                )
+            )
 
 
 def storages(tree: PyTree[Any]) -> set[int]:

@@ -97,6 +97,16 @@ def test_without_torch_function() -> None:
     assert marked + 1 == "asked"
 
 
+def test_has_grad_hooks() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not private.has_grad_hooks(x)
+    for register in (x.register_hook, x.register_post_accumulate_grad_hook):
+        handle = register(lambda *args: None)
+        assert private.has_grad_hooks(x)
+        handle.remove()
+        assert not private.has_grad_hooks(x)
+
+
 # ---- Modules ----
 
 

@@ -19,6 +19,7 @@ from .._torch_private import buffers_dict, params_dict, without_torch_function
 from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Precision
+from ..tree import check_tensors
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import check_options
 from .copying import check_apart, copy_module, without_values
@@ -174,6 +175,8 @@ def functionalize(
         raise StructureError(
             "a lazy module has no shapes yet. Remedy: run it once before functionalize"
         )
+    check_tensors(dict(model.named_parameters()), "a model's params")
+    check_tensors(dict(model.named_buffers()), "a model's buffers")
     check_apart(model)
     slots = _slots_of(model.named_parameters(), model, params_dict)
     buffer_slots = _slots_of(model.named_buffers(), model, buffers_dict)

@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import buffers_dict, params_dict, transforms_active, version_of
+from .._torch_private import (
+    buffers_dict,
+    params_dict,
+    transforms_active,
+    version_of,
+    without_torch_function,
+)
 from ..errors import StructureError, explain
 from ..params import UnitSpec
 from ..precision import Precision
@@ -125,6 +131,8 @@ class Skeleton:
         self._lazy = LazyParam in kinds
         leaves = leaves_for(self._param_places, params)
         # A lazy leaf has its policy's dtype already, and is cast when it is entered
+        if self._policies and self._lazy:
+            self._check_policies(params)
         if self._policies and kinds != {LazyParam}:
             for i, place in enumerate(self._param_places):
                 leaves[i] = self._as_used(place.leaf, leaves[i])
@@ -134,6 +142,27 @@ class Skeleton:
         for path, copied in self._put_copies(buffers).items():
             taken[path] = BufferCopy(copied, _version(copied))
         return taken
+
+    def _check_policies(self, params: Mapping[str, Any]) -> None:
+        """Raise if a lazy leaf doesn't have its policy's dtype: its tree has forgotten the policy,
+        which a plain dict of params does."""
+        with without_torch_function():
+            for path, policy in self._policies.items():
+                leaf = params[path]
+                compute = policy.compute
+                if type(leaf) is not LazyParam or compute is None or leaf.dtype == compute:
+                    continue
+                if leaf.is_floating_point():
+                    raise StructureError(
+                        explain(
+                            "params have lost the model's Precision, as a plain dict of them does",
+                            path=path,
+                            expected=compute,
+                            got=leaf.dtype,
+                            remedy="give `init` or `shard_tree` the `Params` that functionalize "
+                            "returned; a tree_map over it keeps it one",
+                        )
+                    )
 
     def _as_used(self, path: str, leaf: Any) -> Any:
         """A leaf that was given whole, in the dtype that its module computes with."""

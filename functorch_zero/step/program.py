@@ -14,12 +14,13 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from .._torch_private import has_grad_hooks
 from ..errors import StructureError
 from ..model.casting import CastParams
 from ..model.lazy_param import LazyParam, check_unchanged, make_whole, versions_of
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
-from ..tree import PyTree
+from ..tree import PyTree, check_tensors
 from .loss import Aux, as_metric, check_has_values, check_loss, if_weighty, independent
 from .state import State
 
@@ -67,6 +68,8 @@ def _value_and_grad(loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]) 
             "a gradient inside of a sharded loss was asked for params that are not here yet. "
             "Remedy: make them whole first, `whole = fz.unshard(params)`, and use torch.func.grad"
         )
+    if any(map(has_grad_hooks, leaves)):
+        check_tensors(tree, "the tree")  # which names the leaf
     # Autograd leaves of this call's own, so that `tree` is in no autograd graph
     own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
     trained = [leaf for leaf in own if leaf.requires_grad]
