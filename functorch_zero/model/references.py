@@ -7,6 +7,7 @@ tensors, Python modules, objects without `__dict__` or `__slots__`, iterators.
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
 import weakref
@@ -69,6 +70,26 @@ def references(model: nn.Module) -> Iterator[Reference]:
             way = (*names, name.name)
             yield Reference(path, " -> ".join(way), name.held, name.key, name.value)
             waiting.append((path, way, name.value))
+
+
+def unshared_copy(value: Any) -> Any:
+    """A deep copy of containers and objects, with the same tensors, modules and functions in it;
+    the value itself where an object can't be copied."""
+    if _is_plain(value):
+        return value
+    memo: dict[int, Any] = {}
+    waiting, seen = [value], {id(value): value}
+    while waiting:
+        for _, inside, *_ in _inside(waiting.pop()):
+            if isinstance(inside, torch.Tensor | nn.Module):
+                memo[id(inside)] = inside
+            elif not _is_plain(inside) and id(inside) not in seen:
+                seen[id(inside)] = inside
+                waiting.append(inside)
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError):  # a lock, say
+        return value
 
 
 def _is_plain(value: Any) -> bool:

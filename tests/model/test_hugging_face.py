@@ -137,3 +137,22 @@ def test_sharded_is_unsharded(name: str, level: int) -> None:
     grade = 1e-5 if "llama" in name else 1e-12
     tolerance = lambda path: float("inf") if path.endswith(ZERO) else grade
     assert_equal_updates(expected, runs[0], unused=zero, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_remat_of_a_model_with_a_cache(name: str) -> None:
+    """Each layer adds its keys and values to an object; the second run must not add them again."""
+    make, units = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make().double().train()
+    x = batches()[0]["x"]
+    expected = model(input_ids=x, use_cache=True)
+    expected.logits.square().mean().backward()
+    apply, params, buffers = functionalize(model, units=units, remat=units)
+    got, _ = apply(params, buffers, input_ids=x, use_cache=True)
+    assert torch.equal(got.logits, expected.logits)
+    grads = torch.autograd.grad(got.logits.square().mean(), [*params.values()])
+    for path, grad in zip(params, grads, strict=True):
+        assert torch.allclose(grad, model.get_parameter(path).grad, rtol=1e-12), path
+    assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length() == 7
