@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
 
@@ -233,16 +233,37 @@ def _weighted_sum(data: Tensor, first: int) -> int:
     return int((mixed * weights).sum())
 
 
+# For errors of patterns that name nothing
+PATTERNS = "in a pattern `*` is one name, or a part of one, and `**` is any number of names"
+
+
 def path_matches(path: str, pattern: str) -> bool:
-    """Whether a path fits a pattern, name by name: "layers.*" is each layer, not its insides."""
-    names = path.split(".")
-    patterns = pattern.split(".")
-    if len(names) != len(patterns):
+    """Whether a path fits a pattern, name by name: "layers.*" is each layer, not its insides, and
+    "layers.**" is the layers and all in them.
+
+    >>> [path_matches("a.b.c", p) for p in ("a.*", "a.*.c", "a.**", "**.c", "a.b.c.**")]
+    [False, True, True, True, True]
+    """
+    return _names_match(names_of(path), names_of(pattern))
+
+
+def _names_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether names fit patterns, one by one; "**" takes any number of names, and none, too."""
+    if not patterns:
+        return not names
+    if patterns[0] == "**":
+        return any(_names_match(names[i:], patterns[1:]) for i in range(len(names) + 1))
+    if not names or not fnmatchcase(names[0], patterns[0]):
         return False
-    return all(map(fnmatchcase, names, patterns))
+    return _names_match(names[1:], patterns[1:])
+
+
+def names_of(path: str) -> list[str]:
+    """The names of a path; the root has none."""
+    return path.split(".") if path else []
 
 
 def ancestors(path: str) -> list[str]:
     """The path itself, its parents, and the root, innermost first."""
-    names = path.split(".") if path else []
+    names = names_of(path)
     return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]

@@ -132,7 +132,8 @@ def functionalize(
             training modes.
         units: the modules whose leaves are gathered and freed together when sharded: a module
             class, a predicate `(path, module) -> bool`, a pattern of module paths such as
-            "layers.*", or several of these. None: each child of the model.
+            "layers.*" (`*` is one name, `**` any number), or several of these. None: each child of
+            the model.
         remat: the units whose activations are computed again in backward instead of being kept,
             chosen as `units` are among the units' modules. True: all that have no other unit
             inside. The numbers stay the same, dropout's too. At level 3 the second run's gather
@@ -190,9 +191,7 @@ def functionalize(
     for path, p in model.named_parameters():
         stored = cast_floats(p.detach(), precisions[path].storage)
         leaves[path] = stored.requires_grad_(p.requires_grad)
-    buffer_dtypes = {}
-    for slot in buffer_slots:
-        buffer_dtypes[slot.leaf] = policies.of(slot.module).buffers
+    buffer_dtypes = policies.buffers_of_leaves(buffer_slots)
     buffers = {}
     for path, buffer in model.named_buffers():
         buffers[path] = cast_floats(buffer.detach(), buffer_dtypes[path])
