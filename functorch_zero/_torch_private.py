@@ -105,6 +105,14 @@ def registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[
     return module._parameters, module._buffers, module._modules
 
 
+def not_persistent(module: nn.Module) -> set[str]:
+    """The module's own buffers that `state_dict` leaves out, by attribute.
+
+    Hooks of `state_dict` may rename its keys, so these don't tell.
+    """
+    return module._non_persistent_buffers_set
+
+
 def has_forward_pre_hooks(module: nn.Module) -> bool:
     """Whether hooks run before the module's forward. In public they are only registered."""
     return bool(module._forward_pre_hooks)

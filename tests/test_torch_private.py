@@ -138,6 +138,13 @@ def test_registered() -> None:
     assert [*private.registered(model)[2]] == ["0"]
 
 
+def test_not_persistent() -> None:
+    model = nn.BatchNorm1d(2)
+    assert private.not_persistent(model) == set()
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    assert private.not_persistent(model) == {"table"} and "table" not in model.state_dict()
+
+
 def test_has_forward_pre_hooks() -> None:
     model = nn.Linear(2, 1)
     model.register_forward_hook(lambda *args: None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import buffers_dict, params_dict, without_torch_function
+from .._torch_private import buffers_dict, not_persistent, params_dict, without_torch_function
 from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Precision
@@ -43,6 +43,12 @@ class Apply:
         self.units = anatomy.units
         self.slots = anatomy.slots
         self.buffer_slots = anatomy.buffer_slots
+        # Names of the buffers that `state_dict` leaves out
+        self.not_persistent = frozenset(
+            f"{path}.{attribute}".lstrip(".")
+            for path, module in model.named_modules()
+            for attribute in not_persistent(module)
+        )
         self._anatomy = anatomy
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._buffers = dict.fromkeys(slot.leaf for slot in anatomy.buffer_slots)
