@@ -66,12 +66,18 @@ def _computed_before_calls(model: nn.Module) -> list[Tensor]:
     return computed
 
 
-def check_apart(model: nn.Module) -> None:
-    """Raise unless each param has storage of its own: an optimizer in place would train both of
-    two, and a step, which makes new params, would part them."""
-    for sharing in _by_storage(model).values():
-        for (path, x), (other, y) in itertools.combinations(sharing, 2):
-            if (x.requires_grad or y.requires_grad) and overlap(x, y):
+def check_apart(model: nn.Module) -> dict[str, str]:
+    """Raise unless each trained param has storage of its own: an optimizer in place would train
+    both of two, and a step, which makes new params, would part them.
+
+    Returns: buffers that share elements with another leaf, and its path. They must not change.
+    """
+    sharing: dict[str, str] = {}
+    for near in _by_storage(model).values():
+        for (path, x), (other, y) in itertools.combinations(near, 2):
+            if not overlap(x, y):
+                continue
+            if x.requires_grad or y.requires_grad:
                 raise StructureError(
                     explain(
                         "two leaves of the model lie in the same storage, and would part",
@@ -81,6 +87,8 @@ def check_apart(model: nn.Module) -> None:
                         remedy="tie them, by one nn.Parameter in both places; or clone one",
                     )
                 )
+            sharing |= {path: other, other: path}
+    return sharing
 
 
 def _by_storage(model: nn.Module) -> dict[int, list[tuple[str, Tensor]]]:

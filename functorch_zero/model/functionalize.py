@@ -184,7 +184,7 @@ def functionalize(
         )
     check_tensors(dict(model.named_parameters()), "a model's params")
     check_tensors(dict(model.named_buffers()), "a model's buffers")
-    check_apart(model)
+    sharing = check_apart(model)
     slots = _slots_of(model.named_parameters(), model, params_dict)
     buffer_slots = _slots_of(model.named_buffers(), model, buffers_dict)
     specs = find_units(model, units, slots)
@@ -205,7 +205,7 @@ def functionalize(
     recomputed = choose_modules(model, remat, specs, what="remat")
     compiled = choose_modules(model, compile, specs, what="compile", innermost=True)
     options = check_options(compile_options, bool(compiled))
-    anatomy = Anatomy(specs, slots, buffer_slots, policies, recomputed, compiled, options)
+    anatomy = Anatomy(specs, slots, buffer_slots, policies, recomputed, compiled, options, sharing)
     return Apply(without_values(model), anatomy), Params(leaves, specs), buffers
 
 

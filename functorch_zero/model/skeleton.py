@@ -50,6 +50,7 @@ class Anatomy(NamedTuple):
     remat: frozenset[str] = frozenset()  # paths of the modules that are computed again in backward
     compiled: frozenset[str] = frozenset()  # and of those whose forward is a compiled region
     compile_options: Mapping[str, Any] = {}
+    sharing: Mapping[str, str] = {}  # leaves by buffers that had elements of them, and can't change
 
 
 class BufferCopy(NamedTuple):
@@ -64,6 +65,7 @@ class Skeleton:
 
     def __init__(self, root: nn.Module, anatomy: Anatomy):
         self.root = root
+        self._sharing = anatomy.sharing
         self._policies: dict[str, Precision] = {}  # by leaf, of those that have one
         for unit in anatomy.units:
             self._policies |= unit.policies
@@ -206,7 +208,10 @@ class Skeleton:
                 raise _torn(place)
         new = dict(old)
         for path, buffer in found.items():
-            if _is_changed(buffer, taken[path], old[path]):
+            written = _is_written(buffer, taken[path])
+            if written and path in self._sharing:
+                raise _parted(path, self._sharing[path])
+            if written or _may_differ(buffer, old[path]):
                 new[path] = buffer.detach()
         return new
 
@@ -246,6 +251,20 @@ def _other_places(root: nn.Module, places: list[Place]) -> list[Place]:
     return others
 
 
+def _parted(path: str, other: str) -> StructureError:
+    """The error for a buffer that changed, and another leaf with it in the original."""
+    return StructureError(
+        explain(
+            "the model changed a buffer that lies in the same storage as another leaf, which would "
+            "not change with it",
+            path=path,
+            expected="storage of its own",
+            got=f"elements of {other}",
+            remedy="register one tensor, and make views of it when they are needed; or clone it",
+        )
+    )
+
+
 def _torn(place: Place) -> StructureError:
     """The error for a buffer that has become two."""
     return StructureError(
@@ -261,11 +280,9 @@ def _torn(place: Place) -> StructureError:
     )
 
 
-def _is_changed(buffer: Tensor, taken: BufferCopy, old: Tensor) -> bool:
+def _is_written(buffer: Tensor, taken: BufferCopy) -> bool:
     """Whether a call has put another tensor in a buffer's place, or written to the one there."""
-    if buffer is not taken.tensor or _version(buffer) != taken.version:
-        return True
-    return _may_differ(buffer, old)
+    return buffer is not taken.tensor or _version(buffer) != taken.version
 
 
 def _version(tensor: Tensor) -> int | None:

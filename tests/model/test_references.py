@@ -308,6 +308,30 @@ def test_leaves_that_lie_in_the_same_storage_are_refused(what: str) -> None:
         functionalize(model)
 
 
+class Views(nn.Module):
+    """Two buffers with the same elements."""
+
+    def __init__(self, write: bool) -> None:
+        super().__init__()
+        self.write = write
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.ones(2, 3))
+        self.register_buffer("row", self.table[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.write:
+            self.table += 1
+        return x * self.weight * self.row
+
+
+def test_buffers_that_lie_in_the_same_storage_must_not_change() -> None:
+    apply, params, buffers = functionalize(Views(write=False))
+    apply(params, buffers, torch.ones(3))
+    apply, params, buffers = functionalize(Views(write=True))
+    with pytest.raises(StructureError, match=r"same storage.*path table, .*row\. Remedy"):
+        apply(params, buffers, torch.ones(3))
+
+
 def test_leaves_between_one_another_in_a_storage() -> None:
     both = torch.randn(3, 4)
     left, right = nn.Parameter(both[:, :2]), nn.Parameter(both[:, 2:])
