@@ -43,6 +43,14 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
+def has_grad_hooks(x: Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` gave a tensor hooks.
+
+    In public they are only registered.
+    """
+    return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+
+
 # A number of the storage that a tensor lies in, its own while the storage lives. The public
 # `data_ptr()` is 0 for every tensor without values. Torch's own function makes no Python object
 # of the storage; saved-tensor hooks ask it of each tensor that a loss saves.
@@ -93,6 +101,27 @@ def buffers_dict(module: nn.Module) -> dict[str, Any]:
     `named_buffers()` are read-only.
     """
     return module._buffers
+
+
+def registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A module's own params, buffers and modules by attribute, as the module keeps them.
+
+    Among a module's attributes, these dicts themselves are known by their private names only.
+    """
+    return module._parameters, module._buffers, module._modules
+
+
+def not_persistent(module: nn.Module) -> set[str]:
+    """The module's own buffers that `state_dict` leaves out, by attribute.
+
+    Hooks of `state_dict` may rename its keys, so these don't tell.
+    """
+    return module._non_persistent_buffers_set
+
+
+def has_forward_pre_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before the module's forward. In public they are only registered."""
+    return bool(module._forward_pre_hooks)
 
 
 # ---- Trees ----

@@ -105,7 +105,7 @@ class Params(dict[str, Any]):
     `units`.
 
     It is a pytree node of its own for optree and for torch, in insertion order, so `tree_map` over
-    it gives a `Params` again. `dict(params)` forgets the units.
+    it gives a `Params` again. `dict(params)` forgets the units, and their precision.
     """
 
     def __init__(

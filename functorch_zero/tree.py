@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
 
 import optree
 import torch
 from optree import tree_map
-from torch import Tensor
+from torch import Tensor, nn
 
-from ._torch_private import is_fake, storage_id
+from ._torch_private import has_grad_hooks, is_fake, storage_id
 from .errors import StructureError, explain
 from .params import Params
 
@@ -57,7 +58,58 @@ def named_leaves(tree: PyTree[Any]) -> dict[str, Any]:
     >>> named_leaves({"b": [1, None], "a": 2})
     {'a': 2, 'b.0': 1}
     """
-    return dict(zip(paths(tree), optree.tree_leaves(tree), strict=True))
+    leaves = optree.tree_leaves(tree)
+    named = dict(zip(paths(tree), leaves, strict=True))
+    if len(named) < len(leaves):
+        (path, count), *_ = Counter(paths(tree)).most_common(1)
+        raise StructureError(
+            explain(
+                "leaves of a tree have the same path",
+                path=path,
+                expected="a path of its own for each leaf",
+                got=f"{count} leaves",
+                remedy="leave dots out of names, and let no two names print the same",
+            )
+        )
+    return named
+
+
+def check_tensors(tree: PyTree[Any], what: str) -> None:
+    """Raise, naming the first leaf that is no plain tensor, and unless each leaf has a path of its
+    own.
+
+    Steps keep values in flats of their own. A subclass would lose its class there, and a tensor its
+    hooks.
+
+    Args:
+        tree: what a step or program is made for.
+        what: its name, for the error: "params".
+    """
+    for path, leaf in named_leaves(tree).items():
+        got = type(leaf).__name__
+        if not isinstance(leaf, Tensor):
+            raise StructureError(explain(f"{what} must be tensors", path=path, got=got))
+        if type(leaf) not in (Tensor, nn.Parameter) and not is_fake(leaf):
+            raise StructureError(
+                explain(
+                    f"{what} must be plain tensors: values are kept in flats, without their class",
+                    path=path,
+                    expected="torch.Tensor or torch.nn.Parameter",
+                    got=got,
+                    remedy="pass a plain tensor, from `full_tensor()` of a DTensor for example, "
+                    "and make the subclass of it inside the loss",
+                )
+            )
+        if has_grad_hooks(leaf):
+            raise StructureError(
+                explain(
+                    f"{what} have hooks, which no step would call",
+                    path=path,
+                    got="a hook of register_hook or register_post_accumulate_grad_hook",
+                    remedy="remove it; change gradients by a transform in the optimizer's chain, "
+                    "or by a torch.autograd.Function inside the loss",
+                )
+            )
 
 
 def storages(tree: PyTree[Any]) -> set[int]:
@@ -189,18 +241,37 @@ def _weighted_sum(data: Tensor, first: int) -> int:
     return int((mixed * weights).sum())
 
 
+# For errors of patterns that name nothing
+PATTERNS = "in a pattern `*` is one name, or a part of one, and `**` is any number of names"
+
+
 def path_matches(path: str, pattern: str) -> bool:
-    """Whether a path fits a pattern, name by name: "layers.*" is each layer, not its insides."""
-    names = path.split(".")
-    patterns = pattern.split(".")
-    # "*" fits one name and no dot
-    if len(names) != len(patterns):
+    """Whether a path fits a pattern, name by name: "layers.*" is each layer, not its insides, and
+    "layers.**" is the layers and all in them.
+
+    >>> [path_matches("a.b.c", p) for p in ("a.*", "a.*.c", "a.**", "**.c", "a.b.c.**")]
+    [False, True, True, True, True]
+    """
+    return _names_match(names_of(path), names_of(pattern))
+
+
+def _names_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether names fit patterns, one by one; "**" takes any number of names, and none, too."""
+    if not patterns:
+        return not names
+    if patterns[0] == "**":
+        return any(_names_match(names[i:], patterns[1:]) for i in range(len(names) + 1))
+    if not names or not fnmatchcase(names[0], patterns[0]):
         return False
-    return all(map(fnmatchcase, names, patterns))
+    return _names_match(names[1:], patterns[1:])
+
+
+def names_of(path: str) -> list[str]:
+    """The names of a path; the root has none."""
+    return path.split(".") if path else []
 
 
 def ancestors(path: str) -> list[str]:
     """The path itself, its parents, and the root, innermost first."""
-    names = path.split(".") if path else []
-    # "" is the root, and the last
+    names = names_of(path)
     return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]

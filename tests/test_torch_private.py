@@ -97,6 +97,16 @@ def test_without_torch_function() -> None:
     assert marked + 1 == "asked"
 
 
+def test_has_grad_hooks() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not private.has_grad_hooks(x)
+    for register in (x.register_hook, x.register_post_accumulate_grad_hook):
+        handle = register(lambda *args: None)
+        assert private.has_grad_hooks(x)
+        handle.remove()
+        assert not private.has_grad_hooks(x)
+
+
 # ---- Modules ----
 
 
@@ -117,6 +127,32 @@ def test_buffers_dict() -> None:
     assert dict(model.named_buffers())["running_mean"].tolist() == [3, 5]
     torch.testing.assert_close(model(torch.tensor([[3.0, 5.0]])), torch.zeros(1, 2))
     assert not private.buffers_dict(nn.Sequential(model))  # its own only
+
+
+def test_registered() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    held = private.registered(model[0])
+    assert all(any(own is each for each in vars(model[0]).values()) for own in held)
+    params, buffers, modules = held
+    assert set(params) == {"weight", "bias"} and "running_mean" in buffers and not modules
+    assert [*private.registered(model)[2]] == ["0"]
+
+
+def test_not_persistent() -> None:
+    model = nn.BatchNorm1d(2)
+    assert private.not_persistent(model) == set()
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    assert private.not_persistent(model) == {"table"} and "table" not in model.state_dict()
+
+
+def test_has_forward_pre_hooks() -> None:
+    model = nn.Linear(2, 1)
+    model.register_forward_hook(lambda *args: None)
+    assert not private.has_forward_pre_hooks(model)
+    handle = model.register_forward_pre_hook(lambda *args: None)
+    assert private.has_forward_pre_hooks(model)
+    handle.remove()
+    assert not private.has_forward_pre_hooks(model)
 
 
 # ---- Trees ----

@@ -24,7 +24,7 @@ from .catalogue import chosen
 from .contents import Held, Step, contents_of, group_of
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
-from .load import Allowed, blank_state, some_of
+from .load import Allowed, Chosen, blank_state, not_chosen, some_of
 from .manifest import Leaf, Manifest
 from .safetensors_file import (
     DTYPES,
@@ -38,6 +38,7 @@ from .safetensors_file import (
 
 PathLike = str | os.PathLike[str]
 Aliases = Mapping[str, str] | Apply | None
+Rename = Mapping[str, str] | Callable[[str], str | None] | None
 
 TREES = ("params", "buffers")  # paths in the state
 MAX_INDEX = 2**26  # bytes
@@ -83,7 +84,8 @@ def export_weights(
             `("opt_state.1.ema", "buffers")` exports averages under the model's names.
         aliases: names under which to write a leaf once more: for tied weights, which a state holds
             once and `load_state_dict` asks for twice. A dict from name to leaf, or the `apply` that
-            `functionalize` made.
+            `functionalize` made. With that, buffers which are not persistent are left out, as
+            `Module.state_dict` leaves them out.
         max_file_bytes: of tensors in one file; a larger leaf has a file for itself.
 
     Raises:
@@ -91,8 +93,7 @@ def export_weights(
         CorruptError: the checkpoint is damaged; the file is named.
     """
     manifest, folder = chosen(root, count)
-    named = named_leaves_in(manifest, trees, aliases_of(aliases))
-    # By size only, in the state's order, as Hugging Face's own tools split
+    named = named_leaves_in(manifest, trees, names_of(aliases))
     files = _split(named, max_file_bytes)
     # `out` may lie in anybody's folder, which is not ours to lock
     temporary = Temporary(Path(out).absolute(), lock=False)
@@ -108,17 +109,23 @@ def export_weights(
     return Path(out)
 
 
-def aliases_of(given: Aliases) -> dict[str, str]:
-    """The leaf's name, by each other name of a leaf."""
+class Names(NamedTuple):
+    """The ways in which a model's names in other people's files differ from its leaves' paths."""
+
+    aliases: Mapping[str, str]  # the leaf's name, by each other name of a leaf
+    unsaved: frozenset[str] = frozenset()  # leaves that files lack
+
+
+def names_of(given: Aliases) -> Names:
+    """The names, as far as they are known."""
     if not isinstance(given, Apply):
-        return dict(given or {})
-    found = {}
-    # A slot is a place in a module; one leaf may fill several (tied weights)
+        return Names(dict(given or {}))
+    aliases = {}
     for slot in (*given.slots, *given.buffer_slots):
         name = f"{slot.module}.{slot.attribute}".lstrip(".")
-        if name != slot.leaf:
-            found[name] = slot.leaf
-    return found
+        if name != slot.leaf and name not in given.not_persistent:
+            aliases[name] = slot.leaf
+    return Names(aliases, given.not_persistent - set(aliases.values()))
 
 
 def name_in(path: str, trees: Sequence[str]) -> str | None:
@@ -131,11 +138,9 @@ def name_in(path: str, trees: Sequence[str]) -> str | None:
     return None
 
 
-def named_leaves_in(
-    manifest: Manifest, trees: Sequence[str], aliases: Mapping[str, str]
-) -> list[Named]:
-    """The leaves under `trees` by the names that a model has for them, aliases included."""
-    found: dict[str, Named] = {}  # name -> tensor
+def named_leaves_in(manifest: Manifest, trees: Sequence[str], names: Names) -> list[Named]:
+    """The leaves under `trees` by the names that files have for them, aliases included."""
+    found: dict[str, Named] = {}
     for number, leaf in enumerate(manifest.leaves):
         name = name_in(leaf.path, trees)
         if name is None:
@@ -149,13 +154,13 @@ def named_leaves_in(
 
     # Aliases come last: the same elements written once more
     again = []
-    for name, target in aliases.items():
+    for name, target in names.aliases.items():
         if name in found:
             raise CheckpointError(f"the alias {name} is a leaf itself")
         if target not in found:
             raise CheckpointError(f"the alias {name} stands for {target}, which is no leaf")
         again.append(found[target]._replace(name=name))
-    return [*found.values(), *again]
+    return [*(named for name, named in found.items() if name not in names.unsaved), *again]
 
 
 def _split(tensors: Sequence[Named], limit: int) -> list[list[Named]]:
@@ -236,8 +241,9 @@ def import_weights(
     *,
     like: State,
     aliases: Aliases = None,
-    allow_missing: bool = False,
-    allow_extra: bool = False,
+    rename: Rename = None,
+    allow_missing: Chosen = False,
+    allow_extra: Chosen = False,
     cast: bool = False,
 ) -> State:
     """A first state with weights from safetensors files or a `state_dict`. Every rank of the step's
@@ -253,10 +259,15 @@ def import_weights(
             `model.safetensors.index.json`, or tensors by name, as `Module.state_dict` gives them.
         step: the step function that the state is for.
         like: a state of `step`, from `step.init`. If `step` donates, it can't be used again.
-        aliases: names that stand for a leaf of another name (tied weights) and are left out: a dict
-            from name to leaf, or the `apply` that `functionalize` made.
-        allow_missing: leaves that the source lacks keep `like`'s values.
-        allow_extra: tensors that `like` lacks are left out.
+        aliases: names that stand for a leaf of another name (tied weights). Such a tensor is left
+            out, or read where the source lacks the leaf's own name. A dict
+            from name to leaf, or the `apply` that `functionalize` made. With that, buffers which
+            are not persistent may be missing, since no `state_dict` has them.
+        rename: the model's names for those of the source: a dict, in which other names stay as they
+            are, or a function (None leaves the tensor out).
+        allow_missing: leaves that the source lacks keep `like`'s values: all, or those of one or
+            several patterns of paths ("**.adapter.*"; `*` is one name, `**` any number).
+        allow_extra: tensors that `like` lacks are left out, chosen in the same way.
         cast: convert dtypes.
 
     Raises:
@@ -265,8 +276,7 @@ def import_weights(
         CheckpointError: the safetensors package is not installed.
     """
     name = "a state_dict" if isinstance(source, Mapping) else os.fspath(source)
-    # Finding runs inside of the job, where an error of one rank becomes everybody's
-    job = Import(f"import {name}", lambda: _sources(source), step, like, aliases_of(aliases))
+    job = Import(f"import {name}", lambda: _sources(source), step, like, names_of(aliases), rename)
     return job.run(Allowed(missing=allow_missing, extra=allow_extra, cast=cast))
 
 
@@ -278,7 +288,8 @@ class Import:
         find: finds the tensors by name.
         step: the step function that the state is for.
         like: a state of it.
-        aliases: names that stand for a leaf of another name.
+        names: of the model, in files.
+        rename: the model's names for those that are found.
     """
 
     def __init__(
@@ -287,13 +298,15 @@ class Import:
         find: Callable[[], dict[str, Source]],
         step: Step,
         like: State,
-        aliases: dict[str, str],
+        names: Names,
+        rename: Rename,
     ):
         self._what = what
         self._find = find
         self._step = step
         self._like = like
-        self._aliases = aliases
+        self._names = names
+        self._rename = rename
         self._sources: dict[str, Source] = {}  # those that `like` has leaves for
         self._state: State | None = None  # the result, but for the optimizer's state
 
@@ -310,22 +323,26 @@ class Import:
 
     def _prepare(self, allowed: Allowed) -> None:
         """Check all that can be checked before a tensor is written to."""
-        found = self._find()  # name -> source
+        found = _renamed(self._find(), self._rename)
         leaves = _by_name(contents_of(self._step, self._like).held)
-        # Only those that stand for a leaf of this model excuse an extra name: an alias of another
-        # leaf stays extra
-        aliases = {name for name, leaf in self._aliases.items() if leaf in leaves}
-        lacking = set(leaves) - set(found)
-        extra = set(found) - set(leaves) - aliases
+        aliases = set()
+        for name, leaf in self._names.aliases.items():
+            if leaf in leaves:
+                aliases.add(name)
+                if name in found:  # others may write a tied leaf under any of its names
+                    found.setdefault(leaf, found[name])
+        lacking = not_chosen(set(leaves) - set(found) - self._names.unsaved, allowed.missing)
+        extra = not_chosen(set(found) - set(leaves) - aliases, allowed.extra)
         problems = []
-        if lacking and not allowed.missing:
+        if lacking:
             problems.append(
-                f"it lacks {some_of(lacking)} (allow_missing=True keeps `like`'s values)"
+                f"it lacks {some_of(lacking)} (aliases=apply knows buffers "
+                "that no state_dict has; allow_missing=True, or patterns, keeps `like`'s)"
             )
-        if extra and not allowed.extra:
+        if extra:
             problems.append(
-                f"it has {some_of(extra)}, which `like` lacks (allow_extra=True leaves it out; "
-                "aliases= says which stand for another)"
+                f"it has {some_of(extra)}, which `like` lacks "
+                "(rename=; aliases=; allow_extra=True, or patterns)"
             )
         for name in sorted(set(leaves) & set(found)):  # names in both: their shapes and dtypes
             problems += _misfits(name, leaves[name], found[name], allowed)
@@ -354,6 +371,29 @@ class Import:
                 _fill(held, self._sources[name])
             elif held.tensor is not old[name].tensor:
                 held.tensor.copy_(old[name].tensor)  # missing, and allowed to be
+
+
+def _renamed(found: Mapping[str, Source], rename: Rename) -> dict[str, Source]:
+    """The tensors found, by the model's names.
+
+    Raises:
+        StructureError: two would have one name, or a name to be replaced is not there.
+    """
+    if rename is None:
+        return dict(found)
+    if isinstance(rename, Mapping):
+        unknown = sorted(set(rename) - set(found))
+        if unknown:
+            raise StructureError(f"rename= has {unknown[0]}, which is not among the weights")
+    named: dict[str, Source] = {}
+    for old, source in found.items():
+        name = rename.get(old, old) if isinstance(rename, Mapping) else rename(old)
+        if name is None:
+            continue
+        if name in named:
+            raise StructureError(f"rename= gives two tensors the name {name}; {old} is the second")
+        named[name] = source
+    return named
 
 
 def _misfits(name: str, held: Held, given: Source, allowed: Allowed) -> list[str]:

@@ -21,13 +21,14 @@ from .convert import (
     Aliases,
     Import,
     PathLike,
+    Rename,
     Source,
-    aliases_of,
     named_leaves_in,
+    names_of,
     read_leaf,
 )
 from .files import Temporary
-from .load import Allowed
+from .load import Allowed, Chosen
 
 
 def export_dcp(
@@ -58,9 +59,8 @@ def export_dcp(
         CorruptError: the checkpoint is damaged; the file is named.
     """
     manifest, folder = chosen(root, count)
-    # All weights are read first: DCP writes a whole state dict at once
-    tensors = {}  # name -> whole leaf, in its shape
-    for named in named_leaves_in(manifest, trees, aliases_of(aliases)):
+    tensors = {}
+    for named in named_leaves_in(manifest, trees, names_of(aliases)):
         whole = read_leaf(manifest, named.number, folder)
         tensors[prefix + named.name] = whole.view(named.leaf.shape)
     # As in `export_weights`: its folder is not locked, and the name comes last
@@ -80,8 +80,9 @@ def import_dcp(
     like: State,
     prefix: str = "",
     aliases: Aliases = None,
-    allow_missing: bool = False,
-    allow_extra: bool = False,
+    rename: Rename = None,
+    allow_missing: Chosen = False,
+    allow_extra: Chosen = False,
     cast: bool = False,
 ) -> State:
     """A first state with weights from a folder that torch.distributed.checkpoint wrote. Every rank
@@ -98,8 +99,10 @@ def import_dcp(
         like: a state of `step`, from `step.init`. If `step` donates, it can't be used again.
         prefix: of the names that are taken, "model." for torchtitan, say; others are not looked at.
         aliases: as in `import_weights`.
-        allow_missing: leaves that the folder lacks keep `like`'s values.
-        allow_extra: tensors that `like` lacks are left out.
+        rename: as in `import_weights`, of names without the prefix.
+        allow_missing: leaves that the folder lacks keep `like`'s values, chosen as in
+            `import_weights`.
+        allow_extra: tensors that `like` lacks are left out, chosen in the same way.
         cast: convert dtypes.
 
     Raises:
@@ -117,7 +120,7 @@ def import_dcp(
                 found[name.removeprefix(prefix)] = Source(shape, dtype, whole)
         return found
 
-    job = Import(f"import {path}", sources, step, like, aliases_of(aliases))
+    job = Import(f"import {path}", sources, step, like, names_of(aliases), rename)
     return job.run(Allowed(missing=allow_missing, extra=allow_extra, cast=cast))
 
 

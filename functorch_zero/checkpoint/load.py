@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from .._torch_private import base_of
 from ..errors import MismatchError, StructureError
 from ..sharded.train import ShardedTrainStep
 from ..step.state import State
-from ..tree import paths
+from ..tree import path_matches, paths
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import check_sizes, latest
@@ -35,12 +35,25 @@ class Restored(NamedTuple):
     user: Any  # the data that `save` was given
 
 
+Chosen = bool | str | Sequence[str]  # leaves: all, none, or those of patterns of paths
+
+
 class Allowed(NamedTuple):
     """The differences allowed between a checkpoint and the state it is loaded into."""
 
-    missing: bool  # leaves that the checkpoint lacks
-    extra: bool  # leaves that the state lacks
+    missing: Chosen  # leaves that the checkpoint lacks
+    extra: Chosen  # leaves that the state lacks
     cast: bool  # other dtypes
+
+
+def not_chosen(paths: Iterable[str], chosen: Chosen) -> list[str]:
+    """The paths that are not chosen, sorted."""
+    if isinstance(chosen, bool):
+        return [] if chosen else sorted(paths)
+    patterns = [chosen] if isinstance(chosen, str) else chosen
+    return sorted(
+        path for path in paths if not any(path_matches(path, pattern) for pattern in patterns)
+    )
 
 
 def load(
@@ -49,8 +62,8 @@ def load(
     *,
     like: State,
     count: int | None = None,
-    allow_missing: bool = False,
-    allow_extra: bool = False,
+    allow_missing: Chosen = False,
+    allow_extra: Chosen = False,
     cast: bool = False,
 ) -> Restored:
     """Load a checkpoint, saved at any level and world size, into a state of this step. Every rank
@@ -68,8 +81,10 @@ def load(
             loading succeeds or not.
         count: the step to load; None: the newest whose manifest and file sizes are right (see
             `latest`).
-        allow_missing: leaves that the checkpoint lacks keep `like`'s values.
-        allow_extra: leaves of the checkpoint that `like` lacks are left out.
+        allow_missing: leaves that the checkpoint lacks keep `like`'s values: all, or those of one
+            or several patterns of paths ("params.adapter.**").
+        allow_extra: leaves of the checkpoint that `like` lacks are left out, chosen in the same
+            way.
         cast: convert dtypes.
 
     Raises:
@@ -211,15 +226,17 @@ def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimi
     have = {*saved, *manifest.values}
     want = {*(h.path for h in contents.held), *contents.values}
     problems = []
-    if want - have and not allowed.missing:
+    lacking = not_chosen(want - have, allowed.missing)
+    if lacking:
         problems.append(
-            f"the checkpoint lacks {some_of(want - have)} (allow_missing=True keeps `like`'s "
-            "values)"
+            f"the checkpoint lacks {some_of(lacking)} (allow_missing=True, or patterns, keeps "
+            "`like`'s values)"
         )
-    if have - want and not allowed.extra:
+    extra = not_chosen(have - want, allowed.extra)
+    if extra:
         problems.append(
-            f"the checkpoint has {some_of(have - want)}, which `like` lacks (allow_extra=True "
-            "leaves it out)"
+            f"the checkpoint has {some_of(extra)}, which `like` lacks (allow_extra=True, or "
+            "patterns, leaves it out)"
         )
     for held in contents.held:
         if held.path in saved:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import StructureError, explain
-from ..tree import PyTree, ancestors, path_matches, paths
+from ..tree import PATTERNS, PyTree, ancestors, path_matches, paths
 from .layout import Bucket, Cut
 
 LevelRule = int | str | Mapping[str, int | str] | Callable[[str, Any], int | str]
@@ -124,7 +124,7 @@ class Levels:
         names = {around for path in paths(params) for around in ancestors(path)}
         for pattern in self.rule:
             if not any(path_matches(name, pattern) for name in names):
-                remedy = "see `fz.named_leaves(params)` for the paths"
+                remedy = f"see `fz.named_leaves(params)` for the paths; {PATTERNS}"
                 raise StructureError(
                     explain("a pattern of `level` names no leaf", path=pattern, remedy=remedy)
                 )

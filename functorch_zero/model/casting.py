@@ -22,7 +22,7 @@ from .._torch_private import map_tensors, outside_transforms
 from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision
-from ..tree import PyTree, ancestors
+from ..tree import PATTERNS, PyTree, ancestors
 from .lazy_param import LazyParam, handed_out, make_lazy_param
 from .slots import Slot
 from .units import UnitRule, matches
@@ -66,6 +66,23 @@ class Policies:
                 )
         return found
 
+    def buffers_of_leaves(self, slots: Iterable[Slot]) -> dict[str, torch.dtype | None]:
+        """The dtype that each buffer is kept and used in, from every place that it is used in."""
+        found: dict[str, torch.dtype | None] = {}
+        for slot in slots:
+            dtype = self.of(slot.module).buffers
+            if found.setdefault(slot.leaf, dtype) != dtype:
+                raise StructureError(
+                    explain(
+                        "a buffer that several modules share would have two dtypes",
+                        path=slot.leaf,
+                        expected=f"Precision.buffers = {found[slot.leaf]}",
+                        got=f"{dtype} at {slot.module or 'the model'}",
+                        remedy="give all modules that use it the same Precision.buffers",
+                    )
+                )
+        return found
+
     def cast_calls(self, root: nn.Module) -> None:
         """Make the modules of a model cast their inputs, where they use leaves, and their outputs,
         where a policy says so. The model is a copy that is nobody else's.
@@ -104,7 +121,8 @@ def find_policies(model: nn.Module, rules: PrecisionRules) -> Policies:
         ]
         if not named:
             raise ValueError(
-                f"precision={{{rule!r}: ...}} matches no module of {type(model).__name__}"
+                f"precision={{{rule!r}: ...}} matches no module of {type(model).__name__}. "
+                f"Remedy: see its named_modules() for the paths; {PATTERNS}"
             )
         given |= dict.fromkeys(named, policy)  # of two rules for a module the later one counts
     return Policies(given)

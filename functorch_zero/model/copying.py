@@ -4,27 +4,145 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
-from collections.abc import Iterator, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType, NoneType
+import weakref
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .._torch_private import has_forward_pre_hooks, storage_id
 from ..errors import StructureError, explain
+from .references import Reference, behind, is_filled, references
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """A copy of the module whose parameters and buffers are on the meta device."""
-    memo: dict[int, Any] = {}  # id of an original -> its copy, which deepcopy takes as done
+    """A copy of the module whose parameters and buffers are on the meta device.
+
+    Raises:
+        StructureError: the module leads to one of them in a way that the copy can't follow.
+    """
+    memo: dict[int, Any] = {}
     for p in model.parameters():
         # Shape, dtype and strides stay
         meta = torch.empty_like(p, device="meta")
         memo[id(p)] = nn.Parameter(meta, requires_grad=p.requires_grad)
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
+    for x in _computed_before_calls(model):
+        memo[id(x)] = torch.empty_like(x, device="meta", requires_grad=False)
     return copy_module(model, memo)
+
+
+def _computed_before_calls(model: nn.Module) -> list[Tensor]:
+    """The tensors, made of params or buffers, that hooks compute anew before each call, as
+    `nn.utils.weight_norm`'s do.
+
+    Raises:
+        StructureError: the module leads to such a tensor that nobody computes anew, or to a module
+            or tensor in a way that can't be copied.
+    """
+    leaves = _by_storage(model)
+    known = {id(x) for x in (*model.parameters(), *model.buffers())}
+    hooked = {id(vars(m)) for m in model.modules() if has_forward_pre_hooks(m)}
+    computed = []
+    for reference in references(model):
+        x = reference.value
+        if type(x) in (*weakref.ProxyTypes, weakref.WeakMethod):
+            if isinstance(behind(x), nn.Module | Tensor | MethodType):
+                raise _not_followed(reference, "a module or tensor", f"a {type(x).__name__}")
+        elif isinstance(x, Tensor) and id(x) not in known:
+            shared = []
+            if x.layout is torch.strided:
+                near = leaves.get(storage_id(x), ())
+                shared = [path for path, y in near if overlap(x, y)]
+            if x.grad_fn is None and not shared:
+                continue
+            if id(reference.held) not in hooked:
+                leaf = shared[0] if shared else "params"
+                raise _not_followed(reference, leaf, "a tensor computed from it, or a view of it")
+            computed.append(x)
+    return computed
+
+
+def check_apart(model: nn.Module) -> dict[str, str]:
+    """Raise unless each trained param has storage of its own: an optimizer in place would train
+    both of two, and a step, which makes new params, would part them.
+
+    Returns: buffers that share elements with another leaf, and its path. They must not change.
+    """
+    sharing: dict[str, str] = {}
+    for near in _by_storage(model).values():
+        for (path, x), (other, y) in itertools.combinations(near, 2):
+            if not overlap(x, y):
+                continue
+            if x.requires_grad or y.requires_grad:
+                raise StructureError(
+                    explain(
+                        "two leaves of the model lie in the same storage, and would part",
+                        path=other,
+                        expected="storage of its own",
+                        got=f"elements of {path}",
+                        remedy="tie them, by one nn.Parameter in both places; or clone one",
+                    )
+                )
+            sharing |= {path: other, other: path}
+    return sharing
+
+
+def _by_storage(model: nn.Module) -> dict[int, list[tuple[str, Tensor]]]:
+    """The model's params and buffers, with their paths, by the storage that they lie in."""
+    found: dict[int, list[tuple[str, Tensor]]] = {}
+    for path, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.layout is torch.strided:  # others have no storage of their own
+            found.setdefault(storage_id(x), []).append((path, x))
+    return found
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage have an element of it in common."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (a_start, a_stop), (b_start, b_stop) = _bytes_of(a), _bytes_of(b)
+    if a_stop <= b_start or b_stop <= a_start:
+        return False
+    if a.itemsize != b.itemsize:
+        return True
+    # Columns of one matrix, say, lie between one another
+    taken = torch.zeros(max(a_stop, b_stop) // a.itemsize, dtype=torch.bool)
+    taken.as_strided(*_strided(a)).fill_(True)
+    return bool(taken.as_strided(*_strided(b)).any())
+
+
+def _bytes_of(x: Tensor) -> tuple[int, int]:
+    """The range of bytes of its storage that a tensor lies in."""
+    shape, strides, start = _strided(x)
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return start * x.itemsize, (start + last + 1) * x.itemsize
+
+
+def _strided(x: Tensor) -> tuple[list[int], list[int], int]:
+    """Shape, strides and offset; a dim that repeats the same elements counts once."""
+    dims = zip(x.shape, x.stride(), strict=True)
+    shape = [size if stride else 1 for size, stride in dims]
+    return shape, list(x.stride()), int(x.storage_offset())
+
+
+def _not_followed(reference: Reference, leaf: str, got: str) -> StructureError:
+    """The error for a reference to a model's tensor that a copy of the model can't follow."""
+    way = f"{got}, by {reference.way}" if reference.way else got
+    return StructureError(
+        explain(
+            f"the module holds {leaf} by another reference, which would not see the params and "
+            "buffers that a call is given",
+            path=reference.path,
+            expected="a parameter or buffer itself, in a list, dict or attribute",
+            got=way,
+            remedy="look it up in the module that has registered it when you need it",
+        )
+    )
 
 
 def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -33,23 +151,20 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     deepcopy leaves functions alone, so a closure over the model would go on using the model's own
     parameters. One that refers to the model plainly is made anew: over a module, a module's method,
-    or a function that does so.
+    a weak reference to a module, or a function that does so.
 
     Raises:
-        StructureError: a function refers to the model in another way, through a list say.
+        StructureError: something refers to the model in another way, a closure over a list say, or
+            to one of its tensors where no other can be put, as in a tuple.
     """
     copied = copy.deepcopy(model, memo)
-    # The ids of everything that no copied function may lead to
-    originals = {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
-    for path, module in copied.named_modules():
+    for module in copied.modules():
         attributes = vars(module)
         _replace_functions(attributes, memo)
         for value in attributes.values():
             if isinstance(value, dict):  # of hooks, and of submodules
                 _replace_functions(value, memo)
-        # After all are replaced: what still leads to the original could not be made anew
-        for name, value in attributes.items():
-            _check_plain(value, originals, f"{path}.{name}".lstrip("."))
+    _check_references(model, copied)
     return copied
 
 
@@ -60,67 +175,27 @@ def _replace_functions(held: dict[str, Any], memo: dict[int, Any]) -> None:
             held[name] = _about_copy(value, memo)
 
 
-def _check_plain(value: Any, originals: set[int], path: str) -> None:
-    """Raise `StructureError` if a module of the copy still leads to the model that was copied."""
-    way = _way_to(value, originals, set(), _DEPTH)
-    if way is not None:
-        raise StructureError(
-            explain(
-                "a function that a module holds refers to the model indirectly, so that it would "
-                "go on using the model's own parameters",
-                path=path,
-                expected="a closure over the module itself",
-                got=way,
-                remedy="close over the module, and look up there what you need when called; or "
-                "make it a method",
+def _check_references(model: nn.Module, copied: nn.Module) -> None:
+    """Raise `StructureError` if the copy still leads to the model that was copied, or to a tensor
+    of its own where no other can be put."""
+    originals = {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+    names = {id(x): path for path, x in (*copied.named_parameters(), *copied.named_buffers())}
+    for reference in references(copied):
+        if id(reference.value) in originals:
+            raise StructureError(
+                explain(
+                    "a function or object that a module holds refers to the model indirectly, so "
+                    "that it would go on using the model's own parameters",
+                    path=reference.path,
+                    expected="a closure over the module itself",
+                    got=reference.way or "the model's own",
+                    remedy="close over the module, and look up there what you need when called; "
+                    "or make it a method",
+                )
             )
-        )
-
-
-_DEPTH = 6  # of containers, objects and functions in one another
-_LEAVES = (type, ModuleType, nn.Module, torch.Tensor, str, bytes, int, float, complex, NoneType)
-
-
-def _way_to(value: Any, originals: set[int], seen: set[int], depth: int) -> str | None:
-    """The way from a value to one of the originals, by names: "hook: models -> 0"; None: no way."""
-    if id(value) in originals:
-        return ""
-    # Modules of the copy are looked at one by one, by the caller
-    if isinstance(value, _LEAVES) or id(value) in seen or depth == 0:
-        return None
-    seen.add(id(value))  # cycles end here
-    for name, inside in _inside(value):
-        way = _way_to(inside, originals, seen, depth - 1)
-        if way is not None:
-            return f"{name} -> {way}" if way else name
-    return None
-
-
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """The things that a function, container or object refers to, by name."""
-    if isinstance(value, FunctionType):
-        # Closed-over variables, by their names in the code
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if _is_filled(cell):
-                yield f"{value.__qualname__}: {name}", cell.cell_contents
-        for default in value.__defaults__ or ():
-            yield value.__qualname__, default
-        yield from (value.__kwdefaults__ or {}).items()
-    elif isinstance(value, MethodType):
-        yield value.__func__.__qualname__, value.__self__
-        yield from _inside(value.__func__)
-    elif isinstance(value, functools.partial):
-        yield "partial", value.func
-        yield "partial", value.args
-        yield "partial", value.keywords
-    elif isinstance(value, Mapping):
-        for key, inside in value.items():
-            yield str(key), inside
-    elif isinstance(value, list | tuple | set | frozenset):
-        for i, inside in enumerate(value):
-            yield str(i), inside
-    else:
-        yield from getattr(value, "__dict__", {}).items()
+        if id(reference.value) in names and reference.held is None:
+            kind = "a tuple, set, slot, partial or weak reference"
+            raise _not_followed(reference, names[id(reference.value)], kind)
 
 
 def functions_of(model: nn.Module) -> list[Any]:
@@ -135,25 +210,19 @@ def functions_of(model: nn.Module) -> list[Any]:
             found[id(value)] = value
             # A bound method has the closure and the defaults of its function
             for cell in getattr(value, "__closure__", None) or ():
-                if _is_filled(cell):
+                if is_filled(cell):
                     waiting.append(cell.cell_contents)
             waiting += value.__defaults__ or ()
             waiting += (getattr(value, "__kwdefaults__", None) or {}).values()
     return list(found.values())
 
 
-def _is_filled(cell: CellType) -> bool:
-    """Whether a closed-over variable has a value yet; Python has no other question for it."""
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
-
-
 def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """The copy's counterpart of a thing that a module holds, or that a function is closed over or
-    has as a default: the copied module for a module, its method for a method, a function about the
-    copy for a function."""
+    """The copy's counterpart of a thing that a function is closed over, or has as a default: a
+    copied module for a module, weakly for a weak reference, a function about the copy for a
+    function."""
+    if type(value) is weakref.ref and isinstance(value(), nn.Module):
+        return weakref.ref(memo.get(id(value()), value()))
     if isinstance(value, MethodType) and id(value.__self__) in memo:
         return MethodType(value.__func__, memo[id(value.__self__)])
     if isinstance(value, FunctionType) and id(value) not in memo:
@@ -201,7 +270,7 @@ def _function_about_copy(function: FunctionType, memo: dict[int, Any]) -> Functi
 
 def _copied_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
     """A cell with the copy's counterpart of its value; itself if that is the value."""
-    if not _is_filled(cell):
+    if not is_filled(cell):
         return cell
     new = _about_copy(cell.cell_contents, memo)
     return cell if new is cell.cell_contents else CellType(new)

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import buffers_dict, params_dict, without_torch_function
+from .._torch_private import buffers_dict, not_persistent, params_dict, without_torch_function
 from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Precision
+from ..tree import check_tensors
 from .casting import PrecisionRules, cast_floats, find_policies
 from .compile import check_options
-from .copying import copy_module, without_values
+from .copying import check_apart, copy_module, without_values
 from .skeleton import Anatomy, Skeleton
 from .slots import Slot
 from .units import Units, choose_modules, find_units
@@ -42,6 +43,12 @@ class Apply:
         self.units = anatomy.units
         self.slots = anatomy.slots
         self.buffer_slots = anatomy.buffer_slots
+        # Names of the buffers that `state_dict` leaves out
+        self.not_persistent = frozenset(
+            f"{path}.{attribute}".lstrip(".")
+            for path, module in model.named_modules()
+            for attribute in not_persistent(module)
+        )
         self._anatomy = anatomy
         # Leaf's path -> whole shape
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -137,7 +144,8 @@ def functionalize(
             training modes.
         units: the modules whose leaves are gathered and freed together when sharded: a module
             class, a predicate `(path, module) -> bool`, a pattern of module paths such as
-            "layers.*", or several of these. None: each child of the model.
+            "layers.*" (`*` is one name, `**` any number), or several of these. None: each child of
+            the model.
         remat: the units whose activations are computed again in backward instead of being kept,
             chosen as `units` are among the units' modules. True: all that have no other unit
             inside. The numbers stay the same, dropout's too. At level 3 the second run's gather
@@ -159,6 +167,16 @@ def functionalize(
             one leaf, under its first name.
         buffers: a dict, dotted path -> tensor.
 
+    A module may hold its params and buffers in further attributes, lists, dicts and objects: a call
+    fills these, too. Functions closed over a module, and weak references to one, are about the
+    skeleton.
+
+    Raises:
+        StructureError: the module leads to a param or buffer in a way that a call can't fill, in
+            six steps from an attribute: by a tuple, a set, slots, a partial, a closure over the
+            tensor, a weak reference to it, a global, or by a view or a computed tensor. Or two
+            leaves lie in the same storage.
+
     No rank is involved and nothing is communicated. After torch.func.functional_call.
 
     >>> apply, params, buffers = functionalize(nn.Linear(2, 3))
@@ -171,7 +189,9 @@ def functionalize(
         raise StructureError(
             "a lazy module of torch has no shapes yet. Remedy: run it once before functionalize"
         )
-    # Before anything is copied, since tied tensors are told by identity
+    check_tensors(dict(model.named_parameters()), "a model's params")
+    check_tensors(dict(model.named_buffers()), "a model's buffers")
+    sharing = check_apart(model)
     slots = _slots_of(model.named_parameters(), model, params_dict)
     buffer_slots = _slots_of(model.named_buffers(), model, buffers_dict)
     # Units are chosen on the user's module, which predicates and classes refer to
@@ -186,10 +206,7 @@ def functionalize(
         # `detach` shares the storage: nothing is copied here unless a policy casts
         stored = cast_floats(p.detach(), precisions[path].storage)
         leaves[path] = stored.requires_grad_(p.requires_grad)
-    # By leaf: a buffer goes by the module that holds it
-    buffer_dtypes = {}
-    for slot in buffer_slots:
-        buffer_dtypes[slot.leaf] = policies.of(slot.module).buffers
+    buffer_dtypes = policies.buffers_of_leaves(buffer_slots)
     buffers = {}
     for path, buffer in model.named_buffers():
         buffers[path] = cast_floats(buffer.detach(), buffer_dtypes[path])
@@ -198,8 +215,7 @@ def functionalize(
     recomputed = choose_modules(model, remat, specs, what="remat")
     compiled = choose_modules(model, compile, specs, what="compile", innermost=True)
     options = check_options(compile_options, bool(compiled))
-    anatomy = Anatomy(specs, slots, buffer_slots, policies, recomputed, compiled, options)
-    # Values stay with the params and buffers; the prototype has none
+    anatomy = Anatomy(specs, slots, buffer_slots, policies, recomputed, compiled, options, sharing)
     return Apply(without_values(model), anatomy), Params(leaves, specs), buffers
 
 

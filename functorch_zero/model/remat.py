@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._torch_private import transforms_active
-from .slots import Place, put, tensors_in
+from .references import unshared_copy
+from .slots import Place, leaves_for, put, tensors_in
 
 
 def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callable[..., Any]:
@@ -43,17 +44,37 @@ class _Region:
         self._forward = forward
         self._places = buffers
         self._before: list[Tensor] | None = None  # the buffers as the first run found them
+        self._given: tuple[Any, Any] = ((), {})  # and what it was given, but for the tensors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is None:
             # Copies: forward writes to the ones in the places
             self._before = [buffer.detach().clone() for buffer in tensors_in(self._places)]
+            # The first run may write to a list or object: a cache of keys and values, say
+            self._given = tuple(map(_kept, args)), {k: _kept(x) for k, x in kwargs.items()}
             return self._forward(*args, **kwargs)
+        kept, kept_by_name = self._given
+        args = tuple(map(_again, args, kept))
+        kwargs = {name: _again(x, kept_by_name[name]) for name, x in kwargs.items()}
         # In backward: on the first run's buffers, and the changes to them don't count twice
         # Those that training goes on with come back when the second run is over
         after = tensors_in(self._places)
-        put(self._places, [buffer.clone() for buffer in self._before])
+        copies: dict[str, Tensor] = {}  # by leaf: a buffer in several places stays one tensor
+        for place, buffer in zip(self._places, self._before, strict=True):
+            copies.setdefault(place.leaf, buffer.clone())
+        put(self._places, leaves_for(self._places, copies))
         try:
             return self._forward(*args, **kwargs)
         finally:
             put(self._places, after)
+
+
+def _kept(argument: Any) -> Any:
+    """An argument as it is before the first run, which checkpoint may not know later: containers
+    and objects."""
+    return None if isinstance(argument, Tensor) else unshared_copy(argument)
+
+
+def _again(argument: Any, kept: Any) -> Any:
+    """The argument for a run in backward; tensors are as checkpoint gives them."""
+    return argument if kept is None else unshared_copy(kept)

@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import buffers_dict, params_dict, transforms_active, version_of
+from .._torch_private import (
+    buffers_dict,
+    params_dict,
+    transforms_active,
+    version_of,
+    without_torch_function,
+)
+from ..errors import StructureError, explain
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
@@ -28,8 +35,9 @@ from .casting import Policies, cast_leaf
 from .compile import CompiledForward
 from .copying import functions_of
 from .lazy_param import LazyParam
+from .references import references
 from .remat import recomputed
-from .slots import Place, Slot, entering, leaves_for, put, tensors_in
+from .slots import Place, Slot, check_kept, entering, leaves_for, put, tensors_in
 
 
 class Anatomy(NamedTuple):
@@ -42,6 +50,7 @@ class Anatomy(NamedTuple):
     remat: frozenset[str] = frozenset()  # paths of the modules that are computed again in backward
     compiled: frozenset[str] = frozenset()  # and of those whose forward is a compiled region
     compile_options: Mapping[str, Any] = {}
+    sharing: Mapping[str, str] = {}  # leaves by buffers that had elements of them, and can't change
 
 
 class BufferCopy(NamedTuple):
@@ -56,14 +65,19 @@ class Skeleton:
 
     def __init__(self, root: nn.Module, anatomy: Anatomy):
         self.root = root
+        self._sharing = anatomy.sharing
         self._policies: dict[str, Precision] = {}  # by leaf, of those that have one
         for unit in anatomy.units:
             self._policies |= unit.policies
         self._param_places = _places(root, anatomy.slots, params_dict)
+        self._param_places += _other_places(root, self._param_places)
+        # A buffer's registered places first
         self._buffer_places = _places(root, anatomy.buffer_slots, buffers_dict)
+        self._buffer_places += _other_places(root, self._buffer_places)
         self._all_places = self._param_places + self._buffer_places
         self._empty = tensors_in(self._all_places)  # tensors on the meta device
         self._params: Mapping[str, Any] = {}  # those of the call, by path
+        self._put: list[Any] = []  # what the call has in the places of params
         self._lazy = False  # whether the call's params have lazy ones, so that units are entered
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
@@ -96,10 +110,10 @@ class Skeleton:
                     module.forward = recomputed(module.forward, self._buffers_in(module))
 
     def _buffers_in(self, module: nn.Module) -> list[Place]:
-        """The places of the buffers of a module and of those inside it."""
-        # Each module has a dict of its own, told by identity: equal ones may be two
+        """All places of the buffers of a module and of those inside it."""
         inside = {id(buffers_dict(m)) for m in module.modules()}
-        return [place for place in self._buffer_places if id(place.held) in inside]
+        leaves = {place.leaf for place in self._buffer_places if id(place.held) in inside}
+        return [place for place in self._buffer_places if place.leaf in leaves]
 
     def settle(self) -> Skeleton:
         """Note how often modules and functions are referred to while nothing runs.
@@ -125,17 +139,40 @@ class Skeleton:
         kinds = {type(leaf) for leaf in params.values()}
         self._lazy = LazyParam in kinds
         leaves = leaves_for(self._param_places, params)
-        # A lazy leaf reports the dtype that it is used in; its values are cast when its unit is
-        # entered
+        # A lazy leaf has its policy's dtype already, and is cast when it is entered
+        if self._policies and self._lazy:
+            self._check_policies(params)
         if self._policies and kinds != {LazyParam}:
             for i, place in enumerate(self._param_places):
                 leaves[i] = self._as_used(place.leaf, leaves[i])
         put(self._param_places, leaves)
+        self._put = leaves
         taken = {}
         # The version after the copy: only the call's own writes count
         for path, copied in self._put_copies(buffers).items():
             taken[path] = BufferCopy(copied, _version(copied))
         return taken
+
+    def _check_policies(self, params: Mapping[str, Any]) -> None:
+        """Raise if a lazy leaf doesn't have its policy's dtype: its tree has forgotten the policy,
+        which a plain dict of params does."""
+        with without_torch_function():
+            for path, policy in self._policies.items():
+                leaf = params[path]
+                compute = policy.compute
+                if type(leaf) is not LazyParam or compute is None or leaf.dtype == compute:
+                    continue
+                if leaf.is_floating_point():
+                    raise StructureError(
+                        explain(
+                            "params have lost the model's Precision, as a plain dict of them does",
+                            path=path,
+                            expected=compute,
+                            got=leaf.dtype,
+                            remedy="give `init` or `shard_tree` the `Params` that functionalize "
+                            "returned; a tree_map over it keeps it one",
+                        )
+                    )
 
     def _as_used(self, path: str, leaf: Any) -> Any:
         """A leaf that was given whole, in the dtype that its module computes with."""
@@ -150,7 +187,7 @@ class Skeleton:
         Then it finds the params there, and copies of the buffers that the call was given. It may
         change those: nobody reads them.
         """
-        # Nobody else refers to the modules, so nothing can run them again
+        self._put = []
         if self.is_free():
             self._params = {}
             put(self._all_places, self._empty)
@@ -167,11 +204,24 @@ class Skeleton:
     def new_buffers(
         self, old: Mapping[str, Tensor], taken: Mapping[str, BufferCopy]
     ) -> dict[str, Tensor]:
-        """The buffers after the call: the old tensors where nothing changed."""
-        new = dict(old)
+        """The buffers after the call: the old tensors where nothing changed.
+
+        Raises:
+            StructureError: the call put a tensor in the place of a param, or in one of several
+                places of a buffer.
+        """
+        check_kept(self._param_places, self._put)
+        found: dict[str, Tensor] = {}
         for place, buffer in zip(self._buffer_places, tensors_in(self._buffer_places), strict=True):
-            if _is_changed(buffer, taken[place.leaf], old[place.leaf]):
-                new[place.leaf] = buffer.detach()
+            if found.setdefault(place.leaf, buffer) is not buffer:
+                raise _torn(place)
+        new = dict(old)
+        for path, buffer in found.items():
+            written = _is_written(buffer, taken[path])
+            if written and path in self._sharing:
+                raise _parted(path, self._sharing[path])
+            if written or _may_differ(buffer, old[path]):
+                new[path] = buffer.detach()
         return new
 
     def _entering(self, path: str, inside: list[Place], forward: Callable[..., Any]) -> Any:
@@ -201,11 +251,49 @@ def _places(
     return places
 
 
-def _is_changed(buffer: Tensor, taken: BufferCopy, old: Tensor) -> bool:
+def _other_places(root: nn.Module, places: list[Place]) -> list[Place]:
+    """The places of the same leaves in attributes, lists and dicts that modules lead to."""
+    leaves = {id(place.held[place.attribute]): place.leaf for place in places}
+    others = []
+    for reference in references(root):
+        leaf = leaves.get(id(reference.value))
+        if leaf is not None:
+            others.append(Place(reference.held, reference.key, leaf))
+    return others
+
+
+def _parted(path: str, other: str) -> StructureError:
+    """The error for a buffer that changed, and another leaf with it in the original."""
+    return StructureError(
+        explain(
+            "the model changed a buffer that lies in the same storage as another leaf, which would "
+            "not change with it",
+            path=path,
+            expected="storage of its own",
+            got=f"elements of {other}",
+            remedy="register one tensor, and make views of it when they are needed; or clone it",
+        )
+    )
+
+
+def _torn(place: Place) -> StructureError:
+    """The error for a buffer that has become two."""
+    return StructureError(
+        explain(
+            "the model holds a buffer in several places, and put another tensor in some of them "
+            "while it ran",
+            path=place.leaf,
+            expected="the same tensor in all of them",
+            got=f"another one at {place.attribute!r}",
+            remedy="write to the buffer in place, `self.count += 1` or `copy_`; or register two "
+            "buffers with clones of the values",
+        )
+    )
+
+
+def _is_written(buffer: Tensor, taken: BufferCopy) -> bool:
     """Whether a call has put another tensor in a buffer's place, or written to the one there."""
-    if buffer is not taken.tensor or _version(buffer) != taken.version:
-        return True
-    return _may_differ(buffer, old)
+    return buffer is not taken.tensor or _version(buffer) != taken.version
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..errors import StructureError, explain
 from .lazy_param import Entrance, LazyParam
 
 
@@ -18,10 +19,13 @@ class Slot(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A slot of one skeleton's module: an entry of the dict that holds the module's tensors."""
+    """An entry that holds a leaf in a skeleton: a slot's in its module, or one of a user's dict or
+    list."""
 
-    held: dict[str, Any]  # the module's own, from `params_dict` or `buffers_dict`
-    attribute: str
+    held: (
+        Any  # the module's own dict, from `params_dict` or `buffers_dict`; or another dict or list
+    )
+    attribute: Any  # a name; a key or an index of another container
     leaf: str  # the leaf's path
 
 
@@ -34,6 +38,21 @@ def put(places: Iterable[Place], values: Iterable[Any]) -> None:
     """Fill the places, each with its value."""
     for place, value in zip(places, values, strict=True):
         place.held[place.attribute] = value
+
+
+def check_kept(places: Iterable[Place], values: Iterable[Any]) -> None:
+    """Raise if a call has put another value in one of the places."""
+    for place, value in zip(places, values, strict=True):
+        if place.held[place.attribute] is not value:
+            raise StructureError(
+                explain(
+                    "the model put another tensor in the place of one of its params while it ran, "
+                    "which would be lost",
+                    path=place.leaf,
+                    got=f"another tensor at {place.attribute!r}",
+                    remedy="compute with a local variable; keep as a buffer what must stay",
+                )
+            )
 
 
 def leaves_for(places: Iterable[Place], leaves: Mapping[str, Any]) -> list[Any]:
@@ -83,10 +102,13 @@ def _entered(
     leaves = entrance.enter(path)
     # The lazy ones, which come back whatever the function does
     before = tensors_in(places)
+    whole = [leaves[number] for number in numbers]
     try:
-        put(places, [leaves[number] for number in numbers])
+        put(places, whole)
         with entrance.watch():
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        check_kept(places, whole)
+        return output
     finally:
         # The lazy ones again, so that no place keeps gathered storage alive
         put(places, before)

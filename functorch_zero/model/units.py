@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..params import UnitSpec
-from ..tree import ancestors, path_matches
+from ..tree import PATTERNS, ancestors, path_matches
 from .slots import Slot
 
 UnitRule = type[nn.Module] | Callable[[str, nn.Module], bool] | str
@@ -34,9 +34,9 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
 
     Args:
         model: whose leaves they are.
-        units: a module class, a predicate `(path, module)`, a pattern of paths ("blocks.*"), or
-            several of them. None: each child of the model is a unit, and containers (ModuleList,
-            Sequential, ModuleDict) are opened.
+        units: a module class, a predicate `(path, module)`, a pattern of paths ("blocks.*";
+            "**" is any number of names), or several of them. None: each child of the model is a
+            unit, and containers (ModuleList, Sequential, ModuleDict) are opened.
         slots: every place where a parameter is used; a tied one has several.
 
     A leaf belongs to the innermost unit around all its places. Leaves in none of the chosen units
@@ -49,7 +49,10 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
         if path and matches(units, model, path, module):
             chosen.add(path)
     if units is not None and not chosen:
-        raise ValueError(f"units={units!r} matches no module of {type(model).__name__}")
+        raise ValueError(
+            f"units={units!r} matches no module of {type(model).__name__}. Remedy: see its "
+            f"named_modules() for the paths; {PATTERNS}"
+        )
     # The innermost module around all places of each leaf
     homes: dict[str, str] = {}
     for slot in slots:
@@ -110,7 +113,7 @@ def choose_modules(
     if not chosen:
         raise ValueError(
             f"{what}={rule!r} matches no module that is a unit. Remedy: choose among "
-            f"{', '.join(sorted(entered))}"
+            f"{', '.join(sorted(entered))}; {PATTERNS}"
         )
     if innermost and chosen & around:
         outer = min(chosen & around) or "the model"

@@ -32,10 +32,9 @@ from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import plan_state
-from ..step.loss import Aux, Outcome, check_loss
+from ..step.loss import Aux, Outcome, check_has_values, check_loss
 from ..step.program import refuse_buffers
-from ..step.train import check_tensors
-from ..tree import PyTree, content_digests, same_structure
+from ..tree import PyTree, check_tensors, content_digests, same_structure
 from . import agreement
 from .failures import sharing_failures
 from .grad_mean import LossSeed, loss_seed_of, to_means
@@ -234,6 +233,7 @@ class ShardedEngine:
             refuse_buffers(aux)
             has_aux = aux is not None
             given = aux or Aux()
+            check_has_values({"loss": value, **given.metrics}, lazy, axes.world.rank)
             return Outcome(value, {}, given.metrics, given.weight)
 
         def seed_of(outcome: Outcome) -> LossSeed:
@@ -405,7 +405,7 @@ def shard_tree(
         engine = ShardedEngine(options)
     options, axes = engine.options, engine.options.axes
     with sharing_failures(*axes.groups), torch.no_grad():
-        check_tensors(tree)
+        check_tensors(tree, "the tree")
         if layout_like is not None:
             sharding = layout_like.sharding
             _check_like(tree, sharding.layout)

@@ -26,7 +26,7 @@ from ..step.loss import Metrics
 from ..step.metrics import check_reported
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep, mark_trainable
-from ..tree import PyTree, content_digests, paths, select
+from ..tree import PyTree, check_tensors, content_digests, paths, select
 from ..version import __version__
 from .agreement import agree
 from .background import BackgroundTasks
@@ -91,6 +91,7 @@ class ShardedTrainStep:
                 buffers = {}
             elif values is not None:
                 buffers = values.fill(buffers)
+            check_tensors(buffers, "buffers")
 
             # Before any tensor is made, so that ranks that differ say so instead of hanging later
             group = labelled(self.group, "init/agreement")

@@ -15,7 +15,7 @@ from ..errors import StructureError
 from ..model.casting import CastParams
 from ..model.untouched import Untouched, is_looked_at
 from ..tree import PyTree, merge, same_structure
-from .loss import Aux, Metrics, as_metric, check_weight, if_weighty
+from .loss import Aux, Metrics, as_metric, check_has_values, check_weight, if_weighty
 from .rng import replayed
 from .state import State
 from .train import optimizer_view
@@ -97,10 +97,12 @@ def call_eval(
     # A plain mapping is metrics without a weight
     if isinstance(result, Aux):
         check_weight(result.weight)
+        check_has_values(result.metrics, params, None)
         return result.metrics, result.weight
     if not isinstance(result, Mapping):
         got = type(result).__name__
         raise TypeError(
             f"an eval function returns metrics by name, or fz.Aux(metrics=...); got {got}"
         )
+    check_has_values(result, params, None)
     return result, None

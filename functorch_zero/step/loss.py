@@ -53,7 +53,7 @@ def call_loss(
     # Checked before anything is kept: a wrong loss must not reach the next state
     loss, given = check_loss(loss_fn(params, buffers, batch), rank)
     aux = given or Aux()
-    # No buffers given back: the old ones go on
+    check_has_values({"loss": loss, **aux.metrics}, params, rank)
     if aux.buffers is None:
         return Outcome(loss, buffers, aux.metrics, aux.weight)
     new = tree_map(_without_history, aux.buffers)
@@ -117,6 +117,35 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
             explain('a metric is called "loss", as the loss is', rank=rank, remedy="rename it")
         )
     return loss, aux
+
+
+def check_has_values(results: Mapping[str, Any], params: PyTree[Any], rank: int | None) -> None:
+    """Raise if a result is on the meta device, and no param is: it would be read as uninitialised
+    memory.
+
+    Args:
+        results: the loss and metrics, by name.
+        params: as the loss was given them.
+        rank: for the error.
+    """
+    empty = [name for name, x in results.items() if isinstance(x, Tensor) and _on_meta(x)]
+    if not empty or any(map(_on_meta, optree.tree_leaves(params))):
+        return
+    raise StructureError(
+        explain(
+            "a result of the loss has no values: it was computed with tensors on the meta device, "
+            "where none of the params is",
+            path=empty[0],
+            rank=rank,
+            remedy="compute it from the params, buffers and batch that the loss is given; a module "
+            "inside `apply` finds them in its own attributes, not in a copy that something else "
+            "keeps",
+        )
+    )
+
+
+def _on_meta(x: Tensor) -> bool:
+    return x.device.type == "meta"
 
 
 def independent(rank: int | None = None) -> StructureError:

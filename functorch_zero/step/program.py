@@ -15,16 +15,18 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from .._torch_private import has_grad_hooks
 from ..errors import StructureError
 from ..model.casting import CastParams
 from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
-from ..tree import PyTree
+from ..tree import PyTree, check_tensors
 from .loss import (
     Aux,
     as_metric,
+    check_has_values,
     check_loss,
     if_weighty,
     independent,
@@ -83,6 +85,8 @@ def _value_and_grad(
             "a gradient inside of a sharded loss was asked for params that are not here yet. "
             "Remedy: make them whole first, `whole = fz.unshard(params)`, and use torch.func.grad"
         )
+    if any(map(has_grad_hooks, leaves)):
+        check_tensors(tree, "the tree")  # which names the leaf
     # Autograd leaves of this call's own, so that `tree` is in no autograd graph
     own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
     # Frozen leaves are given to the loss and not differentiated
@@ -93,6 +97,7 @@ def _value_and_grad(
         untouched = Untouched(own, look=look)
         own_tree, own_args = cast.params
         value, aux = check_loss(loss(own_tree, *own_args))
+        check_has_values({"loss": value, **(aux.metrics if aux else {})}, own_tree, None)
         refuse_buffers(aux)
         if look:
             refuse_reentrant_checkpoints(value)

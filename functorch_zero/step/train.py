@@ -23,7 +23,7 @@ from ..model.untouched import Untouched, is_looked_at
 from ..optim.across import Across
 from ..optim.base import Transform
 from ..optim.local import Local
-from ..tree import PyTree, mask_of, merge, named_leaves, paths, same_structure, select
+from ..tree import PyTree, check_tensors, mask_of, merge, named_leaves, same_structure, select
 from .loss import (
     LossFn,
     Metrics,
@@ -90,6 +90,7 @@ class TrainStep:
             buffers = values.fill(buffers)
         # From here on `requires_grad` says which leaves are trained, all through the package
         params = mark_trainable(params, self.trainable)
+        check_tensors(buffers, "buffers")
         # Copies, so that nobody who holds the tensors given can change the state
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
         buffers = tree_map(torch.clone, buffers)
@@ -334,8 +335,7 @@ def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
 
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
     """The same leaves, with `requires_grad` saying which are trained."""
-    check_tensors(params)
-    # A mask by hand overrides the tensors' own flags
+    check_tensors(params, "params")
     if trainable is not None:
         mask = mask_of(params, trainable)
         _check_floating(params, mask)
@@ -348,14 +348,6 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
             "requires_grad_() on the leaves"
         )
     return params
-
-
-def check_tensors(params: PyTree[Any]) -> None:
-    """Raise, naming the first leaf that is no tensor."""
-    for path, leaf in zip(paths(params), optree.tree_leaves(params), strict=True):
-        if not isinstance(leaf, Tensor):
-            got = type(leaf).__name__
-            raise StructureError(explain("params must be tensors", path=path, got=got))
 
 
 def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:

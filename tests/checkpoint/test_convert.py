@@ -211,6 +211,71 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
         import_into({**tensors, "norm.bias": "x"})
 
 
+def rotary() -> tuple[Any, Any, Any, Any]:
+    """(model, apply, step, state) with buffers that no state_dict has, one of them twice."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)).double()
+    model.register_buffer("table", torch.arange(3.0).double(), persistent=False)
+    model[0].register_buffer("again", model.table, persistent=False)
+    # This one is, under its second name
+    model.register_buffer("shrunk", torch.ones(2).double(), persistent=False)
+    model[1].register_buffer("shrunk", model.shrunk)
+    apply, params, buffers = functionalize(model)
+    step = train_step(lambda p, b, x: apply(p, b, x)[0].mean(), optim.sgd(0.1))
+    return model, apply, step, step.init(params, buffers)
+
+
+def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
+    model, apply, step, state = rotary()
+    assert apply.not_persistent == {"table", "shrunk", "0.again"}
+    assert apply.eval().not_persistent == apply.not_persistent
+    tensors = model.state_dict()
+    with pytest.raises(StructureError, match=r"it lacks shrunk, table of 2 \(aliases=apply"):
+        checkpoint.import_weights(tensors, step, like=state)
+    with pytest.raises(StructureError, match=r"it lacks 1\.bias of 1"):
+        lacks = {name: x for name, x in tensors.items() if name != "1.bias"}
+        checkpoint.import_weights(lacks, step, like=state, aliases=apply)
+    tensors["1.shrunk"] = tensors["1.shrunk"] * 3
+    again = checkpoint.import_weights(tensors, step, like=state, aliases=apply)
+    assert again.buffers["shrunk"].tolist() == [3, 3]
+    assert torch.equal(again.buffers["table"], model.table)
+
+    checkpoint.save(tmp_path / "root", step, state)
+    out = checkpoint.export_weights(tmp_path / "root", tmp_path / "out", aliases=apply)
+    written = load_file(out / "model.safetensors")
+    assert set(written) == {*tensors, "shrunk"} and "table" not in written
+    folder = checkpoint.export_dcp(tmp_path / "root", tmp_path / "dcp", aliases=apply)
+    checkpoint.import_dcp(folder, step, like=state, aliases=apply)
+    with pytest.raises(StructureError, match="it lacks table of 1"):
+        checkpoint.import_dcp(folder, step, like=state, aliases={"1.shrunk": "shrunk"})
+
+
+def test_patterns_of_leaves_that_may_be_missing(tmp_path: Path) -> None:
+    tensors = {k: v.detach().clone() for k, v in make_step()[1].items()}
+    tensors["more.a.b"] = tensors.pop("norm.bias")
+    for missing, extra in (("norm.*", "more.**"), (["x", "**.bias"], ["*.*.b"]), (True, True)):
+        import_into(tensors, allow_missing=missing, allow_extra=extra)
+    with pytest.raises(StructureError, match=r"it lacks norm\.bias of 1"):
+        import_into(tensors, allow_missing=["norm"], allow_extra=True)
+    with pytest.raises(StructureError, match=r"it has more\.a\.b of 1"):
+        import_into(tensors, allow_missing="**", allow_extra="more.*")
+
+
+def test_weights_under_other_names() -> None:
+    tensors = {k: v.detach().clone() for k, v in make_step()[1].items()}
+    prefixed = {f"model.{name}": x for name, x in tensors.items()}
+    for source, rename in (
+        (prefixed, lambda name: name.removeprefix("model.")),
+        (prefixed, {f"model.{name}": name for name in tensors}),
+        ({**prefixed, "step": torch.ones(1)}, lambda name: name.partition("model.")[2] or None),
+    ):
+        state = import_into(source, rename=rename)
+        assert all(torch.equal(state.params[name], x) for name, x in tensors.items())
+    with pytest.raises(StructureError, match=r"has norm\.b, which is not among"):
+        import_into(tensors, rename={"norm.b": "norm.bias"})
+    with pytest.raises(StructureError, match=r"two tensors the name norm\.bias"):
+        import_into({**tensors, "bias": tensors["norm.bias"]}, rename={"bias": "norm.bias"})
+
+
 def test_files_of_others(tmp_path: Path) -> None:
     """Written by the safetensors package; then damaged."""
     tensors = {k: v.detach().contiguous() for k, v in make_step()[1].items()}

@@ -320,6 +320,9 @@ def test_missing_and_extra_leaves(tmp_path: Path) -> None:
     with pytest.raises(StructureError, match=r"lacks .*params\.spare.*allow_missing"):
         load_into(tmp_path, more)
     assert load_into(tmp_path, more, allow_missing=True).params["spare"].tolist() == [5, 5]
+    assert load_into(tmp_path, more, allow_missing="**.spare").params["spare"].tolist() == [5, 5]
+    with pytest.raises(StructureError, match=r"lacks .*params\.spare.*allow_missing"):
+        load_into(tmp_path, more, allow_missing=["spare", "params.other"])
     less = {k: v for k, v in params.items() if k != "norm.bias"}
     with pytest.raises(
         StructureError, match=r"the checkpoint has .*params\.norm\.bias.*allow_extra"

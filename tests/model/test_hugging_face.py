@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from optree import tree_map
 from torch import nn
 
 from functorch_zero import optim
+from functorch_zero.checkpoint import import_weights
+from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.step.loss import Aux
@@ -137,3 +140,38 @@ def test_sharded_is_unsharded(name: str, level: int) -> None:
     grade = 1e-5 if "llama" in name else 1e-12
     tolerance = lambda path: float("inf") if path.endswith(ZERO) else grade
     assert_equal_updates(expected, runs[0], unused=zero, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_remat_of_a_model_with_a_cache(name: str) -> None:
+    """Each layer adds its keys and values to an object; the second run must not add them again."""
+    make, units = MODELS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make().double().train()
+    x = batches()[0]["x"]
+    expected = model(input_ids=x, use_cache=True)
+    expected.logits.square().mean().backward()
+    apply, params, buffers = functionalize(model, units=units, remat=units)
+    got, _ = apply(params, buffers, input_ids=x, use_cache=True)
+    assert torch.equal(got.logits, expected.logits)
+    grads = torch.autograd.grad(got.logits.square().mean(), [*params.values()])
+    for path, grad in zip(params, grads, strict=True):
+        assert torch.allclose(grad, model.get_parameter(path).grad, rtol=1e-12), path
+    assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length() == 7
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
+def test_its_own_weights_are_all_that_an_import_asks_for(name: str) -> None:
+    """Not the tables that no file has, and each weight that one lacks is missed."""
+    make, units = MODELS[name]
+    model = make()
+    apply, params, buffers = functionalize(model, units=units)
+    step = train_step(lambda p, b, x: apply(p, b, input_ids=x)[0].logits.mean(), optim.sgd(0.1))
+    like = step.init(tree_map(lambda p: torch.zeros_like(p, requires_grad=True), params), buffers)
+    weights = model.state_dict()
+    state = import_weights(weights, step, like=like, aliases=apply)
+    assert all(torch.equal(state.params[path], p) for path, p in params.items())
+    weights.pop(next(path for path in params if "norm" in path or "ln" in path))
+    with pytest.raises(StructureError, match=r"it lacks .* of 1 "):
+        import_weights(weights, step, like=like, aliases=apply)

@@ -384,3 +384,62 @@ def test_hugging_faces_own_and_ours_together(level: int) -> None:
         runs = run_ranks(run, 2)
         assert_same_on_all_ranks(runs)
         assert_equal_updates(plain, runs[0], tolerance=1e-5)  # Llama's norms are taken in float32
+
+
+class Log:
+    """An object that units write to."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+
+class Writes(nn.Module):
+    """Layers that write to what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Written(3, 3), Written(3, 3)])
+
+    def forward(self, x: Tensor, what: str) -> Any:
+        kept: Any = {
+            "list": [],
+            "dict": {},
+            "object": Log(),
+            "tuple": ([],),
+            "generator": torch.Generator().manual_seed(1),
+        }[what]
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x, kept
+
+
+class Written(nn.Linear):
+    """Adds the sum of what was written before, and writes."""
+
+    def forward(self, x: Tensor, kept: Any) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        if isinstance(kept, torch.Generator):
+            return y * torch.rand(y.shape, generator=kept)
+        if isinstance(kept, dict):
+            kept[len(kept)] = y
+            return torch.stack([*kept.values()]).sum(0).tanh()
+        values = kept.seen if isinstance(kept, Log) else kept
+        values = values[0] if isinstance(values, tuple) else values
+        values.append(y)
+        return torch.stack(values).sum(0).tanh()
+
+
+@pytest.mark.parametrize("what", ["list", "dict", "object", "tuple", "generator"])
+def test_units_that_write_to_their_arguments(what: str) -> None:
+    """The second run finds them as the first did, and the caller's are written to once."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = Writes(), torch.randn(2, 3)
+    results = []
+    for remat in (False, True):
+        apply, params, buffers = functionalize(model, units=nn.Linear, remat=remat)
+        (y, kept), _ = apply(params, buffers, x, what)
+        results.append(torch.autograd.grad(y.square().sum(), [*params.values()]))
+        if what == "list":
+            assert len(kept) == 2
+    assert all(map(torch.equal, *results))

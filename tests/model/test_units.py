@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from functorch_zero.model.functionalize import functionalize
+from functorch_zero.tree import path_matches
 from tests.models import GPT, MLP, Block
 from tests.tiers import drawn
 
@@ -135,3 +136,30 @@ def test_every_leaf_is_in_one_unit(units: list[Any]) -> None:
             assert len(unit.modules) >= 1 and len({*unit.modules}) == len(unit.modules)
             for leaf in unit.leaves:
                 assert any(leaf.startswith(path) for path in unit.modules), (unit, leaf)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("**", {"", "a", "a.b", "a.b.c", "d.c"}),
+        ("*", {"a"}),
+        ("*.*", {"a.b", "d.c"}),
+        ("**.c", {"a.b.c", "d.c"}),
+        ("a.**", {"a", "a.b", "a.b.c"}),
+        ("a.**.c", {"a.b.c"}),
+        ("a.**.*", {"a.b", "a.b.c"}),
+        ("**.**", {"", "a", "a.b", "a.b.c", "d.c"}),
+        ("", {""}),
+    ],
+)
+def test_patterns(pattern: str, found: set[str]) -> None:
+    paths = ["", "a", "a.b", "a.b.c", "d.c"]
+    assert {path for path in paths if path_matches(path, pattern)} == found
+
+
+def test_patterns_of_any_depth_name_units() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    _, params, _ = functionalize(model, units="**.1")
+    assert {"0.1", "1"} <= {path for unit in params.units for path in unit.modules}
+    with pytest.raises(ValueError, match=r"one name.*`\*\*` is any number"):
+        functionalize(model, units="*.*.*")

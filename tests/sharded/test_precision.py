@@ -608,3 +608,14 @@ def test_inference_mode() -> None:
                 sharded.shard_state(state), torch.ones(2, 8)
             )
             assert torch.equal(found["sum"], expected)
+
+
+def test_a_buffer_of_two_modules_has_one_dtype() -> None:
+    model = nn.ModuleDict({"a": nn.BatchNorm1d(2), "b": nn.BatchNorm1d(2)})
+    model["b"].running_mean = model["a"].running_mean
+    rules = {"a": Precision(buffers=torch.float64), "b": Precision(buffers=torch.bfloat16)}
+    with pytest.raises(StructureError, match=r"buffer.*path a\.running_mean,.*at b\. Remedy"):
+        fz.functionalize(model, precision=rules)
+    rules["b"] = Precision(buffers=torch.float64, compute=torch.float64)
+    _, _, buffers = fz.functionalize(model, precision=rules)
+    assert buffers["a.running_mean"].dtype is torch.float64
