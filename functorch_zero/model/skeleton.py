@@ -4,10 +4,6 @@ Note [captured skeletons]: something that runs a module again later, such as tor
 in backward, holds on to skeleton modules and must find the same values there. So values stay in a
 skeleton after the call, and a skeleton is used again only when nothing outside refers to its
 modules any more.
-
-Note [changed buffers]: a version counter says whether a buffer was written to, except that torch's
-batch_norm writes its running statistics without counting. So floating-point buffers are compared,
-on the CPU; elsewhere comparing would wait for the device, and they count as changed.
 """
 
 from __future__ import annotations
@@ -17,13 +13,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from .._torch_private import buffers_dict, params_dict, transforms_active, version_of
+from .._torch_private import buffers_dict, params_dict
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
+from .buffer_copies import BufferCopy, copy_of
 from .casting import Policies, cast_leaf
 from .compile import CompiledForward
 from .copying import functions_of
@@ -42,13 +38,6 @@ class Anatomy(NamedTuple):
     remat: frozenset[str] = frozenset()  # paths of the modules that are computed again in backward
     compiled: frozenset[str] = frozenset()  # and of those whose forward is a compiled region
     compile_options: Mapping[str, Any] = {}
-
-
-class BufferCopy(NamedTuple):
-    """A buffer as one call was given it, for the comparison afterwards."""
-
-    tensor: Tensor  # the skeleton's own copy
-    version: int | None  # before the call; None: tensors of inference mode don't count
 
 
 class Skeleton:
@@ -112,7 +101,7 @@ class Skeleton:
     def bind(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
     ) -> dict[str, BufferCopy]:
-        """Fill every place; buffers with copies, which are returned with their versions."""
+        """Fill every place; buffers with copies, which are returned."""
         self._params = params
         kinds = {type(leaf) for leaf in params.values()}
         self._lazy = LazyParam in kinds
@@ -122,10 +111,7 @@ class Skeleton:
             for i, place in enumerate(self._param_places):
                 leaves[i] = self._as_used(place.leaf, leaves[i])
         put(self._param_places, leaves)
-        taken = {}
-        for path, copied in self._put_copies(buffers).items():
-            taken[path] = BufferCopy(copied, _version(copied))
-        return taken
+        return self._put_copies(buffers)
 
     def _as_used(self, path: str, leaf: Any) -> Any:
         """A leaf that was given whole, in the dtype that its module computes with."""
@@ -146,11 +132,12 @@ class Skeleton:
         else:
             self._put_copies(buffers)
 
-    def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, BufferCopy]:
         """Copies in the places of buffers, since modules write to theirs; they are returned."""
-        copies = {path: buffer.clone() for path, buffer in buffers.items()}
-        put(self._buffer_places, leaves_for(self._buffer_places, copies))
-        return copies
+        taken = {path: copy_of(buffer) for path, buffer in buffers.items()}
+        tensors = {path: copied.tensor for path, copied in taken.items()}
+        put(self._buffer_places, leaves_for(self._buffer_places, tensors))
+        return taken
 
     def new_buffers(
         self, old: Mapping[str, Tensor], taken: Mapping[str, BufferCopy]
@@ -158,7 +145,7 @@ class Skeleton:
         """The buffers after the call: the old tensors where nothing changed."""
         new = dict(old)
         for place, buffer in zip(self._buffer_places, tensors_in(self._buffer_places), strict=True):
-            if _is_changed(buffer, taken[place.leaf], old[place.leaf]):
+            if taken[place.leaf].is_changed(buffer):
                 new[place.leaf] = buffer.detach()
         return new
 
@@ -185,25 +172,3 @@ def _places(
         module = root.get_submodule(slot.module)
         places.append(Place(held_by(module), slot.attribute, slot.leaf))
     return places
-
-
-def _is_changed(buffer: Tensor, taken: BufferCopy, old: Tensor) -> bool:
-    """Whether a call has put another tensor in a buffer's place, or written to the one there."""
-    if buffer is not taken.tensor or _version(buffer) != taken.version:
-        return True
-    return _may_differ(buffer, old)
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often it has been written to; tensors of inference mode don't count."""
-    return None if tensor.is_inference() else version_of(tensor)
-
-
-def _may_differ(copied: Tensor, old: Tensor) -> bool:
-    """Whether a copy whose version is as it was may have changed; see Note [changed buffers]."""
-    if not copied.is_floating_point() and not copied.is_inference():
-        return False
-    plain = type(copied) is Tensor and not transforms_active()
-    if not plain or copied.device.type != "cpu":
-        return True
-    return not torch.equal(copied, old)

@@ -36,7 +36,7 @@ from ..step.train import TrainStep, with_measured
 from ..tree import PyTree
 from . import agreement
 from .background import BackgroundTasks
-from .buffers import apart, replaced, synchronize
+from .buffers import apart, check_synchronizable, replaced, synchronize
 from .checks import check_not_empty
 from .grad_mean import LossSeed, in_range, loss_seed_of, to_means
 from .options import Options
@@ -191,14 +191,17 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
 
     Raises:
         Exception: a background task's own, where one has failed; PeerError on the other ranks.
+        StructureError: this rank's loss has changed a buffer's shape or dtype.
         GroupError: ranks are at different steps, or have started different collectives.
         MismatchError: ranks of the same data have found different losses or metrics.
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
     """
     outcome, policy, group = local.outcome, run.step.finite, run.options.group
+    old, new, axes = run.state.buffers, outcome.buffers, run.options.axes
+    check_synchronizable(old, new, run.options.sync_buffers, axes.data, group.rank)
     # In the order in which they are taken apart below; all ranks have as many buffers
     flags = [
-        *replaced(run.state.buffers, outcome.buffers),
+        *replaced(old, new),
         local.overflown,
         background.failed(),
     ]
@@ -208,7 +211,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         labelled(group, "step/metrics"),
         local.log,
         flags,
-        copy=run.options.axes.copy,
+        copy=axes.copy,
     )
     *changed, overflown, failed = report.flags
     # Before the numbers are looked at: whatever they are, the task's error is told

@@ -9,6 +9,7 @@ from typing import Any
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError
@@ -86,8 +87,9 @@ def eval_step(
 def call_eval(
     fn: Any, params: Any, buffers: Any, batch: Any
 ) -> tuple[Mapping[str, Any], Tensor | float | None]:
-    """Call a user's evaluation and check its results: metrics and weight."""
-    result = fn(params, buffers, batch)
+    """Call a user's evaluation, with copies of the buffers, and check its results: metrics and
+    weight."""
+    result = fn(params, tree_map(torch.clone, buffers), batch)
     if isinstance(result, Aux):
         check_weight(result.weight)
         return result.metrics, result.weight

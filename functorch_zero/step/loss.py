@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..model.buffer_copies import BufferCopy, copy_of
 from ..tree import PyTree, paths, same_structure
 
 
@@ -21,7 +21,8 @@ class Aux:
     """The second result of a loss, beside its value.
 
     Attributes:
-        buffers: the new buffers, as `apply` returned them; None when nothing changed.
+        buffers: the new buffers, as `apply` returned them. None: those that the loss was given,
+            which it may have written to.
         metrics: 0-d tensors or numbers by name, averaged like the loss.
         weight: the share of this batch in means over batches: its number of tokens, say. None:
             each rank's batch counts the same. A batch of weight 0 counts for nothing: neither its
@@ -49,26 +50,50 @@ class Outcome(NamedTuple):
 def call_loss(
     loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
 ) -> Outcome:
-    """Call a user's loss and check its results. Errors name the rank, if one is given."""
-    loss, given = check_loss(loss_fn(params, buffers, batch), rank)
+    """Call a user's loss, with copies of the buffers, and check its results. Errors name the rank,
+    if one is given."""
+    old, treedef = optree.tree_flatten(buffers)
+    copies = [copy_of(buffer) for buffer in old]
+    own = treedef.unflatten([copied.tensor for copied in copies])
+    loss, given = check_loss(loss_fn(params, own, batch), rank)
     aux = given or Aux()
-    if aux.buffers is None:
-        return Outcome(loss, buffers, aux.metrics, aux.weight)
-    new = tree_map(_without_history, aux.buffers)
-    same_structure(buffers, new, what="Aux.buffers", rank=rank)
+    # Without others, its own as the loss left them: written to, or replaced in their dict
+    left, what = aux.buffers, "Aux.buffers"
+    if left is None:
+        left, what = own, "the loss's buffers"
+    same_structure(buffers, left, what=what, rank=rank)
+    _check_buffers(left, rank)
+    new = []
+    for copied, after in zip(copies, optree.tree_leaves(left), strict=True):
+        new.append(_next_buffer(copied, after, aux.weight))
+    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight)
 
-    def choose(old: Tensor, new: Tensor) -> Tensor:
-        return new if new is old else if_weighty(new, aux.weight, otherwise=old)
 
-    new = tree_map(choose, buffers, new)
-    return Outcome(loss, new, aux.metrics, aux.weight)
+def _check_buffers(buffers: PyTree[Any], rank: int | None) -> None:
+    """Raise, naming the first buffer that is no tensor."""
+    for n, leaf in enumerate(optree.tree_leaves(buffers)):
+        if not isinstance(leaf, Tensor):
+            raise StructureError(
+                explain(
+                    "a new buffer is no tensor",
+                    path=paths(buffers)[n],
+                    got=type(leaf).__name__,
+                    rank=rank,
+                    remedy="make it one, with torch.tensor",
+                )
+            )
+
+
+def _next_buffer(copied: BufferCopy, after: Tensor, weight: Tensor | float | None) -> Tensor:
+    """A buffer after a loss: the very tensor before it, where nothing changed, or the batch weighs
+    nothing."""
+    if not copied.is_changed(after):
+        return copied.old
+    return if_weighty(_without_history(after), weight, otherwise=copied.old)
 
 
 def _without_history(buffer: Tensor) -> Tensor:
-    """The buffer as the next call may use it: plain, and in no autograd graph.
-
-    A plain one stays the same object, by which it shows that nothing changed it.
-    """
+    """The buffer as the next call may use it: plain, and in no autograd graph."""
     if type(buffer) is Tensor and not buffer.requires_grad:
         return buffer
     return buffer.detach()

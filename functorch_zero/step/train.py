@@ -89,7 +89,7 @@ class TrainStep:
         params = mark_trainable(params, self.trainable)
         # Copies, so that nobody who holds the tensors given can change the state
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
-        buffers = tree_map(torch.clone, buffers)
+        buffers = tree_map(lambda buffer: buffer.detach().clone(), buffers)
         trained_params, across = optimizer_view(params)
         opt_state = self.optimizer.init(trained_params, across)
         check_reported(self.metrics, opt_state)

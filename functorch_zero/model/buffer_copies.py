@@ -1,0 +1,47 @@
+"""Copies of buffers for code that may write to its own, and the buffers that it has changed.
+
+Note [changed buffers]: a version counter says whether a buffer was written to. It misses torch's
+batch_norm, which writes its running statistics without counting, and writes through `.data` or
+numpy. So buffers are compared, on the CPU. Elsewhere comparing would wait for the device:
+floating-point buffers count as changed there, and the others by their counter.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch_private import transforms_active, version_of
+
+
+class BufferCopy(NamedTuple):
+    """A buffer, and the copy that a call is given in its place."""
+
+    old: Tensor
+    tensor: Tensor  # the copy
+    version: int | None  # of the copy before the call; None: tensors of inference mode don't count
+
+    def is_changed(self, after: Tensor) -> bool:
+        """Whether the tensor in the buffer's place after the call is another one than the copy, or
+        the copy was written to; see Note [changed buffers]."""
+        if after is not self.tensor or _version(after) != self.version:
+            return True
+        plain = type(after) is Tensor and after.layout == torch.strided and not transforms_active()
+        # Torch can't compare the last one
+        if plain and after.is_cpu and after.dtype != torch.complex32:
+            return not torch.equal(after, self.old)
+        dense_float = after.is_floating_point() and after.layout == torch.strided
+        return dense_float or after.is_inference()
+
+
+def copy_of(buffer: Tensor) -> BufferCopy:
+    """A copy of the buffer, to be written to."""
+    copied = buffer.clone()
+    return BufferCopy(buffer, copied, _version(copied))
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it has been written to; tensors of inference mode don't count."""
+    return None if tensor.is_inference() else version_of(tensor)
