@@ -70,7 +70,7 @@ def average(
     # An accelerator's, if any value lies on one: its group may take no message from the CPU
     device = next((value.device for value in values.values() if not value.is_cpu), _CPU)
     numbers = _on_host(list(values.values()), device)
-    own_weight = 1.0 if weight is None else float(as_metric(weight))
+    own_weight = 1.0 if weight is None else float(weight)  # Python's, a float64
     # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
     weighted = [number * own_weight if own_weight else 0.0 for number in numbers]
     found = dict(zip(values, numbers, strict=True))  # unweighted, for comparing copies

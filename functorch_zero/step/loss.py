@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
 
 import optree
@@ -152,7 +153,19 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
     """Raise unless means can be taken with this weight."""
     if not isinstance(weight, Tensor | int | float | None):
         raise TypeError(f"Aux.weight must be a number or a 0-d tensor, got {type(weight).__name__}")
-    if weight is None or _on_device(weight):
+    if weight is None:
+        return
+    if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.is_complex()):
+        raise StructureError(
+            explain(
+                "Aux.weight is no weight",
+                expected="a real number or a 0-d tensor of one",
+                got=f"shape {tuple(weight.shape)}, {weight.dtype}",
+                rank=rank,
+                remedy="reduce it, with .sum() for example",
+            )
+        )
+    if _on_device(weight):
         return
     if not 0 <= float(weight) < math.inf:
         remedy = "count examples, or tokens; 0 counts for nothing"
@@ -197,18 +210,20 @@ def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
 
     The values have one shape, the mean's: a leaf's gradients, or a metric.
     """
+    tensors = [as_tensor(value) for value in values]
     # Added in the order of the micro-batches, so that the oracle's sums are always the same
     numerator: Tensor | None = None
-    total: Tensor | None = None
-    for given, outcome in zip(values, outcomes, strict=True):
-        value = as_tensor(given)
-        weight = as_metric(1.0 if outcome.weight is None else outcome.weight)
+    total: Tensor | None = None  # 0-d float64
+    for value, outcome in zip(tensors, outcomes, strict=True):
+        weight = as_weight(1.0 if outcome.weight is None else outcome.weight)
         term = if_weighty(value, weight) * weight.to(value.device)
         numerator = term if numerator is None else numerator + term
         total = weight if total is None else total + weight
     assert numerator is not None and total is not None
     divisor = torch.where(total == 0, 1, total)
-    return numerator / divisor.to(numerator.device)
+    mean = numerator / divisor.to(numerator.device)
+    # A 0-d value has become float64 by its weight
+    return mean.to(reduce(torch.promote_types, (value.dtype for value in tensors)))
 
 
 def if_weighty(
@@ -251,11 +266,11 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _total_weight(outcomes: Sequence[Outcome]) -> Tensor | None:
-    """The sum of the micro-batches' weights, 0-d; None if they have none."""
+    """The sum of the micro-batches' weights, 0-d float64; None if they have none."""
     total: Tensor | None = None
     for outcome in outcomes:
         if outcome.weight is not None:
-            weight = as_metric(outcome.weight)
+            weight = as_weight(outcome.weight)
             total = weight if total is None else total + weight
     return total
 
@@ -294,9 +309,24 @@ def as_tensor(value: Any) -> Tensor:
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
 
+def as_weight(weight: Tensor | float) -> Tensor:
+    """A weight as a 0-d float64 tensor: sums of counts and of shares are exact enough in it."""
+    if isinstance(weight, Tensor):
+        return weight.detach().to(torch.float64)
+    return torch.tensor(weight, dtype=torch.float64)
+
+
 def as_metric(value: Tensor | float) -> Tensor:
     """A metric as a 0-d floating-point tensor, since it will be averaged."""
     metric = as_tensor(value)
+    if metric.is_complex():
+        raise StructureError(
+            explain(
+                "a metric is no real number",
+                got=metric.dtype,
+                remedy="return its .real and .imag, or its .abs()",
+            )
+        )
     if not metric.is_floating_point():
         metric = metric.to(torch.get_default_dtype())
     if metric.dim() != 0:
