@@ -17,6 +17,7 @@ from ..step.evaluate import EvalStep, call_eval
 from ..step.loss import Metrics
 from ..step.rng import replayed
 from ..step.state import State
+from ..step.weight_reminder import total_size
 from . import agreement
 from .checks import check_batch, sharding_of
 from .failures import sharing_failures
@@ -67,7 +68,10 @@ class ShardedEvalStep:
                     metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
             run.finish()
             group = labelled(self.group, "evaluation/metrics")
-            report = agreement.average(metrics, weight, group, log, copy=axes.copy)
+            size = total_size(batch)
+            report = agreement.average(metrics, weight, group, log, copy=axes.copy, size=size)
+            reminder = self.unsharded.reminder
+            reminder.compare_ranks(batch, weight, report.mean_size, group.rank)
             self.order.record(run.following.gathered)
             return report.metrics
 

@@ -4,7 +4,7 @@ state, such as averages."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -20,6 +20,7 @@ from .loss import Aux, Metrics, as_metric, check_weight, if_weighty
 from .rng import replayed
 from .state import State
 from .train import optimizer_view
+from .weight_reminder import WeightReminder
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class EvalStep:
     fn: Callable[[Any, Any, Any], Any]  # (params, buffers, batch) -> metrics or Aux
     # (opt_state, trained leaves) -> the leaves to evaluate on; None: the params
     params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None
+    reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
 
     @torch.no_grad()
     def __call__(self, state: State, batch: Any) -> Metrics:

@@ -40,6 +40,7 @@ from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .rng import replayed
 from .state import State, TrainValue, check_state
+from .weight_reminder import WeightReminder
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
 
@@ -54,6 +55,7 @@ class TrainStep:
     accumulate: int = 1  # micro-batches per batch
     metrics: tuple[str, ...] = ()  # names of those wanted beside the loss's own
     finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
+    reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -124,7 +126,8 @@ class TrainStep:
         """
         grads_of: list[PyTree[Tensor]] = []  # one tree per micro-batch, whole leaves
         outcomes: list[Outcome] = []
-        for i, micro_batch in enumerate(micro_batches(batch, self.accumulate)):
+        parts = micro_batches(batch, self.accumulate)
+        for i, micro_batch in enumerate(parts):
             grads, outcome = self._on_micro_batch(state, micro_batch, rank, i)
             grads_of.append(grads)
             outcomes.append(outcome)
@@ -132,6 +135,7 @@ class TrainStep:
             state = state.replace(buffers=outcome.buffers)
         if len(outcomes) == 1:
             return grads_of[0], outcomes[0]
+        self.reminder.compare_parts(parts, outcomes[0].weight)
         mean_grads = tree_map(lambda *grads: weighted_mean(grads, outcomes), *grads_of)
         return mean_grads, joined(outcomes)
 
