@@ -57,18 +57,19 @@ def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
     return [before is not after for before, after in pairs]
 
 
-def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
-    """The buffers, with copies of those that lie in the params' storage, which the step is about to
-    overwrite: a target network, say."""
-    # Without buffers no storage need be looked up
-    if not optree.tree_leaves(buffers):
-        return buffers
+def apart(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:
+    """The tree, with copies of tensors that lie in the params' storage, which a step overwrites: of
+    a buffer that is a target network, say."""
+    # Without leaves no storage need be looked up
+    if not optree.tree_leaves(tree):
+        return tree
     taken = {storage_id(flat) for flat in flats}
 
-    def copied(buffer: Tensor) -> Tensor:
-        return buffer.clone() if storage_id(buffer) in taken else buffer
+    def copied(leaf: Any) -> Any:
+        is_part = isinstance(leaf, Tensor) and storage_id(leaf) in taken
+        return leaf.clone() if is_part else leaf
 
-    return tree_map(copied, buffers)
+    return tree_map(copied, tree)
 
 
 def synchronize(
