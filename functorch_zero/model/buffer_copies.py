@@ -31,7 +31,7 @@ class BufferCopy(NamedTuple):
         plain = type(after) is Tensor and after.layout == torch.strided and not transforms_active()
         # Torch can't compare the last one
         if plain and after.is_cpu and after.dtype != torch.complex32:
-            return not torch.equal(after, self.old)
+            return not _equal(after, self.old)
         dense_float = after.is_floating_point() and after.layout == torch.strided
         return dense_float or after.is_inference()
 
@@ -40,6 +40,20 @@ def copy_of(buffer: Tensor) -> BufferCopy:
     """A copy of the buffer, to be written to."""
     copied = buffer.clone()
     return BufferCopy(buffer, copied, _version(copied))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype have the same values."""
+    # Torch compares masks ten times as fast as words
+    if a.dtype == torch.bool and a.shape == b.shape and _has_words(a) and _has_words(b):
+        a, b = (x.view(-1).view(torch.int64) for x in (a, b))
+    return torch.equal(a, b)
+
+
+def _has_words(mask: Tensor) -> bool:
+    """Whether a mask, of one byte per element, lies in its storage in whole words of 8 bytes."""
+    in_words = mask.numel() % 8 == 0 and mask.storage_offset() % 8 == 0
+    return in_words and mask.numel() > 0 and mask.is_contiguous()
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -14,6 +14,7 @@ from torch.func import functional_call
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
+from functorch_zero.model.buffer_copies import copy_of
 
 F64 = torch.float64
 
@@ -256,3 +257,16 @@ def test_writes_that_no_version_counter_shows(by_apply: bool) -> None:
     assert state.buffers["count"] == 2 and state.buffers["flags"].tolist() == [False, True]
     assert torch.equal(state.buffers["mean"], torch.full((3, 3), 0.75))
     assert model.count == 0
+
+
+@pytest.mark.parametrize("shape", [(16, 8), (8,), (), (3, 5), (0,)])
+@pytest.mark.parametrize("make", [torch.clone, lambda x: x.mT.clone() if x.dim() == 2 else x])
+def test_masks_are_compared_as_words_where_they_lie_in_words(shape: Any, make: Any) -> None:
+    first = make(torch.ones(shape, dtype=torch.bool))
+    part = torch.ones(first.numel() + 1, dtype=torch.bool)[1:].view(first.shape)
+    for mask in (first, part, torch.ones((), dtype=torch.bool).expand(first.shape)):
+        copied = copy_of(mask)
+        assert not copied.is_changed(copied.tensor)
+        if mask.numel():
+            copied.tensor.numpy()[(-1,) * mask.dim()] = False
+            assert copied.is_changed(copied.tensor)
