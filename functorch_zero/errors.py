@@ -1,5 +1,5 @@
-"""Exceptions. A message names the fault, its path, the expected and the actual value, the rank, and
-the remedy."""
+"""Exceptions and warnings. A message names the fault, its path, the expected and the actual value,
+the rank, and the remedy."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = [
     "PeerError",
     "StructureError",
     "TransformError",
+    "UnequalBatchesWarning",
 ]
 
 
@@ -90,3 +91,8 @@ class PeerError(GroupError):
 class LostPeerError(GroupError):
     """Another rank was killed, is stuck or can't be reached. Inside a step, the message names the
     unit and the phase."""
+
+
+class UnequalBatchesWarning(UserWarning):
+    """Ranks' batches or micro-batches have unequal sizes, and count the same in means. A step says
+    so once."""

@@ -4,10 +4,6 @@ Note [captured skeletons]: something that runs a module again later, such as tor
 in backward, holds on to skeleton modules and must find the same values there. So values stay in a
 skeleton after the call, and a skeleton is used again only when nothing outside refers to its
 modules any more.
-
-Note [changed buffers]: a version counter says whether a buffer was written to, except that torch's
-batch_norm writes its running statistics without counting. So floating-point buffers are compared,
-on the CPU; elsewhere comparing would wait for the device, and they count as changed.
 """
 
 from __future__ import annotations
@@ -17,20 +13,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from .._torch_private import (
-    buffers_dict,
-    params_dict,
-    transforms_active,
-    version_of,
-    without_torch_function,
-)
+from .._torch_private import buffers_dict, params_dict, without_torch_function
 from ..errors import StructureError, explain
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
+from .buffer_copies import BufferCopy, copy_of
 from .casting import Policies, cast_leaf
 from .compile import CompiledForward
 from .copying import functions_of
@@ -51,13 +41,6 @@ class Anatomy(NamedTuple):
     compiled: frozenset[str] = frozenset()  # and of those whose forward is a compiled region
     compile_options: Mapping[str, Any] = {}
     sharing: Mapping[str, str] = {}  # leaves by buffers that had elements of them, and can't change
-
-
-class BufferCopy(NamedTuple):
-    """A buffer as one call was given it, for the comparison afterwards."""
-
-    tensor: Tensor  # the skeleton's own copy
-    version: int | None  # before the call; None: tensors of inference mode don't count
 
 
 class Skeleton:
@@ -133,7 +116,7 @@ class Skeleton:
     def bind(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
     ) -> dict[str, BufferCopy]:
-        """Fill every place; buffers with copies, which are returned with their versions."""
+        """Fill every place; buffers with copies, which are returned."""
         self._params = params
         # Asked once per call, and not once per leaf
         kinds = {type(leaf) for leaf in params.values()}
@@ -147,11 +130,7 @@ class Skeleton:
                 leaves[i] = self._as_used(place.leaf, leaves[i])
         put(self._param_places, leaves)
         self._put = leaves
-        taken = {}
-        # The version after the copy: only the call's own writes count
-        for path, copied in self._put_copies(buffers).items():
-            taken[path] = BufferCopy(copied, _version(copied))
-        return taken
+        return self._put_copies(buffers)
 
     def _check_policies(self, params: Mapping[str, Any]) -> None:
         """Raise if a lazy leaf doesn't have its policy's dtype: its tree has forgotten the policy,
@@ -194,12 +173,12 @@ class Skeleton:
         else:
             self._put_copies(buffers)
 
-    def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, BufferCopy]:
         """Copies in the places of buffers, since modules write to theirs; they are returned."""
-        # One copy per buffer, though it may stand in several places
-        copies = {path: buffer.clone() for path, buffer in buffers.items()}
-        put(self._buffer_places, leaves_for(self._buffer_places, copies))
-        return copies
+        taken = {path: copy_of(buffer) for path, buffer in buffers.items()}
+        tensors = {path: copied.tensor for path, copied in taken.items()}
+        put(self._buffer_places, leaves_for(self._buffer_places, tensors))
+        return taken
 
     def new_buffers(
         self, old: Mapping[str, Tensor], taken: Mapping[str, BufferCopy]
@@ -217,11 +196,11 @@ class Skeleton:
                 raise _torn(place)
         new = dict(old)
         for path, buffer in found.items():
-            written = _is_written(buffer, taken[path])
-            if written and path in self._sharing:
+            if not taken[path].is_changed(buffer):
+                continue
+            if path in self._sharing and taken[path].is_surely_changed(buffer):
                 raise _parted(path, self._sharing[path])
-            if written or _may_differ(buffer, old[path]):
-                new[path] = buffer.detach()
+            new[path] = buffer.detach()
         return new
 
     def _entering(self, path: str, inside: list[Place], forward: Callable[..., Any]) -> Any:
@@ -289,24 +268,3 @@ def _torn(place: Place) -> StructureError:
             "buffers with clones of the values",
         )
     )
-
-
-def _is_written(buffer: Tensor, taken: BufferCopy) -> bool:
-    """Whether a call has put another tensor in a buffer's place, or written to the one there."""
-    return buffer is not taken.tensor or _version(buffer) != taken.version
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often it has been written to; tensors of inference mode don't count."""
-    return None if tensor.is_inference() else version_of(tensor)
-
-
-def _may_differ(copied: Tensor, old: Tensor) -> bool:
-    """Whether a copy whose version is as it was may have changed; see Note [changed buffers]."""
-    if not copied.is_floating_point() and not copied.is_inference():
-        return False
-    # Subclasses and transforms have no plain comparison: they count as changed
-    plain = type(copied) is Tensor and not transforms_active()
-    if not plain or copied.device.type != "cpu":
-        return True
-    return not torch.equal(copied, old)

@@ -42,6 +42,7 @@ class Report(NamedTuple):
     weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts
     num_weighty: int  # parts whose weight isn't 0
     flags: list[bool]  # per flag: whether any rank has raised it
+    mean_size: float | None  # of the ranks' batches, where they differ in it
 
 
 def average(
@@ -51,12 +52,13 @@ def average(
     log: Sequence[str] = (),
     flags: Sequence[bool] = (),
     copy: Copy = ONLY_COPY,
+    size: int = 0,
 ) -> Report:
     """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One
     all-reduce of a few float64. Copies of the same data count as one.
 
     Raises `GroupError` on every rank when ranks report other metrics, or have started other
-    collectives: sum(h**2) is sum(h)**2 / N only where all h are equal (Cauchy and Schwarz).
+    collectives.
     Raises `MismatchError` on every rank when ranks of the same data have found other values.
 
     Args:
@@ -65,12 +67,13 @@ def average(
         log: the step, and the collectives that this rank has started since.
         flags: this rank's; any one rank raises a flag for all.
         copy: which copy of which part of the batch this rank has.
+        size: of this rank's batch, for the ranks to compare.
     """
     values = {name: as_metric(value) for name, value in metrics.items()}  # 0-d, floating-point
     # An accelerator's, if any value lies on one: its group may take no message from the CPU
     device = next((value.device for value in values.values() if not value.is_cpu), _CPU)
     numbers = _on_host(list(values.values()), device)
-    own_weight = 1.0 if weight is None else float(as_metric(weight))
+    own_weight = 1.0 if weight is None else float(weight)  # Python's, a float64
     # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
     weighted = [number * own_weight if own_weight else 0.0 for number in numbers]
     found = dict(zip(values, numbers, strict=True))  # unweighted, for comparing copies
@@ -79,10 +82,12 @@ def average(
     kind = f"{len(flags)} flags, {'no' if weight is None else 'a'} weight"
     # Names in their order, since sums are matched by position. A mistake is caught, no attack.
     digest = zlib.crc32("\n".join([*values, kind, *log]).encode()) % _NUM_DIGESTS
+    size_digest = size % _NUM_DIGESTS
     # Sections of fixed length come first, so that digests meet digests even where metrics differ
     sections: list[Sequence[float]] = [
         [own_weight, own_weight != 0],
         [digest, digest**2],
+        [size, size_digest, size_digest**2],
         weighted,
         _of_copies(copy, found),
         flags,
@@ -90,7 +95,7 @@ def average(
     # (multiple of _WIDTH,) float64: counts below 2**53 are exact, and so are digests
     vector = _pack(sections, device)
     group.all_reduce(vector).wait()
-    weights, digests, sums, of_copies, flag_counts = _unpack(vector, sections)
+    weights, digests, sizes, sums, of_copies, flag_counts = _unpack(vector, sections)
 
     # The other sections are read only once the ranks are known to have sent the same ones
     _check(digests, group, log)
@@ -107,6 +112,7 @@ def average(
         weight=vector[0] / copy.num,  # stays on the device, where gradients are divided by it
         num_weighty=int(num_weighty) // copy.num,
         flags=[count > 0 for count in flag_counts],
+        mean_size=None if _all_equal(sizes[1:], group.size) else sizes[0] / group.size,
     )
 
 
@@ -166,9 +172,7 @@ def _check(digests: Sequence[float], group: Group, log: Sequence[str]) -> None:
     Args:
         digests: summed over ranks, and their squares summed over ranks.
     """
-    # Integers in float64, exact; as Python's own they can't overflow below
-    total, squares = map(int, digests)
-    if total * total == squares * group.size:
+    if _all_equal(digests, group.size):
         return
     # A rank knows only its own log: each tells where it was
     at = log[0] if log else "none"
@@ -181,6 +185,14 @@ def _check(digests: Sequence[float], group: Group, log: Sequence[str]) -> None:
         "the same steps, call the same units in the same order, return the same metrics, and give "
         "a weight on all ranks or on none"
     )
+
+
+def _all_equal(sums: Sequence[float], num_ranks: int) -> bool:
+    """Whether the ranks' integers are equal: (their sum, the sum of their squares). By Cauchy and
+    Schwarz."""
+    # Exact in float64; as Python's own they can't overflow
+    total, squares = map(int, sums)
+    return total * total == squares * num_ranks
 
 
 def _of_copies(copy: Copy, found: Mapping[str, float]) -> list[float]:

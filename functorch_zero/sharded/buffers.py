@@ -11,8 +11,9 @@ from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import storage_id
+from ..errors import StructureError, explain
 from ..groups.protocol import Group
-from ..tree import PyTree
+from ..tree import PyTree, paths
 
 SyncBuffers = Literal["mean", "rank0", "local"]
 
@@ -24,6 +25,30 @@ def check_sync_buffers(rule: Any) -> SyncBuffers:
     return rule  # type: ignore[no-any-return]
 
 
+def check_synchronizable(
+    old: PyTree[Tensor], new: PyTree[Tensor], rule: SyncBuffers, group: Group, rank: int
+) -> None:
+    """Refuse a buffer that this rank's loss has given another shape or dtype: other ranks may send
+    it as it was."""
+    if rule == "local" or group.size == 1:
+        return
+    leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
+    for n, (before, after) in enumerate(leaves):
+        if before is after or (before.shape, before.dtype) == (after.shape, after.dtype):
+            continue
+        raise StructureError(
+            explain(
+                "a loss has changed a buffer's shape or dtype",
+                path=paths(old)[n],
+                expected=(tuple(before.shape), before.dtype),
+                got=(tuple(after.shape), after.dtype),
+                rank=rank,
+                remedy="begin with a buffer of that shape and dtype, or shard with "
+                'sync_buffers="local", which lets each rank keep its own',
+            )
+        )
+
+
 def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
     """Per buffer, in flatten order: whether this rank's loss replaced it. Ranks may differ in
     it."""
@@ -32,18 +57,19 @@ def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
     return [before is not after for before, after in pairs]
 
 
-def apart(buffers: PyTree[Tensor], flats: Sequence[Tensor]) -> PyTree[Tensor]:
-    """The buffers, with copies of those that lie in the params' storage, which the step is about to
-    overwrite: a target network, say."""
-    # Without buffers no storage need be looked up
-    if not optree.tree_leaves(buffers):
-        return buffers
+def apart(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:
+    """The tree, with copies of tensors that lie in the params' storage, which a step overwrites: of
+    a buffer that is a target network, say."""
+    # Without leaves no storage need be looked up
+    if not optree.tree_leaves(tree):
+        return tree
     taken = {storage_id(flat) for flat in flats}
 
-    def copied(buffer: Tensor) -> Tensor:
-        return buffer.clone() if storage_id(buffer) in taken else buffer
+    def copied(leaf: Any) -> Any:
+        is_part = isinstance(leaf, Tensor) and storage_id(leaf) in taken
+        return leaf.clone() if is_part else leaf
 
-    return tree_map(copied, buffers)
+    return tree_map(copied, tree)
 
 
 def synchronize(
@@ -58,10 +84,11 @@ def synchronize(
     """Make the buffers that any rank's loss has changed the same on every rank, by the rule. One
     collective per dtype.
 
-    "mean" averages floating-point buffers over the ranks that count. Integers (BatchNorm's count of
-    batches) are those of the first rank that counts. A rank whose batch weighs nothing has changed
-    nothing, and doesn't count; where there are such ranks, one more exchange finds the first that
-    does. Buffers that no rank has changed keep their values to the bit.
+    "mean" averages floating-point and complex buffers over the ranks that count. Integers
+    (BatchNorm's count of batches) are those of the first rank that counts. A rank whose batch
+    weighs nothing has changed nothing, and doesn't count; where there are such ranks, one more
+    exchange finds the first that does. Buffers that no rank has changed keep their values to the
+    bit.
 
     Args:
         old: before the step, the same on every rank.
@@ -88,7 +115,7 @@ def synchronize(
     for dtype in dict.fromkeys(after[i].dtype for i in chosen):
         own = [i for i in chosen if after[i].dtype == dtype]
         packed = _pack(after, own)  # (k,), this rank's values
-        if rule == "mean" and dtype.is_floating_point:
+        if rule == "mean" and (dtype.is_floating_point or dtype.is_complex):
             packed = _mean(_pack(before, own), packed, group, num_counting, counts=weighty)
         else:
             # In place, as bytes: transports don't know every dtype
@@ -115,8 +142,13 @@ def _mean(old: Tensor, new: Tensor, group: Group, num: int, *, counts: bool) -> 
     Args:
         counts: whether this rank counts.
     """
+    if old.is_complex():
+        # As twice as many real numbers, since transports don't know complex ones
+        old, new = (torch.view_as_real(x.resolve_conj()).flatten() for x in (old, new))
+        mean = _mean(old, new, group, num, counts=counts)
+        return torch.view_as_complex(mean.view(-1, 2))
     # Half precisions would round the shares, and float16 the number of changes from 2**11 on
-    dtype = torch.promote_types(old.dtype, torch.float32)
+    dtype = torch.float32 if old.dtype.itemsize < 4 else old.dtype
     # Divided before the sum, so that large buffers don't overflow in it
     share = new.to(dtype) / num if counts else torch.zeros_like(new, dtype=dtype)
     changed = (new != old).to(dtype)

@@ -34,6 +34,7 @@ from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import plan_state
 from ..step.loss import Aux, Outcome, check_has_values, check_loss
 from ..step.program import refuse_buffers
+from ..step.weight_reminder import WeightReminder, total_size
 from ..tree import PyTree, check_tensors, content_digests, same_structure
 from . import agreement
 from .failures import sharing_failures
@@ -68,6 +69,7 @@ class ShardedEngine:
 
     def __init__(self, options: Options):
         self.options = options
+        self._reminder = WeightReminder()  # for all losses together
         self._num_gradients = 0  # so far; ranks compare it, in the log
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
@@ -185,7 +187,9 @@ class ShardedEngine:
                 own_tree, own_args = treedef.unflatten(nodes)
                 return loss(own_tree, *own_args)
 
-            value, reduced = self._differentiate(call, _name_of(loss), trees, joined, order)
+            # This rank's own part of all that is not sharded
+            batch = [node for node in given if not _is_sharded(node)]
+            value, reduced = self._differentiate(call, _name_of(loss), trees, joined, order, batch)
             grads = []
             for sharded, first, on in zip(trees, joined.first_buckets, trained, strict=True):
                 if on:
@@ -199,6 +203,7 @@ class ShardedEngine:
         trees: Sequence[ShardedTree],
         joined: Joined,
         order: PrefetchOrder,
+        batch: Sequence[Any],
     ) -> tuple[Any, dict[int, Tensor]]:
         """One pass over the joined trees.
 
@@ -208,6 +213,7 @@ class ShardedEngine:
             trees: those that are joined.
             joined: their layouts as one.
             order: the units as the last such pass gathered them.
+            batch: this rank's arguments of the loss beside the trees.
 
         Returns: the mean over ranks (with those of the metrics, if there is an `Aux`), and the
             reduced gradients by bucket of the joined layout.
@@ -251,7 +257,10 @@ class ShardedEngine:
             labelled(axes.world, "gradient/metrics"),
             log,
             copy=axes.copy,
+            size=total_size(batch),
         )
+        rank = axes.world.rank
+        self._reminder.compare_ranks(batch, outcome.weight, report.mean_size, rank)
         with torch.no_grad():
             # In place: the flats were made for this gradient
             total = None if outcome.weight is None else report.weight

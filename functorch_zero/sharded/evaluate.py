@@ -14,11 +14,12 @@ from ..layout.sharded_tree import in_a_loss, pieces_of
 from ..model.untouched import is_looked_at
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
-from ..step.evaluate import EvalStep, call_eval
-from ..step.loss import Metrics
+from ..step.evaluate import EvalStep, call_eval, total_weight
 from ..step.rng import replayed
 from ..step.state import State
+from ..step.weight_reminder import total_size
 from . import agreement
+from .buffers import apart
 from .checks import check_batch, sharding_of
 from .failures import sharing_failures
 from .options import Options
@@ -39,8 +40,9 @@ class ShardedEvalStep:
         return self.options.group
 
     @torch.no_grad()
-    def __call__(self, state: State, batch: Any) -> Metrics:
-        """Metrics of this rank's part of the batch, averaged over ranks.
+    def __call__(self, state: State, batch: Any) -> Any:
+        """Metrics of this rank's part of the batch, averaged over ranks, and this rank's rows if
+        the evaluation gives any.
 
         Collectives: at level 3 one all-gather per bucket, on use of its unit; one all-reduce of the
         metrics; and those of `publish`, where other params than the state's are chosen.
@@ -68,12 +70,23 @@ class ShardedEvalStep:
             with replayed(state.seed, state.step, axes.data.rank, device):
                 params = run.lazy_params()
                 with in_a_loss():
-                    metrics, weight = call_eval(self.unsharded.fn, params, state.buffers, batch)
+                    found = call_eval(
+                        self.unsharded.fn, params, state.buffers, batch, self.group.rank
+                    )
             run.finish()
             group = labelled(self.group, "evaluation/metrics")
-            report = agreement.average(metrics, weight, group, log, copy=axes.copy)
+            size = total_size(batch)
+            report = agreement.average(
+                found.metrics, found.weight, group, log, copy=axes.copy, size=size
+            )
+            reminder = self.unsharded.reminder
+            reminder.compare_ranks(batch, found.weight, report.mean_size, group.rank)
             self.order.record(run.following.gathered)
-            return report.metrics
+            weight = None if found.weight is None else report.weight
+            metrics = report.metrics
+            metrics |= total_weight(self.unsharded.metrics, metrics, weight, group.rank)
+            # The next step may write over what rows took from the params
+            return found._replace(rows=apart(found.rows, flats)).with_rows(metrics)
 
     def _chosen_flats(self, state: State, layout: Layout, flats: list[Tensor]) -> list[Tensor]:
         """The flats of the params that `eval_step(params=...)` chooses by the optimizer's state, an

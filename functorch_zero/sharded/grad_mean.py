@@ -1,9 +1,9 @@
 """Loss seeds and divisors that turn the sum of gradients over ranks into their weighted mean.
 
 Note [seeds]: the loss is differentiated with this rank's share of the whole (its weight, or 1/N) as
-the seed, so that gradients need only be summed. Lower precisions would round the gradients of such
-a seed, and float16 would overflow where the unsharded step doesn't. There the seed is a power of
-two not above 1/N, and packed gradients are multiplied by the rest.
+the seed, so that gradients need only be summed. Lower precisions than the leaves' would round the
+gradients of such a seed, and float16 would overflow where the unsharded step doesn't. There the
+seed is a power of two not above 1/N, and packed gradients are multiplied by the rest.
 
 Note [overflow]: with a loss scale the seed is 1/N. So gradients flow back through float16 in the
 size that they have in the unsharded step, and overflow when those do. A leaf's gradient is a sum,
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..layout.layout import Layout
-from ..step.loss import Outcome, if_weighty
+from ..step.loss import Outcome, as_weight, if_weighty
 from ..step.nonfinite import all_finite
 
 # float16's largest number is 65504, and from halfway to the next power of two it rounds up
@@ -69,13 +69,10 @@ def loss_seed_of(
     """
     loss, weight = outcome.loss, outcome.weight
     # Weights are divided by their sum at the end, in `to_means`
-    share = 1 / (num_ranks * count) if weight is None else weight
-    # Nothing rounds: no policy, no leaf in halves, and a loss with precision enough for any seed
-    rounds = layout.rounds or layout.stores_halves
-    is_exact = not rounds and loss.dtype in (torch.float32, torch.float64)
+    share = 1 / (num_ranks * count) if weight is None else as_weight(weight)
     first: Tensor | float  # the part of the share that the seed carries
     factor: Tensor | float | None  # the rest, for packed gradients; None: 1
-    if is_exact:
+    if _is_exact(loss.dtype, layout):
         first, factor = share, None
     else:
         # A power of two rounds nothing; with a loss scale 1/N, see Note [overflow]
@@ -86,6 +83,16 @@ def loss_seed_of(
         first = first * scale
     seed = torch.as_tensor(first, dtype=loss.dtype, device=loss.device)
     return LossSeed(seed.detach(), GradScale(factor, weight))
+
+
+def _is_exact(dtype: torch.dtype, layout: Layout) -> bool:
+    """Whether a loss of this dtype carries any seed without rounding the leaves' gradients."""
+    # A policy rounds them on the way, and so does a leaf that is stored in halves
+    if layout.rounds or layout.stores_halves:
+        return False
+    used = {bucket.compute for bucket in layout.buckets if bucket.trainable}
+    has_doubles = not used.isdisjoint((torch.float64, torch.complex128))
+    return dtype == torch.float64 or (dtype == torch.float32 and not has_doubles)
 
 
 def in_range(reduced: Mapping[int, Tensor], layout: Layout, *, weighted: bool) -> bool:
@@ -114,6 +121,7 @@ def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float |
     for flat in reduced.values():
         if total is not None:
             # Where nothing has weight, gradients are 0 and stay 0
-            flat.div_(torch.where(total == 0, 1.0, total).to(flat.dtype))
+            # In float64, since a half precision may not hold the total
+            flat.div_(torch.where(total == 0, 1.0, total))
         if scale is not None:
             flat.div_(scale)

@@ -34,10 +34,11 @@ from ..step.nonfinite import NonFiniteState, all_finite
 from ..step.rng import replayed
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep, with_measured
+from ..step.weight_reminder import total_size
 from ..tree import PyTree
 from . import agreement
 from .background import BackgroundTasks
-from .buffers import apart, replaced, synchronize
+from .buffers import apart, check_synchronizable, replaced, synchronize
 from .checks import check_not_empty
 from .grad_mean import LossSeed, in_range, loss_seed_of, to_means
 from .options import Options
@@ -134,10 +135,13 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     reduction = make_reduction(run.layout, options, log, kept)
     outcomes: list[Outcome] = []
     buffers = run.state.buffers
-    for part in micro_batches(run.batch, run.step.accumulate):
+    parts = micro_batches(run.batch, run.step.accumulate)
+    for part in parts:
         outcome = _on_micro_batch(run, part, buffers, len(outcomes), reduction, log, order)
         outcomes.append(outcome)
         buffers = outcome.buffers  # each micro-batch is given those of the one before
+    rank = run.options.group.rank
+    run.step.reminder.compare_parts(parts, outcomes[0].weight, rank)
     # The one wait for the last reductions; from here on gradients are sums over ranks
     reduced, outcome = reduction.finish(), joined(outcomes)
     # `in_range` makes the host wait for the device, so it is asked only if the step looks
@@ -194,14 +198,17 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
 
     Raises:
         Exception: a background task's own, where one has failed; PeerError on the other ranks.
+        StructureError: this rank's loss has changed a buffer's shape or dtype.
         GroupError: ranks are at different steps, or have started different collectives.
         MismatchError: ranks of the same data have found different losses or metrics.
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
     """
     outcome, policy, group = local.outcome, run.step.finite, run.options.group
+    old, new, axes = run.state.buffers, outcome.buffers, run.options.axes
+    check_synchronizable(old, new, run.options.sync_buffers, axes.data, group.rank)
     # In the order in which they are taken apart below; all ranks have as many buffers
     flags = [
-        *replaced(run.state.buffers, outcome.buffers),
+        *replaced(old, new),
         local.overflown,
         background.failed(),
     ]
@@ -211,11 +218,13 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         labelled(group, "step/metrics"),
         local.log,
         flags,
-        copy=run.options.axes.copy,
+        copy=axes.copy,
+        size=total_size(run.batch),
     )
     *changed, overflown, failed = report.flags
     # Before the numbers are looked at: whatever they are, the task's error is told
     background.raise_if(failed)
+    run.step.reminder.compare_ranks(run.batch, outcome.weight, report.mean_size, group.rank)
     # The mean is not finite where the loss of any batch with weight isn't
     fine = not policy.looks or (not overflown and all_finite([report.metrics["loss"]]))
     # All ranks come here alike, so one more exchange can say which leaf, on which rank

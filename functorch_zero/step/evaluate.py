@@ -3,22 +3,26 @@ state, such as averages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError
+from ..errors import StructureError, explain
 from ..model.casting import CastParams
+from ..model.lazy_param import make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..tree import PyTree, merge, same_structure
-from .loss import Aux, Metrics, as_metric, check_has_values, check_weight, if_weighty
+from .loss import Aux, Metrics, as_metric, as_weight, check_has_values, check_weight, if_weighty
+from .metrics import check_names
 from .rng import replayed
 from .state import State
 from .train import optimizer_view
+from .weight_reminder import WeightReminder
 
 
 @dataclass(frozen=True)
@@ -28,42 +32,43 @@ class EvalStep:
     fn: Callable[[Any, Any, Any], Any]  # (params, buffers, batch) -> metrics or Aux
     # (opt_state, trained leaves) -> the leaves to evaluate on; None: the params
     params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None
+    metrics: tuple[str, ...] = ()  # names of those wanted beside its own: "weight"
+    reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
 
     @torch.no_grad()
-    def __call__(self, state: State, batch: Any) -> Metrics:
-        """Metrics of a whole batch, 0-d; the state stays as it is."""
+    def __call__(self, state: State, batch: Any) -> Any:
+        """Metrics of a whole batch, 0-d, and the rows if `fn` gives any; the state stays as it
+        is."""
         if state.sharding is not None:
             raise StructureError(
                 "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "
                 "...)`"
             )
-        # The state's own leaves: nothing here writes to them
         params = state.params
         if self.params is not None:
             trained_params, _ = optimizer_view(params)
             # Frozen leaves stay the state's own
             params = merge(self.chosen(state.opt_state, trained_params), params)
         leaves = optree.tree_leaves(params)
-        # Data 0's random numbers, as the first rank's are
         with replayed(state.seed, state.step, 0, leaves[0].device):
             look = is_looked_at(int(state.step))
             untouched = Untouched(leaves, look=look)  # they are the state's own
             cast = CastParams(params, look=look)
-            given, weight = call_eval(self.fn, cast.params, state.buffers, batch)
+            found = call_eval(self.fn, cast.params, state.buffers, batch)
             cast.finish()
             untouched.check(params)
         # A weightless batch has metrics 0, as in training
         metrics = {}
-        for name, value in given.items():
-            metrics[name] = if_weighty(as_metric(value), weight)
-        return metrics
+        for name, value in found.metrics.items():
+            metrics[name] = if_weighty(as_metric(value), found.weight)
+        weight = None if found.weight is None else as_weight(found.weight)
+        return found.with_rows(metrics | total_weight(self.metrics, metrics, weight))
 
     def chosen(self, opt_state: Any, params: PyTree[Tensor]) -> PyTree[Tensor]:
         """The trained leaves that `self.params` chooses to evaluate on, in the form of those given:
         whole, or this rank's pieces."""
         assert self.params is not None
         found = self.params(opt_state, params)
-        # A tree of another structure would be evaluated with wrong leaves
         same_structure(params, found, what="what eval_step(params=...) gave")
         return found
 
@@ -72,11 +77,13 @@ def eval_step(
     fn: Callable[[Any, Any, Any], Any],
     *,
     params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None,
+    metrics: Sequence[str] = (),
 ) -> EvalStep:
     """Make an evaluation step: `fn(params, buffers, batch)` returns metrics by name, or
-    `Aux(metrics=…, weight=…)`.
+    `Aux(metrics=…, weight=…)`. It may return a pair of these and rows, any tree: predictions, say.
+    Then the step returns `(metrics, rows)`.
 
-    Sharded, metrics are averaged over ranks as a train step's are.
+    Sharded, metrics are averaged over ranks as a train step's are. Rows are each rank's own.
 
     Args:
         fn: the function to evaluate.
@@ -85,24 +92,82 @@ def eval_step(
             gives 1-D pieces at every level; at level 0 a piece is all of its leaf. Levels 1 and 2
             gather them, one all-gather per trained bucket. With `state_axes="both"` there is one
             more along the replicate axis, at level 3 too.
+        metrics: names of more metrics. "weight" is the sum of the weights over all ranks' batches,
+            0-d float64: by it, means over batches become one over a data set.
     """
-    return EvalStep(fn, params)
+    names = check_names(metrics)
+    for name in names:
+        if name != "weight":
+            raise ValueError(f"an evaluation has no metric {name!r} to add. Remedy: 'weight'")
+    return EvalStep(fn, params, names)
 
 
-def call_eval(
-    fn: Any, params: Any, buffers: Any, batch: Any
-) -> tuple[Mapping[str, Any], Tensor | float | None]:
-    """Call a user's evaluation and check its results: metrics and weight."""
-    result = fn(params, buffers, batch)
+class Evaluated(NamedTuple):
+    """The results of one call of an evaluation."""
+
+    metrics: Mapping[str, Any]  # by name, numbers or 0-d tensors
+    weight: Tensor | float | None  # >= 0; None: it gave none
+    rows: tuple[Any] | tuple[()]  # one tree, of this rank's own; empty: it gave none
+
+    def with_rows(self, metrics: Metrics) -> Any:
+        """The result of an evaluation step: its metrics, and the rows if there are any."""
+        return (metrics, *self.rows) if self.rows else metrics
+
+
+def call_eval(fn: Any, params: Any, buffers: Any, batch: Any, rank: int | None = None) -> Evaluated:
+    """Call a user's evaluation, with copies of the buffers, and check its results. Errors name the
+    rank, if one is given."""
+    result = fn(params, tree_map(torch.clone, buffers), batch)
+    rows: tuple[Any] | tuple[()] = ()
+    if isinstance(result, tuple) and len(result) == 2:
+        # A param among them is whole, and not gathered when the units are gone
+        result, rows = result[0], (make_whole(result[1]),)
     # A plain mapping is metrics without a weight
-    if isinstance(result, Aux):
-        check_weight(result.weight)
-        check_has_values(result.metrics, params, None)
-        return result.metrics, result.weight
-    if not isinstance(result, Mapping):
+    if isinstance(result, Mapping):
+        check_has_values(result, params, rank)
+        return Evaluated(result, None, rows)
+    if not isinstance(result, Aux):
         got = type(result).__name__
         raise TypeError(
-            f"an eval function returns metrics by name, or fz.Aux(metrics=...); got {got}"
+            "an eval function returns metrics by name, fz.Aux(metrics=...), or one of them and "
+            f"rows; got {got}"
         )
-    check_has_values(result, params, None)
-    return result, None
+    check_weight(result.weight, rank)
+    check_has_values(result.metrics, params, rank)
+    if result.buffers is not None:
+        raise StructureError(
+            explain(
+                "an evaluation returned Aux(buffers=...), and it keeps the state as it is",
+                rank=rank,
+                remedy="leave them out; a train_step keeps buffers, for example with a learning "
+                "rate of 0",
+            )
+        )
+    return Evaluated(result.metrics, result.weight, rows)
+
+
+def total_weight(
+    names: Sequence[str], metrics: Metrics, weight: Tensor | None, rank: int | None = None
+) -> Metrics:
+    """The metric "weight" by name, if it is among those asked for.
+
+    Args:
+        names: those that were asked for.
+        metrics: the evaluation's own.
+        weight: the sum over all batches, 0-d float64; None: the evaluation gave none.
+    """
+    if "weight" not in names:
+        return {}
+    if weight is None:
+        raise StructureError(
+            explain(
+                "eval_step(metrics=['weight']) has no weight to tell",
+                rank=rank,
+                remedy="return fz.Aux(metrics=..., weight=...) from the evaluation",
+            )
+        )
+    if "weight" in metrics:
+        raise StructureError(
+            explain('an evaluation has a metric "weight" itself', rank=rank, remedy="rename it")
+        )
+    return {"weight": weight}

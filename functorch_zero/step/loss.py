@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
 
 import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..model.buffer_copies import BufferCopy, copy_of
 from ..tree import PyTree, paths, same_structure
 
 
@@ -21,7 +22,8 @@ class Aux:
     """The second result of a loss, beside its value.
 
     Attributes:
-        buffers: the new buffers, as `apply` returned them; None when nothing changed.
+        buffers: the new buffers, as `apply` returned them. None: those that the loss was given,
+            which it may have written to.
         metrics: 0-d tensors or numbers by name, averaged like the loss.
         weight: the share of this batch in means over batches: its number of tokens, say. None:
             each rank's batch counts the same. A batch of weight 0 counts for nothing: neither its
@@ -49,30 +51,51 @@ class Outcome(NamedTuple):
 def call_loss(
     loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
 ) -> Outcome:
-    """Call a user's loss and check its results. Errors name the rank, if one is given."""
-    # Checked before anything is kept: a wrong loss must not reach the next state
-    loss, given = check_loss(loss_fn(params, buffers, batch), rank)
+    """Call a user's loss, with copies of the buffers, and check its results. Errors name the rank,
+    if one is given."""
+    old, treedef = optree.tree_flatten(buffers)
+    copies = [copy_of(buffer) for buffer in old]
+    own = treedef.unflatten([copied.tensor for copied in copies])
+    loss, given = check_loss(loss_fn(params, own, batch), rank)
     aux = given or Aux()
     check_has_values({"loss": loss, **aux.metrics}, params, rank)
-    if aux.buffers is None:
-        return Outcome(loss, buffers, aux.metrics, aux.weight)
-    new = tree_map(_without_history, aux.buffers)
-    # Same names and containers, so that the next step can take them
-    same_structure(buffers, new, what="Aux.buffers", rank=rank)
+    # Without others, its own as the loss left them: written to, or replaced in their dict
+    left, what = aux.buffers, "Aux.buffers"
+    if left is None:
+        left, what = own, "the loss's buffers"
+    same_structure(buffers, left, what=what, rank=rank)
+    _check_buffers(left, rank)
+    new = []
+    for copied, after in zip(copies, optree.tree_leaves(left), strict=True):
+        new.append(_next_buffer(copied, after, aux.weight))
+    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight)
 
-    # A weightless batch, such as padding for a rank without data, changes no buffer
-    def choose(old: Tensor, new: Tensor) -> Tensor:
-        return new if new is old else if_weighty(new, aux.weight, otherwise=old)
 
-    new = tree_map(choose, buffers, new)
-    return Outcome(loss, new, aux.metrics, aux.weight)
+def _check_buffers(buffers: PyTree[Any], rank: int | None) -> None:
+    """Raise, naming the first buffer that is no tensor."""
+    for n, leaf in enumerate(optree.tree_leaves(buffers)):
+        if not isinstance(leaf, Tensor):
+            raise StructureError(
+                explain(
+                    "a new buffer is no tensor",
+                    path=paths(buffers)[n],
+                    got=type(leaf).__name__,
+                    rank=rank,
+                    remedy="make it one, with torch.tensor",
+                )
+            )
+
+
+def _next_buffer(copied: BufferCopy, after: Tensor, weight: Tensor | float | None) -> Tensor:
+    """A buffer after a loss: the very tensor before it, where nothing changed, or the batch weighs
+    nothing."""
+    if not copied.is_changed(after):
+        return copied.old
+    return if_weighty(_without_history(after), weight, otherwise=copied.old)
 
 
 def _without_history(buffer: Tensor) -> Tensor:
-    """The buffer as the next call may use it: plain, and in no autograd graph.
-
-    A plain one stays the same object, by which it shows that nothing changed it.
-    """
+    """The buffer as the next call may use it: plain, and in no autograd graph."""
     if type(buffer) is Tensor and not buffer.requires_grad:
         return buffer
     return buffer.detach()
@@ -190,8 +213,19 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
     """Raise unless means can be taken with this weight."""
     if not isinstance(weight, Tensor | int | float | None):
         raise TypeError(f"Aux.weight must be a number or a 0-d tensor, got {type(weight).__name__}")
-    # On a device the check would make the host wait, at every step
-    if weight is None or _on_device(weight):
+    if weight is None:
+        return
+    if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.is_complex()):
+        raise StructureError(
+            explain(
+                "Aux.weight is no weight",
+                expected="a real number or a 0-d tensor of one",
+                got=f"shape {tuple(weight.shape)}, {weight.dtype}",
+                rank=rank,
+                remedy="reduce it, with .sum() for example",
+            )
+        )
+    if _on_device(weight):
         return
     if not 0 <= float(weight) < math.inf:
         remedy = "count examples, or tokens; 0 counts for nothing"
@@ -237,20 +271,21 @@ def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
 
     The values have one shape, the mean's: a leaf's gradients, or a metric.
     """
+    tensors = [as_tensor(value) for value in values]
     # Added in the order of the micro-batches, so that the oracle's sums are always the same
     numerator: Tensor | None = None
-    total: Tensor | None = None
-    for given, outcome in zip(values, outcomes, strict=True):
-        value = as_tensor(given)
-        # 0-d; without weights each counts 1
-        weight = as_metric(1.0 if outcome.weight is None else outcome.weight)
+    total: Tensor | None = None  # 0-d float64
+    for value, outcome in zip(tensors, outcomes, strict=True):
+        weight = as_weight(1.0 if outcome.weight is None else outcome.weight)
         term = if_weighty(value, weight) * weight.to(value.device)
         numerator = term if numerator is None else numerator + term
         total = weight if total is None else total + weight
     assert numerator is not None and total is not None
     # All of weight 0: the numerator is 0, and so is the mean
     divisor = torch.where(total == 0, 1, total)
-    return numerator / divisor.to(numerator.device)
+    mean = numerator / divisor.to(numerator.device)
+    # A 0-d value has become float64 by its weight
+    return mean.to(reduce(torch.promote_types, (value.dtype for value in tensors)))
 
 
 def if_weighty(
@@ -295,12 +330,12 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _total_weight(outcomes: Sequence[Outcome]) -> Tensor | None:
-    """The sum of the micro-batches' weights, 0-d; None if they have none."""
+    """The sum of the micro-batches' weights, 0-d float64; None if they have none."""
     total: Tensor | None = None
     # All have a weight or none has
     for outcome in outcomes:
         if outcome.weight is not None:
-            weight = as_metric(outcome.weight)
+            weight = as_weight(outcome.weight)
             total = weight if total is None else total + weight
     return total
 
@@ -339,9 +374,24 @@ def as_tensor(value: Any) -> Tensor:
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
 
+def as_weight(weight: Tensor | float) -> Tensor:
+    """A weight as a 0-d float64 tensor: sums of counts and of shares are exact enough in it."""
+    if isinstance(weight, Tensor):
+        return weight.detach().to(torch.float64)
+    return torch.tensor(weight, dtype=torch.float64)
+
+
 def as_metric(value: Tensor | float) -> Tensor:
     """A metric as a 0-d floating-point tensor, since it will be averaged."""
     metric = as_tensor(value)
+    if metric.is_complex():
+        raise StructureError(
+            explain(
+                "a metric is no real number",
+                got=metric.dtype,
+                remedy="return its .real and .imag, or its .abs()",
+            )
+        )
     if not metric.is_floating_point():
         # Integers, such as counts, would be cut off by a mean
         metric = metric.to(torch.get_default_dtype())

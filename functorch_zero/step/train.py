@@ -41,6 +41,7 @@ from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .rng import replayed
 from .state import State, TrainValue, check_state
+from .weight_reminder import WeightReminder
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
 
@@ -55,6 +56,7 @@ class TrainStep:
     accumulate: int = 1  # micro-batches per batch
     metrics: tuple[str, ...] = ()  # names of those wanted beside the loss's own
     finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
+    reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -93,7 +95,7 @@ class TrainStep:
         check_tensors(buffers, "buffers")
         # Copies, so that nobody who holds the tensors given can change the state
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
-        buffers = tree_map(torch.clone, buffers)
+        buffers = tree_map(lambda buffer: buffer.detach().clone(), buffers)
         # None in place of frozen leaves: the optimizer keeps no state for them
         trained_params, across = optimizer_view(params)
         opt_state = self.optimizer.init(trained_params, across)
@@ -132,7 +134,8 @@ class TrainStep:
         # One for each micro-batch, all at a time: the oracle is simple, not thrifty
         grads_of: list[PyTree[Tensor]] = []  # one tree per micro-batch, whole leaves
         outcomes: list[Outcome] = []
-        for i, micro_batch in enumerate(micro_batches(batch, self.accumulate)):
+        parts = micro_batches(batch, self.accumulate)
+        for i, micro_batch in enumerate(parts):
             grads, outcome = self._on_micro_batch(state, micro_batch, part, i)
             grads_of.append(grads)
             outcomes.append(outcome)
@@ -141,6 +144,7 @@ class TrainStep:
         # No mean, and so no rounding, of a single one
         if len(outcomes) == 1:
             return grads_of[0], outcomes[0]
+        self.reminder.compare_parts(parts, outcomes[0].weight)
         mean_grads = tree_map(lambda *grads: weighted_mean(grads, outcomes), *grads_of)
         return mean_grads, joined(outcomes)
 

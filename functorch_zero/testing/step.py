@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import escape
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from ..sharded.buffers import SyncBuffers
 from ..step.loss import Metrics, Outcome, as_metric
 from ..step.state import State
 from ..step.train import TrainStep
+from ..step.weight_reminder import WeightReminder
 from ..tree import PyTree, paths
 from .equality import (
     Equality,
@@ -122,7 +123,9 @@ def assert_sharded_equals_unsharded(
         if not given:
             raise ProvesNothing(f"{name} is empty: nothing would be compared")
     equality = as_equality(grade)
-    # The unsharded whole-batch run is the same for all ranks and levels: it is made once
+    # Whoever says so means unequal parts to count the same
+    if per_rank:
+        step = replace(step, reminder=WeightReminder(silent=True))
     oracle = _Oracle(step, Start(params, buffers, seed), batches, sync_buffers, per_rank)
     for num_ranks in ranks:
         mesh = Mesh(num_ranks, shard_size, same_data)
@@ -561,21 +564,35 @@ def _combine_buffers(
     rule: str, held: list[PyTree[Tensor]], shares: Sequence[float]
 ) -> list[PyTree[Tensor]]:
     """The buffers that each rank holds after a step, from those that each rank's loss made. A batch
-    of weight 0 isn't averaged."""
+    of weight 0 isn't averaged.
 
-    def mean(*buffers: Tensor) -> Tensor:
-        # Parts of weight 0 are left out; the first stands where all are
-        counted = [b for b, share in zip(buffers, shares, strict=True) if share] or [buffers[0]]
-        first = counted[0]
-        # A mean of integers, or of equal numbers, could be rounded to another one
-        if not first.is_floating_point() or all(torch.equal(first, b) for b in buffers):
-            return first
-        return torch.stack(counted).mean(0)
-
+    Written out over whole buffers, and of nothing that the sharded step uses: else a mistake in its
+    rule would be one here, too.
+    """
     if rule == "local":
         return held
-    shared = held[0] if rule == "rank0" else tree_map(mean, *held)
-    return [shared] * len(held)  # one tree for all ranks
+    if rule == "rank0":
+        return [held[0]] * len(held)
+    counted = [tree for tree, share in zip(held, shares, strict=True) if share]
+    return [tree_map(_mean_buffer, *(counted or held[:1]))] * len(held)
+
+
+def _mean_buffer(*buffers: Tensor) -> Tensor:
+    """The mean over ranks of one buffer; of integers and bools, the first rank's."""
+    first = buffers[0]
+    if first.is_complex():
+        wide = torch.complex128
+    elif first.is_floating_point():
+        wide = torch.float64
+    else:
+        return first
+    # The mean of equal numbers could be rounded to another one
+    if all(other is first or torch.equal(first, other) for other in buffers):
+        return first
+    total = torch.zeros_like(first, dtype=wide)
+    for buffer in buffers:
+        total = total + buffer
+    return (total / len(buffers)).to(first.dtype)
 
 
 def _jittered(grads: PyTree[Tensor], generator: torch.Generator) -> PyTree[Tensor]:

@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
+import functorch_zero as fz
 from functorch_zero import optim
+from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.buffers import check_sync_buffers, replaced, synchronize
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
+from functorch_zero.testing import assert_sharded_equals_unsharded
+from functorch_zero.testing.step import Start, run_in_parts
+from tests.tiers import crossed, thinned
 
 INF = float("inf")
 OLD = {
@@ -167,3 +173,187 @@ def test_a_batch_without_weight_changes_no_buffer(rule: Any, rows: list[int]) ->
         idle = not rows[0 if rule == "rank0" else rank] if rule != "mean" else not any(rows)
         for name, expected in (first if idle else alone.buffers).items():
             assert torch.equal(got[name], expected), name
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.complex32])
+def test_complex_buffers_are_averaged(dtype: torch.dtype) -> None:
+    old = torch.tensor([1 + 2j, 0.1 - 1e4j, 3j]).to(dtype)
+
+    def run(group: Any) -> Tensor:
+        new = old.clone()
+        new[0] += complex(group.rank, 3 * group.rank)
+        # As a view that is conjugated on reading
+        new = new.conj_physical().conj()
+        return synchronize({"a": old}, {"a": new}, [True], "mean", group)["a"]
+
+    for got in run_ranks(run, 3):
+        assert got.dtype == dtype and not got.is_conj()
+        assert got[0].item() == 2 + 5j
+        assert torch.view_as_real(got)[1:].equal(torch.view_as_real(old)[1:]), "to the bit"
+
+
+def test_float8_buffers_are_averaged() -> None:
+    def run(group: Any) -> Tensor:
+        new = torch.full((2,), float(group.rank)).to(torch.float8_e4m3fn)
+        return synchronize({"a": torch.zeros_like(new)}, {"a": new}, [True], "mean", group)["a"]
+
+    for got in run_ranks(run, 3):
+        assert got.dtype == torch.float8_e4m3fn and got.float().tolist() == [1.0, 1.0]
+
+
+class InPlace(nn.Module):
+    """Buffers of several dtypes, which a forward writes to: by a kernel that doesn't count, by
+    operators that do, and by assignment; and one that it only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4)
+        self.register_buffer("phase", torch.zeros(4, dtype=torch.complex128))
+        self.register_buffer("largest", torch.tensor(0.0))
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.linear(x)) * self.mask
+        with torch.no_grad():
+            mean = hidden.mean(0) + x.mean()
+            self.phase.mul_(0.5).add_(torch.complex(mean, mean.sin()))
+            self.largest = torch.maximum(self.largest, x.abs().max())
+            self.seen |= mean > 0
+        return hidden
+
+
+def in_place(weighted: bool, **options: Any) -> tuple[Any, Any, Any]:
+    """A step that says nothing of the buffers that its model writes to, and its params and
+    buffers. Weights are 0 where the first number of a batch is negative."""
+    model = InPlace().double()
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        given = {**fz.unshard(params), **buffers}
+        loss = (functional_call(model, given, (batch,)) - batch[:, :1]).square().mean()
+        # Reassigned in a dict of `functional_call`'s own
+        buffers["largest"] = given["largest"]
+        return (loss, Aux(weight=float(batch[0, 0] > 0))) if weighted else loss
+
+    step = train_step(loss_fn, optim.sgd(0.1), **options)
+    return step, dict(model.named_parameters()), dict(model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("level", "ranks", "rule", "options"),
+    crossed(
+        [0, 1, 2, 3],
+        [1, 2, 3],
+        ["mean", "rank0", "local"],
+        [{}, {"accumulate": 2}, {"weighted": True}, {"weighted": True, "accumulate": 2}],
+        n=6,
+    ),
+)
+def test_buffers_written_in_place(level: int, ranks: int, rule: Any, options: Any) -> None:
+    step, params, buffers = in_place(**{"weighted": False, **options})
+    x = torch.randn(3, 24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    # Of some ranks' parts, and of some micro-batches, the weight is 0
+    x[:, :, 0].abs_()
+    x[0, 0, 0] = x[1, -4, 0] = x[1, 12, 0] = -1.0
+    assert_sharded_equals_unsharded(
+        step, params, buffers, [*x], levels=[level], ranks=[ranks], per_rank=True,
+        sync_buffers=rule,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_the_state_given_stays(level: int) -> None:
+    """Also where a step is skipped or fails, or evaluates; and ranks evaluate the same twice."""
+    step, params, buffers = in_place(weighted=False, nonfinite="skip")
+
+    def evaluate(params: Any, buffers: Any, x: Tensor) -> Any:
+        loss = step.loss_fn(params, buffers, x)
+        return {"loss": loss, "count": buffers["norm.num_batches_tracked"]}
+
+    def run(group: Any) -> None:
+        sharded = shard(step, level=level, group=group, donate=False)
+        check = shard(fz.eval_step(evaluate), level=level, group=group)
+        state = sharded.init(params, buffers)
+        before = [(b, b._version, b.clone()) for b in state.buffers.values()]
+        x = torch.full((4, 3), group.rank + 1.0, dtype=torch.float64)
+        after, _ = sharded(state, x)
+        assert after.buffers["norm.num_batches_tracked"] == 1
+        assert after.buffers["mask"] is state.buffers["mask"]
+        skipped, _ = sharded(state, x * float("inf"))
+        with pytest.raises((PeerError, RuntimeError)):
+            sharded(state, x[:, : 3 - group.rank])
+        assert check(state, x) == check(state, x)
+        for b, now, (tensor, version, values) in zip(
+            skipped.buffers.values(), state.buffers.values(), before, strict=True
+        ):
+            assert b is now is tensor and now._version == version and torch.equal(now, values)
+
+    run_ranks(run, 2)
+
+
+def test_nothing_is_sent_for_buffers_that_stay() -> None:
+    """The same calls as without buffers."""
+
+    def run(group: Any) -> list[int]:
+        calls = []
+        for buffers in ({}, {"mask": torch.ones(3, 3).bool(), "table": torch.arange(3.0)}):
+            watched = counted(group)
+            step = train_step(lambda p, b, x: (p["w"] * x).sum(), optim.sgd(0.1))
+            sharded = shard(step, level=1, group=watched)
+            state = sharded.init({"w": torch.ones(3, requires_grad=True)}, buffers)
+            before = watched.num_calls()
+            sharded(state, torch.ones(3))
+            calls.append(watched.num_calls() - before)
+        return calls
+
+    first, second = run_ranks(run, 2)[0]
+    assert first == second
+
+
+@pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda b: b.double(), r"\(\(2,\), torch.float64\)"),
+        (lambda b: torch.cat([b, b]), r"\(\(4,\), torch.float32\)"),
+    ],
+)
+def test_another_shape_or_dtype_is_refused(level: int, change: Any, got: str) -> None:
+    """On one rank only: the other learns of it. Where nothing is sent for buffers they may."""
+
+    def run(group: Any, rule: Any = "mean") -> Any:
+        def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+            if group.rank == group.size - 1:
+                buffers["a"] = change(buffers["a"])
+            return (params["w"] * x).sum()
+
+        step = shard(
+            train_step(loss_fn, optim.sgd(0.1)), level=level, group=group, sync_buffers=rule
+        )
+        state = step.init({"w": torch.ones(3, requires_grad=True)}, {"a": torch.ones(2)})
+        return step(state, torch.ones(3))[0].buffers["a"]
+
+    with pytest.raises(StructureError, match=rf"shape or dtype: path a.*got {got}.*on rank 1"):
+        run_ranks(run, 2)
+    assert torch.equal(run_ranks(run, 1)[0], change(torch.ones(2)))
+    for n, buffer in enumerate(run_ranks(lambda group: run(group, "local"), 2)):
+        assert torch.equal(buffer, change(torch.ones(2)) if n else torch.ones(2))
+
+
+def test_the_oracles_own_rule() -> None:
+    """Beside a loop that averages by hand: no function of the sharded step is used."""
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> tuple[Tensor, Aux]:
+        buffers["sum"] += torch.complex(x.sum(), -x.sum())
+        buffers["count"] += len(x)
+        return (params["w"] * x).mean(), Aux(weight=float(x[0] != 7))
+
+    step = train_step(loss_fn, optim.sgd(0.1))
+    params = {"w": torch.ones((), dtype=torch.float64, requires_grad=True)}
+    buffers = {"sum": torch.zeros((), dtype=torch.complex128), "count": torch.tensor(0)}
+    parts = [torch.tensor([7.0]), torch.tensor([1.0, 2.0]), torch.tensor([4.0])]
+    (only,) = run_in_parts(step, Start(params, buffers, 0), [parts]).steps
+    for held in only.buffers:
+        assert held["sum"] == 3.5 - 3.5j and held["count"] == 2

@@ -1,0 +1,75 @@
+"""Copies of buffers for code that may write to its own, and the buffers that it has changed.
+
+Note [changed buffers]: a version counter says whether a buffer was written to. It misses torch's
+batch_norm, which writes its running statistics without counting, and writes through `.data` or
+numpy. So buffers are compared, on the CPU. Elsewhere comparing would wait for the device:
+floating-point buffers count as changed there, and the others by their counter.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch_private import transforms_active, version_of
+
+
+class BufferCopy(NamedTuple):
+    """A buffer, and the copy that a call is given in its place."""
+
+    old: Tensor
+    tensor: Tensor  # the copy
+    version: int | None  # of the copy before the call; None: tensors of inference mode don't count
+
+    def is_changed(self, after: Tensor) -> bool:
+        """Whether the tensor in the buffer's place after the call is another one than the copy, or
+        the copy was written to; see Note [changed buffers]."""
+        if self._is_written(after):
+            return True
+        if _is_comparable(after):
+            return not _equal(after, self.old)
+        dense_float = after.is_floating_point() and after.layout == torch.strided
+        return dense_float or after.is_inference()
+
+    def is_surely_changed(self, after: Tensor) -> bool:
+        """The same, but False where a buffer only counts as changed."""
+        if self._is_written(after):
+            return True
+        return _is_comparable(after) and not _equal(after, self.old)
+
+    def _is_written(self, after: Tensor) -> bool:
+        return after is not self.tensor or _version(after) != self.version
+
+
+def _is_comparable(buffer: Tensor) -> bool:
+    """Whether values can be compared, without a wait for a device."""
+    plain = type(buffer) is Tensor and buffer.layout == torch.strided and not transforms_active()
+    # Torch can't compare the last one
+    return plain and buffer.is_cpu and buffer.dtype != torch.complex32
+
+
+def copy_of(buffer: Tensor) -> BufferCopy:
+    """A copy of the buffer, to be written to."""
+    copied = buffer.clone()
+    return BufferCopy(buffer, copied, _version(copied))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype have the same values."""
+    # Torch compares masks ten times as fast as words
+    if a.dtype == torch.bool and a.shape == b.shape and _has_words(a) and _has_words(b):
+        a, b = (x.view(-1).view(torch.int64) for x in (a, b))
+    return torch.equal(a, b)
+
+
+def _has_words(mask: Tensor) -> bool:
+    """Whether a mask, of one byte per element, lies in its storage in whole words of 8 bytes."""
+    in_words = mask.numel() % 8 == 0 and mask.storage_offset() % 8 == 0
+    return in_words and mask.numel() > 0 and mask.is_contiguous()
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it has been written to; tensors of inference mode don't count."""
+    return None if tensor.is_inference() else version_of(tensor)

@@ -1,0 +1,77 @@
+"""The warning that batches of unequal sizes count the same, because their loss gives no weight."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from ..errors import UnequalBatchesWarning, explain
+
+
+class WeightReminder:
+    """Warns once in the life of a step, on rank 0; a silent one never does."""
+
+    def __init__(self, *, silent: bool = False):
+        self._done = silent
+
+    def compare_parts(
+        self, parts: Sequence[Any], weight: Tensor | float | None, rank: int = 0
+    ) -> None:
+        """Warn if a batch's micro-batches have unequal sizes.
+
+        `weight`: that the loss gave for one of them.
+        """
+        if self._done or rank != 0 or weight is not None:
+            return
+        sizes = [leading_sizes(part) for part in parts]
+        if any(others != sizes[0] for others in sizes):
+            rows = [f"{_mean(of_part):g}" for of_part in sizes]
+            self._warn("micro-batches", f"{', '.join(rows)} rows")
+
+    def compare_ranks(
+        self, batch: Any, weight: Tensor | float | None, mean_size: float | None, rank: int
+    ) -> None:
+        """Warn if ranks' batches have unequal sizes.
+
+        Args:
+            batch: this rank's part.
+            weight: that its loss gave.
+            mean_size: the mean of `total_size` over ranks; None: it is the same on each.
+            rank: this one.
+        """
+        if self._done or rank != 0 or weight is not None or mean_size is None:
+            return
+        sizes = leading_sizes(batch)
+        mean = mean_size / max(len(sizes), 1)
+        got = f"{_mean(sizes):g} rows on rank 0, {mean:g} on average over all ranks"
+        self._warn("ranks' batches", got)
+
+    def _warn(self, what: str, got: str) -> None:
+        self._done = True
+        text = explain(
+            f"{what} of unequal sizes count the same in means, since the loss gives no weight",
+            got=got,
+            remedy="return fz.Aux(weight=...), the number of examples or tokens that the loss is "
+            "the mean of; or weight=1, where each shall count the same",
+        )
+        warnings.warn(text, UnequalBatchesWarning, stacklevel=2)
+
+
+def leading_sizes(batch: Any) -> list[int]:
+    """The first dims of a batch's tensors, in flatten order; those without dims are left out."""
+    leaves = optree.tree_leaves(batch)
+    return [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+
+
+def total_size(batch: Any) -> int:
+    """One number for ranks to compare: the sum of the leading sizes."""
+    return sum(leading_sizes(batch))
+
+
+def _mean(sizes: Sequence[int]) -> float:
+    """The number of rows: most often all tensors have the same."""
+    return sum(sizes) / max(len(sizes), 1)

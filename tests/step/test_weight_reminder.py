@@ -1,0 +1,167 @@
+"""Batches of unequal sizes that count the same: one warning, with the sizes and the remedy."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import UnequalBatchesWarning
+from functorch_zero.groups import HybridGroup, counted, run_ranks
+from functorch_zero.sharded.agreement import average
+from functorch_zero.testing import assert_sharded_equals_unsharded
+from tests.tiers import crossed, thinned
+
+F64 = torch.float64
+PARAMS = {"w": torch.ones(3, dtype=F64, requires_grad=True)}
+
+
+def step_with(weighted: bool = False, accumulate: int = 1) -> Any:
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+        loss = ((fz.unshard(params)["w"] * batch["x"]).sum(1) - batch["y"]).square().mean()
+        return (loss, fz.Aux(weight=len(batch["x"]))) if weighted else loss
+
+    return fz.train_step(loss_fn, optim.sgd(0.1), accumulate=accumulate)
+
+
+def batch_of(rows: int) -> dict[str, Any]:
+    x = torch.arange(3.0 * rows, dtype=F64).view(rows, 3)
+    return {"x": x, "y": x.sum(1).sin(), "name": "rows", "scale": torch.tensor(2.0)}
+
+
+def caught(run: Any) -> list[str]:
+    """The messages of the warnings meanwhile."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    assert all(warning.category is UnequalBatchesWarning for warning in found)
+    return [str(warning.message) for warning in found]
+
+
+def test_micro_batches() -> None:
+    def three_steps(step: Any, rows: int) -> None:
+        state = step.init(PARAMS)
+        for k in range(3):
+            state, _ = step(state, batch_of(rows - k))
+
+    (message,) = caught(lambda: three_steps(step_with(accumulate=3), 11))
+    assert "micro-batches of unequal sizes" in message and "4, 4, 3 rows" in message
+    assert "Remedy: return fz.Aux(weight=" in message
+    assert not caught(lambda: three_steps(step_with(weighted=True, accumulate=3), 11))
+    assert not caught(lambda: three_steps(step_with(), 11))
+    step = step_with(accumulate=3)
+    assert not caught(lambda: step(step.init(PARAMS), batch_of(12)))
+
+
+@pytest.mark.parametrize(
+    ("level", "rows", "accumulate"),
+    crossed([0, 1, 2, 3], [(4, 3), (4, 4), (3, 3)], [1, 2], n=3),
+)
+def test_ranks(level: int, rows: tuple[int, int], accumulate: int) -> None:
+    """Once in a run, by one of the ranks."""
+
+    def train(step: Any) -> None:
+        def run(group: Any) -> None:
+            sharded = fz.shard(step, level=level, group=group)
+            state = sharded.init(PARAMS)
+            for _ in range(2):
+                state, _ = sharded(state, batch_of(rows[group.rank]))
+
+        run_ranks(run, 2)
+
+    found = caught(lambda: train(step_with(accumulate=accumulate)))
+    assert not caught(lambda: train(step_with(weighted=True, accumulate=accumulate)))
+    if rows == (4, 4) or (rows == (3, 3) and accumulate == 1):
+        assert not found
+    elif rows == (4, 3):
+        (message,) = found
+        assert "ranks' batches of unequal sizes" in message
+        assert "4 rows on rank 0, 3.5 on average" in message and "Remedy" in message
+    else:
+        (message,) = found
+        assert "micro-batches" in message and "2, 1 rows" in message
+
+
+def test_evaluations_and_programs() -> None:
+    check = fz.eval_step(lambda p, b, batch: {"mean": batch["x"].mean()})
+    weighted = fz.eval_step(
+        lambda p, b, batch: fz.Aux(metrics={"mean": batch["x"].mean()}, weight=len(batch["x"]))
+    )
+
+    def evaluate(step: Any) -> None:
+        def run(group: Any) -> None:
+            sharded = fz.shard(step, level=1, group=group)
+            state = fz.shard(step_with(), level=1, group=group).init(PARAMS)
+            for _ in range(2):
+                sharded(state, batch_of(4 + group.rank))
+
+        run_ranks(run, 2)
+
+    def differentiate() -> None:
+        def run(group: Any) -> None:
+            params = fz.shard_tree(PARAMS, level=3, group=group)
+            loss = step_with().loss_fn
+            for _ in range(2):
+                fz.value_and_grad(lambda p, x: loss(p, {}, x))(params, batch_of(4 + group.rank))
+
+        run_ranks(run, 2)
+
+    for run in (lambda: evaluate(check), differentiate):
+        (message,) = caught(run)
+        assert "4 rows on rank 0, 4.5 on average" in message
+    assert not caught(lambda: evaluate(weighted))
+
+
+def test_ranks_of_the_same_data() -> None:
+    """Three rows on two ranks, and four on two others."""
+
+    def train() -> None:
+        def run(group: Any) -> None:
+            mesh = HybridGroup(group, shard_size=2, same_data="shard")
+            sharded = fz.shard(step_with(), level=3, group=mesh)
+            sharded(sharded.init(PARAMS), batch_of(3 + group.rank // 2))
+
+        run_ranks(run, 4)
+
+    assert "3 rows on rank 0, 3.5 on average" in caught(train)[0]
+
+
+@pytest.mark.parametrize("size", [2**27 + 1, 10**9 + 7])
+def test_sizes_too_large_to_square(size: int) -> None:
+    """Of equal ones the sum of squares is not exact in float64, and nobody may be warned."""
+    for report in run_ranks(lambda group: average({}, None, group, size=size), 3):
+        assert report.mean_size is None
+    for report in run_ranks(lambda group: average({}, None, group, size=size + group.rank), 3):
+        assert report.mean_size == size + 1
+
+
+@pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
+def test_no_call_more(level: int) -> None:
+    def calls(rows: tuple[int, int]) -> int:
+        def run(group: Any) -> int:
+            watched = counted(group)
+            sharded = fz.shard(step_with(), level=level, group=watched)
+            state = sharded.init(PARAMS)
+            before = watched.num_calls()
+            sharded(state, batch_of(rows[group.rank]))
+            return watched.num_calls() - before
+
+        return run_ranks(run, 2)[0]
+
+    with pytest.warns(UnequalBatchesWarning):
+        unequal = calls((4, 3))
+    assert unequal == calls((4, 4))
+
+
+def test_the_harness_says_nothing_where_parts_are_meant_to_count_the_same() -> None:
+    def prove() -> None:
+        assert_sharded_equals_unsharded(
+            step_with(accumulate=2), PARAMS, {}, [batch_of(11)], ranks=(3,), levels=(1,),
+            per_rank=True,
+        )  # fmt: skip
+
+    assert not caught(prove)

@@ -1,0 +1,154 @@
+"""Weights of batches and micro-batches count in float64, whatever type they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import StructureError
+from functorch_zero.groups import run_ranks
+from functorch_zero.sharded.grad_mean import to_means
+from tests.tiers import crossed
+
+F64 = torch.float64
+# Shares of 0.1 and 0.7 are 4e-9 off in float32, and 2**24 + 1 is 2**24
+WEIGHTS: list[list[Any]] = [
+    [0.1, 0.7],
+    [2**24 + 1, 3],
+    [torch.tensor(2**24 + 1), torch.tensor(3)],
+    [torch.tensor(0.1, dtype=F64), torch.tensor(0.7, dtype=F64)],
+    [0.1, 2**24 + 1],
+]
+
+
+def exact_mean(values: Sequence[float], weights: Sequence[Any]) -> float:
+    shares = [Fraction(float(weight)) for weight in weights]
+    total = sum(share * Fraction(value) for share, value in zip(shares, values, strict=True))
+    return float(total / sum(shares))
+
+
+def weighing(weights: Sequence[Any]) -> Any:
+    """A loss whose batches are (1, 2): the batch's value, and the number of its weight."""
+
+    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
+        value = fz.unshard(params)["w"].sum() * batch[0, 0]
+        metrics = {"value": batch[0, 0], "single": batch[0, 0].float()}
+        return value, fz.Aux(metrics=metrics, weight=weights[int(batch[0, 1])])
+
+    return loss_fn
+
+
+PARAMS = {"w": torch.zeros(3, dtype=F64, requires_grad=True)}
+VALUES = [1.0, 1 / 3]
+BATCH = torch.tensor([[VALUES[0], 0], [VALUES[1], 1]], dtype=F64)
+
+
+def check(gradient: Tensor, metrics: dict[str, Tensor], weights: Sequence[Any]) -> None:
+    expected = exact_mean(VALUES, weights)
+    assert metrics["value"].dtype == F64 and metrics["single"].dtype == torch.float32
+    assert float(metrics["value"]) == pytest.approx(expected, rel=1e-15)
+    assert gradient.tolist() == pytest.approx([expected] * 3, rel=1e-15)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_micro_batches(weights: list[Any]) -> None:
+    step = fz.train_step(weighing(weights), optim.sgd(1.0), accumulate=2)
+    state, metrics = step(step.init(PARAMS), BATCH)
+    check(-state.params["w"], metrics, weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "level", "by"), crossed(WEIGHTS, [0, 1, 2, 3], ["ranks", "both"], n=3)
+)
+def test_ranks(weights: list[Any], level: int, by: str) -> None:
+    accumulate = 2 if by == "both" else 1
+    step = fz.train_step(weighing(weights), optim.sgd(1.0), accumulate=accumulate)
+    evaluation = fz.eval_step(lambda p, b, x: weighing(weights)(p, b, x)[1])
+
+    def run(group: Any) -> Any:
+        batch = BATCH if by == "both" else BATCH[group.rank : group.rank + 1]
+        sharded = fz.shard(step, level=level, group=group)
+        state, metrics = sharded(sharded.init(PARAMS), batch)
+        own = BATCH[group.rank : group.rank + 1]
+        found = fz.shard(evaluation, level=level, group=group)(state, own)
+        return sharded.unshard(state).params["w"], metrics, found["value"]
+
+    for w, metrics, value in run_ranks(run, 2):
+        check(-w, metrics, weights)
+        assert float(value) == pytest.approx(exact_mean(VALUES, weights), rel=1e-15)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_programs(weights: list[Any]) -> None:
+    loss_fn = weighing(weights)
+
+    def run(group: Any) -> Any:
+        params = fz.shard_tree(PARAMS, level=1, group=group)
+        own = BATCH[group.rank : group.rank + 1]
+        (_, metrics), grads = fz.value_and_grad(lambda p, x: loss_fn(p, {}, x))(params, own)
+        return fz.unshard(grads)["w"], metrics
+
+    for gradient, metrics in run_ranks(run, 2):
+        check(gradient, metrics, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_total_that_a_half_precision_does_not_hold(dtype: torch.dtype) -> None:
+    """131072 is infinite in float16, and 257 is 256 in bfloat16."""
+    for total in (131072.0, 257.0):
+        flat = torch.full((3,), 4 * 257.0, dtype=dtype)
+        expected = (flat.double() / total).to(dtype)
+        to_means({0: flat}, torch.tensor(total, dtype=F64), None)
+        assert torch.equal(flat, expected)
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.ones(2), torch.ones(1, 1), torch.ones((), dtype=torch.cfloat)]
+)
+def test_a_weight_is_one_real_number(weight: Tensor) -> None:
+    step = fz.train_step(lambda p, b, x: (p["w"].sum(), fz.Aux(weight=weight)), optim.sgd(0.1))
+    with pytest.raises(StructureError, match=r"Aux\.weight is no weight.*Remedy"):
+        step(step.init(PARAMS), BATCH)
+    check = fz.eval_step(lambda p, b, x: fz.Aux(weight=weight))
+    with pytest.raises(StructureError, match=r"Aux\.weight is no weight.*Remedy"):
+        check(step.init(PARAMS), BATCH)
+
+
+def test_complex_metrics_are_refused() -> None:
+    """Their imaginary part would be lost in the mean."""
+    metrics = {"a": torch.tensor(1j)}
+    step = fz.train_step(lambda p, b, x: (p["w"].sum(), fz.Aux(metrics=metrics)), optim.sgd(0.1))
+    with pytest.raises(StructureError, match=r"real number.*complex64.*Remedy"):
+        step(step.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("level", "ranks", "weighted"), crossed([0, 1, 2, 3], [1, 2, 4], [False, True])
+)
+def test_a_loss_less_precise_than_its_leaves(level: int, ranks: int, weighted: bool) -> None:
+    """A third of it, as float32, would be 1e-8 off in float64 gradients."""
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        loss = (fz.unshard(params)["w"] * x).cos().mean().float()
+        return (loss, fz.Aux(weight=0.1 * len(x))) if weighted else loss
+
+    step = fz.train_step(loss_fn, optim.sgd(0.1), accumulate=3)
+    batches = [torch.arange(36.0, dtype=F64).view(12, 3) + 1]
+    params = {"w": torch.ones(3, dtype=F64, requires_grad=True)}
+    alone, _ = step(step.init(params), batches[0])
+    expected = alone.params["w"] - 1
+
+    def run(group: Any) -> Tensor:
+        sharded = fz.shard(step, level=level, group=group)
+        state, _ = sharded(sharded.init(params), batches[0].chunk(ranks)[group.rank])
+        return sharded.unshard(state).params["w"] - 1
+
+    for got in run_ranks(run, ranks):
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
