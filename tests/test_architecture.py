@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "layout": {"base"},
     "model": {"base"},
     "optim": {"base", "layout.extent"},
-    "runtime": {"base", "groups", "layout", "model.lazy_param", "model.casting"},
+    "runtime": {"base", "groups", "layout", "model.lazy_param", "model.untouched", "model.casting"},
     "step": {"base", "model", "optim", "layout.sharding"},
     "sharded_optim": {"base", "groups", "layout", "optim"},
     "sharded": {
