@@ -125,7 +125,7 @@ def check_state(step: Step, state: Any) -> None:
             f"a checkpoint holds a State, as step.init makes it; got {type(state).__name__}"
         )
     if isinstance(step, ShardedTrainStep):
-        sharding_of(state, step.options).donations.check(state.step)
+        sharding_of(state, step.options)
         differ = step.options.sync_buffers == "local" and step.group.size > 1
         if differ and optree.tree_leaves(state.buffers):
             raise StructureError(

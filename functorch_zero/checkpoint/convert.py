@@ -332,7 +332,9 @@ class Import:
         old = _by_name(contents_of(self._step, self._like).held)
         self._state = state = blank_state(self._like, reuse=reuse)
         if reuse and self._like.sharding is not None:
-            self._like.sharding.donations.take(self._like.step)
+            donations = self._like.sharding.donations
+            donations.take(self._like.step)
+            donations.take_counters(self._like.step, self._like.opt_state, state.opt_state)
         state.step.copy_(self._like.step)
         if state.seed is not None and self._like.seed is not None:
             state.seed.copy_(self._like.seed)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_private import base_of, register_in_torch
 from ..errors import DonatedError, StructureError, explain
@@ -63,12 +64,17 @@ class Holding:
             params are: 1-D pieces at every level, those of level 0 being all of the leaf.
         engine: answers for the tree on its ranks. Not compared, and not pickled.
         number: of the tree among those that the engine has cut, from 1; 0 has none. Not compared.
+        donated: the flats that a step has taken from the tree, weakly, and from whatever `tree_map`
+            has made of it on the same storage; none yet. Not compared.
     """
 
     sharding: Sharding
     form: Form
     engine: Engine | None = field(default=None, compare=False)
     number: int = field(default=0, compare=False)
+    donated: WeakIdKeyDictionary = field(
+        default_factory=WeakIdKeyDictionary, compare=False, repr=False
+    )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Holding, (self.sharding, self.form)
@@ -201,6 +207,8 @@ class ShardedTree(OnEngine):
         for bucket in buckets:
             own: list[Any] = [leaves[n] for n in bucket.leaves]
             flats.append(None if own[0] is None else self.holding.find(own, bucket))
+        if any(flat in self.holding.donated for flat in flats if flat is not None):
+            raise _donated()
         # Copies are not remembered: the leaves may be written to
         bases = {id(base_of(leaf)) for leaf in leaves if leaf is not None}
         if all(flat is None or id(flat) in bases for flat in flats):
@@ -241,19 +249,16 @@ class ShardedTree(OnEngine):
     def handed_on(self) -> ShardedTree:
         """The same, in a node of its own, for a step that will write to its storage; this node is
         used up."""
-        made = ShardedTree(self._tree, self.holding)
+        made = ShardedTree(self._tree, replace(self.holding, donated=WeakIdKeyDictionary()))
         made._known = self._known
+        for flat in self.flats():
+            self.holding.donated[flat] = None
         self._tree, self._known, self._is_used_up = None, None, True
         return made
 
     def _check_not_used_up(self) -> None:
         if self._is_used_up:
-            raise DonatedError(
-                "a sharded tree was donated to a step, as the params of its state, and its storage "
-                "holds the next params now. Remedy: use the params of the state that the step "
-                "returned, keep a copy with tree_map(torch.clone, params), or shard with "
-                "donate=False"
-            )
+            raise _donated()
 
     def pieces(self) -> ShardedTree:
         """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
@@ -285,6 +290,14 @@ class ShardedTree(OnEngine):
     def __repr__(self) -> str:
         tree = "donated to a step" if self._is_used_up else repr(self.tree)
         return f"ShardedTree({tree}, {self.holding!r})"
+
+
+def _donated() -> DonatedError:
+    return DonatedError(
+        "a sharded tree was donated to a step, as the params of its state, and its storage holds "
+        "the next params now. Remedy: use the params of the state that the step returned, keep a "
+        "copy with tree_map(torch.clone, params), or shard with donate=False"
+    )
 
 
 class _Fault(NamedTuple):
