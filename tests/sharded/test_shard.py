@@ -116,7 +116,7 @@ def test_storage_that_was_donated_is_refused_in_another_state(
         other = AGAIN[again](state)
         sharded(state, batch_for(group, "convnet"))
         for use in (sharded, evaluate, lambda state, _: sharded.unshard(state)):
-            with pytest.raises(DonatedError, match="was donated.*Remedy"):
+            with pytest.raises(DonatedError, match=r"was donated.*Remedy"):
                 use(other, batch_for(group, "convnet"))
 
     run_ranks(run, 2)
