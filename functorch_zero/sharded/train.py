@@ -4,6 +4,7 @@ it composes.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -230,6 +231,7 @@ class ShardedTrainStep:
         facts: dict[str, Any] = {
             "functorch_zero": __version__,
             "torch": torch.__version__,
+            "python": platform.python_version(),
             "ranks": self.group.size,
         }
         # The choices of `train_step` and `shard`
