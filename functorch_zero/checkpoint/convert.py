@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import StructureError
 from ..model.functionalize import Apply
 from ..sharded.train import ShardedTrainStep
-from ..step.state import State
+from ..step.state import State, trained
 from ..step.train import TrainStep, optimizer_view
 from .agreement import together
 from .block_io import Wanted, read_wanted
@@ -358,8 +358,8 @@ def first_optimizer_state(step: Step, state: State) -> State:
     """The state with the optimizer's state as `init` makes it of these params. The collectives that
     `init` needs."""
     if isinstance(step, TrainStep):
-        trained, across = optimizer_view(state.params)
-        return state.replace(opt_state=step.optimizer.init(trained, across))
+        params, across = optimizer_view(state.params, trained(state))
+        return state.replace(opt_state=step.optimizer.init(params, across))
     assert state.sharding is not None
     opt_state = step.first_optimizer_state(state.params, state.sharding.layout)
     return state.replace(opt_state=opt_state)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -36,8 +36,6 @@ from .levels import level_of
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
 _IN_A_LOSS: ContextVar[bool] = ContextVar("_IN_A_LOSS", default=False)
@@ -238,6 +236,22 @@ class ShardedTree(OnEngine):
                         )
                     )
 
+    def check_frozen(self) -> None:
+        """Raise if a frozen leaf requires grad: in a whole tree it would be trained."""
+        self._check_not_used_up()
+        if self._known is not None and self._known.leaves is None:
+            return
+        for leaf, spec in zip(self._leaves(), self.sharding.layout.leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not spec.trainable:
+                raise StructureError(
+                    explain(
+                        "a leaf of a sharded tree requires grad, and is frozen",
+                        path=spec.path,
+                        rank=self.sharding.rank,
+                        remedy="set requires_grad before the tree is cut: it stays as it was then",
+                    )
+                )
+
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there
         already."""
@@ -324,9 +338,6 @@ def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> 
     if form == "held" and leaf.dtype != bucket.dtype:
         remedy = "cast the whole tree, and cut that with fz.shard_tree(tree, level=, group=)"
         return _Fault("has another dtype", bucket.dtype, leaf.dtype, remedy)
-    if leaf.requires_grad and not bucket.trainable:
-        remedy = "set requires_grad before the tree is cut: it stays as it was then"
-        return _Fault("requires grad, and is frozen", False, True, remedy)
     return None
 
 
@@ -349,8 +360,7 @@ class _Known:
 
 
 def _where_they_lie(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
-    given = [leaf for leaf in leaves if leaf is not None]
-    return [*where_they_lie(given), [*map(_REQUIRES_GRAD, given)]]
+    return where_they_lie([leaf for leaf in leaves if leaf is not None])
 
 
 def hold(

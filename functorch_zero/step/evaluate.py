@@ -17,7 +17,7 @@ from ..model.lazy_param import check_unchanged, versions_of
 from ..tree import PyTree, merge, same_structure
 from .loss import Aux, Metrics, as_metric, check_weight, if_weighty
 from .rng import replayed
-from .state import State
+from .state import State, trained
 from .train import optimizer_view
 
 
@@ -39,7 +39,7 @@ class EvalStep:
             )
         params = state.params
         if self.params is not None:
-            trained_params, _ = optimizer_view(params)
+            trained_params, _ = optimizer_view(params, trained(state))
             # Frozen leaves stay the state's own
             params = merge(self.chosen(state.opt_state, trained_params), params)
         leaves = optree.tree_leaves(params)
