@@ -16,6 +16,7 @@ from ..base import (
     Transform,
     init_empty,
     pointwise,
+    real_only,
     step_count,
     value_of,
     with_statistics,
@@ -37,7 +38,7 @@ def clip(max_delta: Number) -> Transform:
     def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
         return elementwise(lambda u: clamp(u, -max_delta, max_delta), updates), state
 
-    return pointwise(init_empty, update)
+    return pointwise(init_empty, update, in_parts=True)
 
 
 class ClipByGlobalNormState(NamedTuple):
@@ -138,4 +139,4 @@ def adaptive_grad_clip(
         factors = across.spread(tree_map(factor, *sums), dims)
         return tree_map(times, updates, factors), CountState(state.count + 1)
 
-    return with_statistics(init_count, update)
+    return real_only(with_statistics(init_count, update))

@@ -338,7 +338,8 @@ def sam(inner: Transform, rho: Number = 0.05) -> Transform:
     def ascend(
         updates: Tree, state: SamState, params: Tree, across: Across
     ) -> tuple[Tree, SamState]:
-        squares = across.total(tree_map(lambda u: u * u, updates))
+        # Of complex leaves, too: the product with the conjugate is real
+        squares = across.total(tree_map(lambda u: (u * u.conj()).real, updates))
         factor = rho / (squares.double().sqrt() + 1e-12)  # finite, too, where all gradients are 0
         step = elementwise(lambda u: u * factor, updates)
         return step, SamState(state.step + 1, tree_map(torch.clone, params), state.inner_state)
