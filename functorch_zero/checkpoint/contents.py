@@ -126,9 +126,7 @@ def check_state(step: Step, state: Any) -> None:
             f"a checkpoint holds a State, as step.init makes it; got {type(state).__name__}"
         )
     if isinstance(step, ShardedTrainStep):
-        # A donated state's tensors hold the next state's values
-        sharding_of(state, step.options).donations.check(state.step)
-        # Each rank's buffers differ, and a checkpoint has one value per leaf
+        sharding_of(state, step.options)
         differ = step.options.sync_buffers == "local" and step.group.size > 1
         if differ and optree.tree_leaves(state.buffers):
             raise StructureError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import StructureError
 from ..model.functionalize import Apply
 from ..sharded.train import ShardedTrainStep
-from ..step.state import State
+from ..step.state import State, trained
 from ..step.train import TrainStep, optimizer_view
 from .agreement import together
 from .block_io import Wanted, read_wanted
@@ -361,8 +361,9 @@ class Import:
         self._state = state = blank_state(self._like, reuse=reuse)
         # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
         if reuse and self._like.sharding is not None:
-            self._like.sharding.donations.take(self._like.step)
-        # The counter is new in any case: by it states are told apart
+            donations = self._like.sharding.donations
+            donations.take(self._like.step)
+            donations.take_counters(self._like.step, self._like.opt_state, state.opt_state)
         state.step.copy_(self._like.step)
         if state.seed is not None and self._like.seed is not None:
             state.seed.copy_(self._like.seed)
@@ -409,8 +410,8 @@ def first_optimizer_state(step: Step, state: State) -> State:
     """The state with the optimizer's state as `init` makes it of these params. The collectives that
     `init` needs."""
     if isinstance(step, TrainStep):
-        trained, across = optimizer_view(state.params)
-        return state.replace(opt_state=step.optimizer.init(trained, across))
+        params, across = optimizer_view(state.params, trained(state))
+        return state.replace(opt_state=step.optimizer.init(params, across))
     assert state.sharding is not None
     opt_state = step.first_optimizer_state(state.params, state.sharding.layout)
     return state.replace(opt_state=opt_state)

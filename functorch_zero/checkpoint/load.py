@@ -159,8 +159,9 @@ class _Load:
         state = blank_state(self._like, reuse=reuse)
         # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
         if reuse and self._like.sharding is not None:
-            self._like.sharding.donations.take(self._like.step)
-        # In the order of `held`, which is that of flattening
+            donations = self._like.sharding.donations
+            donations.take(self._like.step)
+            donations.take_counters(self._like.step, self._like.opt_state, state.opt_state)
         tensors = [leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, Tensor)]
         new: list[Held] = []
         for before, tensor in zip(self._old.held, tensors, strict=True):

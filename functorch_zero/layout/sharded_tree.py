@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_private import base_of, register_in_torch
 from ..errors import DonatedError, StructureError, explain
@@ -35,8 +36,6 @@ from .levels import level_of
 from .sharding import Sharding
 
 Form = Literal["held", "pieces"]
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 # Whether a sharded loss runs, whose lazy parameters stand for the trees that it was given
 # A context variable, so that thread ranks and async code each have their own
@@ -64,12 +63,17 @@ class Holding:
             params are: 1-D pieces at every level, those of level 0 being all of the leaf.
         engine: answers for the tree on its ranks. Not compared, and not pickled.
         number: of the tree among those that the engine has cut, from 1; 0 has none. Not compared.
+        donated: the flats that a step has taken from the tree, weakly, and from whatever `tree_map`
+            has made of it on the same storage; none yet. Not compared.
     """
 
     sharding: Sharding
     form: Form
     engine: Engine | None = field(default=None, compare=False)
     number: int = field(default=0, compare=False)
+    donated: WeakIdKeyDictionary = field(
+        default_factory=WeakIdKeyDictionary, compare=False, repr=False
+    )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the engine, which is bound to this process's groups and connections
@@ -215,6 +219,8 @@ class ShardedTree(OnEngine):
             # In bucket order; all None, or none
             own: list[Any] = [leaves[n] for n in bucket.leaves]
             flats.append(None if own[0] is None else self.holding.find(own, bucket))
+        if any(flat in self.holding.donated for flat in flats if flat is not None):
+            raise _donated()
         # Copies are not remembered: the leaves may be written to
         bases = {id(base_of(leaf)) for leaf in leaves if leaf is not None}
         if all(flat is None or id(flat) in bases for flat in flats):
@@ -245,6 +251,22 @@ class ShardedTree(OnEngine):
                         )
                     )
 
+    def check_frozen(self) -> None:
+        """Raise if a frozen leaf requires grad: in a whole tree it would be trained."""
+        self._check_not_used_up()
+        if self._known is not None and self._known.leaves is None:
+            return
+        for leaf, spec in zip(self._leaves(), self.sharding.layout.leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not spec.trainable:
+                raise StructureError(
+                    explain(
+                        "a leaf of a sharded tree requires grad, and is frozen",
+                        path=spec.path,
+                        rank=self.sharding.rank,
+                        remedy="set requires_grad before the tree is cut: it stays as it was then",
+                    )
+                )
+
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there
         already."""
@@ -257,20 +279,16 @@ class ShardedTree(OnEngine):
     def handed_on(self) -> ShardedTree:
         """The same, in a node of its own, for a step that will write to its storage; this node is
         used up."""
-        # Shares leaves and flats: nothing is copied
-        made = ShardedTree(self._tree, self.holding)
+        made = ShardedTree(self._tree, replace(self.holding, donated=WeakIdKeyDictionary()))
         made._known = self._known
+        for flat in self.flats():
+            self.holding.donated[flat] = None
         self._tree, self._known, self._is_used_up = None, None, True
         return made
 
     def _check_not_used_up(self) -> None:
         if self._is_used_up:
-            raise DonatedError(
-                "a sharded tree was donated to a step, as the params of its state, and its storage "
-                "holds the next params now. Remedy: use the params of the state that the step "
-                "returned, keep a copy with tree_map(torch.clone, params), or shard with "
-                "donate=False"
-            )
+            raise _donated()
 
     def pieces(self) -> ShardedTree:
         """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
@@ -306,6 +324,14 @@ class ShardedTree(OnEngine):
         return f"ShardedTree({tree}, {self.holding!r})"
 
 
+def _donated() -> DonatedError:
+    return DonatedError(
+        "a sharded tree was donated to a step, as the params of its state, and its storage holds "
+        "the next params now. Remedy: use the params of the state that the step returned, keep a "
+        "copy with tree_map(torch.clone, params), or shard with donate=False"
+    )
+
+
 class _Fault(NamedTuple):
     """The fault of a leaf, in the words of an error."""
 
@@ -332,9 +358,6 @@ def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> 
     if form == "held" and leaf.dtype != bucket.dtype:
         remedy = "cast the whole tree, and cut that with fz.shard_tree(tree, level=, group=)"
         return _Fault("has another dtype", bucket.dtype, leaf.dtype, remedy)
-    if leaf.requires_grad and not bucket.trainable:
-        remedy = "set requires_grad before the tree is cut: it stays as it was then"
-        return _Fault("requires grad, and is frozen", False, True, remedy)
     return None
 
 
@@ -357,9 +380,7 @@ class _Known:
 
 
 def _where_they_lie(leaves: Sequence[Tensor | None]) -> list[list[Any]]:
-    given = [leaf for leaf in leaves if leaf is not None]
-    # A leaf may be frozen by hand between steps
-    return [*where_they_lie(given), [*map(_REQUIRES_GRAD, given)]]
+    return where_they_lie([leaf for leaf in leaves if leaf is not None])
 
 
 def hold(

@@ -14,32 +14,46 @@ from .layout import Layout
 
 
 class Donations:
-    """The states that have given their storage away. A state is known by its step counter, which
-    each step makes anew."""
+    """The states that have given their storage away. A state is known by its counters, 0-d tensors
+    which each step makes anew: its step number, and those of its optimizer."""
 
     def __init__(self) -> None:
-        # Counter -> its number; weak, so that counters go with their states
-        # By identity: counters of two states may hold the same number
+        # Counter -> the number of its state; weak, so that counters go with their states
         self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[type[Donations], tuple[()]]:
         """Copies of states, pickled ones too, have given nothing away."""
         return Donations, ()
 
-    def take(self, counter: Tensor) -> None:
-        """Note that this state's storage is being reused."""
-        # Kept as a number: the counter itself may be gone when the error is worded
-        self._taken[counter] = int(counter)
+    def take(self, step: Tensor) -> None:
+        """Note that the storage of this step's state is being reused."""
+        self._taken[step] = int(step)
 
-    def check(self, counter: Tensor) -> None:
-        """Raise `DonatedError` if this state's storage has been taken."""
-        if counter in self._taken:
-            taken = self._taken[counter]
-            raise DonatedError(
-                f"the state of step {taken} was donated to the step that made state {taken + 1}, "
-                "and its storage holds that one now. Remedy: use the state it returned, keep a "
-                "copy with tree_map(torch.clone, state), or shard with donate=False"
-            )
+    def take_counters(self, step: Tensor, old: Any, new: Any) -> None:
+        """Note the counters of that state's optimizer: those that the next state has others for."""
+        number = self._taken[step]
+        kept = {id(counter) for counter in _counters(new)}
+        for counter in _counters(old):
+            if id(counter) not in kept:
+                self._taken[counter] = number
+
+    def check(self, step: Tensor, opt_state: Any) -> None:
+        """Raise `DonatedError` if the storage of this state, or of its optimizer's state, has been
+        taken."""
+        for counter in (step, *_counters(opt_state)):
+            if counter in self._taken:
+                taken = self._taken[counter]
+                raise DonatedError(
+                    f"the state of step {taken} was donated to the step that made state "
+                    f"{taken + 1}, and its storage holds that one now. Remedy: use the state it "
+                    "returned, keep a copy with tree_map(torch.clone, state), or shard with "
+                    "donate=False"
+                )
+
+
+def _counters(opt_state: Any) -> list[Tensor]:
+    leaves = optree.tree_leaves(opt_state)
+    return [x for x in leaves if isinstance(x, Tensor) and x.ndim == 0]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ..errors import TransformError
 from ..params import engine_of
 from ..tree import PyTree, storages
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
+from .complex_leaves import has_complex, init_in_parts, refuse_complex, update_in_parts
 from .local import Local
 from .naming import Named
 from .zero_dim import has_scalars, init_widened, update_widened
@@ -135,7 +136,9 @@ def init_empty(params: PyTree[Tensor]) -> EmptyState:
     return EmptyState()
 
 
-def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> Transform:
+def pointwise(
+    init: Init, update: Update, *, in_place: Update | None = None, in_parts: bool = False
+) -> Transform:
     """A transform each of whose results depends on the values at one position only.
 
     Args:
@@ -148,6 +151,8 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
         in_place: the same to the bit, written over the updates and over state leaves shaped like
             params, but over no counts and no params. A sharded step takes it where these were
             donated: fewer temporaries, no copies.
+        in_parts: whether a complex leaf is seen as its real and imaginary parts, a real leaf
+            (..., 2), as torch.optim's do. Else it is seen as it is.
 
     Sharded, it runs on pieces, bucket by bucket, without communication. `testing.check_transform`
     checks the claim.
@@ -166,11 +171,23 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
         lifted = _lift_update(update)
         return lambda updates, state, params: lifted(updates, state, params, refusing)
 
-    # (updates, state, params) -> (updates, state), however many arguments the author takes
-    update_tree = asks_nothing(update)
+    def of_parts(update: Update) -> Update:
+        lifted = asks_nothing(update)
+
+        def update_either(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor]) -> Any:
+            if in_parts and has_complex(params):
+                return update_in_parts(lifted, updates, state, params)
+            return lifted(updates, state, params)
+
+        return update_either
+
+    update_tree = of_parts(update)
 
     def init_tree(params: PyTree[Tensor]) -> Any:
-        return lifted_init(params, refusing)
+        def make(params: PyTree[Tensor]) -> Any:
+            return lifted_init(params, refusing)
+
+        return init_in_parts(make, params) if in_parts and has_complex(params) else make(params)
 
     # 0-d leaves are hidden from the author, see `zero_dim`
     def init_wide(params: PyTree[Tensor]) -> Any:
@@ -183,9 +200,8 @@ def pointwise(init: Init, update: Update, *, in_place: Update | None = None) -> 
             return update_widened(update_tree, init_tree, updates, state, params)
         return update_tree(updates, state, params)
 
-    # `in_place` needs no widening: it sees flats, and a flat is 1-D
-    part = Pointwise(init_wide, update_wide, asks_nothing(in_place) if in_place else None)
-    made_with = {"init": init, "update": update, "in_place": in_place}
+    part = Pointwise(init_wide, update_wide, of_parts(in_place) if in_place else None)
+    made_with = {"init": init, "update": update, "in_place": in_place, "in_parts": in_parts}
     return of_pointwise(part, name="pointwise", hyperparams=made_with)
 
 
@@ -356,6 +372,16 @@ def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:
     if isinstance(t, Chain) and t.parts and t.parts[-1].fused is not None:
         return chain(*t.parts[:-1]), t.parts[-1]
     return None
+
+
+def real_only(transform: Transform) -> Transform:
+    """The transform with an `init` that refuses complex leaves, by path."""
+
+    def init(params: PyTree[Tensor], across: Across) -> Any:
+        refuse_complex(params)
+        return transform.init_fn(params, across)
+
+    return replace(transform, init_fn=init)
 
 
 class _Run(NamedTuple):

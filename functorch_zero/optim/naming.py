@@ -2,19 +2,22 @@
 into checkpoints.
 
 `named` on a factory is all that an author writes. Where a factory has none, its functions stand for
-it, and `described` reads the numbers that they refer to.
+it, and `described` reads their code and the things that they refer to.
 """
 
 from __future__ import annotations
 
+import dis
 import enum
+import hashlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from numbers import Real
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -26,7 +29,9 @@ P = ParamSpec("P")  # of a factory's arguments
 Made = TypeVar("Made")  # a transform or a schedule
 
 SMALL = 16  # elements of a tensor that is described by its values; a larger one has a digest
-DEPTH = 12  # of functions that refer to functions: a cycle ends there
+DEPTH = 12  # of containers in containers: a cycle ends there. Functions are described once
+# Their functions are known by name: ranks compare releases
+_LIBRARIES = {"functorch_zero", "numpy", "optree", "torch"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,6 +42,7 @@ class Named:
     # The arguments of the call, defaults included; "0", "1", … are those of *args
     # Not compared, and so not hashed: it may hold dicts and tensors
     hyperparams: Mapping[str, Any] = field(default_factory=dict, kw_only=True, compare=False)
+    factory: Any = field(default=None, kw_only=True, compare=False)  # where it isn't ours
 
     def __repr__(self) -> str:
         # Those before the last of *args are positional, too
@@ -81,8 +87,8 @@ def named(factory: Callable[P, Made]) -> Callable[P, Made]:
     signs(learning_rate=linear_schedule(init_value=0.1, end_value=0.0, transition_steps=10, \
 transition_begin=0), decay=0.0)
 
-    Without it a transform is known by its author's functions, and ranks compare the numbers that
-    these refer to: closed over, as defaults, written in the code, or global.
+    Without it a transform is known by its author's functions, and ranks compare their code and the
+    things that they refer to: closed over, as defaults, written in the code, or global.
 
     Raises:
         TypeError: the factory returns neither a transform nor a function.
@@ -90,6 +96,7 @@ transition_begin=0), decay=0.0)
     # Read once, when the factory is defined
     signature = inspect.signature(factory)
     name = _qualified(factory)
+    users = factory if _is_followed(factory) else None
 
     @wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Made:
@@ -99,9 +106,10 @@ transition_begin=0), decay=0.0)
         # The factory's own arguments replace those of the constructor that it called
         arguments = arguments_of(signature, *args, **kwargs)
         if isinstance(made, Named):
-            return replace(made, name=name, hyperparams=arguments)
+            return replace(made, name=name, hyperparams=arguments, factory=users)
         if callable(made):
-            return cast("Made", NamedFunction(made, name=name, hyperparams=arguments))
+            function = NamedFunction(made, name=name, hyperparams=arguments, factory=users)
+            return cast("Made", function)
         raise TypeError(
             f"named: {name} returned a {type(made).__name__}, expected a transform or a schedule. "
             "Remedy: return what optim.pointwise or its like makes, or a function of the step"
@@ -127,54 +135,83 @@ def arguments_of(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dic
     return arguments
 
 
-def described(thing: Any, depth: int = DEPTH) -> Any:
+def described(thing: Any) -> Any:
     """A transform, a schedule or a hyperparameter as plain JSON data. Equal for equal ones.
 
-    Of a function without a name, the numbers that it refers to.
+    Of a function without a name, its code and the things that it refers to: numbers, tables,
+    objects, and functions that are neither Python's own nor a library's.
     """
-    # Made by a named factory: the call says all
-    if isinstance(thing, Named) and thing.name:
-        return {thing.name: described(thing.hyperparams)}
-    # Numbers and texts, of which JSON has most
-    if isinstance(thing, float) and not math.isfinite(thing):
-        return str(thing)  # JSON has no infinity
-    if isinstance(thing, bool | int | float | str | None):
-        return thing
-    if isinstance(thing, complex):
-        return str(thing)
-    # Things of torch; tensors by dtype, shape and values
-    if isinstance(thing, torch.dtype | enum.Enum):
-        return str(thing)
-    if isinstance(thing, torch.device):
-        return thing.type  # ranks have devices of their own
-    if isinstance(thing, Tensor):
-        values = thing.tolist() if _is_small(thing) else content_digests({"": thing})
-        return [str(thing.dtype), list(thing.shape), described(values)]
-    if isinstance(thing, type):
-        return _qualified(thing)
-    # Containers and functions lead to other things, one level down each
-    if depth == 0:
-        return type(thing).__name__
-    if isinstance(thing, Mapping):  # JSON's keys are texts
-        return {str(key): described(value, depth - 1) for key, value in thing.items()}
-    if isinstance(thing, tuple | list):
-        return [described(value, depth - 1) for value in thing]
-    if isinstance(thing, set | frozenset):  # in one order on every rank
-        return sorted((described(value, depth - 1) for value in thing), key=repr)
-    if inspect.ismethod(thing):
-        return [described(thing.__func__, depth - 1), described(thing.__self__, depth - 1)]
-    if isinstance(thing, partial):
-        return [described(x, depth - 1) for x in (thing.func, thing.args, thing.keywords)]
-    if inspect.isfunction(thing):
-        return {_qualified(thing): described(_referred_to(inspect.unwrap(thing)), depth - 1)}
-    # Numbers and arrays of other libraries, as those of ours
-    if isinstance(thing, Real):  # numpy's, say
-        return float(thing)
-    if hasattr(thing, "__array_interface__"):  # numpy's arrays
-        return [str(thing.dtype), described(thing.tolist(), depth - 1)]
-    # An object of the author's own: its attributes, three levels of them at most
-    attributes = dict(getattr(thing, "__dict__", {}))
-    return {type(thing).__qualname__: described(attributes, min(depth - 1, 3))}
+    return _Description().of(thing)
+
+
+class _Description:
+    """One run of `described`: a function that is reached twice is described once."""
+
+    def __init__(self) -> None:
+        self._functions: set[int] = set()
+
+    def of(self, thing: Any, depth: int = DEPTH) -> Any:
+        if isinstance(thing, Named) and thing.name:
+            made_by = {} if thing.factory is None else {"factory": thing.factory}
+            return {thing.name: self.of({**thing.hyperparams, **made_by})}
+        if isinstance(thing, float) and not math.isfinite(thing):
+            return str(thing)  # JSON has no infinity
+        if type(thing) in (bool, int, float, str, type(None)):
+            return thing
+        if isinstance(thing, complex | bytes | torch.dtype | enum.Enum):
+            return str(thing)
+        if isinstance(thing, torch.device):
+            return thing.type  # ranks have devices of their own
+        if isinstance(thing, Tensor):
+            values = thing.tolist() if _is_small(thing) else content_digests({"": thing})
+            return [str(thing.dtype), list(thing.shape), self.of(values)]
+        if hasattr(thing, "__array_interface__"):  # numpy's arrays and numbers
+            return [str(thing.dtype), list(thing.shape), self.of(thing.tolist())]
+        if isinstance(thing, type):
+            return _qualified(thing)
+        if depth == 0 or isinstance(thing, ModuleType):
+            return type(thing).__name__
+        if isinstance(thing, Mapping):  # JSON's keys are texts
+            return {str(key): self.of(value, depth - 1) for key, value in thing.items()}
+        if isinstance(thing, tuple | list):
+            return [self.of(value, depth - 1) for value in thing]
+        if isinstance(thing, set | frozenset):  # in one order on every rank
+            return sorted((self.of(value, depth - 1) for value in thing), key=repr)
+        if isinstance(thing, Real):
+            return float(thing)
+        if inspect.ismethod(thing):
+            return [self.of(thing.__func__, depth - 1), self.of(thing.__self__, depth - 1)]
+        if isinstance(thing, partial):
+            parts = thing.func, thing.args, thing.keywords
+            return [self.of(x, depth - 1) for x in parts]
+        if inspect.isfunction(thing):
+            return self._of_function(thing)
+        return {type(thing).__qualname__: self.of(_attributes(thing), min(depth - 1, 3))}
+
+    def _of_function(self, function: FunctionType) -> Any:
+        if id(function) in self._functions:
+            return _qualified(function)
+        self._functions.add(id(function))
+        referred = _referred_to(cast("FunctionType", inspect.unwrap(function)))
+        return {_qualified(function): self.of(referred)}
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """An object's own attributes, those in slots too; and its class's way to be called."""
+    found: dict[str, Any] = {}
+    for cls in type(thing).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            attribute = f"_{cls.__name__.lstrip('_')}{name}" if private else name
+            if hasattr(thing, attribute):
+                found[name] = getattr(thing, attribute)
+    found |= getattr(thing, "__dict__", {})
+    found.pop("__weakref__", None)
+    call = inspect.getattr_static(type(thing), "__call__", None)
+    if inspect.isfunction(call) and _is_followed(call):
+        found["__call__"] = call
+    return found
 
 
 def _referred_to(function: FunctionType) -> dict[str, Any]:
@@ -195,16 +232,65 @@ def _referred_to(function: FunctionType) -> dict[str, Any]:
             # Texts are left out: docstrings and messages are among them
             if isinstance(constant, bool | int | float | tuple):
                 literals.append(constant)
-        # Names of globals and of attributes alike: those that no global has are passed over
-        for name in code.co_names:
-            value = function.__globals__.get(name)
-            if isinstance(value, int | float | Named):
-                found[name] = value
+        found |= _globals_of(code, function.__globals__)
     if defaults:
         found["defaults"] = defaults
     if literals:
         found["literals"] = literals
+    # Last, since the numbers say more. A library's is known by its release
+    if _is_followed(function):
+        found["code"] = _digest(function.__code__)
     return found
+
+
+def _globals_of(code: CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """The global things that code names, by dotted name: `rates`, `config.rates`. Of a module or an
+    object, the attributes that it names: others may differ between ranks."""
+    found: dict[str, Any] = {}
+    name, thing = "", None
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            name, thing = step.argval, namespace.get(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and thing is not None:
+            del found[name]
+            name = f"{name}.{step.argval}"
+            thing = getattr(thing, step.argval, None)
+        else:
+            thing = None
+        if thing is not None:
+            found[name] = thing
+    return {name: thing for name, thing in found.items() if _is_followed(thing)}
+
+
+def _is_followed(thing: Any) -> bool:
+    """Whether a thing that a function names is data, or a user's: no module or class, nothing of
+    Python or a library."""
+    if isinstance(thing, Named | Tensor | Mapping | partial) or hasattr(
+        thing, "__array_interface__"
+    ):
+        return True
+    if isinstance(thing, ModuleType | type) or inspect.isbuiltin(thing):
+        return False
+    owner = thing if inspect.isroutine(thing) else type(thing)
+    module = getattr(owner, "__module__", None) or "builtins"
+    library = module.partition(".")[0]
+    if library == "builtins":  # numbers, lists, sets, and the like
+        return True
+    return library not in _LIBRARIES and library not in sys.stdlib_module_names
+
+
+def _digest(code: CodeType) -> str:
+    """Of the code of a function and of those inside it. 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in _code_of(code):
+        digest.update(part.co_code)
+        digest.update(repr(part.co_names).encode())
+        for constant in part.co_consts:
+            if isinstance(constant, frozenset):  # in one order on every rank
+                constant = sorted(map(repr, constant))
+            if not isinstance(constant, CodeType):
+                digest.update(repr(constant).encode())
+    return digest.hexdigest()[:16]
 
 
 def _code_of(code: CodeType) -> Iterator[CodeType]:

@@ -92,7 +92,7 @@ def sharding_of(state: State, options: Options) -> Sharding:
             )
         )
     # Before the params are looked at: those of a donated state are used up
-    sharding.donations.check(state.step)
+    sharding.donations.check(state.step, state.opt_state)
     params = state.params
     if not isinstance(params, ShardedTree) or not _fits(params, sharding.layout):
         raise StructureError(

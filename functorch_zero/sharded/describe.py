@@ -17,7 +17,7 @@ from ..layout.layout import Bucket, Cut, Layout
 from ..precision import short
 from ..runtime.unshard import Gather
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
-from ..step.state import State, check_state
+from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
 from .checks import sharding_of
 from .train import ShardedTrainStep
@@ -163,7 +163,7 @@ def _describe_whole(step: TrainStep, state: State) -> Description:
     # As if sharded at level 0 over one rank
     whole = Cut(level=0, num_pieces=1, num_held=1)
     layout = make_layout(
-        state.params,
+        marked(state),
         1,
         trainable=lambda path, leaf: leaf.requires_grad,
         cut=lambda path, leaf: whole,

@@ -295,6 +295,7 @@ class ShardedEngine:
                 f"expected a sharded tree, held as params are; got {got}. Remedy: gradients and "
                 "updates are in pieces, and fz.apply_updates(params, updates) makes params of them"
             )
+        tree.check_frozen()
 
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
         """Raise unless a tree is updates of params; with `some`, of some of their leaves."""

@@ -280,6 +280,8 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     # Last, since metrics are read off the state beside the params
     if agreed.fine:
         opt_state = run.updater.stored(opt_state, state.opt_state if options.donate else None)
+    if options.donate:
+        run.sharding.donations.take_counters(state.step, state.opt_state, opt_state)
     new = State(
         step=state.step + 1,
         value=TrainValue(params, buffers, opt_state),

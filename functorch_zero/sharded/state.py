@@ -17,7 +17,7 @@ from ..layout.sharded_tree import hold
 from ..layout.sharding import Sharding
 from ..params import Engine
 from ..sharded_optim.state_plan import StateLeaf, StatePlan
-from ..step.state import State, TrainValue
+from ..step.state import State, Trained, TrainValue
 from .params import all_gather_params
 from .update import PreparedUpdate
 
@@ -93,6 +93,7 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
         sharding=None,
         finite=tree_map(torch.clone, state.finite),
         parts=prepared.parts.whole(state.parts, axes),
+        trained=Trained(tuple((leaf.path, leaf.trainable) for leaf in layout.leaves)),
     )
 
 

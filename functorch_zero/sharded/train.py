@@ -4,6 +4,7 @@ it composes.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..runtime.prefetch import PrefetchOrder
 from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics
 from ..step.metrics import check_reported
-from ..step.state import State, TrainValue
+from ..step.state import State, TrainValue, marked
 from ..step.train import TrainStep, mark_trainable
 from ..tree import PyTree, check_tensors, content_digests, paths, select
 from ..version import __version__
@@ -182,8 +183,7 @@ class ShardedTrainStep:
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
         with torch.no_grad():
-            # The whole state's own params say what is trained
-            layout = self.options.layout_of(state.params)
+            layout = self.options.layout_of(marked(state))
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout)
             number = next_number(self.group)
@@ -231,6 +231,7 @@ class ShardedTrainStep:
         facts: dict[str, Any] = {
             "functorch_zero": __version__,
             "torch": torch.__version__,
+            "python": platform.python_version(),
             "ranks": self.group.size,
         }
         # The choices of `train_step` and `shard`

@@ -20,7 +20,7 @@ from ..tree import PyTree, merge, same_structure
 from .loss import Aux, Metrics, as_metric, as_weight, check_has_values, check_weight, if_weighty
 from .metrics import check_names
 from .rng import replayed
-from .state import State
+from .state import State, trained
 from .train import optimizer_view
 from .weight_reminder import WeightReminder
 
@@ -46,7 +46,7 @@ class EvalStep:
             )
         params = state.params
         if self.params is not None:
-            trained_params, _ = optimizer_view(params)
+            trained_params, _ = optimizer_view(params, trained(state))
             # Frozen leaves stay the state's own
             params = merge(self.chosen(state.opt_state, trained_params), params)
         leaves = optree.tree_leaves(params)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import optree
+from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import register_in_torch
 from ..layout.sharding import Sharding
-from ..tree import PyTree
+from ..tree import PyTree, paths
 from .nonfinite import NonFiniteState
 
 
@@ -21,6 +22,20 @@ class TrainValue(NamedTuple):
     params: PyTree[Tensor]  # sharded, a ShardedTree: whole, or at level 3 this rank's pieces
     buffers: PyTree[Tensor]  # whole, on every rank
     opt_state: Any  # at levels 1 to 3 in pieces where it follows a param
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The leaves of whole params that are trained: a pytree node without leaves, which `tree_map`
+    and checkpoints keep, whatever leaves they make."""
+
+    by_path: tuple[tuple[str, bool], ...]  # of all leaves
+
+    @classmethod
+    def of(cls, params: PyTree[Tensor]) -> Trained:
+        """Those with `requires_grad`."""
+        flags = [leaf.requires_grad for leaf in optree.tree_leaves(params)]
+        return cls(tuple(zip(paths(params), flags, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +53,8 @@ class State:
     # Steps skipped, and the loss scale; None: nothing is skipped
     finite: NonFiniteState | None = None
     parts: Any = None  # by name, the tensors that parts of the sharded step keep between steps
+    # Of a training step's whole params; None: the sharding says, or each leaf's requires_grad
+    trained: Trained | None = None
 
     @property
     def params(self) -> Any:
@@ -93,6 +110,30 @@ optree.register_pytree_node(
 register_in_torch(
     State, lambda state: _flatten(state)[:2], lambda children, _: _unflatten(None, children)
 )
+
+
+optree.register_pytree_node(
+    Trained,
+    lambda trained: ((), trained, ()),
+    lambda trained, _: trained,
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
+)
+register_in_torch(Trained, lambda trained: ([], trained), lambda _, trained: trained)
+
+
+def trained(state: State) -> PyTree[bool]:
+    """Which leaves of a whole state's params are trained. Leaves that `tree_map` has made, detached
+    say, are trained as those were; one of a path that the state doesn't know, if it requires
+    grad."""
+    leaves, treedef = optree.tree_flatten(state.params)
+    known = {} if state.trained is None else dict(state.trained.by_path)
+    rows = zip(paths(state.params), leaves, strict=True)
+    return treedef.unflatten([known.get(path, leaf.requires_grad) for path, leaf in rows])
+
+
+def marked(state: State) -> PyTree[Tensor]:
+    """A whole state's params, detached, with `requires_grad` where they are trained."""
+    return tree_map(lambda p, on: p.detach().requires_grad_(on), state.params, trained(state))
 
 
 def check_state(state: Any) -> None:

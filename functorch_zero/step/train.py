@@ -40,7 +40,7 @@ from .loss import (
 from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .rng import replayed
-from .state import State, TrainValue, check_state
+from .state import State, Trained, TrainValue, check_state, marked, trained
 from .weight_reminder import WeightReminder
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
@@ -97,7 +97,7 @@ class TrainStep:
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
         buffers = tree_map(lambda buffer: buffer.detach().clone(), buffers)
         # None in place of frozen leaves: the optimizer keeps no state for them
-        trained_params, across = optimizer_view(params)
+        trained_params, across = optimizer_view(params, _with_grad(params))
         opt_state = self.optimizer.init(trained_params, across)
         check_reported(self.metrics, opt_state)
         return State(
@@ -105,6 +105,7 @@ class TrainStep:
             value=TrainValue(params, buffers, opt_state),
             seed=None if seed is None else torch.tensor(seed),
             finite=self.finite.init(),
+            trained=Trained.of(params),
         )
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -153,7 +154,7 @@ class TrainStep:
     ) -> tuple[PyTree[Tensor], Outcome]:
         """Forward and backward of the loss on micro-batch `i`: gradients, and its results."""
         # Autograd leaves of this call's own, on the state's storage: nothing is left on the state
-        params = tree_map(lambda p: p.detach().requires_grad_(p.requires_grad), state.params)
+        params = marked(state)
         leaves = optree.tree_leaves(params)
         device = leaves[0].device
         look = is_looked_at(int(state.step))
@@ -178,7 +179,7 @@ class TrainStep:
 
     def _gradients(self, state: State, params: PyTree[Tensor], outcome: Outcome) -> PyTree[Tensor]:
         """The gradients of the trained leaves, whole, in the leaves' dtypes; None where frozen."""
-        trained_leaves, treedef = optree.tree_flatten(select(params, trained(params)))
+        trained_leaves, treedef = optree.tree_flatten(select(params, _with_grad(params)))
         # Backward begins with the loss scale, which is the same as to multiply the loss by it
         scale = self.finite.scale(state.finite)
         seed = None if scale is None else outcome.loss.new_full((), scale)
@@ -220,7 +221,7 @@ class TrainStep:
         """
         # First of all: nothing is made of numbers that aren't finite
         fine = self._check_finite(state, grads, loss)
-        params, across = optimizer_view(state.params)
+        params, across = optimizer_view(state.params, trained(state))
         measured = UpdateMetrics(self.metrics, across)
         measured.see("grad_norm", lambda: grads)
         measured.see("param_norm", lambda: params)
@@ -367,14 +368,13 @@ def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:
             )
 
 
-def trained(params: PyTree[Tensor]) -> PyTree[bool]:
-    """Which leaves are trained."""
+def _with_grad(params: PyTree[Tensor]) -> PyTree[bool]:
     return tree_map(lambda p: p.requires_grad, params)
 
 
-def optimizer_view(params: PyTree[Tensor]) -> tuple[PyTree[Tensor], Across]:
+def optimizer_view(params: PyTree[Tensor], trained: PyTree[bool]) -> tuple[PyTree[Tensor], Across]:
     """The trained leaves, detached (None where frozen), and the answers to an optimizer's questions
     about them."""
     # Detached: an update must not be differentiated, nor keep a graph alive
-    view = select(tree_map(torch.detach, params), trained(params))
+    view = select(tree_map(torch.detach, params), trained)
     return view, Local(view)

@@ -21,8 +21,9 @@ from ..layout.build import make_layout
 from ..optim.across import Owned, Pointwise, Tree, WholeLeaf
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
-from ..optim.claims.cuts import CutTest, alone
+from ..optim.claims.cuts import CUT_REMEDY, CutTest, alone
 from ..optim.claims.operators import Watch
+from ..optim.claims.pretended import REPEAT_REMEDY
 from ..optim.local import Local, one_leaf
 from ..sharded_optim.across import Sharded
 from ..tree import PyTree, paths
@@ -196,11 +197,11 @@ def _check_pointwise(part: Pointwise, steps: Steps, name: str, equality: Equalit
 
 
 @contextmanager
-def _as_transform_error(story: str) -> Iterator[None]:
+def _as_transform_error(story: str, remedy: str = CUT_REMEDY) -> Iterator[None]:
     try:
         yield
     except AssertionError as error:
-        raise TransformError(f"{story}: {error}") from None
+        raise TransformError(f"{story}: {error}. Remedy: {remedy}") from None
 
 
 # The whole transform, unsharded and on ranks
@@ -333,7 +334,7 @@ class _Checking(Local):
                 f"{who} makes an update of shape {tuple(first[0].shape)} of leaf {path}"
             )
         with _as_transform_error(
-            f"{who} is not a function: the same inputs give different results"
+            f"{who} is not a function: the same inputs give different results", REPEAT_REMEDY
         ):
             _compare_leaf(path, first, second, BITWISE)
         if not part.batched:

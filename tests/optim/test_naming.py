@@ -7,13 +7,18 @@ import functools
 import inspect
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from optree import tree_map
+from torch import Tensor
 
 from functorch_zero import optim
 from functorch_zero.optim import Transform
@@ -167,6 +172,183 @@ def test_different_numbers_are_told_apart(what: str) -> None:
     make = DIFFERENT[what]
     assert described(make(1.5)) == described(make(1.5))
     assert described(make(1.5)) != described(make(2.5))
+
+
+TABLE_OF_RATES = np.linspace(0.1, 0.0, 40).reshape(4, 10)
+LARGE = torch.linspace(0.1, 0.0, 40)
+SETTINGS = {"stages": [{"rates": [0.1, 0.2]}]}
+
+
+def config(rate: float, rank: int = 0) -> ModuleType:
+    module = ModuleType("a_users_config")
+    module.rates, module.rank = [rate, 0.0], rank  # type: ignore[attr-defined]
+    return module
+
+
+CONFIG = config(0.1)
+
+
+class Slots:
+    __slots__ = ("__private", "peak")
+
+    def __init__(self, peak: float) -> None:
+        self.peak, self.__private = 1.0, peak
+
+    def __call__(self, count: Tensor) -> Any:
+        return self.peak * self.__private / (count + 1)
+
+
+class MoreSlots(Slots):
+    __slots__ = ("rate",)
+
+
+class Arguments:
+    """As argparse makes them: a rank's own among them."""
+
+    def __init__(self, rate: float, rank: int = 0) -> None:
+        self.rate, self.rank = rate, rank
+
+
+ARGUMENTS = Arguments(0.1)
+BY_AN_OBJECT = Slots(0.1)
+
+
+def decay(count: Any) -> Any:
+    return 0.1 / (count + 1)
+
+
+def helper(count: Any) -> Any:
+    return decay(count) * helper(count - 1) if count > 0 else decay(count)
+
+
+def from_source(source: str, **namespace: Any) -> Any:
+    return eval(source, {**globals(), **namespace})
+
+
+def with_globals(function: Any, **namespace: Any) -> Any:
+    """The same function, which finds these under its global names."""
+    new = {**function.__globals__, **namespace}
+    return type(function)(function.__code__, new, function.__name__)
+
+
+@optim.named
+def named_by_a_user(rate: float) -> optim.Schedule:
+    return lambda count: rate / (count + 1)
+
+
+def other_code(factory: Any) -> Any:
+    """The same factory by name, with other code."""
+
+    @functools.wraps(inspect.unwrap(factory))
+    def other(rate: float) -> optim.Schedule:
+        return lambda count: rate / (count + 2)
+
+    del other.__wrapped__
+    return optim.named(other)
+
+
+# Two schedules that differ as ranks' may
+SCHEDULES: dict[str, tuple[Any, Any]] = {
+    "an operator": (lambda n: 0.1 * n, lambda n: 0.1 + n),
+    "a function of torch": (lambda n: torch.cos(n), lambda n: torch.sin(n)),
+    "a text": (from_source("lambda n: {'a': 1}['a']"), from_source("lambda n: {'b': 1}['b']")),
+    "code inside": (lambda n: (lambda: n + n)(), lambda n: (lambda: n * n)()),
+    "a closed-over table": tuple(
+        (lambda table: lambda n: table[n])(TABLE_OF_RATES * x) for x in (1, 2)
+    ),
+    "a global table": tuple(
+        with_globals(lambda n: TABLE_OF_RATES[n], TABLE_OF_RATES=TABLE_OF_RATES * x) for x in (1, 2)
+    ),
+    "a global large tensor": tuple(
+        with_globals(lambda n: LARGE[n], LARGE=LARGE * x) for x in (1, 2)
+    ),
+    "a closed-over large tensor": tuple((lambda t: lambda n: t[n])(LARGE * x) for x in (1, 2)),
+    "the last element": tuple(
+        (lambda t: lambda n: t[n])(torch.cat([LARGE, torch.tensor([x])])) for x in (1.0, 2.0)
+    ),
+    "slots": (Slots(0.1), Slots(0.2)),
+    "inherited slots": (MoreSlots(0.1), MoreSlots(0.2)),
+    "closed-over slots": tuple((lambda s: lambda n: s(n))(Slots(x)) for x in (0.1, 0.2)),
+    "a global object": tuple(
+        with_globals(lambda n: BY_AN_OBJECT(n), BY_AN_OBJECT=Slots(x)) for x in (0.1, 0.2)
+    ),
+    "an attribute of a global": tuple(
+        with_globals(lambda n: ARGUMENTS.rate * n, ARGUMENTS=Arguments(x)) for x in (0.1, 0.2)
+    ),
+    "an attribute of a module": tuple(
+        with_globals(lambda n: CONFIG.rates[n], CONFIG=config(x)) for x in (0.1, 0.2)
+    ),
+    "a global list": tuple(
+        with_globals(
+            lambda n: SETTINGS["stages"][0]["rates"][n], SETTINGS={"stages": [{"rates": [x, 0]}]}
+        )
+        for x in (0.1, 0.2)
+    ),
+    "a global function": tuple(
+        with_globals(lambda n: decay(n), decay=by)
+        for by in (decay, lambda count: 0.1 / (count + 2))
+    ),
+    "a function that it calls calls": tuple(
+        with_globals(lambda n: helper(n), helper=with_globals(helper, decay=by))
+        for by in (decay, lambda count: 0.1 / (count + 2))
+    ),
+    "a global partial": tuple(
+        with_globals(lambda n: decay(n), decay=functools.partial(pow, x)) for x in (0.1, 0.2)
+    ),
+    "a global named one": tuple(with_globals(lambda n: decay(n), decay=falling(x)) for x in (1, 2)),
+    "a named factory's code": (named_by_a_user(0.1), other_code(named_by_a_user)(0.1)),
+    "a class's code": tuple(
+        type("Schedule", (), {"__call__": call, "__module__": __name__})()
+        for call in (lambda self, n: n, lambda self, n: n + n)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SCHEDULES)
+def test_schedules_that_differ_are_told_apart(what: str) -> None:
+    first, second = SCHEDULES[what]
+    assert described(optim.sgd(first)) == described(optim.sgd(first))
+    assert described(optim.sgd(first)) != described(optim.sgd(second))
+    json.dumps(described(optim.sgd(first)), allow_nan=False)
+
+
+def test_attributes_that_no_schedule_names_may_differ() -> None:
+    """A rank's number lies beside the learning rate, in arguments or a module."""
+
+    def schedule(count: Any) -> Any:
+        return ARGUMENTS.rate * CONFIG.rates[0]
+
+    mine, others = (
+        with_globals(schedule, ARGUMENTS=Arguments(0.1, rank), CONFIG=config(0.1, rank))
+        for rank in (0, 1)
+    )
+    assert described(optim.sgd(mine)) == described(optim.sgd(others))
+
+
+def test_code_is_the_same_in_another_process() -> None:
+    """Whatever the order of sets there."""
+    source = "lambda n: 0.1 if n in {'a', 'b', 'c', 'd', 'e', 'f', 'g'} else 0.2"
+    code = f"from functorch_zero.optim.naming import described\nprint(described({source}))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    (here,) = described(from_source(source)).values()
+    assert here["code"] in run.stdout
+
+
+def test_functions_that_call_each_other_are_described_once() -> None:
+    namespace: dict[str, Any] = {"f0": decay}
+    for k in range(1, 40):  # each calls the one before twice
+        namespace[f"f{k}"] = from_source(f"lambda n: f{k - 1}(n) + f{k - 1}(n - 1)")
+        namespace[f"f{k}"].__globals__.update(namespace)
+    shown = json.dumps(described(namespace["f10"]))
+    assert len(shown) < 10_000
+    assert "decay" in shown
 
 
 def test_defaults_are_hyperparameters() -> None:

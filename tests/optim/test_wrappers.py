@@ -4,6 +4,7 @@ sharded."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +233,48 @@ def test_masks_may_be_prefixes() -> None:
     assert torch.equal(updates["kernel"], grad["kernel"])
     (updates,), _, _ = run(optim.freeze(True), params, [grad])
     assert all((u == 0).all() for u in optree.tree_leaves(updates))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda path, leaf: re.search("kernel|bias", path),
+        lambda path, leaf: path.endswith(("kernel", "bias")) and leaf.ndim,
+        lambda path, leaf: torch.tensor(path.endswith(("kernel", "bias"))),
+    ],
+)
+def test_masks_go_by_truth(mask: Any) -> None:
+    """In all that takes a mask: a function may return a match, a number, a tensor."""
+    params = {"kernel": torch.ones(2, 3), "bias": torch.ones(3), "other": torch.ones(2)}
+    (grad,) = gradients(params, 1)
+    (updates,), _, state = run(optim.masked(optim.trace(0.9), mask), params, [grad])
+    assert sorted(named_leaves(state.trace)) == ["bias", "kernel"]
+    (updates,), _, _ = run(optim.masked(optim.scale(2.0), mask), params, [grad])
+    (frozen,), _, _ = run(optim.freeze(mask), params, [grad])
+    (decayed,), _, _ = run(optim.add_decayed_weights(0.5, mask), params, [grad])
+    for path in params:
+        chosen = path != "other"
+        assert torch.equal(updates[path], grad[path] * 2) == chosen
+        assert bool((frozen[path] == 0).all()) == chosen
+        assert torch.equal(decayed[path], grad[path]) != chosen
+    step = fz.train_step(lambda p, b, x: p["bias"].sum(), optim.sgd(0.1), trainable=mask)
+    trained_leaves = step.init(params).params
+    assert {path: p.requires_grad for path, p in trained_leaves.items()} == {
+        "kernel": True,
+        "bias": True,
+        "other": False,
+    }
+
+
+def test_freeze_stands_last() -> None:
+    """Before a transform that decays weights it does not keep leaves as they are."""
+    params, mask = {"w": torch.ones(2), "b": torch.ones(2)}, {"w": True, "b": False}
+    (grad,) = gradients(params, 1)
+    decays = optim.adamw(0.1, weight_decay=0.1)
+    (first,), _, _ = run(optim.chain(optim.freeze(mask), decays), params, [grad])
+    (last,), _, _ = run(optim.chain(decays, optim.freeze(mask)), params, [grad])
+    assert first["w"].all() and not last["w"].any() and last["b"].all()
+    assert "Last in a chain" in (optim.freeze.__doc__ or "")
 
 
 def test_mistakes_in_masks_and_labels() -> None:

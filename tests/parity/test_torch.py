@@ -133,6 +133,31 @@ def test_updates_are_torchs(name: str) -> None:
     assert_close(stacked(got), stacked(expected))
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_updates_of_complex_params_are_torchs(name: str) -> None:
+    """Of the real and the imaginary parts, beside real params."""
+    ours, theirs = ROWS[name]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> Any:
+        c128, f64 = torch.complex128, torch.float64
+        return {
+            "matrix": torch.randn(4, 3, dtype=c128, generator=generator),
+            "turned": torch.randn(4, 3, dtype=c128, generator=generator).mT,
+            "real": torch.randn(3, 2, dtype=f64, generator=generator),
+            "scalar": torch.randn((), dtype=c128, generator=generator),
+        }
+
+    params, grads = draw(), [draw() for _ in range(9 if "both" in name else NUM_STEPS)]
+    expected = torch_updates(theirs, params, grads)
+    got, _, _ = run(ours(), params, grads)
+    for want, have in zip(expected, got, strict=True):
+        for path, update in want.items():
+            assert have[path].dtype == params[path].dtype
+            assert torch.allclose(have[path], update, rtol=1e-9, atol=1e-12), path
+    assert all(update.abs().sum() > 0 for update in expected[0].values())
+
+
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "NAdam", "Rprop", "RMSprop all"])
 def test_the_comparison_can_fail(name: str) -> None:
     params = hostile_tree()

@@ -81,6 +81,86 @@ def test_a_donated_state_says_which_step_took_it(level: int) -> None:
     run_ranks(run, 2)
 
 
+def the_same(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf, tree)
+
+
+# Made of a state before it is donated, and on its storage
+AGAIN: dict[str, Callable[[Any], Any]] = {
+    "another step number": lambda state: state.replace(step=torch.tensor(0)),
+    "a tree_map": the_same,
+    "a tree_map, another step number": lambda s: the_same(s).replace(step=torch.tensor(0)),
+    "other params": lambda s: s.replace(params=the_same(s.params), step=torch.tensor(0)),
+    "one other param": lambda s: s.replace(
+        step=torch.tensor(0),
+        params=tree_map(lambda p: p.clone() if p.ndim == 2 else p, s.params),
+        opt_state=tree_map(torch.clone, s.opt_state),
+    ),
+}
+RESTARTED = {
+    "adamw": lambda: optim.adamw(0.01),
+    "momentum alone": lambda: optim.chain(optim.trace(0.9), optim.scale(-0.01)),
+    "no state": lambda: optim.scale(-0.01),
+}
+
+
+@pytest.mark.parametrize(("level", "again", "optimizer"), crossed(LEVELS, AGAIN, RESTARTED, n=3))
+def test_storage_that_was_donated_is_refused_in_another_state(
+    level: int, again: str, optimizer: str
+) -> None:
+    def run(group: Any) -> None:
+        step, params, buffers = build("convnet", RESTARTED[optimizer]())
+        sharded = shard(step, level=level, group=group)
+        evaluate = shard(eval_step(lambda p, b, x: {"one": 1.0}), level=level, group=group)
+        state, _ = sharded(sharded.init(params, buffers), batch_for(group, "convnet"))
+        other = AGAIN[again](state)
+        sharded(state, batch_for(group, "convnet"))
+        for use in (sharded, evaluate, lambda state, _: sharded.unshard(state)):
+            with pytest.raises(DonatedError, match=r"was donated.*Remedy"):
+                use(other, batch_for(group, "convnet"))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_donated_optimizer_state_is_refused_beside_other_params(level: int) -> None:
+    """As put back to forget the moments."""
+
+    def run(group: Any) -> None:
+        step, params, buffers = build()
+        sharded = shard(step, level=level, group=group)
+        state = sharded.init(params, buffers)
+        first = state.opt_state
+        kept = tree_map(torch.clone, first)
+        for _ in range(2):
+            state, _ = sharded(state, batch_for(group))
+        with pytest.raises(DonatedError, match="state of step 0 was donated"):
+            sharded(state.replace(opt_state=first), batch_for(group))
+        state, _ = sharded(state.replace(opt_state=kept), batch_for(group))
+        assert int(state.step) == 3
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_schedule_starts_anew(level: int) -> None:
+    """The last state may be given another step number, or leaves of its own, and goes on."""
+
+    def run(group: Any) -> None:
+        step, params, buffers = build(optimizer=optim.inject_hyperparams(optim.sgd)(0.1))
+        sharded = shard(step, level=level, group=group)
+        state = sharded.init(params, buffers)
+        for k in range(3):
+            state, _ = sharded(state.replace(step=torch.tensor(7)), batch_for(group))
+            state, _ = sharded(the_same(state), batch_for(group))
+            copy = tree_map(torch.clone, state)
+            state, _ = sharded(state, batch_for(group))
+            state, _ = sharded(copy.replace(step=torch.tensor(k)), batch_for(group))
+            assert int(state.step) == k + 1
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_without_donation_the_old_state_stays(level: int) -> None:
     def run(group: Any) -> None:

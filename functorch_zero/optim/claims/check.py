@@ -91,9 +91,10 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
 
     Refused: operators that combine elements of different positions (sums, norms, sorts, cumulative
     sums, matrix products), random ones, values read on the host, and changes of inputs in place;
-    results that depend on how leaves are cut, by their shape, position, path, order or number, in
-    the first two steps or in a late one; and an `in_place` that is not `update` to the bit. Nothing
-    is communicated. `testing.check_transform` checks more, on ranks and to the bit.
+    results that depend on how leaves are cut, by their shape, strides, position, path, order or
+    number, in the first two steps or in a late one; whole-leaf functions that make another update
+    when they are repeated; and an `in_place` that is not `update` to the bit.
+    Nothing is communicated. `testing.check_transform` checks more, on ranks and to the bit.
 
     >>> from functorch_zero import optim
     >>> check_claims(optim.adamw(1e-3))
@@ -194,7 +195,9 @@ def _check_pointwise(
     watch = Watch(name_of(transform))
     # Without an `across`: the functions are given leaves, pieces and joined leaves as they come
     part = alone(transform.plain)
-    test = CutTest(part, params, updates, watch, difference_of, operators=operators, regroup=True)
+    test = CutTest(
+        part, params, updates, watch, difference_of, operators=operators, regroup=True, strides=True
+    )
     test.check()
 
 

@@ -2,13 +2,15 @@
 
 On ranks a transform runs on 1-D pieces of leaves, and a pointwise one on any regrouping of them. So
 its own work, beside the answers of `across`, may not depend on a leaf's shape, size, position or
-path. Nor may it depend on the leaves' order or number, or on how often it has been called.
+path. Nor may it depend on the leaves' order or number, on their strides, or on how often it has
+been called.
 
 Note [later counters]: a transform that changes its ways at a later step, by a counter in its state,
 does as it should in the first steps. So the last step of a test is a late one: the counters in the
-state are moved on by `LATER` before it, for every cut alike. Some transforms can't run so late: a
-table of learning rates, say, has no row for that step. One that fails then, on whole leaves, too,
-is tested again with its counters as they are.
+state are moved on by `LATER` before it, for every cut alike. Counters are 0-d integers, and 0-d
+floats that a step has raised by one. Some transforms can't run so late: a table of learning rates,
+say, has no row for that step. One that fails then, on whole leaves, too, is tested again with its
+counters as they are.
 """
 
 from __future__ import annotations
@@ -30,6 +32,14 @@ from .operators import Watch
 
 # A multiple of 1 to 16, so that the work of every 10th step, say, comes when it would have come
 LATER = 720_720
+
+
+CUT_REMEDY = (
+    "let each result depend on the values at its own position only, and keep in other state what "
+    "all ranks have. For some of the leaves, by path or by whole shape, use optim.masked or "
+    "optim.partition. A leaf's whole shape is in across.extents, and sums are asked of across: "
+    "make the transform with optim.with_statistics"
+)
 
 
 class Cut(NamedTuple):
@@ -63,9 +73,20 @@ def _join(tree: PyTree[Tensor]) -> Tensor:
     return torch.cat([x.reshape(-1) for x in reversed(optree.tree_leaves(tree))])
 
 
+def _laid_out(x: Tensor) -> Tensor:
+    """The same in memory of another order, with gaps, as a view that has been written to."""
+    strides, step = [], 2
+    for size in x.shape:
+        strides.append(step)
+        step *= max(size, 1)
+    view = x.new_zeros(1 + step).as_strided(x.shape, strides, 1)
+    return view.copy_(x)
+
+
 WHOLE = Cut("whole leaves", lambda tree: tree)
 FIRST_PIECES = Cut("1-D pieces", lambda tree: tree_map(_first_piece, tree))
 SECOND_PIECES = Cut("1-D pieces", lambda tree: tree_map(_second_piece, tree))
+LAID_OUT = Cut("whole leaves with other strides", lambda tree: tree_map(_laid_out, tree))
 JOINED = Cut("all leaves joined to one", lambda tree: {"": _join(tree)})
 
 
@@ -87,6 +108,7 @@ class CutTest:
         compare: `(expected, got)` to their difference, None where there is none.
         operators: whether the watch sees each operator, too, on some pieces.
         regroup: whether to run on all leaves joined, too, as pointwise transforms may be.
+        strides: whether to run on whole leaves with other strides, too.
         across_of: the `across` of a run, which begins anew with `FIRST_PIECES`.
     """
 
@@ -97,6 +119,7 @@ class CutTest:
     compare: Callable[[Tensor, Tensor], str | None]
     operators: bool = False
     regroup: bool = False
+    strides: bool = False
     # By default for pointwise functions, which are given no `across`
     across_of: Callable[[Cut], Any] = lambda cut: None
 
@@ -130,6 +153,8 @@ class CutTest:
             together = [_concatenate(x, y) for x, y in zip(a.updates, b.updates, strict=True)]
             self._compare_updates(made.updates, together, FIRST_PIECES)
             self._compare_states(made.state, a.state, b.state)
+        if self.strides:
+            self._check_strides(whole, later)
         if not self.regroup:
             return
         # The joined leaf holds the last leaf first: split, and turned round
@@ -137,6 +162,18 @@ class CutTest:
             sizes = [x.numel() for x in reversed(made.updates)]  # in the order of `_join`
             (flat,) = joined.updates
             self._compare_updates(made.updates, flat.split(sizes)[::-1], JOINED)
+
+    def _check_strides(self, whole: list[_Made], later: int) -> None:
+        """Params keep their strides in one process, and pieces have none."""
+        try:
+            laid_out = self._run(LAID_OUT, later)
+        except Exception as error:  # it may well refuse such leaves, by a view of them
+            if is_refusal(error):
+                raise
+            return
+        for made, other in zip(whole, laid_out, strict=True):
+            others = [x.reshape(-1) for x in other.updates]
+            self._compare_updates(made.updates, others, LAID_OUT)
 
     def _run(self, cut: Cut, later: int, *, operators: bool = False) -> list[_Made]:
         """All steps on one cut."""
@@ -146,13 +183,14 @@ class CutTest:
             state = self.transform.init_fn(params, across)
         # As many leaves in every later step, or a checkpoint's paths would change
         num_in_state = optree.tree_structure(state).num_leaves
-        made = []
+        made: list[_Made] = []
+        before = state
         for step, whole_updates in enumerate(self.updates, 1):
             updates = cut.of(whole_updates)
             # See Note [later counters]
             if step == len(self.updates):
-                state = _at_a_later_step(state, later)
-            # By the author's names for them, which errors use
+                state = _at_a_later_step(state, before, later)
+            before = state
             given = {"updates": updates, "state": state, "params": params}
             with self.watch.running(cut.on, operators=operators, **given):
                 new, state = self.transform.update_fn(updates, state, params, across)
@@ -207,8 +245,7 @@ class CutTest:
         self.watch.refuse(
             f"depends on how leaves are cut: the {result} of {cut.on} are not those of whole "
             f"leaves: {difference}",
-            "let each result depend on the values at its own position only, keep in other state "
-            "what all ranks have, and ask `across` for the rest",
+            CUT_REMEDY,
         )
 
 
@@ -236,11 +273,23 @@ def _concatenate(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([first.reshape(-1), second.reshape(-1)])
 
 
-def _at_a_later_step(state: Any, later: int) -> Any:
-    """The state with its counters, 0-d integers that have room for it, moved on."""
+def _at_a_later_step(state: Any, before: Any, later: int) -> Any:
+    """The state with its counters, which have room for it, moved on.
 
-    def moved(x: Any) -> Any:
-        counts = isinstance(x, Tensor) and x.ndim == 0 and x.dtype in (torch.int32, torch.int64)
+    Args:
+        before: the state that the last step was given.
+    """
+
+    def moved(x: Any, old: Any) -> Any:
+        if type(x) is int:
+            return x + later
+        if not isinstance(x, Tensor) or x.ndim or x.is_meta:
+            return x
+        if x.is_floating_point():
+            has_room = torch.finfo(x.dtype).eps * later < 0.5
+            counts = has_room and bool(x == old + 1)
+        else:
+            counts = x.dtype in (torch.int32, torch.int64)
         return x + later if counts else x
 
-    return tree_map(moved, state)
+    return tree_map(moved, state, before)

@@ -31,6 +31,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _MOVES = {
     "_foreach_copy_",
     "_foreach_zero_",
+    "_fused_adagrad_",
+    "_fused_adam_",
+    "_fused_adamw_",
+    "_fused_sgd_",
     "_reshape_alias",
     "_to_copy",
     "_unsafe_view",
@@ -105,7 +109,8 @@ class Watch:
         except failures as error:
             raise TransformError(
                 f"the {phase} of {self.name} fails on {on}: {type(error).__name__}: {error}. "
-                "Remedy: use only elementwise operators on leaves, which may be empty"
+                "Remedy: use only elementwise operators on leaves, which may be empty, and "
+                "optim.masked or across.extents (optim.with_statistics) where shapes matter"
             ) from error
         finally:
             self._runs = False
@@ -146,7 +151,7 @@ class Watch:
             # `item`, `nonzero`, indexing by a tensor: values reach the host, or decide a shape
             if kind.reads_values:
                 self._refuse_reading(str(func))
-            if not kind.elementwise:
+            if not (kind.elementwise or _fills_a_mask(func, args)):
                 shape = tuple(marked.shape)
                 self.refuse(
                     f"runs {func} on values of leaves, of shape {shape}: that operator is not "
@@ -249,6 +254,16 @@ def _kind_of(func: Any) -> _Kind:
         makes_new=makes_new,
         written=written,
     )
+
+
+def _fills_a_mask(func: Any, args: Sequence[Any]) -> bool:
+    """Whether this is `x[mask] = number`, with a mask of each element."""
+    if func.overloadpacket.__name__ not in ("index_put", "index_put_"):
+        return False
+    x, indices, value = args[:3]
+    (mask, *others) = indices
+    is_mask = mask is not None and mask.dtype == torch.bool and mask.shape == x.shape
+    return is_mask and not others and value.numel() == 1
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import TransformError
 from ...layout.extent import Extent
-from ...tree import PyTree
+from ...tree import PyTree, paths
 from ..across import (
     Dim,
     DimOp,
@@ -30,12 +30,13 @@ from ..across import (
     with_ones,
     without,
 )
-from ..local import Local
+from ..local import Local, one_leaf
 from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, Cut, middle
 from .operators import Watch
 
 # Few enough for milliseconds per transform
 MOST = 4096  # elements that are tried of a leaf
+CORNER = 4  # elements per dim of a leaf on which a whole-leaf function is repeated
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -52,6 +53,12 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 _OTHER_QUESTIONS = "asks across for other things on some pieces of leaves than on others"
 _SAME_QUESTIONS = "ask the same questions on every rank"
+
+
+REPEAT_REMEDY = (
+    "draw random numbers from a torch.Generator, seeded by a number in the state, and keep nothing "
+    "outside of the state"
+)
 
 
 class _Answer(NamedTuple):
@@ -168,8 +175,31 @@ class PretendedRank(Local):
         self, part: WholeLeaf, updates: Tree, state: Any, params: Tree
     ) -> tuple[Tree, Any]:
         self._answer(("run_whole", _num_leaves([updates])))
-        # The owner's results are its own affair: any tensors of these shapes will do
+        if self._is_whole:
+            rows = zip(paths(updates), tree_leaves(updates), tree_leaves(params), strict=True)
+            for path, update, param in rows:
+                self._check_repeats(part, path, update, param)
         return tree_map(torch.clone, updates), state
+
+    def _check_repeats(self, part: WholeLeaf, path: str, update: Tensor, param: Tensor) -> None:
+        """Refuse an author's function that makes another update of the same arguments: by random
+        numbers, say, that ranks draw in another order."""
+        # A corner of the leaf: some functions take the cube of its elements
+        corner = tuple(slice(CORNER) for _ in param.shape)
+
+        def run() -> Tensor:
+            own = param[corner].clone()
+            new, _ = one_leaf(part, update[corner].clone(), Owned(part.init(own), 0), own)
+            return new.nan_to_num()
+
+        with self._watch.paused():
+            try:
+                first, second = run(), run()
+            except Exception:  # the leaf here may be a block of one, or its state an empty one
+                return
+        if not torch.equal(first, second):
+            story = f"is not a function: repeated, its update of leaf {path} is another one"
+            self._watch.refuse(story, REPEAT_REMEDY)
 
     def gather(self, trees: list[Tree], limit: int) -> list[Tree]:
         self._answer(("gather", _num_leaves(trees)))

@@ -48,7 +48,7 @@ def scale_by_belief(
         # The root's shift is in `nu` already
         return adam_directions(new, b1, b2, eps, 0.0), new
 
-    return pointwise(init_moments, update)
+    return pointwise(init_moments, update, in_parts=True)
 
 
 @named

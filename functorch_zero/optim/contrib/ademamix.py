@@ -79,7 +79,7 @@ def scale_by_ademamix(
 
         return elementwise(direction, m1, m2, nu), ScaleByAdemamixState(count, m1, m2, nu)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 @named

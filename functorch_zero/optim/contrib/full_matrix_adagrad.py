@@ -15,7 +15,14 @@ from ...layout.extent import Extent
 from ...tree import paths
 from ..across import Across, sum_dtype, widest_dtype
 from ..arithmetic import Number, Tree
-from ..base import Schedule, Transform, chain, with_whole_leaves, with_whole_tree
+from ..base import (
+    Schedule,
+    Transform,
+    chain,
+    real_only,
+    with_whole_leaves,
+    with_whole_tree,
+)
 from ..naming import named
 from ..transforms.matrix_roots import if_finite, solve_root
 from ..transforms.scaling import scale_by_learning_rate
@@ -90,7 +97,7 @@ def scale_by_full_matrix_adagrad(eps: float = 1e-8, *, limit: int = 256 * 2**20)
         for path, leaf, extent in zip(paths(params), leaves, extents, strict=True):
             refuse_above(limit, extent.numel, leaf.dtype, path, remedy)
 
-    return checked(with_whole_leaves(init, update, cost=cost), check)
+    return checked(real_only(with_whole_leaves(init, update, cost=cost)), check)
 
 
 @named
@@ -139,7 +146,7 @@ def scale_by_full_matrix_adagrad_tree(eps: float = 1e-8, *, limit: int = 256 * 2
         remedy = "use scale_by_full_matrix_adagrad, leaf by leaf"
         refuse_above(limit, num_elements, dtype, None, remedy)
 
-    return checked(with_whole_tree(init, update, limit=limit), check)
+    return checked(real_only(with_whole_tree(init, update, limit=limit)), check)
 
 
 def refuse_above(

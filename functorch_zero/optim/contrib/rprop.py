@@ -71,7 +71,7 @@ def scale_by_rprop(
         steps = elementwise(lambda g, size: g.sign() * size, kept, sizes)
         return steps, ScaleByRpropState(sizes, kept)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 @named

@@ -13,7 +13,14 @@ from torch import Tensor
 from ...layout.extent import Extent
 from ..across import Across
 from ..arithmetic import Number, Tree, elementwise
-from ..base import Schedule, Transform, chain, tree_zeros_like, with_statistics
+from ..base import (
+    Schedule,
+    Transform,
+    chain,
+    real_only,
+    tree_zeros_like,
+    with_statistics,
+)
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
 
@@ -126,7 +133,7 @@ def scale_by_sm3(b1: float = 0.9, b2: float = 1.0, eps: float = 1e-8) -> Transfo
         mu = largest(sums, len(state.mu), across)
         return nu, ScaleBySm3State(mu, tree_map(kept, sums, across.extents), nu)
 
-    return with_statistics(init, update)
+    return real_only(with_statistics(init, update))
 
 
 @named

@@ -55,7 +55,7 @@ def scale_by_yogi(
         new = ScaleByAdamState(state.count + 1, mu, nu)
         return adam_directions(new, b1, b2, eps, eps_root), new
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 @named

@@ -106,8 +106,8 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> 
     differs from one of ours by the rounding of `(param + update) - param`, and the learning rate, a
     number, is inside. In half precision some of torch's kernels round a tensor's tail differently,
     so there updates depend on the cut in their last bit. `testing.check_transform` proves or
-    refutes that the class is pointwise: Adamax passes, Adafactor, LBFGS and Muon
-    don't, nor does Rprop, which writes through masks. State: as the class's.
+    refutes that the class is pointwise: Adamax and Rprop pass; Adafactor, LBFGS and Muon don't.
+    State: as the class's.
 
     Args:
         optimizer_class: a torch.optim.Optimizer; it must keep tensors like its params, or 0-d ones,

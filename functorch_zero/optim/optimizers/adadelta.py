@@ -57,7 +57,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> Transform:
         e_x = elementwise(lambda e, s: ema_of_squares(e, s, rho), state.e_x, steps)
         return steps, ScaleByAdaDeltaState(e_g, e_x)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 @named

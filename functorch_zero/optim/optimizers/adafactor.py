@@ -16,7 +16,15 @@ from torch import Tensor
 from ...layout.extent import Extent
 from ..across import Across, sum_dtype, without
 from ..arithmetic import Number, Tree, is_zero
-from ..base import Schedule, Transform, chain, step_count, value_of, with_statistics
+from ..base import (
+    Schedule,
+    Transform,
+    chain,
+    real_only,
+    step_count,
+    value_of,
+    with_statistics,
+)
 from ..naming import named
 from ..transforms.momentum import ema
 from ..transforms.norms import block_rms, safe_square, times
@@ -249,7 +257,7 @@ def scale_by_factored_rms(
         directions = tree_map(direction, updates, beside_row, beside_col, factors.v)
         return directions, ScaleByFactoredRmsState(count, factors)
 
-    return with_statistics(init, update)
+    return real_only(with_statistics(init, update))
 
 
 @named
@@ -350,7 +358,7 @@ def scale_by_adafactor(
         steps = tree_map(step, updates, directions, sizes)
         return steps, ScaleByFactoredRmsState(count, factors)
 
-    return with_statistics(init, update)
+    return real_only(with_statistics(init, update))
 
 
 def _product(a: Number | Schedule, b: Number | Schedule) -> Callable[[Tensor], Any]:

@@ -44,7 +44,7 @@ def scale_by_rss(initial_accumulator_value: Number = 0.0, eps: Number = 1e-10) -
         directions = elementwise(lambda g, s: g / (s.sqrt() + eps), updates, sums)
         return directions, ScaleByRssState(sums)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 @named

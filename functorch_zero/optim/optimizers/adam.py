@@ -73,8 +73,7 @@ def scale_by_adam(
 
     # The kernels below take decays as numbers, and would need a temporary for eps_root
     if isinstance(b1, Tensor) or isinstance(b2, Tensor) or not is_zero(eps_root):
-        return pointwise(init_moments, update)
-    # Python numbers, as lerp_ and addcmul_ take them
+        return pointwise(init_moments, update, in_parts=True)
     rest1, rest2 = 1 - b1, 1 - b2
 
     def in_place(
@@ -96,7 +95,7 @@ def scale_by_adam(
         tree_map_(move, updates, state.mu, state.nu)
         return updates, state._replace(count=count)
 
-    return pointwise(init_moments, update, in_place=in_place)
+    return pointwise(init_moments, update, in_place=in_place, in_parts=True)
 
 
 @named

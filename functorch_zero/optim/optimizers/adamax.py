@@ -58,7 +58,7 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
         directions = elementwise(lambda m, v: m / c1 / v, mu, nu)
         return directions, ScaleByAdamaxState(count, mu, nu)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 @named

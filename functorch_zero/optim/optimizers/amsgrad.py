@@ -60,7 +60,7 @@ def scale_by_amsgrad(
         directions = adam_directions(moments._replace(nu=nu_max), b1, b2, eps, eps_root)
         return directions, ScaleByAmsgradState(moments.count, moments.mu, moments.nu, nu_max)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 @named

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from ..across import Across
 from ..arithmetic import Number, Tree, elementwise, pick
-from ..base import Schedule, Transform, chain, step_count, tree_zeros_like, with_statistics
+from ..base import (
+    Schedule,
+    Transform,
+    chain,
+    real_only,
+    step_count,
+    tree_zeros_like,
+    with_statistics,
+)
 from ..naming import named
 from ..transforms.scaling import scale_by_learning_rate
 
@@ -216,7 +224,7 @@ def scale_by_lbfgs(memory_size: int = 10, scale_init_precond: bool = True) -> Tr
             y_y=products.y_y,
         )
 
-    return with_statistics(init, update)
+    return real_only(with_statistics(init, update))
 
 
 @named

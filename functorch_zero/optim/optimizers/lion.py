@@ -49,7 +49,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> Transform:
         mu = elementwise(lambda m, g: ema(m, g, b2), state.mu, updates)
         return signs, ScaleByLionState(state.count + 1, mu)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 @named

@@ -16,6 +16,7 @@ from ..base import (
     Transform,
     chain,
     pointwise,
+    real_only,
     tree_zeros_like,
     with_whole_leaves,
 )
@@ -180,7 +181,7 @@ def orthogonalize(
         # gram is (k, k) for k the shorter side: rows * cols * k multiplications
         return float(count * rows * cols * min(rows, cols))
 
-    return with_whole_leaves(init, update, cost=cost, batched=True)
+    return real_only(with_whole_leaves(init, update, cost=cost, batched=True))
 
 
 def by_num_dims(path: str, leaf: Tensor) -> str:

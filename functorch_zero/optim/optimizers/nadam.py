@@ -79,7 +79,7 @@ def scale_by_nadam(
         directions = elementwise(direction, updates, mu, nu)
         return directions, ScaleByNadamState(count, mu_product, mu, nu)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 @named

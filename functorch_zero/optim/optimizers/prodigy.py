@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ..across import Across, sum_dtype, widest_dtype
 from ..arithmetic import Number, Tree, elementwise
-from ..base import Schedule, Transform, step_count, tree_zeros_like, value_of, with_statistics
+from ..base import (
+    Schedule,
+    Transform,
+    real_only,
+    step_count,
+    tree_zeros_like,
+    value_of,
+    with_statistics,
+)
 from ..naming import named
 
 
@@ -140,4 +148,4 @@ def prodigy(
             count, exp_avg, exp_avg_sq, grad_sum, state.params0, estim_lr, weighted
         )
 
-    return with_statistics(init, update)
+    return real_only(with_statistics(init, update))

@@ -67,7 +67,7 @@ def scale_by_radam(
 
         return elementwise(direction, new.mu, new.nu), new
 
-    return pointwise(init_moments, update)
+    return pointwise(init_moments, update, in_parts=True)
 
 
 @named

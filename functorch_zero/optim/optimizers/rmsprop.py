@@ -61,7 +61,7 @@ def scale_by_rms(
         directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, means)
         return directions, ScaleByRmsState(count, nu)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 class ScaleByStddevState(NamedTuple):
@@ -117,7 +117,7 @@ def scale_by_stddev(
         directions = elementwise(lambda g, v: g / _root(v, eps, eps_in_sqrt), updates, variances)
         return directions, ScaleByStddevState(count, mu, nu)
 
-    return pointwise(init, update)
+    return pointwise(init, update, in_parts=True)
 
 
 def _root(nu: Tensor, eps: Number, inside: bool) -> Tensor:

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from ..across import sum_dtype
 from ..arithmetic import Number
-from ..base import Schedule, Transform, chain, step_count, with_whole_leaves
+from ..base import (
+    Schedule,
+    Transform,
+    chain,
+    real_only,
+    step_count,
+    with_whole_leaves,
+)
 from ..naming import named
 from ..transforms.matrices import Matrices, matrices
 from ..transforms.matrix_roots import if_finite, inverse_root, is_due
@@ -239,7 +246,7 @@ def scale_by_shampoo(
                 total += length(cols) ** 3
         return float(count * total)
 
-    return with_whole_leaves(init, update, cost=cost)
+    return real_only(with_whole_leaves(init, update, cost=cost))
 
 
 @named

@@ -23,7 +23,14 @@ from torch import Tensor
 
 from ..across import sum_dtype
 from ..arithmetic import Number
-from ..base import Schedule, Transform, chain, step_count, with_whole_leaves
+from ..base import (
+    Schedule,
+    Transform,
+    chain,
+    real_only,
+    step_count,
+    with_whole_leaves,
+)
 from ..naming import named
 from ..transforms.matrices import Matrices, matrices
 from ..transforms.matrix_roots import if_finite, is_due
@@ -221,7 +228,7 @@ def scale_by_soap(
         turns = rows**3 + cols**3
         return float(count * rotations + count * turns)
 
-    return with_whole_leaves(init, update, cost=cost)
+    return real_only(with_whole_leaves(init, update, cost=cost))
 
 
 @named

@@ -16,6 +16,7 @@ from ..base import (
     Transform,
     init_empty,
     pointwise,
+    real_only,
     step_count,
     value_of,
     with_statistics,
@@ -38,7 +39,7 @@ def clip(max_delta: Number) -> Transform:
         # NaNs stay: clipping hides none
         return elementwise(lambda u: clamp(u, -max_delta, max_delta), updates), state
 
-    return pointwise(init_empty, update)
+    return pointwise(init_empty, update, in_parts=True)
 
 
 class ClipByGlobalNormState(NamedTuple):
@@ -145,4 +146,4 @@ def adaptive_grad_clip(
         factors = across.spread(tree_map(factor, *sums), dims)
         return tree_map(times, updates, factors), CountState(state.count + 1)
 
-    return with_statistics(init_count, update)
+    return real_only(with_statistics(init_count, update))

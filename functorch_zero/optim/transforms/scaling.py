@@ -118,7 +118,7 @@ def scale_by_sign() -> Transform:
     def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
         return tree_map(torch.sign, updates), state
 
-    return pointwise(init_empty, update)
+    return pointwise(init_empty, update, in_parts=True)
 
 
 @named
@@ -137,7 +137,7 @@ def nan_to_num(
     def update(updates: Tree, state: EmptyState, params: Tree) -> tuple[Tree, EmptyState]:
         return tree_map(lambda u: torch.nan_to_num(u, nan, posinf, neginf), updates), state
 
-    return pointwise(init_empty, update)
+    return pointwise(init_empty, update, in_parts=True)
 
 
 @named

@@ -90,12 +90,11 @@ def masked(inner: Transform, mask: Mask) -> Transform:
 
     # `inner` sees neither the other leaves nor their extents
     def init(params: Tree, across: Across) -> Any:
-        # Found anew in each step, too: the mask is no part of the state
-        chosen = _chosen(True, label(params, across), params)
+        chosen = _true(label(params, across), params)
         return inner.init(select(params, chosen), across.select(chosen))
 
     def update(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
-        chosen = _chosen(True, label(params, across), params)
+        chosen = _true(label(params, across), params)
         return _run(inner, chosen, updates, state, params, across)
 
     return Transform(init, update, inner.needs, parts=(inner,))
@@ -149,6 +148,11 @@ def _chosen(name: Any, labels: PyTree[Any], params: Tree) -> PyTree[bool]:
     return tree_map(lambda _, label: bool(label == name), params, labels)
 
 
+def _true(mask: PyTree[Any], params: Tree) -> PyTree[bool]:
+    """The leaves whose mask is true, by Python's truth: a function may return a `re.Match`."""
+    return tree_map(lambda _, chosen: bool(chosen), params, mask)
+
+
 def _run(
     inner: Transform, chosen: PyTree[bool], updates: Tree, state: Any, params: Tree, across: Across
 ) -> tuple[Tree, Any]:
@@ -173,8 +177,10 @@ def _check_labels(labels: PyTree[Any], params: Tree, known: Mapping[Any, Any]) -
 
 @named
 def freeze(mask: Mask) -> Transform:
-    """Set the updates of the leaves where `mask` is true to zero, so that they stay as they are. As
-    optax.freeze.
+    """Set the updates of the leaves where `mask` is true to zero. As optax.freeze.
+
+    Last in a chain, it makes these leaves stay as they are. Transforms after it still move them,
+    such as the weight decay of `adamw`.
 
     Args:
         mask: a tree of bools, or a function `(path, leaf) -> bool`.
@@ -184,8 +190,7 @@ def freeze(mask: Mask) -> Transform:
     def update(
         updates: Tree, state: EmptyState, params: Tree, across: Across
     ) -> tuple[Tree, EmptyState]:
-        frozen = label(params, across)
-        # Zeros rather than None: the structure of updates stays
+        frozen = _true(label(params, across), params)
         new = tree_map(lambda u, stays: torch.zeros_like(u) if stays else u, updates, frozen)
         return new, state
 

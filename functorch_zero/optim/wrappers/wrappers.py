@@ -355,8 +355,9 @@ def sam(inner: Transform, rho: Number = 0.05) -> Transform:
     def ascend(
         updates: Tree, state: SamState, params: Tree, across: Across
     ) -> tuple[Tree, SamState]:
-        # One factor for all leaves, from the norm of the whole gradient
-        squares = across.total(tree_map(lambda u: u * u, updates))
+        # One factor for all leaves, from the norm of the whole gradient.
+        # Of complex leaves, too: the product with the conjugate is real
+        squares = across.total(tree_map(lambda u: (u * u.conj()).real, updates))
         factor = rho / (squares.double().sqrt() + 1e-12)  # finite, too, where all gradients are 0
         step = elementwise(lambda u: u * factor, updates)
         # A copy: the params themselves are about to move

@@ -1,0 +1,216 @@
+"""The state says what is trained, whatever becomes of its leaves' `requires_grad` between steps.
+
+Each run is compared with a plain torch loop, which shares nothing with the library.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import optree
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+from functorch_zero.groups import run_ranks
+from functorch_zero.testing import assert_equal_values
+from tests.tiers import crossed
+
+Change = Callable[[Tensor], Tensor]
+FROZEN = "embed"
+
+
+def values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"up": (5, 3), "embed": (3, 5), "bias": (5,), "scale": ()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
+
+
+def loss_of(p: Any, x: Tensor) -> Tensor:
+    return ((x @ p["embed"] @ p["up"] * p["scale"]) ** 2).mean() + p["bias"].square().sum()
+
+
+def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return loss_of(fz.unshard(params), x)
+
+
+def batches() -> Tensor:
+    return torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def without_grad(change: Change) -> Change:
+    def run(leaf: Tensor) -> Tensor:
+        with torch.no_grad():
+            return change(leaf)
+
+    return run
+
+
+def in_place(leaf: Tensor, *, requires: bool) -> Tensor:
+    return leaf.requires_grad_(requires)
+
+
+# Made of each leaf between two steps
+CHANGES: dict[str, Change] = {
+    "nothing": lambda leaf: leaf,
+    "detached": lambda leaf: leaf.detach(),
+    "clamped": lambda leaf: leaf.clamp(-0.5, 0.5),
+    "clamped without grad": without_grad(lambda leaf: leaf.clamp(-0.5, 0.5)),
+    "averaged": without_grad(lambda leaf: (leaf + leaf * 0.5) / 2),
+    "all require grad": lambda leaf: leaf.detach().clone().requires_grad_(),
+    "all require grad, in place": lambda leaf: in_place(leaf, requires=True),
+    "none requires grad, in place": lambda leaf: in_place(leaf.detach(), requires=False),
+    "in a graph": lambda leaf: leaf.clone().requires_grad_() * 1.0,
+    "from numpy": lambda leaf: torch.from_numpy(leaf.detach().numpy().copy()),
+    "copied": deepcopy,
+}
+LEVELS = (None, 0, 1, 2, 3)  # None: unsharded
+OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "adamw": (
+        lambda: optim.adamw(0.1, weight_decay=0.1),
+        lambda leaves: torch.optim.AdamW(leaves, 0.1, weight_decay=0.1),
+    ),
+    "sgd": (lambda: optim.sgd(0.1), lambda leaves: torch.optim.SGD(leaves, 0.1)),
+}
+
+
+def by_torch(optimizer: str, change: Change) -> dict[str, Tensor]:
+    params = values()
+    leaves = [p.requires_grad_() for name, p in params.items() if name != FROZEN]
+    steps = OPTIMIZERS[optimizer][1](leaves)
+    for k, x in enumerate(batches()):
+        steps.zero_grad()
+        loss_of(params, x).backward()
+        steps.step()
+        if k == 1:
+            for p in params.values():
+                p.data.copy_(change(p.detach().clone()).detach())
+    return params
+
+
+def step_of(optimizer: str, level: int | None, group: Any) -> Any:
+    step = fz.train_step(
+        loss_fn, OPTIMIZERS[optimizer][0](), trainable=lambda path, leaf: path != FROZEN
+    )
+    return step if level is None else fz.shard(step, level=level, group=group)
+
+
+def share(x: Tensor, level: int | None, group: Any) -> Tensor:
+    return x if level is None else x.chunk(group.size)[group.rank]
+
+
+def whole_params(step: Any, level: int | None, state: Any) -> Any:
+    return state.params if level is None else step.unshard(state).params
+
+
+def check_against_torch(
+    optimizer: str, level: int | None, ranks: int, change: Change, edit: Callable[..., Any]
+) -> None:
+    expected = by_torch(optimizer, change)
+
+    def run(group: Any) -> Any:
+        step = step_of(optimizer, level, group)
+        state = step.init(values())
+        for k, x in enumerate(batches()):
+            state, _ = step(state, share(x, level, group))
+            if k == 1:
+                state = edit(state, step)
+        return tree_map(torch.detach, dict(whole_params(step, level, state)))
+
+    for got in run_ranks(run, ranks):
+        assert_equal_values(tree_map(torch.detach, expected), got, grade="reordered")
+        assert not torch.equal(got["up"], values()["up"])
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "optimizer", "ranks"),
+    crossed(CHANGES, LEVELS, OPTIMIZERS, (1, 2), n=5),
+)
+def test_leaves_with_or_without_grad_train_the_same(
+    change: str, level: int | None, optimizer: str, ranks: int
+) -> None:
+    make = CHANGES[change]
+
+    def edit(state: Any, step: Any) -> Any:
+        return state.replace(params=tree_map(make, state.params))
+
+    check_against_torch(optimizer, level, ranks, make, edit)
+
+
+def handed_over(state: Any, step: Any) -> Any:
+    """The params of a state that trains the other leaf only."""
+    level = None if state.sharding is None else 0
+    other = fz.train_step(loss_fn, optim.sgd(0.1), trainable=lambda path, leaf: path == FROZEN)
+    whole = state if level is None else step.unshard(state)
+    theirs = other.init(whole.params)
+    mine = whole.replace(params=theirs.params)
+    return mine if level is None else step.shard_state(mine)
+
+
+def pickled(state: Any, step: Any) -> Any:
+    whole = state if state.sharding is None else step.unshard(state)
+    whole = pickle.loads(pickle.dumps(whole.replace(params=tree_map(torch.detach, whole.params))))
+    return whole if state.sharding is None else step.shard_state(whole)
+
+
+def and_back(state: Any, step: Any) -> Any:
+    """Whole, without any flag, and sharded again."""
+    if state.sharding is None:
+        return tree_map(lambda x: x.detach(), state)
+    return step.shard_state(tree_map(lambda x: x.detach(), step.unshard(state)))
+
+
+@pytest.mark.parametrize("edit", [handed_over, pickled, and_back])
+@pytest.mark.parametrize("level", LEVELS)
+def test_states_that_went_elsewhere_train_the_same(edit: Any, level: int | None) -> None:
+    check_against_torch("adamw", level, 2, lambda leaf: leaf, edit)
+
+
+@pytest.mark.parametrize("level", [None, 1, 3])
+def test_a_checkpoint_trains_what_its_state_trained(level: int | None, tmp_path: Any) -> None:
+    def edit(state: Any, step: Any) -> Any:
+        checkpoint.save(tmp_path, step, state)
+        return checkpoint.load(tmp_path, step, like=tree_map(Tensor.detach, state)).state
+
+    check_against_torch("adamw", level, 2 if level else 1, lambda leaf: leaf, edit)
+
+
+def test_users_see_what_is_trained_on_the_leaves() -> None:
+    """As ever: after a step of an unsharded state, and on a state made whole."""
+    step = step_of("adamw", None, None)
+    state, _ = step(step.init(values()), batches()[0])
+    flags = {name: name != FROZEN for name in values()}
+    assert {name: p.requires_grad for name, p in state.params.items()} == flags
+    bare = state.replace(params=tree_map(torch.detach, state.params))
+    state, _ = step(bare, batches()[1])
+    assert {name: p.requires_grad for name, p in state.params.items()} == flags
+    assert optree.tree_structure(state) == optree.tree_structure(bare)
+
+
+def test_evaluations_choose_the_trained_leaves() -> None:
+    optimizer = optim.params_ema(optim.sgd(0.1), 0.5)
+    step = fz.train_step(loss_fn, optimizer, trainable=lambda path, leaf: path != FROZEN)
+    state, _ = step(step.init(values()), batches()[0])
+    evaluate = fz.eval_step(lambda p, b, x: {"loss": loss_of(p, x)}, params=optim.ema_params)
+    expected = evaluate(state, batches()[1])
+    bare = state.replace(params=tree_map(torch.detach, state.params))
+    assert evaluate(bare, batches()[1]) == expected
+
+
+def test_a_leaf_that_the_state_does_not_know_says_itself() -> None:
+    """A program's own state, or one with another model's params."""
+    step = fz.train_step(lambda p, b, x: (p["w"] * p["v"] * x).sum(), optim.sgd(0.1))
+    state = step.init({"w": torch.ones(2, requires_grad=True), "v": torch.ones(2)})
+    renamed = {"w": state.params["w"].detach(), "v": torch.ones(2).requires_grad_(), "u": None}
+    after, _ = step(state.replace(params=renamed), torch.ones(2))
+    assert torch.equal(after.params["v"], renamed["v"])
+    assert not torch.equal(after.params["w"], renamed["w"])
