@@ -193,7 +193,7 @@ def import_into(source: Any, **options: Any) -> State:
 def test_weights_of_another_model(tmp_path: Path) -> None:
     tensors = {k: v.detach().clone() for k, v in make_step()[1].items()}
     bias = tensors.pop("norm.bias")
-    with pytest.raises(StructureError, match=r"it lacks norm\.bias \(allow_missing=True"):
+    with pytest.raises(StructureError, match=r"it lacks norm\.bias \(aliases=apply"):
         import_into(tensors)
     import_into(tensors, allow_missing=True)
     with pytest.raises(StructureError, match="it has more, which `like` lacks"):
@@ -229,9 +229,9 @@ def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
     assert apply.not_persistent == {"table", "shrunk", "0.again"}
     assert apply.eval().not_persistent == apply.not_persistent
     tensors = model.state_dict()
-    with pytest.raises(StructureError, match=r"it lacks shrunk, table of 2 \(aliases=apply"):
+    with pytest.raises(StructureError, match=r"it lacks shrunk, table \(aliases=apply"):
         checkpoint.import_weights(tensors, step, like=state)
-    with pytest.raises(StructureError, match=r"it lacks 1\.bias of 1"):
+    with pytest.raises(StructureError, match=r"it lacks 1\.bias \("):
         lacks = {name: x for name, x in tensors.items() if name != "1.bias"}
         checkpoint.import_weights(lacks, step, like=state, aliases=apply)
     tensors["1.shrunk"] = tensors["1.shrunk"] * 3
@@ -245,7 +245,7 @@ def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
     assert set(written) == {*tensors, "shrunk"} and "table" not in written
     folder = checkpoint.export_dcp(tmp_path / "root", tmp_path / "dcp", aliases=apply)
     checkpoint.import_dcp(folder, step, like=state, aliases=apply)
-    with pytest.raises(StructureError, match="it lacks table of 1"):
+    with pytest.raises(StructureError, match=r"it lacks table \("):
         checkpoint.import_dcp(folder, step, like=state, aliases={"1.shrunk": "shrunk"})
 
 
@@ -254,9 +254,9 @@ def test_patterns_of_leaves_that_may_be_missing(tmp_path: Path) -> None:
     tensors["more.a.b"] = tensors.pop("norm.bias")
     for missing, extra in (("norm.*", "more.**"), (["x", "**.bias"], ["*.*.b"]), (True, True)):
         import_into(tensors, allow_missing=missing, allow_extra=extra)
-    with pytest.raises(StructureError, match=r"it lacks norm\.bias of 1"):
+    with pytest.raises(StructureError, match=r"it lacks norm\.bias \("):
         import_into(tensors, allow_missing=["norm"], allow_extra=True)
-    with pytest.raises(StructureError, match=r"it has more\.a\.b of 1"):
+    with pytest.raises(StructureError, match=r"it has more\.a\.b, which"):
         import_into(tensors, allow_missing="**", allow_extra="more.*")
 
 

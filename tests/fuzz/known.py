@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from tests.fuzz.cases import Case
-from tests.fuzz.optimizers import TABLED, TWINS
 
 
 class Known(NamedTuple):
@@ -23,20 +22,7 @@ class Known(NamedTuple):
     when: Mapping[str, Set[Any]]
 
 
-# Optimizers that are right for complex leaves: multiples and sums of gradients
-LINEAR = {
-    "sgd", "momentum", "nesterov", "schedule", "clip + sgd", "partition", "masked", "labels",
-    "freeze", "lookahead", "ema of params", "apply_if_finite", "from_torch",
-}  # fmt: skip
-OTHERS = {*TWINS, *TABLED} - LINEAR
-
 KNOWN: dict[str, Known] = {
-    "squares of complex gradients": Known(
-        Case(0, ("complex",), optimizer="adam"), {"blocks": {"complex"}, "optimizer": OTHERS}
-    ),
-    "comparisons of complex gradients": Known(
-        Case(0, ("complex",), optimizer="amsgrad"), {"blocks": {"complex"}, "optimizer": OTHERS}
-    ),
     "units that some ranks pass by": Known(
         Case(30, ("by the data",), units="linears", level=2, ranks=3),
         {

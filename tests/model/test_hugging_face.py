@@ -173,5 +173,5 @@ def test_its_own_weights_are_all_that_an_import_asks_for(name: str) -> None:
     state = import_weights(weights, step, like=like, aliases=apply)
     assert all(torch.equal(state.params[path], p) for path, p in params.items())
     weights.pop(next(path for path in params if "norm" in path or "ln" in path))
-    with pytest.raises(StructureError, match=r"it lacks .* of 1 "):
+    with pytest.raises(StructureError, match=r"it lacks [^,]* \("):
         import_weights(weights, step, like=like, aliases=apply)
