@@ -275,6 +275,11 @@ class ProcessGroup:
             )
             raise self.why_left() from error.with_traceback(None)
 
+    @property
+    def era(self) -> int:
+        """How often all ranks have come back after a failure; see Note [eras]."""
+        return self._times_rejoined
+
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them
         calls it."""
