@@ -6,13 +6,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.scripts import Ended, run_in_fork, run_script
+from tests.scripts import Ended, run_command, run_in_fork, run_script
 from tests.tiers import tiers
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +79,15 @@ def test_blocks_run(page: Path, run: Callable[..., Ended], tmp_path: Path) -> No
         r"^prints\n\n```text\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE
     ):
         assert text in out, f"{page.name} says that it prints what it does not:\n{text}"
+
+
+@pytest.mark.thorough
+def test_the_readme_under_torchrun(tmp_path: Path) -> None:
+    """`launch` returns this rank's result alone there."""
+    script = script_of(ROOT / "README.md", tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    out = run_command(sys.executable, *torchrun, str(script), folder=tmp_path).check()
+    assert len(re.findall(r"^loss \d\.\d\d$", out, re.MULTILINE)) == 2
 
 
 @pytest.mark.parametrize("run", [run_in_fork, run_script])

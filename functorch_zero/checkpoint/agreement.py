@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import DonatedError, GroupError, MismatchError, StructureError
-from ..groups import labelled, rejoin
+from ..groups import check_same_call, labelled, rejoin
 from ..groups.protocol import Group
 from .errors import CheckpointError, CorruptError
 
@@ -31,6 +31,7 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
     """
     # A failure that all have caught may have broken the group; else this does nothing
     rejoin(group)
+    check_same_call(group, lambda: what)
     group = labelled(group, what)
     failure: Exception | None = None  # this rank's own, the cause of the error that all raise
     try:

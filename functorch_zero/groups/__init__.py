@@ -1,5 +1,6 @@
 """Groups of ranks and their collectives: processes, threads, or one process that counts."""
 
+from .coming_back import check_same_call
 from .counting import Call, CountingGroup, RecordingGroup, counted
 from .forwarding import rejoin, sibling
 from .labels import CheckedGroup, LabelledGroup, labelled
@@ -28,6 +29,7 @@ __all__ = [
     "ThreadGroup",
     "Work",
     "as_group",
+    "check_same_call",
     "counted",
     "dump_on_signal",
     "labelled",

@@ -62,6 +62,11 @@ class Forwarding:
     def fail(self, error: BaseException) -> None:
         self.inner.fail(error)
 
+    @property
+    def era(self) -> int:
+        """How often all ranks have come back after a failure."""
+        return era_of(self.inner)
+
     def rejoin(self) -> None:
         """After a failure that all ranks have caught: as the inner group does, if it can."""
         rejoin(self.inner)
@@ -78,6 +83,12 @@ def rejoin(group: Group) -> None:
     own = getattr(group, "rejoin", None)
     if own is not None:
         own()
+
+
+def era_of(group: Group) -> int:
+    """How often all ranks of a group have come back after a failure; the same on each of them."""
+    own: int = getattr(group, "era", 0)  # single ranks and users' own groups don't come back
+    return own
 
 
 def sibling(group: Group) -> Group | None:

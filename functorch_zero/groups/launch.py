@@ -33,6 +33,7 @@ from .torch_distributed import WORLD_FAILURE_KEY, publish_failure
 T = TypeVar("T")
 
 _SECONDS_AFTER_FAILURE = 2.0  # for the other ranks to report, once one has failed
+_SECONDS_AFTER_INTERRUPT = 30.0  # for the ranks to save and end
 _SECONDS_TO_EXIT = 2.0  # for a process to end after it has reported
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -66,15 +67,17 @@ def launch(
             which is then rank i's current device.
         threads_per_rank: of torch, for operators on a CPU.
 
-    Interrupts from the keyboard reach the parent alone. When one rank has failed the others have
-    2 s to report, then they are killed. No process and no file is left behind, and on Linux the
-    ranks die with the parent.
+    When one rank has failed the others have 2 s to report, then they are killed. At Ctrl-C `fn`
+    gets a KeyboardInterrupt in each rank, once, or its own handler of SIGINT is called. The ranks
+    have 30 s to save and to end; a second Ctrl-C kills them at once. No process and no file is left
+    behind, and on Linux the ranks die with the parent.
 
     Raises:
         Exception: the first failing rank's, of its own type where it can be pickled, with a note
             that carries its rank and traceback.
         GroupError: a process died (killed, say) without a word.
         TimeoutError: names the ranks that still ran after `timeout` seconds.
+        KeyboardInterrupt: this process was interrupted, and all ranks have ended.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return [_call_under_torchrun(fn, args, backend)]
@@ -91,7 +94,11 @@ def launch(
             for rank in range(ranks):
                 members.append(_start(rank, meet, partial(fn, *args), start_method))
             with _store_served(listener):
-                reports = _watch(members, timeout)
+                try:
+                    reports = _watch(members, timeout)
+                except KeyboardInterrupt:
+                    _interrupt(members)
+                    raise
                 # Those that have not reported are killed at once
                 _let_exit([members[report.rank] for report in reports])
         finally:
@@ -243,6 +250,23 @@ def _watch(members: list[_Member], timeout: float | None) -> list[_Report]:
     return reports
 
 
+def _interrupt(members: list[_Member]) -> None:
+    """Interrupt all ranks, and wait a while for them to end. Their reports are not asked for."""
+    for member in members:
+        if member.process.is_alive():
+            os.kill(member.process.pid, signal.SIGINT)
+    give_up = time.monotonic() + _SECONDS_AFTER_INTERRUPT
+    running = {member.pipe for member in members}
+    while running and (seconds := give_up - time.monotonic()) > 0:
+        for pipe in wait(running, seconds):
+            assert isinstance(pipe, Connection)
+            with contextlib.suppress(EOFError, OSError):
+                pipe.recv_bytes()  # a rank waits until its report is read
+            running.remove(pipe)
+    if not running:
+        _let_exit(members)
+
+
 def _read_report(member: _Member) -> _Report:
     """The report of a rank that writes one or has ended."""
     try:
@@ -306,15 +330,23 @@ def _run_rank(
 ) -> None:
     """A rank's process, from its start to its end. `parent` is the launching process's id."""
     _die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends the ranks
+    own_pid = os.getpid()
     try:
+        _heed_interrupts(signal.SIG_DFL)  # there is nothing to save yet
         meet(rank)
+        _heed_interrupts(_interrupt_once)
         report = _Report(rank, task())
     except BaseException as error:  # SystemExit too: each has to be reported
+        # A child that the task has forked: the rank goes on, and speaks for itself
+        if os.getpid() != own_pid:
+            raise
         # A GroupError only tells of another rank's failure: the first word in the store stays
         if dist.is_initialized() and not isinstance(error, GroupError):
             publish_failure(WORLD_FAILURE_KEY, failure_text(rank, error))
         report = _Report(rank, error=error, trace=traceback.format_exc())
+    if os.getpid() != own_pid:  # such a child, that has returned
+        os._exit(0)
+    _heed_interrupts(signal.SIG_IGN)
     pipe.send_bytes(_pickled(report))
     pipe.close()
     if report.error is not None:  # end at once, which closes the connections; destroying could wait
@@ -322,6 +354,20 @@ def _run_rank(
         sys.stderr.flush()
         os._exit(1)
     dist.destroy_process_group()
+
+
+def _heed_interrupts(handler: Any) -> None:
+    """Handle SIGINT so from now on, unless this process ignores it from its start, as shells want
+    it of programs in the background."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _interrupt_once(number: int, frame: object) -> None:
+    """Raise KeyboardInterrupt, and ignore further ones: a terminal interrupts the ranks, and then
+    the parent does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _die_with_parent(parent: int) -> None:

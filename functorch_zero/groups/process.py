@@ -94,6 +94,9 @@ class ProcessGroup:
         self._works: set[weakref.ref[TorchWork]] = set()
         # By era, why this rank left; see Note [eras]
         self._errors: dict[int, GroupError] = {}
+        self._pid = (
+            os.getpid()
+        )  # a child that a step forks has the group's memory, and no part in it
         self._closed = False  # by `close`: there is no way back
         refuse_collectives_in_transforms()
         self._parent = parent = torch_distributed.parent_group(group)
@@ -230,9 +233,10 @@ class ProcessGroup:
         """Publish `error` to the other ranks and leave: their collectives raise `PeerError`, in
         about 0.1 s on gloo.
 
-        Does nothing when this rank has failed or lost the group before.
+        Does nothing when this rank has failed or lost the group before, and in a process that a
+        rank has forked.
         """
-        if self._torch_group is None:
+        if self._torch_group is None or os.getpid() != self._pid:
             return
         text = failure_text(self._known_as, error)
         self._error = GroupError(
@@ -274,6 +278,11 @@ class ProcessGroup:
                 f"all did: {error}"
             )
             raise self.why_left() from error.with_traceback(None)
+
+    @property
+    def era(self) -> int:
+        """How often all ranks have come back after a failure; see Note [eras]."""
+        return self._times_rejoined
 
     def subgroup(self, ranks: Sequence[int]) -> ProcessGroup:
         """The group of these of its ranks, in increasing order, this one among them. Each of them

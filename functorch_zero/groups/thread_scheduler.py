@@ -116,7 +116,7 @@ class World:
         self.broken: Break | None = None
         self._told: set[int] = set()  # of a broken world: who knows
         self._back: set[int] = set()  # and who waits for the others to begin anew
-        self._times_rejoined = 0
+        self.times_rejoined = 0  # the era, as groups call it
 
     def circle(self, rank: int, ranks: tuple[int, ...]) -> Circle:
         """The next circle of these ranks that this rank hasn't asked for: each of them gets the
@@ -191,12 +191,12 @@ class World:
                 circle.begin_anew()
             self._told.clear()
             self._back.clear()
-            self._times_rejoined += 1
-        times = self._times_rejoined
+            self.times_rejoined += 1
+        times = self.times_rejoined
         # Those before it wait here, until the last rank or an ending one clears `_back`
         while rank in self._back:
             self._let_others_run(rank)
-            if self._times_rejoined > times:  # all came, whatever has happened since then
+            if self.times_rejoined > times:  # all came, whatever has happened since then
                 return
         # Broken still, if a rank has ended instead of coming
         self._raise_if_broken(rank)

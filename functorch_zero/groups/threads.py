@@ -202,6 +202,11 @@ class ThreadGroup:
         """
         self._world.rejoin(self._rank)
 
+    @property
+    def era(self) -> int:
+        """How often all ranks have come back after a failure."""
+        return self._world.times_rejoined
+
     def _start(self, call: Signature, deposit: Any, out: Tensor, combine: Combine) -> Work:
         # The meeting may be complete by now, and `out` is still written in `wait`
         return _ThreadWork(self._world, self._rank, self._call(call, deposit, combine), out)

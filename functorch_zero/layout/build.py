@@ -168,13 +168,11 @@ def _by_bucket(specs: Sequence[LeafSpec], numbers: Sequence[int]) -> list[list[i
 
 
 def _stands_alone(spec: LeafSpec) -> bool:
-    """Whether a leaf has a bucket of its own: its gradient then is a flat without a copy.
-
-    Levels 2 and 3 reduce it as it is, at each use of its unit; levels 0 and 1 add gradients up
-    before. On one rank nothing is sent.
-    """
-    # Only levels 2 and 3 reduce a gradient at once, and only of trained leaves
-    if not spec.trainable or spec.cut.level <= 1 or spec.cut.num_pieces == 1:
+    """Whether a leaf has a bucket of its own: its gradient, if reduced at once, then needs no copy
+    to be a flat."""
+    # Only levels 2 and 3 reduce a gradient at once. A frozen leaf has none, but is cut like its
+    # trained twin: an average of it, say.
+    if spec.cut.level <= 1 or spec.cut.num_pieces == 1:
         return False
     # A bucket's flat has its padding at the end, so a leaf without any is the flat
     is_large = spec.numel * spec.dtype.itemsize >= LARGE

@@ -273,6 +273,15 @@ class Layout:
         return any(bucket.dtype in (torch.float16, torch.bfloat16) for bucket in self.buckets)
 
     @cached_property
+    def leaf_cuts(self) -> tuple[tuple[LeafSpec, int, int], ...]:
+        """Per leaf, all that its pieces follow from. Equal for trees whose pieces are those of the
+        same elements, whichever leaves are trained."""
+        return tuple(
+            (replace(leaf, trainable=False), self.buckets[b].offsets[k], self.buckets[b].piece)
+            for leaf, (b, k) in zip(self.leaves, self.places, strict=True)
+        )
+
+    @cached_property
     def trainable(self) -> PyTree[bool]:
         """A tree of bools: which leaves are trained."""
         return self.treedef.unflatten([leaf.trainable for leaf in self.leaves])

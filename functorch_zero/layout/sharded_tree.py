@@ -54,7 +54,8 @@ def in_a_loss() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Holding:
-    """The static part of a sharded tree: equal for trees that fit each other.
+    """The static part of a sharded tree: equal for trees that fit each other, of which other leaves
+    may be trained.
 
     Attributes:
         sharding: how the tree is cut, and which rank's part this is.
@@ -74,6 +75,19 @@ class Holding:
     donated: WeakIdKeyDictionary = field(
         default_factory=WeakIdKeyDictionary, compare=False, repr=False
     )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the leaves are of the same elements, so that `tree_map` may pair them."""
+        if not isinstance(other, Holding):
+            return NotImplemented
+        ours, theirs = self.sharding, other.sharding
+        if (self.form, ours.rank, ours.mesh) != (other.form, theirs.rank, theirs.mesh):
+            return False
+        # By identity first: comparing layouts takes longer
+        return ours.layout is theirs.layout or ours.layout.leaf_cuts == theirs.layout.leaf_cuts
+
+    def __hash__(self) -> int:
+        return hash((self.form, self.sharding.rank, self.sharding.mesh))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the engine, which is bound to this process's groups and connections

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..groups.forwarding import era_of
+from ..groups.protocol import Group
+from ..groups.single import SingleRank
 from .unshard import UnitFlats
 
 
@@ -56,15 +59,27 @@ class PrefetchOrder:
 
     It belongs to a step. Ranks must start the same gathers, so all of them follow the same order.
     When one rank fails, wherever, the others fail in their next collective, and may be a pass
-    ahead; so whoever fails forgets it.
+    ahead; so whoever fails forgets it. That collective may be another call's. So an order ends with
+    the group's era, too, which all ranks count alike.
+
+    Args:
+        group: all ranks; None: one.
     """
 
-    def __init__(self) -> None:
-        self.units: Sequence[str] = ()  # names; () until a pass has recorded some
+    def __init__(self, group: Group | None = None) -> None:
+        self._group: Group = SingleRank() if group is None else group
+        self._units: Sequence[str] = ()  # names; () until a pass has recorded some
+        self._era = 0  # of the group, when they were recorded
+
+    @property
+    def units(self) -> Sequence[str]:
+        """Their names; () where nothing is known that holds for all ranks."""
+        return self._units if self._era == era_of(self._group) else ()
 
     def record(self, units: Sequence[str]) -> None:
         """A pass has gathered these units, in this order."""
-        self.units = tuple(units)  # a copy: the pass goes on appending to its list
+        self._units = tuple(units)  # a copy: the pass goes on appending to its list
+        self._era = era_of(self._group)
 
     def follow(self, flats: Mapping[str, UnitFlats], distance: int) -> Following:
         """The order, for a pass that begins, over units with these flats by name, and that has
@@ -77,7 +92,7 @@ class PrefetchOrder:
         try:
             yield
         except BaseException:
-            self.units = ()  # an interrupt, too, may come between two gathers
+            self._units = ()  # an interrupt, too, may come between two gathers
             raise
 
 

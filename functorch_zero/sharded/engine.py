@@ -96,7 +96,7 @@ class ShardedEngine:
             TransformError: a transform does what its `needs` says it does not.
         """
         axes = self.options.axes
-        with sharing_failures(*axes.groups), torch.no_grad():
+        with sharing_failures(*axes.groups, call="optimizer init"), torch.no_grad():
             self._check_held(params)
             layout = params.sharding.layout
             # First: other transforms ask other questions, whose collectives would not meet
@@ -118,7 +118,8 @@ class ShardedEngine:
         Raises:
             StructureError: params, updates or new updates are not cut as they must be.
         """
-        with sharing_failures(*self.options.axes.groups), torch.no_grad():
+        groups = self.options.axes.groups
+        with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params)
             across = self._across_of(params.sharding.layout)
@@ -132,7 +133,7 @@ class ShardedEngine:
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. Collectives: those of `publish`."""
         axes = self.options.axes
-        with sharing_failures(*axes.groups), torch.no_grad():
+        with sharing_failures(*axes.groups, call="apply_updates"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params, some=True)
             gather = self.options.gather
@@ -140,7 +141,7 @@ class ShardedEngine:
 
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
         """The inner product of two trees in pieces, 0-d, the same on every rank. One all-reduce."""
-        with sharing_failures(*self.options.axes.groups), torch.no_grad():
+        with sharing_failures(*self.options.axes.groups, call="dot"), torch.no_grad():
             self._check_pieces(a, a)
             self._check_pieces(b, a)
             return self._across_of(a.sharding.layout).dot(a.tree, b.tree)
@@ -148,7 +149,7 @@ class ShardedEngine:
     def unshard(self, tree: ShardedTree) -> PyTree[Tensor]:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket."""
         axes = self.options.axes.at("unshard")
-        with sharing_failures(*self.options.axes.groups), torch.no_grad():
+        with sharing_failures(*axes.groups, call="unshard"), torch.no_grad():
             if tree.holding.form == "pieces":
                 return all_gather_pieces(tree, axes)
             return all_gather_params(tree, axes)
@@ -167,7 +168,8 @@ class ShardedEngine:
         # Per sharded tree: whether its gradients are asked for; those in `args` are read only
         trained = [i < num_trained for i in numbers]
         with ExitStack() as stack:
-            stack.enter_context(sharing_failures(*self.options.axes.groups))
+            groups = self.options.axes.groups
+            stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
             for sharded in trees:
                 self._check_held(sharded)
             if any(not _is_sharded(node) for node in given[:num_trained]):
@@ -277,7 +279,7 @@ class ShardedEngine:
         key = (*map(id, layouts), *trained)  # n ids, then n flags
         if key not in self._joined:
             self._joined[key] = join_layouts(layouts, trained)
-            self._orders[key] = PrefetchOrder()
+            self._orders[key] = PrefetchOrder(self.options.axes.world)
         return self._joined[key], self._orders[key]
 
     def _across_of(self, layout: Layout) -> Sharded:
@@ -414,7 +416,7 @@ def shard_tree(
         )
         engine = ShardedEngine(options)
     options, axes = engine.options, engine.options.axes
-    with sharing_failures(*axes.groups), torch.no_grad():
+    with sharing_failures(*axes.groups, call="shard_tree"), torch.no_grad():
         check_tensors(tree, "the tree")
         if layout_like is not None:
             sharding = layout_like.sharding

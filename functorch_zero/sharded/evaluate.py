@@ -32,7 +32,7 @@ class ShardedEvalStep:
 
     def __init__(self, step: EvalStep, options: Options):
         self.unsharded, self.options = step, options
-        self.order = PrefetchOrder()  # in which the last evaluation gathered units
+        self.order = PrefetchOrder(options.group)  # in which the last evaluation gathered units
 
     @property
     def group(self) -> Group:
@@ -47,7 +47,8 @@ class ShardedEvalStep:
         Collectives: at level 3 one all-gather per bucket, on use of its unit; one all-reduce of the
         metrics; and those of `publish`, where other params than the state's are chosen.
         """
-        with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
+        failures = sharing_failures(*self.options.axes.groups, call="evaluation", state=state)
+        with failures, self.order.forgotten_on_failure():
             sharding = sharding_of(state, self.options)
             layout, axes, gather = sharding.layout, self.options.axes, self.options.gather
             # Per bucket, as held between steps: (piece,) at level 3, else (numel,)

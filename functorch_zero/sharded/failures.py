@@ -7,21 +7,29 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import GroupError, NonFiniteError
-from ..groups import rejoin
+from ..groups import check_same_call, rejoin
 from ..groups.protocol import Group
 
 
 @contextmanager
-def sharing_failures(*groups: Group) -> Iterator[None]:
+def sharing_failures(*groups: Group, call: str = "", state: Any = None) -> Iterator[None]:
     """Tell the other ranks when this one fails, so that no rank waits for it.
 
-    Groups that have failed before take part again: a caller may catch an error and go on. For that
-    all ranks come here again, and `rejoin` waits for them.
+    Groups that have failed before take part again: a caller may catch an error and go on.
+
+    Args:
+        groups: of more than one rank each; that of all ranks comes first.
+        call: the call inside, in words. Ranks that come back to different calls raise. "": none,
+            so that the next call with words is compared.
+        state: the `State` that the call is given, whose step is compared, too.
     """
     # Nothing happens where nothing has failed; else all ranks meet here
     for group in groups:
         rejoin(group)
     try:
+        # A rank alone has no groups
+        if call and groups:
+            check_same_call(groups[0], lambda: _in_words(call, state))
         yield
     except NonFiniteError:
         raise  # on every rank, after the call's last collective: no rank waits, so none is told
@@ -33,6 +41,11 @@ def sharing_failures(*groups: Group) -> Iterator[None]:
             for group in groups:
                 group.fail(error)
         raise
+
+
+def _in_words(call: str, state: Any) -> str:
+    step = getattr(state, "step", None)  # none in what is no state, which the call refuses
+    return call if step is None else f"{call} at step {int(step)}"
 
 
 @contextmanager

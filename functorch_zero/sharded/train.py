@@ -52,7 +52,7 @@ class ShardedTrainStep:
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
         self.background = BackgroundTasks()
-        self.order = PrefetchOrder()  # in which the last step gathered units
+        self.order = PrefetchOrder(options.group)  # in which the last step gathered units
         self._prepared: PreparedUpdate | None = None  # for the last layout
 
     @property
@@ -85,7 +85,7 @@ class ShardedTrainStep:
             TransformError: a transform does what its `needs` says it does not.
             StructureError: params are no tensors, or none is trained.
         """
-        with sharing_failures(*self.options.axes.groups), torch.no_grad():
+        with sharing_failures(*self.options.axes.groups, call="init"), torch.no_grad():
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self.options.layout_of(params)
             if buffers is None:
@@ -139,7 +139,8 @@ class ShardedTrainStep:
             CheckpointError: an `async_save` with this step has failed; on every rank, and the state
                 is still good.
         """
-        with sharing_failures(*self.options.axes.groups), self.order.forgotten_on_failure():
+        failures = sharing_failures(*self.options.axes.groups, call="step", state=state)
+        with failures, self.order.forgotten_on_failure():
             # Up to `advance` an error leaves the state good: Note [before the first write]
             run = self._open(state, batch)
             local = differentiate(run, self.order)
@@ -168,7 +169,8 @@ class ShardedTrainStep:
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies. Leaves in pieces are all-gathered,
         those with an owner broadcast."""
-        with sharing_failures(*self.options.axes.groups), torch.no_grad():
+        failures = sharing_failures(*self.options.axes.groups, call="unshard", state=state)
+        with failures, torch.no_grad():
             sharding = sharding_of(state, self.options)
             prepared = self._prepare(sharding.layout)
             axes = self.options.axes.at("state/unshard")

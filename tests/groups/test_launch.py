@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from functorch_zero.errors import GroupError, PeerError
 from functorch_zero.groups import ProcessGroup, launch
+from tests.tiers import tiers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
 
@@ -313,3 +315,116 @@ def test_a_script_that_torchrun_started(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[(0, 1, 10)]", "")
+
+
+STEPS = """
+import os, signal, sys, time
+import functorch_zero as fz
+
+def fn(folder, ends):
+    rank = fz.ProcessGroup().rank
+    try:
+        open(f"{folder}/ready{rank}", "w").close()
+        time.sleep(60)
+    except KeyboardInterrupt:
+        if not ends:
+            time.sleep(60)
+        time.sleep(1.0)  # a second signal would come meanwhile
+        open(f"{folder}/saved{rank}", "w").close()
+        raise
+
+if __name__ == "__main__":
+    fz.launch(fn, 2, sys.argv[1], sys.argv[2] == "ends", start_method=sys.argv[3])
+"""
+
+
+def interrupted(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A script, in a session of its own, that was interrupted as soon as its ranks were ready."""
+    script = folder / "script.py"
+    script.write_text(STEPS)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(folder), *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    give_up = time.monotonic() + 60
+    while len(list(folder.glob("ready*"))) < 2:
+        assert time.monotonic() < give_up and process.poll() is None
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("whom", "start"), tiers([("all", "fork")], [("parent", "spawn")], rows=True)
+)
+def test_an_interrupt_lets_the_ranks_end_by_themselves(
+    whom: str, start: str, tmp_path: Path
+) -> None:
+    """A terminal sends it to all processes, a notebook to the parent alone. Ranks raise it once."""
+    process = interrupted(tmp_path, "ends", start)
+    try:
+        if whom == "all":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+def test_a_second_interrupt_kills_the_ranks(tmp_path: Path) -> None:
+    process = interrupted(tmp_path, "hangs", "fork")
+    try:
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(1.0)
+        assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT
+
+
+def test_ranks_that_do_not_end_after_an_interrupt_are_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = importlib.import_module("functorch_zero.groups.launch")  # the name is a function's
+    monkeypatch.setattr(module, "_SECONDS_AFTER_INTERRUPT", 0.5)
+
+    def fn() -> None:
+        if dist.get_rank() == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(60)
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        forked(fn, 2)
+    assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("end", ["SystemExit", "ValueError", "return"])
+def test_a_child_that_a_rank_has_forked_is_no_rank(end: str) -> None:
+    """However it leaves the rank's function, the rank itself goes on and reports."""
+
+    def fn() -> float:
+        group = ProcessGroup()
+        child = os.fork()
+        if child == 0:
+            if end == "return":
+                return -1.0
+            try:
+                raise SystemExit(3) if end == "SystemExit" else ValueError("the child's")
+            except BaseException as error:
+                group.fail(error)  # as a step around it does
+                raise
+        os.waitpid(child, 0)
+        group.all_reduce(total := torch.ones(1)).wait()
+        return total.item()
+
+    assert forked(fn, 2) == [2.0, 2.0]

@@ -3,14 +3,15 @@ a copy."""
 
 import pytest
 import torch
+from optree import tree_map
 from torch import nn
 
-from functorch_zero import functionalize, optim, train_step
+from functorch_zero import functionalize, optim, shard_tree, train_step
 from functorch_zero.layout import build
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.program import unshard
-from functorch_zero.testing import assert_sharded_equals_unsharded
-from tests.tiers import tiers
+from functorch_zero.testing import assert_sharded_equals_unsharded, run_ranks
+from tests.tiers import crossed, tiers
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +79,40 @@ def test_two_leaves_may_be_given_one_gradient():
     assert_sharded_equals_unsharded(
         step, params, {}, batches, levels=({"a": 3, "b": 0},), ranks=(2,)
     )
+
+
+@pytest.mark.parametrize("trained", ["", "b"])
+@pytest.mark.parametrize(("level", "ranks"), crossed((0, 1, 2, 3), (2, 3)))
+def test_a_frozen_twin_is_cut_alike(level, ranks, trained):
+    """A moving average of the params, say: `tree_map` pairs the pieces."""
+    if trained and level < 2:
+        pytest.skip("trained and frozen leaves lie in two buckets, unless each is alone in its own")
+    params = {name: torch.randn(6, 16, requires_grad=True) for name in "abc"}
+    twin = {name: leaf.detach() * 2 for name, leaf in params.items()}
+    for name in trained:
+        twin[name].requires_grad_()
+
+    def run(group):
+        own, other = (shard_tree(tree, level=level, group=group) for tree in (params, twin))
+        mean = tree_map(lambda a, b: (a.detach() + b.detach()) / 2, own, other)
+        return unshard(mean)
+
+    for whole in run_ranks(run, ranks):
+        for name, leaf in params.items():
+            torch.testing.assert_close(whole[name], 1.5 * leaf.detach(), rtol=0, atol=0)
+
+
+def test_a_twin_that_is_cut_otherwise_is_refused():
+    """Of small leaves the trained ones share a bucket, so these are pieces of other elements."""
+    params = {name: torch.randn(5, requires_grad=True) for name in "ab"}
+    twin = {"a": torch.zeros(5), "b": torch.zeros(5, requires_grad=True)}
+
+    def run(group):
+        own, other = (shard_tree(tree, level=3, group=group) for tree in (params, twin))
+        with pytest.raises(ValueError, match="Mismatch custom node data"):
+            tree_map(torch.add, own, other)
+        alike = shard_tree(tree_map(torch.detach, twin), layout_like=own)
+        return unshard(tree_map(torch.add, own, alike))["b"].detach()
+
+    for b in run_ranks(run, 2):
+        assert torch.equal(b, params["b"].detach())

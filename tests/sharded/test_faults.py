@@ -66,6 +66,13 @@ class Raises(torch.autograd.Function):
 NOW = threading.local()  # where this rank is to fail; no part of the optimizer, which ranks compare
 
 
+def fail_now(where: str) -> None:
+    if NOW.fails == where:
+        while not NOW.waits():
+            time.sleep(0.001)
+        raise ArithmeticError("bad batch")
+
+
 class Rank:
     """A rank that trains, and fails where and when it is told to."""
 
@@ -80,11 +87,9 @@ class Rank:
             return (Raises.apply(value) if NOW.fails == "backward" else value), aux
 
         def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
-            if NOW.fails == "optimizer":
-                while not NOW.waits():
-                    time.sleep(0.001)
-                raise ArithmeticError("bad batch")
+            fail_now("optimizer")
             across.norm(updates)
+            fail_now("end")  # after the step's last collective, at levels 0 and 3
             return updates, state
 
         picky = optim.with_statistics(lambda params: (), update)
@@ -329,32 +334,66 @@ def test_a_rank_that_steps_from_an_older_state(level: int) -> None:
     assert run_ranks(run, 2) == ["True"] * 2
 
 
-def test_an_optimizer_that_fails_when_the_others_have_finished_the_step(tmp_path: Path) -> None:
-    """S1. At level 0 nobody waits for anybody after the metrics; then ranks learn that they are at
-    different steps."""
+def in_a_loop(rank: Rank, i: int) -> None:
+    with propagate_failures(rank.step):
+        rank.take(i)
+
+
+GOES_ON: dict[str, Callable[[Rank], Any]] = {  # the others, after a step that one rank has failed
+    "step": lambda rank: in_a_loop(rank, 1),
+    "unshard": Rank.whole,
+}
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize(
+    ("level", "goes_on"), tiers([(3, "unshard")], [(0, "step"), (3, "step")], rows=True)
+)
+def test_a_rank_that_fails_when_the_others_have_finished_the_step(
+    level: int, goes_on: str, threads: bool, tmp_path: Path
+) -> None:
+    """S1. The ranks come back to different calls. They hear of it before the first collective, in
+    which gloo would end a process; and from the same state they go on. (At levels 1 and 2 the
+    others wait for that rank's new params, and so are at its step.)"""
     finished = tmp_path / "finished"
 
-    def run() -> bool:
-        rank = Rank(ProcessGroup(timeout=20), 0)
-        number = rank.step.group.rank
-        if number == 0:
-            rank.take(0)
-            finished.touch()
-            with pytest.raises(PeerError, match="rank 1 failed: ArithmeticError: bad batch"):
-                rank.take(1)
-        else:
-            NOW.fails, NOW.waits = "optimizer", finished.exists
+    def run(group: Any) -> list[Any]:
+        rank = Rank(group, level)
+        first, guilty = rank.state, group.rank == 1
+        if guilty:
+            NOW.fails, NOW.waits = "end", finished.exists if not threads else lambda: True
             with pytest.raises(ArithmeticError):
                 rank.take(0)
             NOW.fails = ""
+            again = lambda: in_a_loop(rank, 0)
+        else:
+            rank.take(0)
+            finished.touch()
+            again = lambda: GOES_ON[goes_on](rank)
+            with pytest.raises(PeerError, match="rank 1 failed: ArithmeticError: bad batch"):
+                again()
         before = rank.values()
-        with pytest.raises(
-            GroupError, match=rf"different steps.*rank {number} was at step {1 - number}\b"
-        ):
-            rank.take(1 - number)
-        return same(before, rank.values())
+        texts = []
+        for _ in range(2):
+            with pytest.raises(GroupError) as caught:
+                again()
+            texts.append(str(caught.value))
+        intact = same(before, rank.values())
+        rank.state = first
+        for i in range(3):
+            rank.take(i)
+        return [intact, texts, same(rank.whole(), undisturbed(group, level))]
 
-    assert launch(run, RANKS, start_method="fork", timeout=30) == [True, True]
+    if threads:
+        results = run_ranks(run, RANKS)
+    else:
+        in_process = lambda: run(ProcessGroup(timeout=20))
+        results = launch(in_process, RANKS, start_method="fork", timeout=60)
+    for intact, texts, equal in results:
+        assert intact and equal
+        for text in texts:
+            assert "came back to different calls" in text and "Remedy" in text
+            assert f"rank 0: {goes_on} at step 1; rank 1: step at step 0" in text
 
 
 def exit_without_a_word() -> None:
