@@ -88,7 +88,24 @@ def check_tensors(tree: PyTree[Any], what: str) -> None:
     for path, leaf in named_leaves(tree).items():
         got = type(leaf).__name__
         if not isinstance(leaf, Tensor):
-            raise StructureError(explain(f"{what} must be tensors", path=path, got=got))
+            remedy = "pass a tree of tensors, with torch.as_tensor(x) for numbers and arrays"
+            if isinstance(leaf, nn.Module):
+                remedy = (
+                    "apply, params, buffers = fz.functionalize(model); pass its params and buffers"
+                )
+            raise StructureError(
+                explain(f"{what} must be tensors", path=path, got=got, remedy=remedy)
+            )
+        if leaf.layout != torch.strided:
+            raise StructureError(
+                explain(
+                    f"{what} must be dense",
+                    path=path,
+                    expected=torch.strided,
+                    got=leaf.layout,
+                    remedy="pass leaf.to_dense(), and make it sparse in the loss",
+                )
+            )
         if type(leaf) not in (Tensor, nn.Parameter) and not is_fake(leaf):
             raise StructureError(
                 explain(
@@ -159,7 +176,13 @@ def mask_of(tree: PyTree[Any], mask: PyTree[bool] | Callable[[str, Any], bool]) 
 
 
 def same_structure(
-    expected: PyTree[Any], got: PyTree[Any], *, what: str, rank: int | None = None
+    expected: PyTree[Any],
+    got: PyTree[Any],
+    *,
+    what: str,
+    rank: int | None = None,
+    none_is_leaf: bool = False,
+    remedy: str = "pass a tree with the structure of the params that `init` was given",
 ) -> None:
     """Raise `StructureError`, naming the first path that differs, unless both trees have the same
     structure.
@@ -169,11 +192,16 @@ def same_structure(
         got: the tree to check.
         what: its name, for the error: "the mask".
         rank: the rank that found it, for the error.
+        none_is_leaf: whether None stands for a leaf.
+        remedy: the user's next move, for the error.
     """
     # The usual case, without making paths
-    if optree.tree_structure(expected) == optree.tree_structure(got):
+    if optree.tree_structure(expected, none_is_leaf=none_is_leaf) == optree.tree_structure(
+        got, none_is_leaf=none_is_leaf
+    ):
         return
-    expected_paths, got_paths = paths(expected), paths(got)
+    is_leaf = _is_none if none_is_leaf else None
+    expected_paths, got_paths = paths(expected, is_leaf), paths(got, is_leaf)
     missing = _without(expected_paths, got_paths)
     unexpected = _without(got_paths, expected_paths)
     if missing:
@@ -181,8 +209,13 @@ def same_structure(
     elif unexpected:
         path, story = unexpected[0], "not expected"
     else:  # the same paths, through other containers
-        # Names tell nothing here: a list in place of a tuple, say
-        path, story = "", f"a {type(got).__name__}"
+        # Names of leaves tell nothing here: a list in place of a tuple, say
+        path, wanted, found = _other_container(expected, got)
+        story = f"in a {found.__name__} in place of a {wanted.__name__}"
+        if {wanted, found} == {Params, dict}:
+            remedy = (
+                "fz.Params(leaves, params.units) makes a dict Params again; tree_map keeps them"
+            )
     raise StructureError(
         explain(
             f"{what} does not have the tree structure it must have",
@@ -190,9 +223,23 @@ def same_structure(
             expected=f"{len(expected_paths)} leaves in a {type(expected).__name__}",
             got=f"{len(got_paths)} leaves in a {type(got).__name__}; this leaf is {story}",
             rank=rank,
-            remedy="pass a tree with the structure of the params that `init` was given",
+            remedy=remedy,
         )
     )
+
+
+def _other_container(expected: Any, got: Any, path: str = "") -> tuple[str, type, type]:
+    """The first path at which two trees of the same leaves have different containers, and these."""
+    if type(expected) is type(got) and not optree.tree_is_leaf(expected):
+        inside, theirs = optree.tree_flatten_one_level(expected), optree.tree_flatten_one_level(got)
+        for a, b, entry in zip(inside[0], theirs[0], inside[2], strict=True):
+            if optree.tree_structure(a) != optree.tree_structure(b):
+                return _other_container(a, b, f"{path}.{entry}".strip("."))
+    return path, type(expected), type(got)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
 
 
 def _without(names: list[str], others: list[str]) -> list[str]:

@@ -72,7 +72,12 @@ class SaveJob:
             self._temporary = Temporary(step_folder(self._root.absolute(), snapshot.step))
             folder = str(self._temporary.path)
         digest = digest_of(snapshot.contents, snapshot.level, json.dumps(snapshot.user))
-        return {"step": snapshot.step, "folder": folder, "digest": digest}
+        return {
+            "step": snapshot.step,
+            "root": str(self._root),
+            "folder": folder,
+            "digest": digest,
+        }
 
     def _write(self, folder: Path) -> dict[str, Any]:
         """Write this rank's file; its manifest entry, and the orders of dims that it knows."""
@@ -121,6 +126,13 @@ def _check_agreement(begun: Sequence[dict[str, Any]]) -> None:
             "order"
         )
     for rank, row in enumerate(begun):
+        # All write into rank 0's folder, so that another rank would look for it in vain
+        if row["root"] != begun[0]["root"]:
+            raise MismatchError(
+                f"ranks 0 and {rank} save to different folders: {begun[0]['root']} and "
+                f"{row['root']}. Remedy: pass the same root on every rank, with no rank's number "
+                "or time in its name"
+            )
         if row["digest"] != begun[0]["digest"]:
             raise MismatchError(
                 f"ranks 0 and {rank} save states with different leaves, numbers or `user`. Remedy: "

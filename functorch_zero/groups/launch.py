@@ -35,6 +35,7 @@ T = TypeVar("T")
 _SECONDS_AFTER_FAILURE = 2.0  # for the other ranks to report, once one has failed
 _SECONDS_AFTER_INTERRUPT = 30.0  # for the ranks to save and end
 _SECONDS_TO_EXIT = 2.0  # for a process to end after it has reported
+_LOOPBACK = "lo"  # of Linux
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -85,6 +86,9 @@ def launch(
         raise ValueError(
             f"ranks must be the number of processes to start, got {ranks}. Remedy: launch(fn, 2)"
         )
+    if start_method == "spawn":
+        _check_importable(fn)
+    _check_loopback(backend)
     members: list[_Member] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:  # 0: any free port
         port = listener.getsockname()[1]
@@ -108,6 +112,30 @@ def launch(
     if failed:
         raise min(failed, key=_distance_from_cause).error  # type: ignore[misc]  # it is not None
     return [report.result for report in sorted(reports, key=lambda report: report.rank)]
+
+
+def _check_importable(fn: Callable[..., Any]) -> None:
+    """Refuse a function of a notebook or a prompt, which a new process can't import."""
+    main = sys.modules["__main__"]
+    if getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
+        raise TypeError(
+            f"launch can't start {getattr(fn, '__qualname__', fn)} in new processes, which can't "
+            "import it: it was defined in a notebook or at a prompt. Remedy: "
+            'launch(fn, ranks, start_method="fork") (on CPUs), or write it to a module and import '
+            "it"
+        )
+
+
+def _check_loopback(backend: str | None) -> None:
+    """Refuse a host whose loopback has another name than the one that gloo is told."""
+    if sys.platform != "linux" or backend == "nccl" or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    names = [name for _, name in socket.if_nameindex()]
+    if _LOOPBACK not in names:
+        raise GroupError(
+            f"this host has no network interface for gloo: expected {_LOOPBACK}, got {names}. "
+            "Remedy: set GLOO_SOCKET_IFNAME to the one that ranks of this host can meet on"
+        )
 
 
 def _call_under_torchrun(fn: Callable[..., T], args: tuple[Any, ...], backend: str | None) -> T:
@@ -385,7 +413,7 @@ def _meet(ranks: int, port: int, backend: str | None, threads: int, rank: int) -
     torch.set_num_threads(threads)
     if sys.platform == "linux":
         # Without it gloo takes an address of the host by its name, which may be out of reach
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     _init(backend, rank, ranks, store=store, rank=rank, world_size=ranks)
     # gloo connects rank by rank: no rank may end while another still connects.

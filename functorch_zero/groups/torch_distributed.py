@@ -33,6 +33,8 @@ _MAX_TEXT = 4000  # characters of an error that are passed on
 
 def parent_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """The torch group that a user means; an error with a remedy when there is none."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        _check_is_mesh(group)
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised in this process. Remedy: start the ranks with "
@@ -52,15 +54,20 @@ def _world_group() -> dist.ProcessGroup:
     return world
 
 
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of a mesh of one dim."""
+def _check_is_mesh(group: Any) -> None:
+    """Raise TypeError for what is neither a group nor a mesh."""
     from torch.distributed.device_mesh import DeviceMesh  # here, since it takes a while to import
 
-    if not isinstance(mesh, DeviceMesh):
+    if not isinstance(group, DeviceMesh):
         raise TypeError(
             "group must be a functorch_zero Group, a torch ProcessGroup or DeviceMesh that this "
-            f"rank belongs to, or None for all ranks; got {mesh!r}"
+            f"rank belongs to, or None for all ranks; got {group!r}. Remedy: to start ranks, "
+            "fz.launch(fn, 2); inside them, fz.ProcessGroup()"
         )
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of a mesh of one dim."""
     if mesh.ndim != 1:
         raise NotImplementedError(
             f"a DeviceMesh of {mesh.ndim} dims ({mesh.mesh_dim_names}) is not one group of ranks. "

@@ -48,7 +48,8 @@ def pack(
         if leaf is None:
             view.zero_()
         else:
-            sources.append(leaf)
+            # An embedding's gradient may be sparse, and a flat has a place for each element
+            sources.append(leaf if leaf.layout == torch.strided else leaf.to_dense())
             targets.append(view)
     if sources:
         torch._foreach_copy_(targets, sources)
@@ -62,6 +63,7 @@ def is_flat(
     # The bucket has one leaf and no padding, as `_stands_alone` wants it
     return (
         leaf is not None
+        and leaf.layout == torch.strided
         and leaf.numel() == bucket.numel
         and leaf.is_contiguous()
         and leaf.dtype == (bucket.dtype if dtype is None else dtype)

@@ -300,8 +300,11 @@ class Layout:
         """The layout as plain data, for comparing ranks and for files."""
         precision, leaves = {}, {}  # paths -> text; leaf paths -> facts
         for leaf in self.leaves:
-            trained = "trainable" if leaf.trainable else "frozen"
-            leaves[leaf.path] = [list(leaf.shape), str(leaf.dtype), trained]
+            leaves[leaf.path] = {
+                "shape": list(leaf.shape),
+                "dtype": str(leaf.dtype),
+                "trained": leaf.trainable,
+            }
             if leaf.dtypes is not None:
                 precision[leaf.path] = str(leaf.dtypes)
         return {

@@ -100,7 +100,9 @@ class Holding:
     def __repr__(self) -> str:
         sharding = self.sharding
         level = "several levels" if sharding.level is None else f"level {sharding.level}"
-        form = {"held": "as params are held", "pieces": "in pieces, as gradients are"}[self.form]
+        # optree prints this where trees of both forms are given to one `tree_map`
+        pieces = "in pieces, as gradients are (fz.apply_updates adds them to params)"
+        form = {"held": "as params are held", "pieces": pieces}[self.form]
         return f"{form}, {level}, rank {sharding.rank}"
 
     def views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:

@@ -86,7 +86,7 @@ class Apply:
     def _check_shapes(self, params: Mapping[str, Any]) -> None:
         """Raise, naming the first leaf whose shape is not the model's."""
         with without_torch_function():  # a lazy parameter has the shape of its whole leaf
-            others = [path for path, shape in self._shapes.items() if params[path].shape != shape]
+            others = [path for path, shape in self._shapes.items() if _shape(params[path]) != shape]
         if not others:
             return
         path = others[0]
@@ -95,7 +95,7 @@ class Apply:
                 "params don't fit the model",
                 path=path,
                 expected=tuple(self._shapes[path]),
-                got=tuple(params[path].shape),
+                got=_shape(params[path]),
                 remedy="pass params of this model; inside a sharded step those that the loss was "
                 "given, not the state's pieces",
             )
@@ -112,8 +112,22 @@ class Apply:
         return Skeleton(copy_module(self._prototype, {}), self._anatomy).settle()
 
 
+def _shape(leaf: Any) -> tuple[int, ...] | str:
+    """A leaf's shape, or the type of what is no tensor."""
+    return tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
 def _check_paths(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raise, naming the first leaf that is missing or unknown, unless the paths are the model's."""
+    if not isinstance(given, Mapping):
+        raise StructureError(
+            explain(
+                f"apply's {what} are no dict of leaves",
+                expected=f"apply(params, buffers, *inputs), {what} as functionalize returned them",
+                got=f"{type(given).__name__} for {what}",
+                remedy="pass both trees before the inputs; buffers are {} where there are none",
+            )
+        )
     if given.keys() == known.keys():
         return
     missing = [path for path in known if path not in given]
@@ -184,6 +198,16 @@ def functionalize(
     >>> list(params), tuple(output.shape)
     (['weight', 'bias'], (1, 3))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            explain(
+                "functionalize takes a module that is built",
+                expected="an nn.Module",
+                got=model.__name__ if isinstance(model, type) else type(model).__name__,
+                remedy="build it, `Net(...)`; a function of (params, buffers, batch) needs no "
+                "functionalize, and is a loss as it is",
+            )
+        )
     # Units and layouts are made of shapes
     if any(torch.nn.parameter.is_lazy(p) for p in model.parameters()):
         raise StructureError(

@@ -107,6 +107,13 @@ optree.register_pytree_node(
 )
 
 
+# Of `Across`, as its error lists them
+_QUESTIONS = (
+    *("extents", "sum", "mean", "norm", "max", "total", "dot", "dots"),
+    *("sum_dim", "sum_dims", "max_dim", "max_dims", "spread"),
+)
+
+
 class Across(ABC):
     """The questions of a transform's author, and under them the primitives that answer them.
 
@@ -119,6 +126,17 @@ class Across(ABC):
 
     extents: PyTree[Extent]
     """Per leaf, its full `shape` and the range [start, stop) of its elements that is here."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Say which questions there are, where somebody asks another one."""
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name.startswith("_"):  # asked by copy, say
+            raise AttributeError(text)
+        raise AttributeError(
+            f"across has no question {name!r}: expected one of {', '.join(_QUESTIONS)}. Remedy: "
+            "make it of these (a variance is mean(u * u) - mean(u)**2), or take whole leaves "
+            "(optim.with_whole_leaves)"
+        )
 
     # One number per leaf
 

@@ -18,10 +18,11 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import TransformError
+from ..errors import TransformError, explain
 from ..params import engine_of
-from ..tree import PyTree, storages
+from ..tree import PyTree, named_leaves, same_structure, storages
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
+from .arguments import check_is_transform, check_takes
 from .complex_leaves import has_complex, init_in_parts, refuse_complex, update_in_parts
 from .local import Local
 from .naming import Named
@@ -115,7 +116,15 @@ class Transform(Named):
             return engine.update(self, updates, state, params)
         # A frozen leaf has no update; in `view` it has no param either
         with torch.no_grad():
-            view = tree_map(_where_given, updates, params, none_is_leaf=True)
+            try:
+                view = tree_map(_where_given, updates, params, none_is_leaf=True)
+            except ValueError:
+                # In our words: where they differ, and what to do
+                remedy = "pass the params that the gradients are of"
+                same_structure(
+                    updates, params, what="the tree of params", none_is_leaf=True, remedy=remedy
+                )
+                raise
             return self.update_fn(updates, state, view, Local(view))
 
 
@@ -163,6 +172,9 @@ def pointwise(
     >>> negate.needs
     <Needs.POINTWISE: 0>
     """
+    _check_functions("pointwise", init, update)
+    if in_place is not None:
+        check_takes(in_place, _OF_TREES, 3, by="pointwise's in_place")
     lifted_init = _lift_init(init)
     # There is one `across` for all calls: it has no state, and answers nothing
     refusing: Any = Refusing()  # typed as any `across`
@@ -239,6 +251,7 @@ def with_statistics(init: Init, update: Update) -> Transform:
     Sharded, it runs on pieces; each question is one all-reduce of scalars or vectors for all leaves
     together, and one more where integers are asked about beside floating-point numbers.
     """
+    _check_functions("with_statistics", init, update)
     return Transform(
         _lift_init(init),
         _lift_update(update),
@@ -272,9 +285,11 @@ def with_whole_leaves(
     Sharded, each leaf has an owner, who alone holds its state and runs it: one all-to-all in, one
     out, about 2S/N bytes per rank (3S/N when `update` wants the param).
     """
+    check_takes(init, ("param",), 1, by="with_whole_leaves' init")
+    check_takes(update, ("update", "state", "param"), 2, by="with_whole_leaves' update")
     # Read off the signature: a param that the author doesn't take is not sent to the owner
     wants_param = _num_positional(update) > 2
-    spec = WholeLeaf(init, _given_params(update), wants_param, cost, batched)
+    spec = WholeLeaf(_made_of_tensors(init), _given_params(update), wants_param, cost, batched)
 
     def init_tree(params: PyTree[Tensor], across: Across) -> Any:
         return across.init_whole(spec, params)
@@ -304,6 +319,8 @@ def with_whole_tree(init: Init, update: Update, *, limit: int = 64 * 2**20) -> T
     Sharded, one all-to-all per dtype brings every rank the elements that it lacks: S (N-1)/N bytes
     (twice that with params).
     """
+    check_takes(init, ("params",), 1, by="with_whole_tree's init")
+    check_takes(update, _OF_TREES[:3], 2, by="with_whole_tree's update")
     # Read off the signature: params that the author doesn't take are not gathered
     wants_params = _num_positional(update) > 2
     run = _given_params(update)
@@ -328,9 +345,8 @@ def chain(*transforms: Transform) -> Transform:
 
     Neighbouring pointwise parts run as one, so that a bucket's temporaries are a bucket's.
     """
-    for t in transforms:
-        if not isinstance(t, Transform):
-            raise TypeError(f"chain takes transforms, got {type(t).__name__}: {t!r}")
+    for i, t in enumerate(transforms):
+        check_is_transform(f"chain's argument {i}", t)
 
     # One state per transform, also of those that run merged: merging shows in no checkpoint
     def init(params: PyTree[Tensor], across: Across) -> tuple[Any, ...]:
@@ -451,6 +467,16 @@ def step_count() -> Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu")
 
 
+# The arguments of an author's update; `init` has the last two
+_OF_TREES = "updates", "state", "params", "across"
+
+
+def _check_functions(name: str, init: Init, update: Update) -> None:
+    """Raise TypeError unless an author's functions take trees as the constructor gives them."""
+    check_takes(init, _OF_TREES[2:], 1, by=f"{name}'s init")
+    check_takes(update, _OF_TREES, 3, by=f"{name}'s update")
+
+
 def _num_positional(fn: Callable[..., Any]) -> int:
     """The number of positional arguments that a function takes; a large one when it takes any."""
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -477,6 +503,28 @@ def _given_params(update: Update) -> Update:
     if _num_positional(update) > 2:
         return _returns_pair(update, update)
     return _returns_pair(update, lambda u, s, p: update(u, s))
+
+
+def _made_of_tensors(init: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """A whole-leaf author's `init`, with an error where the state has other things than tensors."""
+
+    def run(param: Tensor) -> Any:
+        state = init(param)
+        for path, leaf in named_leaves(state).items():
+            if not isinstance(leaf, Tensor):
+                raise TransformError(
+                    explain(
+                        f"{getattr(init, '__qualname__', init)} makes a state of other things than "
+                        "tensors, which ranks can't send to each other",
+                        path=path,
+                        expected="a tensor",
+                        got=type(leaf).__name__,
+                        remedy="torch.tensor(number); optim.step_count() for a count",
+                    )
+                )
+        return state
+
+    return run
 
 
 def _returns_pair(author: Update, update: Callable[..., Any]) -> Update:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..tree import content_digests
+from .arguments import check_arguments, wrong_call
 
 P = ParamSpec("P")  # of a factory's arguments
 Made = TypeVar("Made")  # a transform or a schedule
@@ -91,7 +92,9 @@ transition_begin=0), decay=0.0)
     things that they refer to: closed over, as defaults, written in the code, or global.
 
     Raises:
-        TypeError: the factory returns neither a transform nor a function.
+        TypeError: the factory returns neither a transform nor a function. A call raises it for
+            arguments that don't fit the signature, and for those annotated `Number` or `Transform`
+            that are none.
     """
     # Read once, when the factory is defined
     signature = inspect.signature(factory)
@@ -100,11 +103,15 @@ transition_begin=0), decay=0.0)
 
     @wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Made:
-        made = factory(*args, **kwargs)
         if torch.compiler.is_compiling():  # a kernel has no use for names
-            return made
+            return factory(*args, **kwargs)
+        try:
+            arguments = arguments_of(signature, *args, **kwargs)
+        except TypeError as error:
+            raise wrong_call(name, signature, kwargs, error) from None
+        check_arguments(name, signature.parameters, arguments)
+        made = factory(*args, **kwargs)
         # The factory's own arguments replace those of the constructor that it called
-        arguments = arguments_of(signature, *args, **kwargs)
         if isinstance(made, Named):
             return replace(made, name=name, hyperparams=arguments, factory=users)
         if callable(made):
@@ -120,7 +127,6 @@ transition_begin=0), decay=0.0)
 
 def arguments_of(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """A call's arguments by name, defaults included."""
-    # They fit: callers have passed or bound them before
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments: dict[str, Any] = {}

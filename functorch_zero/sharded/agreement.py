@@ -296,7 +296,8 @@ def first_difference(ours: Any, theirs: Any, field: str = "") -> Difference:
             a, b = ours.get(key, _Absent), theirs.get(key, _Absent)
             if a != b:
                 return first_difference(a, b, f"{field}.{key}".lstrip("."))
-    if isinstance(ours, list) and isinstance(theirs, list):
+    # A shape is told whole
+    if isinstance(ours, list) and isinstance(theirs, list) and not _are_numbers(ours + theirs):
         # A list that is longer differs there, unless it differs before
         for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
             if a != b:
@@ -304,6 +305,10 @@ def first_difference(ours: Any, theirs: Any, field: str = "") -> Difference:
         if len(ours) != len(theirs):
             return Difference(f"the length of {field}", len(ours), len(theirs))
     return Difference(field, ours, theirs)
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
 
 
 class _Absent:

@@ -295,7 +295,8 @@ class ShardedEngine:
             got = tree.holding if _is_sharded(tree) else type(tree).__name__
             raise StructureError(
                 f"expected a sharded tree, held as params are; got {got}. Remedy: gradients and "
-                "updates are in pieces, and fz.apply_updates(params, updates) makes params of them"
+                "updates are in pieces, and fz.apply_updates(params, updates) makes params of "
+                "them; of several trees pass one at a time"
             )
         tree.check_frozen()
 

@@ -123,7 +123,7 @@ def broadcast(
         shapes: dict[str, Any] = {}
         for path, leaf in zip(paths(tree), optree.tree_leaves(tree), strict=True):
             _check_has_values(path, leaf, group.rank)
-            shapes[path] = [list(leaf.shape), str(leaf.dtype)]
+            shapes[path] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
         # Ranks that differ in it would hang in the broadcasts, or mix up leaves
         agree(labelled(group, "broadcast/agreement"), {"source": source, "leaves": shapes})
         values = labelled(group, "broadcast/values")

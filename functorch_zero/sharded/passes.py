@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import StructureError, explain
 from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss
 from ..profiling import ranged
@@ -74,7 +75,7 @@ def run_pass(
     with torch.enable_grad():
         params = one_pass.lazy_params()
         with ranged("loss"), in_a_loss():
-            outcome = loss(params)
+            outcome = _called(loss, params, rank)
         # It requires grad, but by something else than a trained leaf
         if not one_pass.entered:
             raise independent(rank)
@@ -91,3 +92,23 @@ def run_pass(
     # Only after a pass that went well
     order.record(one_pass.following.gathered)
     return outcome
+
+
+def _called(
+    loss: Callable[[PyTree[Tensor]], Outcome], params: PyTree[Tensor], rank: int
+) -> Outcome:
+    """The loss's outcome, with an error that explains where TorchScript was given a lazy param."""
+    try:
+        return loss(params)
+    except RuntimeError as error:
+        if "TorchScript" not in str(error):
+            raise
+        raise StructureError(
+            explain(
+                "a scripted or traced function failed in the loss, which may have been given a "
+                "sharded param",
+                expected="whole tensors: TorchScript sees no operator that gathers",
+                rank=rank,
+                remedy="give it fz.unshard(param), or don't script it",
+            )
+        ) from error

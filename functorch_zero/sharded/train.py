@@ -26,7 +26,7 @@ from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics
 from ..step.metrics import check_reported
 from ..step.state import State, TrainValue, marked
-from ..step.train import TrainStep, mark_trainable
+from ..step.train import TrainStep, check_not_on_meta, mark_trainable
 from ..tree import PyTree, check_tensors, content_digests, paths, select
 from ..version import __version__
 from .agreement import agree
@@ -90,7 +90,7 @@ class ShardedTrainStep:
             layout = self.options.layout_of(params)
             if buffers is None:
                 buffers = {}
-            elif values is not None:
+            if values is not None:
                 buffers = values.fill(buffers)
             check_tensors(buffers, "buffers")
 
@@ -152,8 +152,11 @@ class ShardedTrainStep:
         sharding = sharding_of(state, self.options)
         # Plans are made at the first step with a layout, and found again in later ones
         prepared = self._prepare(sharding.layout)
+        prepared.check_state(state.opt_state, self.group.rank)
         # Leaves that were replaced since the last step are packed here, into new flats
         flats = state.params.flats()
+        if flats[0].is_meta:
+            check_not_on_meta(state.params, batch)
         check_batch(batch, flats[0].device, self.group.rank)
         return Run(
             step=self.unsharded,
@@ -173,6 +176,7 @@ class ShardedTrainStep:
         with failures, torch.no_grad():
             sharding = sharding_of(state, self.options)
             prepared = self._prepare(sharding.layout)
+            prepared.check_state(state.opt_state, self.group.rank)
             axes = self.options.axes.at("state/unshard")
             return unshard_state(state, prepared, axes)
 
@@ -265,7 +269,7 @@ class ShardedTrainStep:
 def _shapes_and_dtypes(tree: PyTree[Tensor]) -> dict[str, Any]:
     """By path."""
     leaves = zip(paths(tree), optree.tree_leaves(tree), strict=True)
-    return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves}
+    return {path: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for path, leaf in leaves}
 
 
 class DigestedFill:

@@ -30,7 +30,7 @@ from ..layout.flat_buffers import Recall, cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
 from ..optim.across import Across, Pointwise, Tree
 from ..optim.base import Transform
-from ..tree import PyTree, has_values, select, storages
+from ..tree import PyTree, has_values, same_structure, select, storages
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 # Elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
@@ -218,7 +218,11 @@ class PointwiseOnFlats:
 
         # The state of all leaves, and that of one param alone
         full = plan_state(init, self._layout, self._mask, self._layout.num_ranks)
-        one = plan_of(part.init({"": placeholder(0, torch.float32)}))
+        of_one = part.init({"": placeholder(0, torch.float32)})
+        # Numbers and text of Python's: there is no tensor to lie anywhere
+        if not all(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(of_one)):
+            return None
+        one = plan_of(of_one)
         # Alike: each leaf has as many followers as the one, and counts are shared by all leaves
         num_following, num_shared = _count_kinds(full)
         num_slots, num_shared_of_one = _count_kinds(one)
@@ -432,6 +436,9 @@ def _run(run: Callable[..., Any], one: Any, given: Sequence[Tensor], param: Tens
     update, *state = given
     # The author's trees, of one leaf with an empty path
     new_updates, new_state = run({"": update}, one.unflatten(state), {"": param})
+    if not isinstance(new_updates, dict):
+        remedy = "keep the structure that `update` is given, by tree_map for example"
+        same_structure({"": 0}, new_updates, what="the optimizer's updates", remedy=remedy)
     return [new_updates[""], *optree.tree_leaves(new_state)]
 
 

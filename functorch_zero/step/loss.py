@@ -12,8 +12,9 @@ import optree
 import torch
 from torch import Tensor
 
-from ..errors import StructureError, explain
+from ..errors import FunctorchZeroError, StructureError, explain
 from ..model.buffer_copies import BufferCopy, copy_of
+from ..model.lazy_param import LazyParam
 from ..tree import PyTree, paths, same_structure
 
 
@@ -56,14 +57,22 @@ def call_loss(
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
-    loss, given = check_loss(loss_fn(params, own, batch), rank)
+    try:
+        result = loss_fn(params, own, batch)
+    except FunctorchZeroError:
+        raise
+    except Exception as error:
+        # torch names an operator, and no leaf of the batch
+        error.add_note(f"The loss was given this batch: {_outline(batch)}")
+        raise
+    loss, given = check_loss(result, rank)
     aux = given or Aux()
     check_has_values({"loss": loss, **aux.metrics}, params, rank)
     # Without others, its own as the loss left them: written to, or replaced in their dict
     left, what = aux.buffers, "Aux.buffers"
     if left is None:
         left, what = own, "the loss's buffers"
-    same_structure(buffers, left, what=what, rank=rank)
+    same_structure(buffers, left, what=what, rank=rank, remedy=_KEEP_BUFFERS)
     _check_buffers(left, rank)
     new = []
     for copied, after in zip(copies, optree.tree_leaves(left), strict=True):
@@ -94,6 +103,23 @@ def _next_buffer(copied: BufferCopy, after: Tensor, weight: Tensor | float | Non
     return if_weighty(_without_history(after), weight, otherwise=copied.old)
 
 
+_KEEP_BUFFERS = "return the tree of buffers that the loss was given, with new leaves"
+_LONGEST_OUTLINE = 12  # leaves of a batch
+
+
+def _outline(batch: Any) -> str:
+    """The batch's leaves, for an error: "x: (4, 3) torch.float32 on cpu, y: a str"."""
+    found = []
+    for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
+        kind = f"a {type(leaf).__name__}"
+        if isinstance(leaf, Tensor):
+            kind = f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}"
+        found.append(f"{path or '(root)'}: {kind}")
+    rest = len(found) - _LONGEST_OUTLINE
+    more = [f"and {rest} more"] if rest > 0 else []
+    return ", ".join(found[:_LONGEST_OUTLINE] + more) or "no leaves"
+
+
 def _without_history(buffer: Tensor) -> Tensor:
     """The buffer as the next call may use it: plain, and in no autograd graph."""
     if type(buffer) is Tensor and not buffer.requires_grad:
@@ -113,6 +139,9 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
             f"a loss returns a tensor, or (tensor, fz.Aux(...)); got {type(aux).__name__} as the "
             "second"
         )
+    # A 0-d param, as it is: only an operator would have made it whole
+    if type(loss) is LazyParam:
+        loss = loss.whole()
     # Gradients are taken of one number
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         got = type(loss).__name__
@@ -367,6 +396,11 @@ def _check_same_metrics(outcomes: Sequence[Outcome]) -> None:
                     remedy="return the same metrics from every call of the loss",
                 )
             )
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A gradient as optimizers take it: an embedding's may be sparse."""
+    return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 def as_tensor(value: Any) -> Tensor:

@@ -22,12 +22,13 @@ from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
-from ..tree import PyTree, check_tensors
+from ..tree import PyTree, check_tensors, same_structure
 from .loss import (
     Aux,
     as_metric,
     check_has_values,
     check_loss,
+    dense,
     if_weighty,
     independent,
     refuse_reentrant_checkpoints,
@@ -127,6 +128,7 @@ def _whole_grad(grad: Tensor | None, leaf: Tensor, aux: Aux | None) -> Tensor:
     nothing."""
     if grad is None:
         return torch.zeros_like(leaf)
+    grad = dense(grad)
     return grad if aux is None else if_weighty(grad, aux.weight)
 
 
@@ -164,7 +166,11 @@ def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> Py
         return (p + u.to(p.dtype)).requires_grad_(p.requires_grad)
 
     # None is an update here, so optree must not skip it
+    same_structure(params, updates, what="the tree of updates", none_is_leaf=True, remedy=_LIKE)
     return tree_map(add, params, updates, none_is_leaf=True)
+
+
+_LIKE = "pass the trees that fz.value_and_grad and the optimizer gave of these params"
 
 
 def dot(a: Any, b: Any) -> Tensor:
@@ -181,6 +187,7 @@ def dot(a: Any, b: Any) -> Tensor:
     if engine is not None:
         product: Tensor = engine.dot(a, b)
         return product
+    same_structure(a, b, what="the second tree", remedy=_LIKE)
     return Local(a).dot(a, b)
 
 

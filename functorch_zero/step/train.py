@@ -21,15 +21,26 @@ from ..model.casting import CastParams
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.across import Across
+from ..optim.arguments import check_is_transform
 from ..optim.base import Transform
 from ..optim.local import Local
-from ..tree import PyTree, check_tensors, mask_of, merge, named_leaves, same_structure, select
+from ..tree import (
+    PyTree,
+    check_tensors,
+    mask_of,
+    merge,
+    named_leaves,
+    paths,
+    same_structure,
+    select,
+)
 from .loss import (
     LossFn,
     Metrics,
     Outcome,
     as_metric,
     call_loss,
+    dense,
     if_weighty,
     independent,
     joined,
@@ -40,7 +51,7 @@ from .loss import (
 from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .rng import replayed
-from .state import State, Trained, TrainValue, check_state, marked, trained
+from .state import State, Trained, TrainValue, check_opt_state, check_state, marked, trained
 from .weight_reminder import WeightReminder
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
@@ -86,13 +97,14 @@ class TrainStep:
             ValueError: the optimizer has no metric of a name that was asked for.
         """
         buffers = {} if buffers is None else buffers
+        check_tensors(params, "params")
+        check_tensors(buffers, "buffers")
         # Before anything else looks at leaves: those on meta have no values to copy
         if values is not None:
             params = values.fill(params)
             buffers = values.fill(buffers)
         # From here on `requires_grad` says which leaves are trained, all through the package
         params = mark_trainable(params, self.trainable)
-        check_tensors(buffers, "buffers")
         # Copies, so that nobody who holds the tensors given can change the state
         params = tree_map(lambda p: p.detach().clone().requires_grad_(p.requires_grad), params)
         buffers = tree_map(lambda buffer: buffer.detach().clone(), buffers)
@@ -116,6 +128,7 @@ class TrainStep:
                 "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` "
                 "first"
             )
+        check_not_on_meta(state.params, batch)
         # The step in two halves: gradients of a loss, and an update by them
         grads, outcome = self.loss_and_grads(state, batch)
         metrics = {"loss": outcome.loss.detach()}
@@ -192,7 +205,8 @@ class TrainStep:
         for leaf, grad in zip(trained_leaves, found, strict=True):
             if grad is None:
                 grad = torch.zeros_like(leaf)  # this batch's loss doesn't use the leaf
-            elif scale is not None:
+            grad = dense(grad)
+            if scale is not None:
                 # Divided again leaf by leaf, in the gradient's dtype
                 grad = grad / scale
             grads.append(if_weighty(grad, outcome.weight))
@@ -231,7 +245,12 @@ class TrainStep:
         next_state = state.replace(step=state.step + 1, finite=finite)
         if fine:
             # Updates have the params' structure, None where frozen
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
+            try:
+                updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
+            except Exception:
+                # It fails somewhere inside where the state is another net's or optimizer's
+                check_opt_state(self.optimizer.init(params, across), state.opt_state)
+                raise
             same_structure(params, updates, what="the optimizer's updates")
             # Sums in new tensors: the state given stays valid
             new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
@@ -311,13 +330,12 @@ def train_step(
     >>> state.params["w"]
     tensor([0.1000, 0.1000, 0.1000], requires_grad=True)
     """
-    if not isinstance(optimizer, Transform):
+    if not callable(loss_fn):
         raise TypeError(
-            f"optimizer must be an optim.Transform, got {type(optimizer).__name__}. "
-            "Remedy: use functorch_zero.optim, or wrap your own with optim.pointwise, "
-            "with_statistics, with_whole_leaves or with_whole_tree, which declare how much of a "
-            "tensor it must see"
+            f"loss_fn must be a function (params, buffers, batch) -> loss, got "
+            f"{type(loss_fn).__name__}"
         )
+    check_is_transform("optimizer", optimizer)
     if nonfinite is None:
         # A scale is found by letting gradients overflow, so such steps must be skipped
         nonfinite = "pass" if loss_scale is None else "skip"
@@ -353,6 +371,26 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
             "requires_grad_() on the leaves"
         )
     return params
+
+
+def check_not_on_meta(params: PyTree[Tensor], batch: Any) -> None:
+    """Raise, naming the first leaf on the meta device, unless the batch is there, as in a dry
+    run."""
+    batch_leaves = optree.tree_leaves(batch)
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch_leaves):
+        return
+    for n, leaf in enumerate(optree.tree_leaves(params)):
+        if leaf.is_meta:
+            raise StructureError(
+                explain(
+                    "a param has no values",
+                    path=paths(params)[n],
+                    expected="a leaf on a device",
+                    got="one on the meta device",
+                    remedy="step.init(params, buffers, values=fz.deferred_init(...)), or build the "
+                    "model on a device",
+                )
+            )
 
 
 def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:

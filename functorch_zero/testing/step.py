@@ -15,6 +15,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from ..errors import explain
 from ..groups import HybridGroup, run_ranks
 from ..groups.mesh import SameData
 from ..groups.protocol import Group
@@ -118,6 +119,19 @@ def assert_sharded_equals_unsharded(
     >>> params = {"w": torch.zeros(5, dtype=torch.float64, requires_grad=True)}
     >>> assert_sharded_equals_unsharded(step, params, {}, [torch.arange(30.0).view(6, 5)] * 2)
     """
+    _check_is_unsharded(step)
+    for name, given in (("batches", batches), ("levels", levels), ("ranks", ranks)):
+        if isinstance(given, Mapping | str | Tensor) or not isinstance(given, Iterable):
+            raise TypeError(
+                explain(
+                    f"{name} is no sequence",
+                    expected="a list or tuple",
+                    got=type(given).__name__,
+                    remedy=f"{name}=[...], also of one",
+                )
+            )
+    # A generator's items are needed more than once
+    batches, levels, ranks = list(batches), list(levels), list(ranks)
     # Loops over nothing would pass
     for name, given in (("batches", batches), ("levels", levels), ("ranks", ranks)):
         if not given:
@@ -139,6 +153,18 @@ def assert_sharded_equals_unsharded(
             at = {"level": level, "ranks": num_ranks}
             comparison = Comparison(expected, got, equality, tuple(unused), local, at)
             _check(comparison, oracle, parts, allow_round_off=allow_round_off)
+
+
+def _check_is_unsharded(step: Any) -> None:
+    if not isinstance(step, TrainStep):
+        raise TypeError(
+            explain(
+                "assert_sharded_equals_unsharded shards the step itself",
+                expected="what train_step made",
+                got=type(step).__name__,
+                remedy="pass the step before fz.shard, and shard's arguments to this function",
+            )
+        )
 
 
 def _check(

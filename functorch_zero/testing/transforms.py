@@ -19,6 +19,7 @@ from ..groups import run_ranks
 from ..groups.protocol import Group
 from ..layout.build import make_layout
 from ..optim.across import Owned, Pointwise, Tree, WholeLeaf
+from ..optim.arguments import check_is_transform
 from ..optim.base import Needs, Transform
 from ..optim.claims.check import check_claims, name_of, simple_parts
 from ..optim.claims.cuts import CUT_REMEDY, CutTest, alone
@@ -75,6 +76,7 @@ def check_transform(
     >>> from functorch_zero import optim
     >>> check_transform(optim.adamw(1e-3), seeds=(0,))
     """
+    check_is_transform("check_transform's argument", transform)
     if params is None:
         # Not for whole-leaf functions, which work long on a large matrix
         params = hostile_params(large=transform.needs <= Needs.STATISTICS)

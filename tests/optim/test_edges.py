@@ -121,7 +121,7 @@ def test_all_rows_are_known() -> None:
 
 
 def test_what_is_no_transform_is_refused() -> None:
-    with pytest.raises(TypeError, match="chain takes transforms, got str"):
+    with pytest.raises(TypeError, match=r"chain's argument 1 must be an optim\.Transform, got str"):
         optim.chain(optim.sgd(0.1), "adam")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"must say what it needs.*Remedy"):
         optim.Transform(lambda params, across: (), lambda u, s, p, across: (u, s), 0)  # type: ignore[arg-type]

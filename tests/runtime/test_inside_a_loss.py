@@ -227,6 +227,11 @@ def unread(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return mean_square(Unread.apply(x, params["first.weight"]))
 
 
+@torch.jit.script
+def scripted(weight: Tensor) -> Tensor:
+    return weight.square().sum()
+
+
 def reentrant(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     made = checkpoint(lambda v: out(apply, params, v), x, use_reentrant=True)
@@ -256,6 +261,11 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
     '`params["w"].grad`': (doing(lambda weight, x: weight.grad), None, "sharded"),
     "`torch.autograd.grad` by a param": (by_a_param, None, "sharded"),
     "a transform of torch.func with params as its argument": (transformed, None, "sharded"),
+    "a function of torch.jit with a param as its argument": (
+        doing(lambda weight, x: scripted(weight)),
+        None,
+        "sharded",
+    ),
     "a custom `autograd.Function` whose forward reads no value of its param": (
         unread,
         None,

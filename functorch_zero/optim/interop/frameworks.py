@@ -117,6 +117,14 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> 
     Raises:
         NotImplementedError: its state holds something else.
     """
+    if not (isinstance(optimizer_class, type)):
+        raise TypeError(
+            explain(
+                "from_torch takes a class of torch.optim, and its options",
+                got=type(optimizer_class).__name__,
+                remedy="from_torch(torch.optim.SGD, lr=0.1); params are given to `init`",
+            )
+        )
     # One tensor at a time, unless the caller says otherwise
     if "foreach" in inspect.signature(optimizer_class).parameters:
         options = {"foreach": False} | options

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...errors import StructureError, explain
 from ...tree import PyTree, merge, paths, select
 from ..across import Across, Shape
+from ..arguments import check_is_transform
 from ..arithmetic import Tree, on_leaf
 from ..base import EmptyState, Needs, Schedule, Transform, value_of
 from ..naming import named
@@ -116,6 +117,8 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
     label = labeller(param_labels)
     # A copy: a caller's later change must not change this transform
     transforms = dict(transforms)
+    for name, inner in transforms.items():
+        check_is_transform(f"partition's {name!r}", inner)
 
     def init(params: Tree, across: Across) -> dict[str, Any]:
         labels = label(params, across)
