@@ -218,6 +218,11 @@ profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+# The tensor inside, where a transform that has ended still wraps it; else the same one. Operators
+# see through such a wrapper, but it has no storage. In public, only operators tell.
+unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+
+
 def outside_transforms() -> AbstractContextManager[Any]:
     """Inside, operators run as if no transform of torch.func were active.
 

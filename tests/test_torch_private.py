@@ -280,6 +280,21 @@ def test_transforms_active(transform: Any) -> None:
     assert found == [True] and not private.transforms_active()
 
 
+def test_unwrapped() -> None:
+    kept: list[Tensor] = []
+
+    def square(x: Tensor) -> Tensor:
+        kept.append(x + 1)
+        return x.square().sum()
+
+    torch.func.grad(square)(torch.ones(2))
+    with pytest.raises(NotImplementedError):
+        private.storage_id(kept[0])
+    whole = private.unwrapped(kept[0])
+    assert private.storage_id(whole) and whole.equal(torch.full((2,), 2.0))
+    assert private.unwrapped(whole) is whole
+
+
 def test_outside_transforms() -> None:
     weight, made = torch.ones(2, requires_grad=True), []
 

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .._torch_private import unwrapped
 from ..errors import FunctorchZeroError, StructureError, explain
 from ..model.buffer_copies import BufferCopy, copy_of
 from ..model.lazy_param import LazyParam
@@ -121,7 +122,9 @@ def _outline(batch: Any) -> str:
 
 
 def _without_history(buffer: Tensor) -> Tensor:
-    """The buffer as the next call may use it: plain, and in no autograd graph."""
+    """The buffer as the next call may use it: plain, in no autograd graph, and not wrapped by a
+    transform of torch.func that has ended."""
+    buffer = unwrapped(buffer)
     if type(buffer) is Tensor and not buffer.requires_grad:
         return buffer
     return buffer.detach()
