@@ -151,8 +151,8 @@ def _in_slots(value: Any) -> Iterator[_Name]:
 
 
 def _of_class(kind: type) -> Iterator[_Name]:
-    """What a user's class of modules has itself: values, and methods other than `__init__`, which
-    has run."""
+    """The attributes that a user's class of modules has itself: values, and methods other than
+    `__init__`, which has run."""
     for base in kind.__mro__:
         if base is nn.Module:
             return
