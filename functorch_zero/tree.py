@@ -74,7 +74,7 @@ def named_leaves(tree: PyTree[Any]) -> dict[str, Any]:
     return named
 
 
-def check_tensors(tree: PyTree[Any], what: str) -> None:
+def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
     """Raise, naming the first leaf that is no plain tensor, and unless each leaf has a path of its
     own.
 
@@ -84,6 +84,7 @@ def check_tensors(tree: PyTree[Any], what: str) -> None:
     Args:
         tree: what a step or program is made for.
         what: its name, for the error: "params".
+        dense: whether sparse leaves are refused. Flats have no place for them; a buffer may stay.
     """
     for path, leaf in named_leaves(tree).items():
         got = type(leaf).__name__
@@ -96,7 +97,7 @@ def check_tensors(tree: PyTree[Any], what: str) -> None:
             raise StructureError(
                 explain(f"{what} must be tensors", path=path, got=got, remedy=remedy)
             )
-        if leaf.layout != torch.strided:
+        if dense and leaf.layout != torch.strided:
             raise StructureError(
                 explain(
                     f"{what} must be dense",

@@ -557,7 +557,7 @@ def test_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     def cell() -> None: ...
 
     cell.__module__ = "__main__"
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     with pytest.raises(TypeError, match=r'notebook.*Remedy: launch\(.*start_method="fork"'):
         fz.launch(cell, 2)
 

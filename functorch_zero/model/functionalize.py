@@ -214,7 +214,7 @@ def functionalize(
             "a lazy module of torch has no shapes yet. Remedy: run it once before functionalize"
         )
     check_tensors(dict(model.named_parameters()), "a model's params")
-    check_tensors(dict(model.named_buffers()), "a model's buffers")
+    check_tensors(dict(model.named_buffers()), "a model's buffers", dense=False)
     sharing = check_apart(model)
     slots = _slots_of(model.named_parameters(), model, params_dict)
     buffer_slots = _slots_of(model.named_buffers(), model, buffers_dict)

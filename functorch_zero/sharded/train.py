@@ -92,7 +92,7 @@ class ShardedTrainStep:
                 buffers = {}
             if values is not None:
                 buffers = values.fill(buffers)
-            check_tensors(buffers, "buffers")
+            check_tensors(buffers, "buffers", dense=False)
 
             # Before any tensor is made, so that ranks that differ say so instead of hanging later
             group = labelled(self.group, "init/agreement")

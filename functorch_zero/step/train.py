@@ -98,7 +98,7 @@ class TrainStep:
         """
         buffers = {} if buffers is None else buffers
         check_tensors(params, "params")
-        check_tensors(buffers, "buffers")
+        check_tensors(buffers, "buffers", dense=False)
         # Before anything else looks at leaves: those on meta have no values to copy
         if values is not None:
             params = values.fill(params)
