@@ -559,12 +559,13 @@ class Pass:
         """The leaves of a use go. The loss must have left them as they were, without hooks."""
         if unit.leaves is None:
             return
-        for k, leaf in enumerate(unit.leaves):
+        # At once: leaves lead to the node that leads to the pass, a cycle that nobody collects
+        leaves, unit.leaves = unit.leaves, None
+        for k, leaf in enumerate(leaves):
             if storage_id(leaf) != unit.storages[k]:
                 raise changed_in_place(self._path_of(unit, k))
             if hooks_of(leaf):
                 raise _hooked(self._path_of(unit, k))
-        unit.leaves = None
 
     def _check_resident(self) -> None:
         """Raise if the loss has written to resident flats: every later step would use them."""
@@ -575,6 +576,12 @@ class Pass:
     def _path_of(self, unit: UnitInPass, k: int) -> str:
         """The path of a unit's k-th leaf, in the unit's own order."""
         return self._layout.leaves[unit.content.leaves[k]].path
+
+    def abandon(self) -> None:
+        """The loss or its backward has failed. Leaves lead to a node, which leads to the pass: a
+        cycle through autograd, which Python's collector doesn't see."""
+        for unit in self._units:
+            unit.leaves = None
 
     # Gathers
 

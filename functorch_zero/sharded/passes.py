@@ -72,23 +72,27 @@ def run_pass(
         look=look,
     )
     # Whatever mode the caller is in
-    with torch.enable_grad():
-        params = one_pass.lazy_params()
-        with ranged("loss"), in_a_loss():
-            outcome = _called(loss, params, rank)
-        # It requires grad, but by something else than a trained leaf
-        if not one_pass.entered:
-            raise independent(rank)
-        if look:
-            refuse_reentrant_checkpoints(outcome.loss, rank)
-        seed, scale = seed_of(outcome)
-        # A backward until here was the loss's own; from here on it is the pass's
-        one_pass.loss_ended(scale)
-        with ranged("backward"):
-            # The anchor has no gradient: asking for it makes autograd run each unit's node
-            torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
-    # Uses that backward never reached get their zeros here
-    one_pass.finish()
+    try:
+        with torch.enable_grad():
+            params = one_pass.lazy_params()
+            with ranged("loss"), in_a_loss():
+                outcome = _called(loss, params, rank)
+            # It requires grad, but by something else than a trained leaf
+            if not one_pass.entered:
+                raise independent(rank)
+            if look:
+                refuse_reentrant_checkpoints(outcome.loss, rank)
+            seed, scale = seed_of(outcome)
+            # A backward until here was the loss's own; from here on it is the pass's
+            one_pass.loss_ended(scale)
+            with ranged("backward"):
+                # The anchor has no gradient: asking for it makes autograd run each unit's node
+                torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
+        # Uses that backward never reached get their zeros here
+        one_pass.finish()
+    except BaseException:
+        one_pass.abandon()
+        raise
     # Only after a pass that went well
     order.record(one_pass.following.gathered)
     return outcome

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +261,25 @@ def test_a_sharded_parameter_is_a_leaf(level: int) -> None:
     one_step(loss_fn, params, {}, None)
     one_step(loss_fn, params, {}, level)
     assert seen[0] == seen[1] == (True, True, None, 16.0)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_loss_that_fails_leaves_nothing_behind(level: int) -> None:
+    """Leaves of a pass lead to autograd's nodes, and these to the pass: a cycle that Python's
+    collector doesn't see."""
+    groups = []
+
+    def fails(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        (x @ params["w"]).sum()
+        raise ZeroDivisionError
+
+    def run(group: Any) -> None:
+        groups.append(weakref.ref(group))
+        step = shard(train_step(fails, optim.sgd(0.1)), level=level, group=group)
+        state = step.init({"w": torch.ones(4, 4, dtype=torch.float64).requires_grad_()})
+        step(state, torch.ones(2, 4, dtype=torch.float64))
+
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(run, 1)
+    gc.collect()
+    assert groups[0]() is None
