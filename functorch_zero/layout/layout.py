@@ -276,10 +276,12 @@ class Layout:
     def leaf_cuts(self) -> tuple[tuple[LeafSpec, int, int], ...]:
         """Per leaf, all that its pieces follow from. Equal for trees whose pieces are those of the
         same elements, whichever leaves are trained."""
-        return tuple(
-            (replace(leaf, trainable=False), self.buckets[b].offsets[k], self.buckets[b].piece)
-            for leaf, (b, k) in zip(self.leaves, self.places, strict=True)
-        )
+        cuts = []
+        for leaf, (b, k) in zip(self.leaves, self.places, strict=True):
+            bucket = self.buckets[b]
+            alike = replace(leaf, trainable=False)
+            cuts.append((alike, bucket.offsets[k], bucket.piece))
+        return tuple(cuts)
 
     @cached_property
     def trainable(self) -> PyTree[bool]:

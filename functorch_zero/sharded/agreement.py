@@ -107,12 +107,15 @@ def average(
         # Where no batch weighs anything the sums are 0
         mean = total / total_weight if total_weight else total
         means[name] = torch.tensor(mean, dtype=value.dtype, device=device)
+    mean_size = None
+    if not _all_equal(sizes[1:], group.size):
+        mean_size = sizes[0] / group.size
     return Report(
         metrics=means,
         weight=vector[0] / copy.num,  # stays on the device, where gradients are divided by it
         num_weighty=int(num_weighty) // copy.num,
         flags=[count > 0 for count in flag_counts],
-        mean_size=None if _all_equal(sizes[1:], group.size) else sizes[0] / group.size,
+        mean_size=mean_size,
     )
 
 

@@ -86,14 +86,16 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
         buffers=tree_map(torch.clone, state.buffers),
         opt_state=treedef.unflatten(whole),
     )
+    trained = [(leaf.path, leaf.trainable) for leaf in layout.leaves]
+    parts = prepared.parts.whole(state.parts, axes)
     return State(
         step=state.step.clone(),
         value=value,
         seed=tree_map(torch.clone, state.seed),
         sharding=None,
         finite=tree_map(torch.clone, state.finite),
-        parts=prepared.parts.whole(state.parts, axes),
-        trained=Trained(tuple((leaf.path, leaf.trainable) for leaf in layout.leaves)),
+        parts=parts,
+        trained=Trained(tuple(trained)),
     )
 
 
