@@ -94,9 +94,8 @@ class ProcessGroup:
         self._works: set[weakref.ref[TorchWork]] = set()
         # By era, why this rank left; see Note [eras]
         self._errors: dict[int, GroupError] = {}
-        self._pid = (
-            os.getpid()
-        )  # a child that a step forks has the group's memory, and no part in it
+        # A child that a step forks has the group's memory, and no part in it
+        self._pid = os.getpid()
         self._closed = False  # by `close`: there is no way back
         refuse_collectives_in_transforms()
         self._parent = parent = torch_distributed.parent_group(group)

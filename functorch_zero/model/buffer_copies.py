@@ -40,7 +40,9 @@ class BufferCopy(NamedTuple):
         return _is_comparable(after) and not _equal(after, self.old)
 
     def _is_written(self, after: Tensor) -> bool:
-        return after is not self.tensor or _version(after) != self.version
+        if after is not self.tensor or after.dtype != self.old.dtype:
+            return True
+        return _version(after) != self.version
 
 
 def _is_comparable(buffer: Tensor) -> bool:
@@ -61,7 +63,11 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     # Torch compares masks ten times as fast as words
     if a.dtype == torch.bool and a.shape == b.shape and _has_words(a) and _has_words(b):
         a, b = (x.view(-1).view(torch.int64) for x in (a, b))
-    return torch.equal(a, b)
+    if torch.equal(a, b):
+        return True
+    if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())  # a NaN that stays is no change
 
 
 def _has_words(mask: Tensor) -> bool:

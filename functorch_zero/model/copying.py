@@ -227,7 +227,7 @@ def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
         return MethodType(value.__func__, memo[id(value.__self__)])
     if isinstance(value, FunctionType) and id(value) not in memo:
         # Ends the recursion where a function is closed over itself. The copy's cell then holds the
-        # original, which `_check_plain` refuses if it leads to the model.
+        # original, which `_check_references` refuses if it leads to the model.
         memo[id(value)] = value
         memo[id(value)] = _function_about_copy(value, memo)
     if isinstance(value, nn.Module | FunctionType):  # not in the memo: none of the model's

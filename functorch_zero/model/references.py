@@ -75,7 +75,7 @@ def references(model: nn.Module) -> Iterator[Reference]:
 def unshared_copy(value: Any) -> Any:
     """A deep copy of containers and objects, with the same tensors, modules and functions in it;
     the value itself where an object can't be copied."""
-    if _is_plain(value):
+    if _is_plain(value) or isinstance(value, nn.Module):
         return value
     memo: dict[int, Any] = {}
     waiting, seen = [value], {id(value): value}
@@ -88,7 +88,7 @@ def unshared_copy(value: Any) -> Any:
                 waiting.append(inside)
     try:
         return copy.deepcopy(value, memo)
-    except (TypeError, RuntimeError):  # a lock, say
+    except Exception:  # whatever an object's own copying raises: a lock's, say
         return value
 
 

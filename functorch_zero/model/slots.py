@@ -22,9 +22,8 @@ class Place(NamedTuple):
     """An entry that holds a leaf in a skeleton: a slot's in its module, or one of a user's dict or
     list."""
 
-    held: (
-        Any  # the module's own dict, from `params_dict` or `buffers_dict`; or another dict or list
-    )
+    # The module's own dict, from `params_dict` or `buffers_dict`; or another dict or list
+    held: Any
     attribute: Any  # a name; a key or an index of another container
     leaf: str  # the leaf's path
 

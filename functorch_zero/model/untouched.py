@@ -34,7 +34,7 @@ class Untouched:
 
     Args:
         tensors: of any shapes.
-        look: whether values are compared as well, which reads all of them twice.
+        look: whether values are compared as well, which reads all of them each time.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, look: bool):
@@ -70,7 +70,8 @@ def _sums_of(tensor: Tensor) -> tuple[int, ...]:
     Of all, of every second one and of the first half, so that an exchange shows too. They make no
     copies, unlike a digest.
     """
-    words = tensor.detach().reshape(-1).view(_WORDS[min(tensor.element_size(), 8)])
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    words = plain.reshape(-1).view(_WORDS[min(tensor.element_size(), 8)])
     parts = words, words[::2], words[: len(words) // 2]
     return tuple(int(part.sum(dtype=torch.int64)) for part in parts)
 

@@ -253,19 +253,34 @@ def _globals_of(code: CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """The global things that code names, by dotted name: `rates`, `config.rates`. Of a module or an
     object, the attributes that it names: others may differ between ranks."""
     found: dict[str, Any] = {}
+    kept: set[str] = set()  # names of things that the code uses whole
     name, thing = "", None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             name, thing = step.argval, namespace.get(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and thing is not None:
-            del found[name]
-            name = f"{name}.{step.argval}"
-            thing = getattr(thing, step.argval, None)
+            inner = getattr(thing, step.argval, None)
+            if _is_data(thing) and callable(inner):
+                thing = None  # a method of data is about all of it
+                continue
+            # Only the attribute counts, unless the code uses the whole thing elsewhere
+            if name not in kept:
+                del found[name]
+            name, thing = f"{name}.{step.argval}", inner
         else:
+            if thing is not None:
+                kept.add(name)
             thing = None
         if thing is not None:
             found[name] = thing
     return {name: thing for name, thing in found.items() if _is_followed(thing)}
+
+
+def _is_data(thing: Any) -> bool:
+    """Whether it is a table of values, of Python or of a library: described whole."""
+    return isinstance(thing, Tensor | Mapping | list | tuple | set | frozenset) or hasattr(
+        thing, "__array_interface__"
+    )
 
 
 def _is_followed(thing: Any) -> bool:

@@ -167,7 +167,7 @@ class UnitEntrance:
     def touch(self) -> Sequence[Tensor]:
         around = self.around
         forward = around.anchor is not None and backward_number() == NO_BACKWARD
-        if forward and in_custom_function():
+        if forward and self.unit.content.trained and in_custom_function():
             around.open_direct_use(self.unit)
         return self._use()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..groups import as_group, labelled
+from ..groups.forwarding import era_of
 from ..groups.mesh import axes_of
 from ..groups.protocol import Group
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
@@ -71,6 +72,7 @@ class ShardedEngine:
         self.options = options
         self._reminder = WeightReminder()  # for all losses together
         self._num_gradients = 0  # so far; ranks compare it, in the log
+        self._era = 0  # of the ranks' group, in which the gradients are counted
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
         # Each combination of trees is gathered in an order of its own
@@ -149,7 +151,7 @@ class ShardedEngine:
     def unshard(self, tree: ShardedTree) -> PyTree[Tensor]:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket."""
         axes = self.options.axes.at("unshard")
-        with sharing_failures(*axes.groups, call="unshard"), torch.no_grad():
+        with sharing_failures(*self.options.axes.groups, call="unshard"), torch.no_grad():
             if tree.holding.form == "pieces":
                 return all_gather_pieces(tree, axes)
             return all_gather_params(tree, axes)
@@ -221,6 +223,10 @@ class ShardedEngine:
             reduced gradients by bucket of the joined layout.
         """
         options, axes, layout = self.options, self.options.axes, joined.layout
+        # Counted from 0 in each era: ranks that come back after a failure may differ in it
+        era = era_of(axes.world)
+        if era != self._era:
+            self._era, self._num_gradients = era, 0
         self._num_gradients += 1
         # The trees' serial numbers, the same on all ranks
         numbers = [sharded.holding.number for sharded in trees]

@@ -63,7 +63,7 @@ class ShardedEvalStep:
             units = make_unit_flats(flats, layout, axes, log, gather)
             overlap = self.options.overlap
             # Without a reduction leaves bring no gradients: units are used and freed
-            look = is_looked_at(int(state.step))
+            look = is_looked_at(next(self.unsharded.calls))
             run = Pass(
                 layout, units, None, device=device, order=self.order, overlap=overlap, look=look
             )

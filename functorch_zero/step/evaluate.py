@@ -3,7 +3,8 @@ state, such as averages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ class EvalStep:
     params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None
     metrics: tuple[str, ...] = ()  # names of those wanted beside its own: "weight"
     reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
+    # A state may be evaluated on many batches, so that its step doesn't count calls
+    calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @torch.no_grad()
     def __call__(self, state: State, batch: Any) -> Any:
@@ -51,7 +54,7 @@ class EvalStep:
             params = merge(self.chosen(state.opt_state, trained_params), params)
         leaves = optree.tree_leaves(params)
         with replayed(state.seed, state.step, 0, leaves[0].device):
-            look = is_looked_at(int(state.step))
+            look = is_looked_at(next(self.calls))
             untouched = Untouched(leaves, look=look)  # they are the state's own
             cast = CastParams(params, look=look)
             found = call_eval(self.fn, cast.params, state.buffers, batch)

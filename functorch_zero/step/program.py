@@ -7,8 +7,9 @@ arithmetic in one process, which every engine must equal.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import optree
 import torch
@@ -34,6 +35,17 @@ from .loss import (
     refuse_reentrant_checkpoints,
 )
 from .state import State
+
+# By loss, its unsharded calls in this process; `value_and_grad(loss)` may be made anew for each
+_CALLS: WeakKeyDictionary[Callable[..., Any], Iterator[int]] = WeakKeyDictionary()
+
+
+def _next_call_of(loss: Callable[..., Any]) -> int:
+    """The number of this call of a loss, from 0."""
+    try:
+        return next(_CALLS.setdefault(loss, itertools.count()))
+    except TypeError:  # an object that can't be a key
+        return 0
 
 
 def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
@@ -64,14 +76,12 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     (tensor(2.), {'w': tensor([-2., -2.])})
     """
 
-    calls = itertools.count()
-
     def run(tree: Any, *args: Any) -> tuple[Any, Any]:
         # Sharded trees among tree or args decide for all: one engine answers
         engine = engine_of(tree, args)
         if engine is not None:
             return engine.value_and_grad(loss, tree, args)
-        return _value_and_grad(loss, tree, args, look=is_looked_at(next(calls)))
+        return _value_and_grad(loss, tree, args, look=is_looked_at(_next_call_of(loss)))
 
     return run
 

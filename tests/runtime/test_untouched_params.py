@@ -288,3 +288,8 @@ def test_a_loss_that_fails_leaves_nothing_behind(
         one_step(fails, params, buffers, level)
     gc.collect()
     assert [reference() for reference in passes] == [None]
+
+
+def test_conjugate_views_are_looked_at() -> None:
+    turned = torch.tensor([1 + 2j]).conj()
+    Untouched([turned, turned.imag], look=True).check({"a": turned, "b": turned.imag})

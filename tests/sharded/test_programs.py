@@ -559,3 +559,22 @@ def test_states_that_are_cut_anew_are_told_apart() -> None:
             fz.value_and_grad(square)(trees[group.rank])
 
     run_ranks(run, 2)
+
+
+def test_gradients_go_on_after_one_rank_was_refused() -> None:
+    """A rank that is refused before it counts the gradient counts with the others afterwards."""
+    params = {"w": torch.ones(3, dtype=torch.float64).requires_grad_()}
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (params["w"] * x).sum()
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard_tree(params, level=3, group=group)
+        x = torch.ones(3, dtype=torch.float64)
+        _, grads = fz.value_and_grad(loss)(sharded, x)
+        with pytest.raises(fz.errors.FunctorchZeroError):
+            fz.value_and_grad(loss)(grads if group.rank == 0 else sharded, x)
+        return fz.unshard(fz.value_and_grad(loss)(sharded, x)[1])
+
+    for grads in run_ranks(run, 2):
+        assert torch.equal(grads["w"], torch.ones(3, dtype=torch.float64))

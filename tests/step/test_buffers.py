@@ -270,3 +270,17 @@ def test_masks_are_compared_as_words_where_they_lie_in_words(shape: Any, make: A
         if mask.numel():
             copied.tensor.numpy()[(-1,) * mask.dim()] = False
             assert copied.is_changed(copied.tensor)
+
+
+def test_a_nan_that_stays_is_no_change() -> None:
+    old = torch.tensor([float("nan"), 1.0])
+    copied = copy_of(old)
+    assert not copied.is_changed(copied.tensor)
+    copied.tensor.data[1] = 2.0
+    assert copied.is_changed(copied.tensor)
+
+
+def test_another_dtype_is_a_change() -> None:
+    copied = copy_of(torch.ones(2))
+    copied.tensor.data = copied.tensor.data.half()
+    assert copied.is_changed(copied.tensor)
