@@ -203,6 +203,7 @@ def with_inductor() -> float:
 
 
 @THOROUGH
+@pytest.mark.filterwarnings("ignore::functorch_zero.errors.UnequalBatchesWarning")
 @pytest.mark.usefixtures("cpp_compiler")
 def test_inductor() -> None:
     # The compiler leaves threads behind

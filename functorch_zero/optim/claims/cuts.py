@@ -287,7 +287,8 @@ def _at_a_later_step(state: Any, before: Any, later: int) -> Any:
             return x
         if x.is_floating_point():
             has_room = torch.finfo(x.dtype).eps * later < 0.5
-            counts = has_room and bool(x == old + 1)
+            # From 1 on: the state of a 0-d param may well go from 0 to 1
+            counts = has_room and bool(old >= 1) and bool(x == old + 1)
         else:
             counts = x.dtype in (torch.int32, torch.int64)
         return x + later if counts else x
