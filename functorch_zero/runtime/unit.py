@@ -118,7 +118,9 @@ class Use:
 
     unit: int  # its index in the layout
     number: Any  # a Number; None: run again in backward, which brings no gradients of its own
-    saved: int = 0  # elements of gathered leaves that its backward will ask for
+    # Elements of gathered leaves that its backward will ask for; under other hooks 1, since a
+    # recomputation will ask
+    saved: int = 0
 
 
 class SavedLeaf(NamedTuple):
@@ -472,7 +474,8 @@ class Pass:
         node = running_node_number() if self._loss_returned else None
         if node is None:
             return False
-        # Every use that is newer than the running node has been passed by
+        # Every use that is newer than the running node has been passed by. A use that began right
+        # after it has the number (node + 1, k), which is greater than (node + 1,).
         self._pass_by((node + 1,))
         return bool(self._open) and self._open[-1].unit == unit.index
 
