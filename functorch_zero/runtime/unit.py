@@ -564,6 +564,8 @@ class Pass:
             return
         # At once: leaves lead to the node that leads to the pass, a cycle that nobody collects
         leaves, unit.leaves = unit.leaves, None
+        if [*map(storage_id, leaves)] == unit.storages and not any(map(hooks_of, leaves)):
+            return
         for k, leaf in enumerate(leaves):
             if storage_id(leaf) != unit.storages[k]:
                 raise changed_in_place(self._path_of(unit, k))
