@@ -23,28 +23,32 @@ def together(group: Group, what: str, work: Callable[[], Any]) -> list[Any]:
 
     Args:
         group: the ranks; all of them call this.
-        what: the work, for errors: "save step 3 to /runs/a".
+        what: the work, for errors, its verb first: "save step 3 to /runs/a".
         work: this rank's part. It issues no collective and returns plain data.
 
     Raises: when `work` raised on some ranks, one error on every rank, of the first one's kind,
         naming them all.
     """
-    # A failure that all have caught may have broken the group; else this does nothing
-    rejoin(group)
-    check_same_call(group, lambda: what)
-    group = labelled(group, what)
     failure: Exception | None = None  # this rank's own, the cause of the error that all raise
     try:
-        report: dict[str, Any] = {"ok": work()}
+        # A failure that all have caught may have broken the group; else this does nothing
+        rejoin(group)
+        # By the verb alone: of folders that differ the work itself says more
+        check_same_call(group, lambda: what.split()[0])
+        try:
+            report: dict[str, Any] = {"ok": work()}
+        except GroupError:
+            raise
+        except Exception as error:
+            failure = error
+            report = {"error": type(error).__name__, "text": _words(error)}
+        told = labelled(group, what).exchange(json.dumps(report).encode())
     except GroupError:
         raise  # the ranks can't tell each other anything any more
-    except Exception as error:
-        failure = error
-        report = {"error": type(error).__name__, "text": _words(error)}
     except BaseException as error:  # an interrupt, say: the program ends, and others must not wait
         group.fail(error)
         raise  # the others raise `PeerError` where they wait
-    reports = [json.loads(data) for data in group.exchange(json.dumps(report).encode())]
+    reports = [json.loads(data) for data in told]
     failed = {rank: report for rank, report in enumerate(reports) if "error" in report}
     if failed:
         # The lowest failing rank decides the kind, so that all ranks raise the same one

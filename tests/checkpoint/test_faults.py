@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from functorch_zero import checkpoint
-from functorch_zero.checkpoint import CheckpointError, CorruptError
+from functorch_zero.checkpoint import CheckpointError, CorruptError, agreement
 from functorch_zero.checkpoint.files import Temporary
-from functorch_zero.errors import GroupError
+from functorch_zero.errors import GroupError, MismatchError, PeerError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
@@ -249,6 +249,49 @@ def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
         (tmp_path / "sealed").mkdir(mode=0o555)
         with pytest.raises(CheckpointError, match="rank 0: PermissionError"):
             save_step(tmp_path / "sealed", 1)
+
+
+def test_other_folders_after_a_failure(tmp_path: Path) -> None:
+    """The first call after it is compared, by its verb: the error is of the folders."""
+
+    def run(group: Group) -> None:
+        step = shard(make_step()[0], level=3, group=group)
+        state = step.init(*make_step()[1:])
+        with pytest.raises((TypeError, PeerError)):
+            step(None if group.rank else state, None)  # type: ignore[arg-type]
+        checkpoint.save(tmp_path / str(group.rank), step, state)
+
+    with pytest.raises(MismatchError, match=r"ranks 0 and 1 save to different folders.*Remedy"):
+        run_ranks(run, RANKS, timeout=20)
+
+
+@pytest.mark.parametrize("where", ["coming back", "work", "telling"])
+def test_an_interrupt_reaches_the_other_ranks(where: str) -> None:
+    """Wherever it comes, in the work or in what is around it."""
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt("stop")
+
+    def run(group: Group) -> str:
+        work: Any = lambda: 1
+        with contextlib.ExitStack() as stack:
+            if group.rank == 0:
+                patch = stack.enter_context(pytest.MonkeyPatch.context())
+                if where == "coming back":
+                    patch.setattr(agreement, "check_same_call", interrupt)
+                elif where == "telling":
+                    patch.setattr(agreement, "labelled", interrupt)
+                else:
+                    work = interrupt
+            try:
+                agreement.together(group, "save to a folder", work)
+            except BaseException as error:
+                return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    guilty, other = run_ranks(run, RANKS, timeout=20)
+    assert guilty == "KeyboardInterrupt: stop"
+    assert other.startswith("PeerError: rank 0 failed: KeyboardInterrupt: stop")
 
 
 def test_two_writers(saved: Any, tmp_path: Path) -> None:
