@@ -24,7 +24,7 @@ from ..groups.mesh import ONLY_COPY, Copy
 from ..groups.protocol import Group
 from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
-from ..step.loss import as_metric
+from ..step.loss import as_metric, check_weight_value
 from ..step.nonfinite import not_finite, refusal
 
 # Compared by identity: it says that no metric lies on an accelerator
@@ -57,6 +57,7 @@ def average(
     """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. One
     all-reduce of a few float64. Copies of the same data count as one.
 
+    Raises `StructureError` on a rank whose weight is negative, or not finite.
     Raises `GroupError` on every rank when ranks report other metrics, or have started other
     collectives.
     Raises `MismatchError` on every rank when ranks of the same data have found other values.
@@ -74,6 +75,8 @@ def average(
     device = next((value.device for value in values.values() if not value.is_cpu), _CPU)
     numbers = _on_host(list(values.values()), device)
     own_weight = 1.0 if weight is None else float(weight)  # Python's, a float64
+    # Here the host knows a device's, too; an error on one rank becomes one on all
+    check_weight_value(own_weight, group.rank)
     # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
     weighted = [number * own_weight if own_weight else 0.0 for number in numbers]
     found = dict(zip(values, numbers, strict=True))  # unweighted, for comparing copies

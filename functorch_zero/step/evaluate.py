@@ -18,7 +18,16 @@ from ..model.casting import CastParams
 from ..model.lazy_param import make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..tree import PyTree, merge, same_structure
-from .loss import Aux, Metrics, as_metric, as_weight, check_has_values, check_weight, if_weighty
+from .loss import (
+    Aux,
+    Metrics,
+    as_metric,
+    as_weight,
+    check_has_values,
+    check_weight,
+    check_weight_value,
+    if_weighty,
+)
 from .metrics import check_names
 from .rng import replayed
 from .state import State, trained
@@ -60,6 +69,8 @@ class EvalStep:
             found = call_eval(self.fn, cast.params, state.buffers, batch)
             cast.finish()
             untouched.check(params)
+        if look:
+            check_weight_value(found.weight)
         # A weightless batch has metrics 0, as in training
         metrics = {}
         for name, value in found.metrics.items():

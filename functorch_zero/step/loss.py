@@ -16,7 +16,7 @@ from .._torch_private import unwrapped
 from ..errors import FunctorchZeroError, StructureError, explain
 from ..model.buffer_copies import BufferCopy, copy_of
 from ..model.lazy_param import LazyParam
-from ..tree import PyTree, paths, same_structure
+from ..tree import PyTree, has_values, paths, same_structure
 
 
 @dataclass(frozen=True)
@@ -257,15 +257,36 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
                 remedy="reduce it, with .sum() for example",
             )
         )
-    if _on_device(weight):
-        return
-    if not 0 <= float(weight) < math.inf:
-        remedy = "count examples, or tokens; 0 counts for nothing"
+    if isinstance(weight, Tensor) and weight.requires_grad:
         raise StructureError(
             explain(
-                "Aux.weight is no weight", expected=">= 0", got=weight, rank=rank, remedy=remedy
+                "Aux.weight requires grad, and means take weights as constants",
+                expected="a number, or a tensor in no graph",
+                got="requires_grad=True",
+                rank=rank,
+                remedy="detach it, with weight.detach()",
             )
         )
+    # A device's is looked at where the host waits for it anyway: in the ranks' agreement
+    if not _on_device(weight):
+        check_weight_value(weight, rank)
+
+
+def check_weight_value(weight: Tensor | float | None, rank: int | None = None) -> None:
+    """Raise unless a weight is finite, and not negative. The host waits for a device's."""
+    if weight is None or (isinstance(weight, Tensor) and not has_values(weight)):
+        return
+    if 0 <= float(weight) < math.inf:
+        return
+    raise StructureError(
+        explain(
+            "Aux.weight is no weight",
+            expected=">= 0, and finite",
+            got=float(weight),
+            rank=rank,
+            remedy="count examples, or tokens; 0 counts for nothing",
+        )
+    )
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
@@ -368,6 +389,8 @@ def _total_weight(outcomes: Sequence[Outcome]) -> Tensor | None:
     for outcome in outcomes:
         if outcome.weight is not None:
             weight = as_weight(outcome.weight)
+            # A negative one on a device is found by its sum, and other weights must not hide it
+            weight = torch.where(weight < 0, math.nan, weight)
             total = weight if total is None else total + weight
     return total
 

@@ -40,6 +40,7 @@ from .loss import (
     Outcome,
     as_metric,
     call_loss,
+    check_weight_value,
     dense,
     if_weighty,
     independent,
@@ -178,6 +179,7 @@ class TrainStep:
             outcome = call_loss(self.loss_fn, cast.params, state.buffers, batch)
             if look:
                 refuse_reentrant_checkpoints(outcome.loss)
+                check_weight_value(outcome.weight)
             # Before backward, so that the error comes from the loss that wrote
             cast.finish()
             untouched.check(params)

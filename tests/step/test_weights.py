@@ -12,9 +12,10 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import StructureError
+from functorch_zero.errors import FunctorchZeroError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.sharded.grad_mean import to_means
+from functorch_zero.step import loss
 from tests.tiers import crossed
 
 F64 = torch.float64
@@ -119,6 +120,73 @@ def test_a_weight_is_one_real_number(weight: Tensor) -> None:
     check = fz.eval_step(lambda p, b, x: fz.Aux(weight=weight))
     with pytest.raises(StructureError, match=r"Aux\.weight is no weight.*Remedy"):
         check(step.init(PARAMS), BATCH)
+
+
+def test_a_weight_is_a_constant() -> None:
+    """The mean's own gradient by the weight would be lost."""
+    step = fz.train_step(
+        lambda p, b, x: (p["w"].sum(), fz.Aux(weight=p["w"].exp().sum())), optim.sgd(0.1)
+    )
+    with pytest.raises(StructureError, match=r"requires grad.*Remedy: detach it"):
+        step(step.init(PARAMS), BATCH)
+
+
+BAD = [-1.0, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("weight", BAD)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_weight_is_finite_and_not_negative(
+    weight: float, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_device:
+        monkeypatch.setattr(loss, "_on_device", lambda weight: isinstance(weight, Tensor))
+    given = torch.tensor(weight)
+    for accumulate in (1, 2):
+        step = fz.train_step(weighing([3.0, given]), optim.sgd(0.1), accumulate=accumulate)
+        with pytest.raises(StructureError, match=rf"weight.*expected >= 0.*got {weight}.*Remedy"):
+            step(step.init(PARAMS), BATCH if accumulate == 2 else BATCH[1:])
+    check = fz.eval_step(lambda p, b, x: fz.Aux(weight=given))
+    with pytest.raises(StructureError, match=rf"expected >= 0.*got {weight}.*Remedy"):
+        check(step.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("weight", "level", "call", "on_device"),
+    crossed(
+        BAD, [0, 1, 2, 3], ["step", "accumulated", "evaluation", "program"], [True, False], n=5
+    ),
+)
+def test_a_wrong_weight_on_one_rank_is_an_error_on_all(
+    weight: float, level: int, call: str, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device's weight is first known to the host when the ranks agree."""
+    if on_device:
+        monkeypatch.setattr(loss, "_on_device", lambda weight: isinstance(weight, Tensor))
+    given = weighing([torch.tensor(5.0), torch.tensor(weight)])
+    step = fz.train_step(given, optim.sgd(1.0), accumulate=2 if call == "accumulated" else 1)
+    evaluation = fz.eval_step(lambda p, b, x: given(p, b, x)[1])
+
+    def run(group: Any) -> str:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init(PARAMS)
+        number = group.rank  # rank 1 gives the wrong one
+        own = BATCH[number : number + 1]
+        with pytest.raises(FunctorchZeroError) as caught:
+            if call == "step":
+                sharded(state, own)
+            elif call == "accumulated":
+                sharded(state, torch.cat([BATCH[:1], own]))
+            elif call == "evaluation":
+                fz.shard(evaluation, level=level, group=group)(state, own)
+            else:
+                params = fz.shard_tree(PARAMS, level=level, group=group)
+                fz.value_and_grad(lambda p, x: given(p, {}, x))(params, own)
+        return str(caught.value)
+
+    other, guilty = run_ranks(run, 2)
+    assert "Aux.weight is no weight" in guilty and "on rank 1" in guilty and "Remedy" in guilty
+    assert "rank 1 failed" in other and "Aux.weight is no weight" in other
 
 
 def test_complex_metrics_are_refused() -> None:
