@@ -3,7 +3,8 @@
 Note [changed buffers]: a version counter says whether a buffer was written to. It misses torch's
 batch_norm, which writes its running statistics without counting, and writes through `.data` or
 numpy. So buffers are compared, on the CPU. Elsewhere comparing would wait for the device:
-floating-point buffers count as changed there, and the others by their counter.
+floating-point buffers count as changed there, and the others by their counter. Where ranks tell
+each other, a device's own comparison comes with its metrics, and costs no wait of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import transforms_active, version_of
+from ..tree import has_values
 
 
 class BufferCopy(NamedTuple):
@@ -50,6 +52,19 @@ def _is_comparable(buffer: Tensor) -> bool:
     plain = type(buffer) is Tensor and buffer.layout == torch.strided and not transforms_active()
     # Torch can't compare the last one
     return plain and buffer.is_cpu and buffer.dtype != torch.complex32
+
+
+def changed_between(before: Tensor, after: Tensor) -> bool | Tensor:
+    """Whether a step's loss has changed a buffer; a 0-d bool tensor where only the buffer's device
+    knows."""
+    # A buffer that is known to have stayed is the same object
+    if before is after or _is_comparable(after):
+        return before is not after
+    alike = (before.shape, before.dtype, before.layout) == (after.shape, after.dtype, after.layout)
+    if not alike or after.layout != torch.strided or not has_values(after):
+        return True
+    # A NaN counts as changed
+    return (after != before).any()
 
 
 def copy_of(buffer: Tensor) -> BufferCopy:

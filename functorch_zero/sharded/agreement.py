@@ -50,7 +50,7 @@ def average(
     weight: Tensor | float | None,
     group: Group,
     log: Sequence[str] = (),
-    flags: Sequence[bool] = (),
+    flags: Sequence[bool | Tensor] = (),
     copy: Copy = ONLY_COPY,
     size: int = 0,
 ) -> Report:
@@ -66,14 +66,18 @@ def average(
         metrics: this rank's, by name; 0-d tensors on any device, or numbers.
         weight: of this rank's part of the batch, 0-d; None: all parts count the same.
         log: the step, and the collectives that this rank has started since.
-        flags: this rank's; any one rank raises a flag for all.
+        flags: this rank's, a 0-d bool tensor where a device knows; any one rank raises a flag for
+            all.
         copy: which copy of which part of the batch this rank has.
         size: of this rank's batch, for the ranks to compare.
     """
     values = {name: as_metric(value) for name, value in metrics.items()}  # 0-d, floating-point
+    asked = [*values.values(), *(flag for flag in flags if isinstance(flag, Tensor))]
     # An accelerator's, if any value lies on one: its group may take no message from the CPU
-    device = next((value.device for value in values.values() if not value.is_cpu), _CPU)
-    numbers = _on_host(list(values.values()), device)
+    device = next((value.device for value in asked if not value.is_cpu), _CPU)
+    told = iter(_on_host(asked, device))
+    numbers = list(islice(told, len(values)))
+    raised = [next(told) if isinstance(flag, Tensor) else flag for flag in flags]
     own_weight = 1.0 if weight is None else float(weight)  # Python's, a float64
     # Here the host knows a device's, too; an error on one rank becomes one on all
     check_weight_value(own_weight, group.rank)
@@ -93,7 +97,7 @@ def average(
         [size, size_digest, size_digest**2],
         weighted,
         _of_copies(copy, found),
-        flags,
+        raised,
     ]
     # (multiple of _WIDTH,) float64: counts below 2**53 are exact, and so are digests
     vector = _pack(sections, device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._torch_private import storage_id
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
+from ..model.buffer_copies import changed_between
 from ..tree import PyTree, paths
 
 SyncBuffers = Literal["mean", "rank0", "local"]
@@ -49,12 +50,17 @@ def check_synchronizable(
         )
 
 
-def replaced(old: PyTree[Tensor], new: PyTree[Tensor]) -> list[bool]:
-    """Per buffer, in flatten order: whether this rank's loss replaced it. Ranks may differ in
-    it."""
-    pairs = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
-    # By identity: a buffer that the loss left alone is the same object
-    return [before is not after for before, after in pairs]
+def changed_here(
+    old: PyTree[Tensor], new: PyTree[Tensor], rule: SyncBuffers, group: Group
+) -> list[bool | Tensor]:
+    """Per buffer, in flatten order: whether this rank's loss changed it. Ranks may differ in it.
+
+    0-d bool tensors where only a device knows. All False where nobody will synchronize.
+    """
+    before, after = optree.tree_leaves(old), optree.tree_leaves(new)
+    if rule == "local" or group.size == 1:
+        return [False] * len(before)
+    return [changed_between(*pair) for pair in zip(before, after, strict=True)]
 
 
 def apart(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:
@@ -98,12 +104,16 @@ def synchronize(
         num_weighty: the number of ranks that count; None: all do.
         weighty: whether this rank counts.
     """
-    # The same on every rank, so all skip the collectives or none does
-    if rule == "local" or group.size == 1 or not any(changed):
+    if rule == "local" or group.size == 1:
         return new
+    # The same on every rank, so all skip the collectives or none does
+    if not any(changed):
+        return old
     before: list[Tensor]
     before, treedef = optree.tree_flatten(old)
-    after: list[Tensor] = list(optree.tree_leaves(new))
+    after: list[Tensor] = []
+    for kept, given, flag in zip(before, optree.tree_leaves(new), changed, strict=True):
+        after.append(given if flag else kept)
     # All ranks go on with the same numbers: flags and shapes are the same on each
     chosen = [i for i, flag in enumerate(changed) if flag and after[i].numel()]
     num_counting = group.size if num_weighty is None else num_weighty

@@ -38,7 +38,7 @@ from ..step.weight_reminder import total_size
 from ..tree import PyTree
 from . import agreement
 from .background import BackgroundTasks
-from .buffers import apart, check_synchronizable, replaced, synchronize
+from .buffers import apart, changed_here, check_synchronizable, synchronize
 from .checks import check_not_empty
 from .grad_mean import LossSeed, in_range, loss_seed_of, to_means
 from .options import Options
@@ -208,7 +208,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
     check_synchronizable(old, new, run.options.sync_buffers, axes.data, group.rank)
     # In the order in which they are taken apart below; all ranks have as many buffers
     flags = [
-        *replaced(old, new),
+        *changed_here(old, new, run.options.sync_buffers, axes.data),
         local.overflown,
         background.failed(),
     ]

@@ -12,10 +12,11 @@ from torch.func import functional_call
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import PeerError, StructureError
-from functorch_zero.groups import counted, run_ranks
+from functorch_zero.groups import CountingGroup, counted, run_ranks
+from functorch_zero.model import buffer_copies
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
-from functorch_zero.sharded.buffers import check_sync_buffers, replaced, synchronize
+from functorch_zero.sharded.buffers import changed_here, check_sync_buffers, synchronize
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded
@@ -107,9 +108,12 @@ def test_a_collective_a_dtype_and_none_without_changes() -> None:
     assert run_ranks(run, 2) == [(5, 0)] * 2  # float64, float32, int64, bool, bfloat16
 
 
-def test_replaced() -> None:
-    assert replaced(OLD, OLD) == [False] * len(OLD)
-    assert sum(replaced(OLD, new_on(1))) == 5 and sum(replaced(OLD, new_on(0))) == 4
+def test_changed_here() -> None:
+    def changed(new: Any, rule: Any = "mean", ranks: int = 2) -> int:
+        return sum(changed_here(OLD, new, rule, CountingGroup(ranks)))
+
+    assert changed(OLD) == 0 and changed(new_on(1)) == 5 and changed(new_on(0)) == 4
+    assert changed(new_on(1), "local") == changed(new_on(1), ranks=1) == 0
 
 
 def test_unknown_rules_are_refused() -> None:
@@ -310,6 +314,46 @@ def test_nothing_is_sent_for_buffers_that_stay() -> None:
 
     first, second = run_ranks(run, 2)[0]
     assert first == second
+
+
+class TableAndStatistics(nn.Module):
+    """A buffer that stays, and running statistics, which torch writes without counting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.tensor([[0.0, -0.0, INF]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.table[:, :2].sum())
+
+
+@pytest.mark.parametrize(("level", "trains", "ranks"), crossed([0, 1, 2, 3], [False, True], [2, 3]))
+def test_as_on_a_device_that_the_host_does_not_wait_for(
+    level: int, trains: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only buffers that a rank changed are sent: as many calls as where the host knows, and the
+    same values. Their own comparison comes with the metrics."""
+
+    def run(group: Any) -> Any:
+        def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:
+            return functional_call(model, {**fz.unshard(params), **buffers}, (x,)).square().mean()
+
+        watched = counted(group)
+        sharded = shard(train_step(loss_fn, optim.sgd(0.1)), level=level, group=watched)
+        state = sharded.init(dict(model.named_parameters()), dict(model.named_buffers()))
+        before = watched.num_calls()
+        state, _ = sharded(state, torch.arange(6.0).view(2, 3) + group.rank)
+        return watched.num_calls() - before, state.buffers
+
+    model = TableAndStatistics().train(trains)
+    expected = run_ranks(run, ranks)
+    monkeypatch.setattr(buffer_copies, "_is_comparable", lambda buffer: False)
+    for (calls, buffers), (num_calls, known) in zip(run_ranks(run, ranks), expected, strict=True):
+        assert calls == num_calls
+        for path, buffer in known.items():
+            assert torch.equal(buffers[path], buffer)
+            assert torch.equal(buffers[path].signbit(), buffer.signbit())
 
 
 @pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
