@@ -76,18 +76,16 @@ class Temporary:
         self._gone = False  # it has its name, or was deleted
         try:
             if target.exists():
-                raise CheckpointError(
-                    f"{target} exists, and is never overwritten. Remedy: delete or rename it first"
-                )
+                raise _exists(target)
             if lock:
                 # With the lock held, no temporary folder can be somebody's at work
                 remove_leftovers(self._root)
             else:
                 _remove_unlocked(_temporary_folders(self._root, re.escape(target.name)))
-            self.path = _temporary_name(target)
-            os.mkdir(self.path)  # fails where the name exists, which 64 random bits rule out
-            if not lock:
-                self._lock = _lock(self.path)
+            if lock:
+                self.path = _new_folder(target)
+            else:
+                self.path, self._lock = _new_locked_folder(target)
         except BaseException:
             self._unlock()
             raise
@@ -97,7 +95,13 @@ class Temporary:
         # The files' names reach the disk before the folder's new name does
         sync_folder(self.path)
         # Never onto another checkpoint: a folder that isn't empty can't be replaced
-        os.rename(self.path, self._target)
+        try:
+            os.rename(self.path, self._target)
+        except OSError as error:
+            # Another export to the same place was faster
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise _exists(self._target) from None
+            raise
         self._gone = True
         sync_folder(self._root)  # the new name, too, survives a power cut
         self._unlock()
@@ -117,6 +121,35 @@ class Temporary:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
+
+
+def _exists(target: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{target} exists, and is never overwritten. Remedy: delete or rename it first"
+    )
+
+
+def _new_folder(target: Path) -> Path:
+    """A new folder under a temporary name of the target."""
+    path = _temporary_name(target)
+    os.mkdir(path)  # fails where the name exists, which 64 random bits rule out
+    return path
+
+
+def _new_locked_folder(target: Path) -> tuple[Path, int]:
+    """The same, and its lock.
+
+    Until the lock is held, another export to the target may take the folder for a leftover. Then
+    this makes another one, under another name.
+    """
+    while True:
+        path = _new_folder(target)
+        with contextlib.suppress(FileNotFoundError, CheckpointError):
+            descriptor = _lock(path)
+            # Locked, but perhaps only after it was deleted
+            if path.exists():
+                return path, descriptor
+            os.close(descriptor)
 
 
 def _lock(folder: Path) -> int:

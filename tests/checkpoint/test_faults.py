@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from functorch_zero import checkpoint
-from functorch_zero.checkpoint import CheckpointError, CorruptError, agreement
+from functorch_zero.checkpoint import CheckpointError, CorruptError, agreement, files
 from functorch_zero.checkpoint.files import Temporary
 from functorch_zero.errors import GroupError, MismatchError, PeerError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
@@ -179,6 +179,47 @@ def test_the_leftover_of_a_killed_export_is_deleted_by_the_next(
     export(tmp_path / "root", tmp_path / "out")
     busy.discard()
     assert sorted(leftovers(tmp_path)) == sorted(others)
+
+
+@pytest.mark.parametrize("moment", ["before the lock is taken", "while the other one has it"])
+def test_two_exports_to_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """One finds the folder of the other before that has locked it, and takes it for a leftover."""
+    made: list[Path] = []
+    held: list[int] = []
+
+    def mkdir(path: Any, *args: Any) -> None:
+        original(path, *args)
+        if Path(path).name.startswith(".tmp-out-"):
+            made.append(Path(path))
+            if len(made) == 1 and moment == "before the lock is taken":
+                files._remove_unlocked(made)
+                assert not made[0].exists()
+            elif len(made) == 1:
+                held.append(files._lock(made[0]))
+
+    original = os.mkdir
+    save_step(tmp_path / "root", 1)
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    out = checkpoint.export_weights(tmp_path / "root", tmp_path / "out")
+    assert sorted(os.listdir(out)) == ["model.safetensors"] and len(made) == 2
+    for descriptor in held:
+        os.close(descriptor)
+        assert leftovers(tmp_path) == [made[0].name]  # deleted by the one that has it
+
+
+def test_the_slower_of_two_exports_overwrites_nothing(tmp_path: Path) -> None:
+    slow = Temporary(tmp_path / "out", lock=False)
+    fast = Temporary(tmp_path / "out", lock=False)
+    for temporary in (fast, slow):
+        (temporary.path / "weights").write_text(temporary.path.name)
+    fast.commit()
+    with pytest.raises(CheckpointError, match=r"out exists, and is never overwritten. Remedy"):
+        slow.commit()
+    slow.discard()
+    assert (tmp_path / "out" / "weights").read_text() == fast.path.name
+    assert not leftovers(tmp_path)
 
 
 @pytest.mark.parametrize("at", range(2, 15))  # the first makes the root, which is there
