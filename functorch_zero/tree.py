@@ -264,6 +264,9 @@ def content_digests(tree: PyTree[Tensor]) -> dict[str, str]:
 def _digest(leaf: Tensor) -> str:
     """A checksum of the leaf's bytes, 16 hexadecimal digits. NaNs equal themselves, and it changes
     when two elements change places."""
+    if leaf.layout != torch.strided:
+        elements = leaf.to_sparse().coalesce()
+        return _digest(elements.indices()) + _digest(elements.values())
     data = leaf.contiguous().reshape(-1).view(torch.uint8)  # (bytes,) uint8
     total = 0  # a Python integer: it does not overflow
     for start in range(0, data.numel(), _CHUNK):

@@ -29,25 +29,39 @@ def check_sync_buffers(rule: Any) -> SyncBuffers:
 def check_synchronizable(
     old: PyTree[Tensor], new: PyTree[Tensor], rule: SyncBuffers, group: Group, rank: int
 ) -> None:
-    """Refuse a buffer that this rank's loss has given another shape or dtype: other ranks may send
-    it as it was."""
+    """Refuse a buffer that this rank's loss has given another shape or dtype, since other ranks may
+    send it as it was; and a sparse one that has changed, since a message has no place for it."""
     if rule == "local" or group.size == 1:
         return
     leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
     for n, (before, after) in enumerate(leaves):
-        if before is after or (before.shape, before.dtype) == (after.shape, after.dtype):
+        if before is after:
             continue
-        raise StructureError(
-            explain(
-                "a loss has changed a buffer's shape or dtype",
-                path=paths(old)[n],
-                expected=(tuple(before.shape), before.dtype),
-                got=(tuple(after.shape), after.dtype),
-                rank=rank,
-                remedy="begin with a buffer of that shape and dtype, or shard with "
-                'sync_buffers="local", which lets each rank keep its own',
+        if before.layout != torch.strided or after.layout != torch.strided:
+            raise StructureError(
+                explain(
+                    "a loss has changed a sparse buffer, which ranks can't send each other",
+                    path=paths(old)[n],
+                    expected=torch.strided,
+                    got=after.layout if before.layout == torch.strided else before.layout,
+                    rank=rank,
+                    remedy=f"keep it dense, and make it sparse in the loss; {_OR_LOCAL}",
+                )
             )
-        )
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise StructureError(
+                explain(
+                    "a loss has changed a buffer's shape or dtype",
+                    path=paths(old)[n],
+                    expected=(tuple(before.shape), before.dtype),
+                    got=(tuple(after.shape), after.dtype),
+                    rank=rank,
+                    remedy=f"begin with a buffer of that shape and dtype; {_OR_LOCAL}",
+                )
+            )
+
+
+_OR_LOCAL = 'or shard with sync_buffers="local", which lets each rank keep its own'
 
 
 def changed_here(
@@ -72,7 +86,10 @@ def apart(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:
     taken = {storage_id(flat) for flat in flats}
 
     def copied(leaf: Any) -> Any:
-        is_part = isinstance(leaf, Tensor) and storage_id(leaf) in taken
+        if not isinstance(leaf, Tensor):
+            return leaf
+        # A sparse one has no storage to look up: its values may lie anywhere
+        is_part = leaf.layout != torch.strided or storage_id(leaf) in taken
         return leaf.clone() if is_part else leaf
 
     return tree_map(copied, tree)
