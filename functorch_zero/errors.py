@@ -3,6 +3,12 @@ the rank, and the remedy."""
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+
+import torch
+
 __all__ = [
     "DonatedError",
     "FunctorchZeroError",
@@ -53,6 +59,18 @@ def explain(
     if remedy:
         text += f" Remedy: {remedy}."
     return text
+
+
+# Folders of this package and of torch, whose decorators stand between a user and a step
+_INSIDE = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warn, at the user's line that led here: the innermost one outside of this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 class FunctorchZeroError(Exception):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
+from ..errors import warn
 from .block_io import check_size, read_through
 from .errors import CheckpointError, CheckpointWarning, CorruptError
 from .files import counts_in, opened, read_file, remove_folder, step_folder
@@ -37,11 +37,7 @@ def latest(root: PathLike) -> int | None:
         try:
             check_sizes(Path(root), count)
         except CorruptError as error:
-            warnings.warn(
-                f"the checkpoint of step {count} is passed over: {error}",
-                CheckpointWarning,
-                stacklevel=2,
-            )
+            warn(f"the checkpoint of step {count} is passed over: {error}", CheckpointWarning)
         else:
             return count
     return None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import optree
 from torch import Tensor
 
-from ..errors import UnequalBatchesWarning, explain
+from ..errors import UnequalBatchesWarning, explain, warn
 
 
 class WeightReminder:
@@ -58,7 +57,7 @@ class WeightReminder:
             remedy="return fz.Aux(weight=...), the number of examples or tokens that the loss is "
             "the mean of; or weight=1, where each shall count the same",
         )
-        warnings.warn(text, UnequalBatchesWarning, stacklevel=2)
+        warn(text, UnequalBatchesWarning)
 
 
 def leading_sizes(batch: Any) -> list[int]:

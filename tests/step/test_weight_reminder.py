@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 from typing import Any
 
@@ -155,6 +156,35 @@ def test_no_call_more(level: int) -> None:
     with pytest.warns(UnequalBatchesWarning):
         unequal = calls((4, 3))
     assert unequal == calls((4, 4))
+
+
+@pytest.mark.parametrize("kind", ["unsharded", "sharded", "evaluation", "program"])
+def test_the_warning_is_at_the_users_line(kind: str) -> None:
+    """Not somewhere inside of the package, nor in a decorator of torch's."""
+    check = fz.eval_step(lambda p, b, batch: {"mean": batch["x"].mean()})
+
+    def run(group: Any) -> None:
+        batch = batch_of(3 + group.rank)
+        if kind == "unsharded":
+            step = step_with(accumulate=2)
+            step(step.init(PARAMS), batch)
+            return
+        step = fz.shard(step_with(), level=1, group=group)
+        state = step.init(PARAMS)
+        if kind == "sharded":
+            step(state, batch)
+        elif kind == "evaluation":
+            fz.shard(check, level=1, group=group)(state, batch)
+        else:
+            params, loss = fz.shard_tree(PARAMS, level=1, group=group), step_with().loss_fn
+            fz.value_and_grad(lambda p, x: loss(p, {}, x))(params, batch)
+
+    with pytest.warns(UnequalBatchesWarning) as found:
+        run_ranks(run, 1 if kind == "unsharded" else 2)
+    (warning,) = found
+    assert warning.filename == __file__
+    line = linecache.getline(__file__, warning.lineno)
+    assert "batch)" in line and not line.strip().startswith("def")
 
 
 def test_the_harness_says_nothing_where_parts_are_meant_to_count_the_same() -> None:
