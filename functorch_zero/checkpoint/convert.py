@@ -260,9 +260,9 @@ def import_weights(
         step: the step function that the state is for.
         like: a state of `step`, from `step.init`. If `step` donates, it can't be used again.
         aliases: names that stand for a leaf of another name (tied weights). Such a tensor is left
-            out, or read where the source lacks the leaf's own name. A dict
-            from name to leaf, or the `apply` that `functionalize` made. With that, buffers which
-            are not persistent may be missing, since no `state_dict` has them.
+            out, or read where the source lacks the leaf's own name. A dict from name to leaf, or
+            the `apply` that `functionalize` made. With that, buffers which are not persistent may
+            be missing, since no `state_dict` has them.
         rename: the model's names for those of the source: a dict, in which other names stay as they
             are, or a function (None leaves the tensor out).
         allow_missing: leaves that the source lacks keep `like`'s values: all, or those of one or

@@ -206,9 +206,10 @@ def _bucket(
     # Pieces are equal, and aligned themselves
     whole = _round_up(end, first.cut.num_pieces * alignment)  # elements, padding included
     kind = _kind_in_words(first, has_levels=has_levels)
+    name = f"{unit or 'root'}[{kind}]"  # "" is the root's own name
     shapes = tuple(specs[n].shape for n in numbers)
     return Bucket(
-        name=f"{unit or 'root'}[{kind}]",  # "" is the root's own name
+        name=name,
         dtype=first.dtype,
         trainable=first.trainable,
         leaves=tuple(numbers),

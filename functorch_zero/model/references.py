@@ -201,9 +201,10 @@ def _globals_of(function: FunctionType) -> list[str]:
 def is_filled(cell: CellType) -> bool:
     """Whether a closed-over variable has a value yet; Python has no other question for it."""
     try:
-        return cell.cell_contents is not cell
+        _ = cell.cell_contents
     except ValueError:
         return False
+    return True
 
 
 def behind(reference: Any) -> Any:

@@ -108,22 +108,27 @@ def hostile_params(*, large: bool = True, seed: int = 0) -> Any:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    tree: dict[str, Any] = {
-        # A child with a leaf of its own is a unit, and so has a bucket of its own
-        "kernel": {"weight": draw(4, 3, 2, 2)},
-        "stack": {"weight": draw(2, 3, 4)},
-        "wide": {"weight": draw(3, 11)},  # 33 elements: no even number of ranks divides it
+    # A child with a leaf of its own is a unit, and so has a bucket of its own
+    alone = {
+        "kernel": (4, 3, 2, 2),
+        "stack": (2, 3, 4),
+        "wide": (3, 11),  # 33 elements: no even number of ranks divides it
     }
     if large:
-        tree["large"] = {"weight": draw(257, 129)}
-    tree["block"] = {  # one unit: these share a bucket
-        "empty": draw(0, 3),
-        "matrix": draw(7, 5),
-        "one": draw(1),
-        "scalar": draw(),
-        "twin": draw(7, 5),
-        "vector": draw(6),
+        alone["large"] = (257, 129)
+    # One unit: these share a bucket
+    together = {
+        "empty": (0, 3),
+        "matrix": (7, 5),
+        "one": (1,),
+        "scalar": (),
+        "twin": (7, 5),
+        "vector": (6,),
     }
+    tree: dict[str, Any] = {}
+    for name, shape in alone.items():
+        tree[name] = {"weight": draw(*shape)}
+    tree["block"] = {name: draw(*shape) for name, shape in together.items()}
     tree["nothing"] = None  # masks leave None, and transforms must pass it on
     return tree
 
