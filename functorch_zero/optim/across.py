@@ -160,7 +160,7 @@ class Across(ABC):
         return _one_or_all(self.reduce(trees, "norm"))
 
     def max(self, *trees: Tree) -> Any:
-        """Per leaf, the largest element, 0-d (-inf for an empty leaf)."""
+        """Per leaf, the largest element, 0-d (for an empty leaf -inf, or the smallest integer)."""
         return _one_or_all(self.reduce(trees, "max"))
 
     # One number per tree
@@ -194,7 +194,7 @@ class Across(ABC):
         return self.reduce_dims(questions, "sum")
 
     def max_dim(self, tree: Tree, dim: Dim) -> Tree:
-        """As `sum_dim`, the maximum (-inf where there are no elements)."""
+        """As `sum_dim`, the maximum (where there are no elements, -inf or the smallest integer)."""
         return self.max_dims((tree, dim))[0]
 
     def max_dims(self, *questions: Question) -> tuple[Tree, ...]:
@@ -328,11 +328,18 @@ def widest_dtype(tensors: Iterable[Tensor], least: torch.dtype = torch.bool) -> 
     return functools.reduce(torch.promote_types, [x.dtype for x in tensors], least)
 
 
+def smallest(dtype: torch.dtype) -> float:
+    """The maximum of no elements: -inf, or the smallest of the integers or bools."""
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
 def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
-    """All elements of a tensor in one, 0-d; the maximum of none is -inf."""
+    """All elements of a tensor in one, 0-d; the maximum of none is `smallest`."""
     # Of no elements torch has no maximum
     if op == "max":
-        return x.max() if x.numel() else x.new_full((), -math.inf)
+        return x.max() if x.numel() else x.new_full((), smallest(x.dtype))
     # Half-precision squares would overflow, so sums and norms are taken in float32 at least
     if op == "norm":
         norm: Tensor = torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype))

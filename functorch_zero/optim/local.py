@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -28,6 +27,7 @@ from .across import (
     check_limit,
     check_whole,
     reduce_leaf,
+    smallest,
     sum_dtype,
     sums_of,
     total_of,
@@ -120,7 +120,7 @@ def _max_dims(x: Tensor, dims: Shape) -> Tensor:
     if not dims:  # torch would take the maximum over all of them
         return x.clone()
     if not x.numel():  # of which torch has no maximum
-        return x.new_full(without(tuple(x.shape), dims), -math.inf)
+        return x.new_full(without(tuple(x.shape), dims), smallest(x.dtype))
     return x.amax(dims)
 
 

@@ -196,6 +196,8 @@ class Sharded(Across):
         for at in filter(None, positions):
             own = [values[i] for i in at]
             dtype = widest_dtype(own)
+            if dtype == torch.bool:  # of which groups take neither sums nor maxima
+                dtype = torch.int64
             # (k,), the values one after the other: a collective costs more than its few bytes
             packed = torch.cat([x.reshape(-1).to(device, dtype) for x in own])
             self._group.all_reduce(packed, op).wait()

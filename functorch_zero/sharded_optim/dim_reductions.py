@@ -12,7 +12,6 @@ they are for pieces that lie in some columns of a matrix.
 
 from __future__ import annotations
 
-import math
 from math import prod
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ..groups.protocol import ReduceOp
 from ..layout.extent import Box, Extent
-from ..optim.across import reduced_dtype, without
+from ..optim.across import reduced_dtype, smallest, without
 
 
 class _Rows(NamedTuple):
@@ -78,17 +77,17 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
     """This piece's share of a sum or maximum over `dims`.
 
     Args:
-        piece: (extent.num_here,); floating-point where `op` is "max".
+        piece: (extent.num_here,).
         extent: where the piece lies in its leaf.
         dims: of the leaf, in order; may be none or all.
         op: "sum" or "max".
 
     Returns:
-        A tensor of the full reduced shape, the same on all ranks: 0 or -inf where none of the
-        elements is here. Sums are in at least float32.
+        A tensor of the full reduced shape, the same on all ranks: 0, or the `smallest` number,
+        where none of the elements is here. Sums are in at least float32.
     """
     dtype = reduced_dtype(piece.dtype, op)
-    identity = 0.0 if op == "sum" else -math.inf
+    identity = 0 if op == "sum" else smallest(dtype)
     shape = without(extent.shape, dims)
     if extent.box is not None:
         out = piece.new_full(shape, identity, dtype=dtype)

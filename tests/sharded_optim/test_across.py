@@ -130,6 +130,28 @@ def test_integers_beside_floating_point_are_not_rounded() -> None:
         close(floats, Local(tree).sum(tree))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize("question", [name for name in QUESTIONS if name.startswith("max")])
+def test_maxima_of_integers(question: str, dtype: torch.dtype) -> None:
+    """Also where a rank has no element of a leaf, and where nobody has one: -inf is no integer."""
+    spec: list[tuple[int, ...]] = [(7, 3), (1,), (), (0, 3), (2, 2, 2)]
+    ask = QUESTIONS[question]
+    # Mostly below zero, so that a zero in the place of nothing would show
+    whole = tree_map(lambda x: (3 * x - 9).to(dtype), make(spec, 1)[0])
+    expected = ask(Local(whole), whole, whole)
+
+    def run(group: Any) -> Any:
+        _, layout = make(spec, group.size)
+        pieces = slice_tree(whole, layout, group.rank)
+        return ask(Sharded(layout, group), pieces, pieces)
+
+    for ranks in (1, 2, 5):
+        for answer in run_ranks(run, ranks):
+            found = zip(optree.tree_leaves(answer), optree.tree_leaves(expected), strict=True)
+            for got, wanted in found:
+                assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+
+
 def test_each_gathered_tree_is_held_to_the_limit() -> None:
     wide, layout = make([(6, 2)], 2)  # 96 bytes
     narrow = tree_map(torch.Tensor.float, wide)
