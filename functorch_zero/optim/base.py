@@ -31,7 +31,8 @@ from .zero_dim import has_scalars, init_widened, update_widened
 # An author's functions; the constructors below say which arguments they take
 Init = Callable[..., Any]
 Update = Callable[..., tuple[Any, Any]]
-# From the number of steps before this one, 0-d int64, to a number or a 0-d tensor
+# From the number of steps before this one, 0-d int64, to a number or a 0-d tensor; its `double()`
+# keeps torch from computing in float32
 Schedule = Callable[[Tensor], Any]
 
 

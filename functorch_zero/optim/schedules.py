@@ -2,8 +2,11 @@
 optax's names.
 
 A schedule takes a count, a 0-d int64 tensor or an int. It answers with a 0-d float64 tensor on the
-CPU, and reads no value on the host. Any function `count -> number or 0-d tensor` will do as one. In
-one of your own, torch makes `0.1 * count` float32, so take `0.1 * count.double()`.
+CPU, and reads no value on the host. Any function `count -> number or 0-d tensor` will do as one.
+
+In one of your own, torch computes `0.1 * count` and `0.1 / (1 + count)` in float32. The eighth
+digit differs from that of torch's LambdaLR, whose counts are Python's. `0.1 / (1 + count.double())`
+is LambdaLR's. Counts are integers, so that a table can be indexed with one.
 
 >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=10, decay_steps=100)
 >>> [round(schedule(count).item(), 3) for count in (0, 5, 10, 55, 100)]

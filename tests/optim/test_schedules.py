@@ -60,6 +60,35 @@ def test_the_first_step_is_step_zero() -> None:
     assert [-u["a"].item() for u in history] == [1.0, 0.75, 0.5, 0.25, 0.0]
 
 
+def test_a_schedule_of_torchs() -> None:
+    """LambdaLR computes in Python's float64; with the count as it comes torch takes float32."""
+    base = 0.3
+
+    def decay(count: Any) -> Any:
+        return 1 / (1 + 0.7 * count)
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], base)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+    expected = []
+    for _ in range(9):
+        expected += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+
+    def rates(schedule: Any) -> list[float]:
+        params = {"a": torch.zeros(1, dtype=torch.float64)}
+        one = {"a": torch.ones(1, dtype=torch.float64)}
+        return [-u["a"].item() for u in run(optim.sgd(schedule), params, [one] * 9)[0]]
+
+    doubles = rates(lambda count: base * decay(count.double()))
+    assert doubles == pytest.approx(expected, rel=1e-15)
+    singles = rates(lambda count: base * decay(count))
+    assert singles == pytest.approx(expected, rel=1e-6)
+    assert singles != pytest.approx(expected, rel=1e-9)
+    table = torch.tensor([base * decay(count) for count in range(9)], dtype=torch.float64)
+    assert rates(lambda count: table[count]) == table.tolist()
+
+
 class NoHostReads(TorchDispatchMode):
     """Refuses to read a tensor's value on the host."""
 
