@@ -29,7 +29,8 @@ class Aux:
         metrics: 0-d tensors or numbers by name, averaged like the loss.
         weight: the share of this batch in means over batches: its number of tokens, say. None:
             each rank's batch counts the same. A batch of weight 0 counts for nothing: neither its
-            loss, metrics and gradients nor the buffers that it changed.
+            loss, metrics and gradients nor the buffers that it changed. Only ratios count; keep
+            weights near 1 where gradients are reduced in float16.
     """
 
     buffers: Mapping[str, Tensor] | None = None

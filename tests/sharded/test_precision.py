@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import MismatchError, StructureError
+from functorch_zero.errors import MismatchError, NonFiniteError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.model.casting import CastParams
 from functorch_zero.precision import Dtypes, Precision
@@ -313,6 +313,34 @@ def test_leaves_in_float16_have_room_for_weights() -> None:
 
     for ranks in (1, 3):
         torch.testing.assert_close(run_ranks(run, ranks)[0], expected, rtol=0, atol=2.0**-11)
+
+
+@pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
+def test_weights_near_1_keep_float16_sums_in_range(level: int) -> None:
+    """Gradients of 20, times 4096 tokens, are infinite in float16; times their ratio they aren't.
+    Too large a sum is an error on all ranks where the step looks."""
+
+    def step_with(unit: float) -> Any:
+        def loss_fn(params: Any, buffers: Any, batch: Any) -> Any:
+            loss = (20 * params["w"].float() * batch.mean()).sum()
+            return loss, fz.Aux(weight=2048 * len(batch) / unit)
+
+        return train_step(loss_fn, optim.sgd(0.01), nonfinite="raise")
+
+    params = {"w": torch.ones(6, dtype=F16, requires_grad=True)}
+    batch = torch.ones(3)
+    step = step_with(4096.0)
+    expected = step(step.init(params), batch)[0].params["w"]
+
+    def run(group: Any, unit: float) -> Tensor:
+        sharded = shard(step_with(unit), level=level, group=group)
+        state, _ = sharded(sharded.init(params), batch[:2] if group.rank else batch[2:])
+        return sharded.unshard(state).params["w"]
+
+    for got in run_ranks(lambda group: run(group, 4096.0), 2):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2.0**-10)
+    with pytest.raises(NonFiniteError, match=r"gradient.*w"):
+        run_ranks(lambda group: run(group, 1.0), 2)
 
 
 def test_leaves_in_bfloat16_are_seeded_by_a_power_of_two() -> None:
