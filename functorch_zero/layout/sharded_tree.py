@@ -292,12 +292,12 @@ class ShardedTree(OnEngine):
             return self
         return ShardedTree.of_flats(flats, self.holding)
 
-    def handed_on(self) -> ShardedTree:
-        """The same, in a node of its own, for a step that will write to its storage; this node is
-        used up."""
+    def handed_on(self, flats: Sequence[Tensor]) -> ShardedTree:
+        """The same, in a node of its own, for a step that will write to these flats, the tree's;
+        this node is used up."""
         made = ShardedTree(self._tree, replace(self.holding, donated=WeakIdKeyDictionary()))
         made._known = self._known
-        for flat in self.flats():
+        for flat in flats:
             self.holding.donated[flat] = None
         self._tree, self._known, self._is_used_up = None, None, True
         return made

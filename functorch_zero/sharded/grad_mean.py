@@ -118,10 +118,11 @@ def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float |
         total: the sum of the weights over ranks, 0-d; None: the seeds have divided already.
         scale: of the loss; None: it isn't scaled.
     """
+    # Where nothing has weight, gradients are 0 and stay 0
+    # In float64, since a half precision may not hold the total
+    divisor = None if total is None else torch.where(total == 0, 1.0, total)
     for flat in reduced.values():
-        if total is not None:
-            # Where nothing has weight, gradients are 0 and stay 0
-            # In float64, since a half precision may not hold the total
-            flat.div_(torch.where(total == 0, 1.0, total))
+        if divisor is not None:
+            flat.div_(divisor)
         if scale is not None:
             flat.div_(scale)

@@ -256,7 +256,7 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     if options.donate:
         buffers = apart(buffers, run.flats)
         run.sharding.donations.take(state.step)
-        params = params.handed_on()
+        params = params.handed_on(run.flats)
 
     # Norms of gradients and params are taken before the update, which may write over both
     measured = UpdateMetrics(run.step.metrics, run.updater.across)

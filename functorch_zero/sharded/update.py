@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -40,6 +42,9 @@ class PreparedUpdate:
         # The state's structure; on meta, in the shapes that leaves have here, those that follow a
         # param. Others may have any.
         self._like_state = self._outline(options.axes.piece_number)
+        # Positions in flatten order of the leaves that follow a param, and their shapes (n,)
+        self._following = [i for i, leaf in enumerate(self.plan.leaves) if leaf.kind == "follows"]
+        self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
         self._optimizer, self._storage = step.optimizer, options.state_storage
         # A fused kernel adds the updates to the params itself, so nobody could measure them
         measures = "update_norm" in step.metrics
@@ -60,8 +65,18 @@ class PreparedUpdate:
     def check_state(self, state: Any, rank: int) -> None:
         """Raise unless an optimizer's state is one that this update can take. One that is stored in
         a place of its own is told by that place."""
-        if self._storage is None:
-            check_opt_state(self._like_state, state, rank)
+        if self._storage is not None:
+            return
+        leaves, treedef = optree.tree_flatten(state)
+        # The usual case, asked of all leaves at once: a state may have many
+        if treedef == self.plan.treedef and self._shapes_in(leaves) == self._shapes:
+            return
+        check_opt_state(self._like_state, state, rank)
+
+    def _shapes_in(self, leaves: Sequence[Any]) -> list[Any]:
+        """Of a state's leaves, the shapes of those that follow a param; None of what is no
+        tensor."""
+        return [getattr(leaves[i], "shape", None) for i in self._following]
 
     def update(
         self, grads: ShardedTree, state: Any, params: ShardedTree

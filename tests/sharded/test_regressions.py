@@ -17,6 +17,10 @@ from functorch_zero import optim
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.flat_buffers import flat_of_pieces
+from functorch_zero.sharded import update
+from functorch_zero.sharded.api import shard
+from functorch_zero.step.train import train_step
+from tests.tiers import thinned
 
 LEVELS = (0, 1, 2, 3)
 
@@ -75,6 +79,30 @@ def test_buffers_given_back_unchanged_cost_no_traffic() -> None:
     group.reset()
     step(state, None)
     assert max(call.num_elements for call in group.calls) < 1000
+
+
+@pytest.mark.parametrize("level", thinned([0, 1, 2, 3]))
+@pytest.mark.parametrize("optimizer", [optim.adamw(0.1), optim.muon(0.1)])
+def test_a_state_that_fits_is_not_looked_at_leaf_by_leaf(
+    level: int, optimizer: optim.Transform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of many small leaves would pay for it at each step."""
+
+    def called(*args: Any) -> None:
+        raise AssertionError("each leaf was looked at")
+
+    monkeypatch.setattr(update, "check_opt_state", called)
+
+    def run(group: Any) -> None:
+        step = shard(train_step(square, optimizer), level=level, group=group)
+        state = step.init({"w": trained(5, 3), "b": trained(3)})
+        for _ in range(2):
+            state, _ = step(state, None)
+        narrow = tree_map(lambda x: x.new_zeros(1) if x.ndim else x, state.opt_state)
+        with pytest.raises(AssertionError, match="each leaf"):
+            step(state.replace(opt_state=narrow), None)
+
+    run_ranks(run, 1)
 
 
 def test_one_step_serves_trees_with_other_units() -> None:
