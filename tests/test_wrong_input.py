@@ -442,17 +442,59 @@ def test_steps(name: str, level: int | None) -> None:
             run_ranks(lambda g: row.run(fz.shard(whole, level=level, group=g)), RANKS, timeout=20)
 
 
+def fails_in_a_loss(level: int | None, batch: Any) -> None:
+    first(make(lambda p, b, batch: loss_fn(p, b, batch["x"]), level=level), batch=batch)
+
+
+def fails_in_an_evaluation(level: int | None, batch: Any) -> None:
+    evaluate = fz.eval_step(lambda p, b, batch: {"mean": loss_fn(p, b, batch["x"])})
+    if level is not None:
+        evaluate = fz.shard(evaluate, level=level, group=SingleRank())
+    evaluate(make(level=level).init(PARAMS), batch)
+
+
+def fails_in_a_program(level: int | None, batch: Any) -> None:
+    params: Any = PARAMS
+    if level is not None:
+        params = fz.shard_tree(PARAMS, level=level, group=SingleRank())
+    fz.value_and_grad(lambda p, batch: loss_fn(p, {}, batch["x"]))(params, batch)
+
+
+FAILING: dict[str, Callable[[int | None, Any], None]] = {
+    "loss": fails_in_a_loss,
+    "evaluation": fails_in_an_evaluation,
+    "program": fails_in_a_program,
+}
+
+
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", FAILING)
 @pytest.mark.parametrize(
     "batch", [{"x": X.numpy()}, {"x": X.float()}, {"x": X[:, :2]}], ids=["numpy", "dtype", "shape"]
 )
-def test_a_failing_loss_names_its_batch(batch: Any, level: int | None) -> None:
-    step = make(lambda params, buffers, batch: loss_fn(params, buffers, batch["x"]), level=level)
+def test_a_failing_function_names_its_batch(batch: Any, where: str, level: int | None) -> None:
     with pytest.raises((RuntimeError, TypeError)) as caught:
-        first(step, batch=batch)
+        FAILING[where](level, batch)
     kind = "a ndarray" if not isinstance(batch["x"], Tensor) else str(tuple(batch["x"].shape))
     (note,) = caught.value.__notes__
-    assert note.startswith(f"The loss was given this batch: x: {kind}")
+    function = "evaluation" if where == "evaluation" else "loss"
+    assert note.startswith(f"The {function} was given this batch: x: {kind}")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_failing_program_names_its_arguments_but_no_sharded_trees(level: int | None) -> None:
+    def loss(params: Any, teacher: Any, x: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(params, {}, x) + (x @ y).mean()
+
+    student, teacher = PARAMS, PARAMS
+    if level is not None:
+        student = fz.shard_tree(PARAMS, level=level, group=SingleRank())
+        teacher = fz.shard_tree(PARAMS, layout_like=student)
+    with pytest.raises(RuntimeError) as caught:
+        fz.value_and_grad(loss)(student, teacher, X, X)
+    (note,) = caught.value.__notes__
+    assert "1: (2, 3) torch.float64 on cpu, 2: (2, 3) torch.float64 on cpu" in note
+    assert ("0.0.weight" in note) == (level is None)
 
 
 @pytest.mark.parametrize("constructor", [optim.pointwise, optim.with_statistics])

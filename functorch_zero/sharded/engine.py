@@ -33,7 +33,7 @@ from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import plan_state
-from ..step.loss import Aux, Outcome, check_has_values, check_loss
+from ..step.loss import Aux, Outcome, check_has_values, check_loss, naming_args
 from ..step.program import refuse_buffers
 from ..step.weight_reminder import WeightReminder, total_size
 from ..tree import PyTree, check_tensors, content_digests, same_structure
@@ -189,7 +189,8 @@ class ShardedEngine:
                 for i, lazy in zip(numbers, lazy_trees, strict=True):
                     nodes[i] = lazy
                 own_tree, own_args = treedef.unflatten(nodes)
-                return loss(own_tree, *own_args)
+                with naming_args(args):
+                    return loss(own_tree, *own_args)
 
             # This rank's own part of all that is not sharded
             batch = [node for node in given if not _is_sharded(node)]

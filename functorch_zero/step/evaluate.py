@@ -18,7 +18,16 @@ from ..model.casting import CastParams
 from ..model.lazy_param import make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..tree import PyTree, merge, same_structure
-from .loss import Aux, Metrics, as_metric, as_weight, check_has_values, check_weight, if_weighty
+from .loss import (
+    Aux,
+    Metrics,
+    as_metric,
+    as_weight,
+    check_has_values,
+    check_weight,
+    if_weighty,
+    naming_batch,
+)
 from .metrics import check_names
 from .rng import replayed
 from .state import State, trained
@@ -120,7 +129,8 @@ class Evaluated(NamedTuple):
 def call_eval(fn: Any, params: Any, buffers: Any, batch: Any, rank: int | None = None) -> Evaluated:
     """Call a user's evaluation, with copies of the buffers, and check its results. Errors name the
     rank, if one is given."""
-    result = fn(params, tree_map(torch.clone, buffers), batch)
+    with naming_batch(batch, given_to="evaluation"):
+        result = fn(params, tree_map(torch.clone, buffers), batch)
     rows: tuple[Any] | tuple[()] = ()
     if isinstance(result, tuple) and len(result) == 2:
         # A param among them is whole, and not gathered when the units are gone

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import unwrapped
 from ..errors import FunctorchZeroError, StructureError, explain
 from ..model.buffer_copies import BufferCopy, copy_of
 from ..model.lazy_param import LazyParam
+from ..params import is_on_engine
 from ..tree import PyTree, paths, same_structure
 
 
@@ -58,14 +61,8 @@ def call_loss(
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
-    try:
+    with naming_batch(batch):
         result = loss_fn(params, own, batch)
-    except FunctorchZeroError:
-        raise
-    except Exception as error:
-        # torch names an operator, and no leaf of the batch
-        error.add_note(f"The loss was given this batch: {_outline(batch)}")
-        raise
     loss, given = check_loss(result, rank)
     aux = given or Aux()
     check_has_values({"loss": loss, **aux.metrics}, params, rank)
@@ -79,6 +76,25 @@ def call_loss(
     for copied, after in zip(copies, optree.tree_leaves(left), strict=True):
         new.append(_next_buffer(copied, after, aux.weight))
     return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight)
+
+
+@contextmanager
+def naming_batch(batch: Any, *, given_to: str = "loss") -> Iterator[None]:
+    """Around a user's function: its errors get a note with the batch's leaves, as this rank has
+    them."""
+    try:
+        yield
+    except FunctorchZeroError:
+        raise
+    except Exception as error:
+        # torch names an operator, and no leaf of the batch
+        error.add_note(f"The {given_to} was given this batch: {_outline(batch)}")
+        raise
+
+
+def naming_args(args: tuple[Any, ...]) -> AbstractContextManager[None]:
+    """The same around a program's loss: the arguments after its first are the batch."""
+    return naming_batch(args[0] if len(args) == 1 else args)
 
 
 def _check_buffers(buffers: PyTree[Any], rank: int | None) -> None:
@@ -109,7 +125,9 @@ _LONGEST_OUTLINE = 12  # leaves of a batch
 
 
 def _outline(batch: Any) -> str:
-    """The batch's leaves, for an error: "x: (4, 3) torch.float32 on cpu, y: a str"."""
+    """The batch's leaves, for an error: "x: (4, 3) torch.float32 on cpu, y: a str". Sharded trees
+    are left out."""
+    batch = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
     found = []
     for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
         kind = f"a {type(leaf).__name__}"

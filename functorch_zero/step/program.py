@@ -32,6 +32,7 @@ from .loss import (
     dense,
     if_weighty,
     independent,
+    naming_args,
     refuse_reentrant_checkpoints,
 )
 from .state import State
@@ -107,7 +108,9 @@ def _value_and_grad(
         cast = CastParams((treedef.unflatten(own), args), look=look)
         untouched = Untouched(own, look=look)
         own_tree, own_args = cast.params
-        value, aux = check_loss(loss(own_tree, *own_args))
+        with naming_args(args):
+            result = loss(own_tree, *own_args)
+        value, aux = check_loss(result)
         check_has_values({"loss": value, **(aux.metrics if aux else {})}, own_tree, None)
         refuse_buffers(aux)
         if look:
