@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ._torch_private import has_grad_hooks, is_fake, storage_id
 from .errors import StructureError, explain
-from .params import Params
+from .params import Params, is_on_engine
 
 T = TypeVar("T")
 # Any tree whose leaves are T; optree's own type knows the built-in containers only
@@ -86,6 +86,14 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
         what: its name, for the error: "params".
         dense: whether sparse leaves are refused. Flats have no place for them; a buffer may stay.
     """
+    if any(map(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))):
+        raise StructureError(
+            explain(
+                f"a sharded tree lies in {what}, whose leaves must be whole",
+                got="a ShardedTree, whose leaves may be one rank's pieces",
+                remedy="pass fz.unshard(tree), or the tree that it was cut from",
+            )
+        )
     for path, leaf in named_leaves(tree).items():
         got = type(leaf).__name__
         if not isinstance(leaf, Tensor):

@@ -21,6 +21,7 @@ import functorch_zero as fz
 from functorch_zero import optim, testing
 from functorch_zero.errors import MismatchError, StructureError, TransformError
 from functorch_zero.groups import Group, SingleRank, run_ranks
+from functorch_zero.sharded.train import ShardedTrainStep
 
 RANKS = 2
 LEVELS = [None, 0, 3]  # None: the unsharded step
@@ -202,6 +203,11 @@ CALLS = {
         ValueError,
         r"as params are held, level 3.*as gradients are \(fz.apply_updates adds them to params\)",
     ),
+    "trees: sharded twice": Call(
+        lambda: fz.shard_tree(PIECES, level=3, group=SingleRank()),
+        StructureError,
+        r"a sharded tree lies in the tree, .*Remedy: pass fz.unshard\(tree\)",
+    ),
     "trees: sparse": Call(
         lambda: fz.shard_tree({"w": X.to_sparse()}, level=3, group=SingleRank()),
         StructureError,
@@ -274,6 +280,13 @@ def first(step: Any, params: Any = PARAMS, buffers: Any = BUFFERS, batch: Any = 
     return step(step.init(params, buffers), batch)
 
 
+def evaluation(step: Any) -> Any:
+    """An evaluation, sharded as a step is."""
+    whole = fz.eval_step(lambda params, buffers, x: {"mean": loss_fn(params, buffers, x)})
+    sharded = isinstance(step, ShardedTrainStep)
+    return fz.shard(whole, level=step.level, group=step.group) if sharded else whole
+
+
 def of(optimizer: Any) -> Callable[[Any], Any]:
     """A step with the state of another optimizer."""
 
@@ -330,6 +343,35 @@ STEPS = {
         lambda step: step.init({"w": X.to_sparse().requires_grad_()}),
         StructureError,
         r"path w, expected torch.strided, got torch.sparse_coo. Remedy: .*to_dense",
+    ),
+    "init: a state": Stepping(
+        lambda step: step.init(step.init(PARAMS)),
+        StructureError,
+        r"params hold a state.*got a State. Remedy: pass state.params",
+    ),
+    "init: a state's value, in a dict": Stepping(
+        lambda step: step.init({"net": step.init(PARAMS).value}),
+        StructureError,
+        r"params hold a state.*got a TrainValue. Remedy: pass state.params",
+    ),
+    "init: sharded params": Stepping(
+        lambda step: step.init(step.init(PARAMS).params),
+        StructureError,
+        r"a sharded tree lies in params.*got a ShardedTree, .*Remedy: pass fz.unshard\(tree\)",
+        levels=(0, 3),
+    ),
+    "init: sharded params, unsharded": Stepping(
+        lambda step: step.init(PIECES), StructureError, r"a sharded tree lies in params.*Remedy"
+    ),
+    "init: sharded buffers": Stepping(
+        lambda step: step.init(PARAMS, {"n": PIECES}),
+        StructureError,
+        r"a sharded tree lies in buffers.*Remedy",
+    ),
+    "evaluation: params": Stepping(
+        lambda step: evaluation(step)(PARAMS, X),
+        TypeError,
+        r"what step.init made; got a Params",
     ),
     "state: params": Stepping(
         lambda step: step(PARAMS, X), TypeError, r"a step takes \(state, batch\).*got a Params"

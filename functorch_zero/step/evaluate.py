@@ -30,7 +30,7 @@ from .loss import (
 )
 from .metrics import check_names
 from .rng import replayed
-from .state import State, trained
+from .state import State, check_state, trained
 from .train import optimizer_view
 from .weight_reminder import WeightReminder
 
@@ -51,6 +51,7 @@ class EvalStep:
     def __call__(self, state: State, batch: Any) -> Any:
         """Metrics of a whole batch, 0-d, and the rows if `fn` gives any; the state stays as it
         is."""
+        check_state(state)
         if state.sharding is not None:
             raise StructureError(
                 "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._torch_private import register_in_torch
 from ..errors import StructureError, explain
 from ..layout.sharding import Sharding
-from ..tree import PyTree, paths, same_structure
+from ..tree import PyTree, check_tensors, paths, same_structure
 from .nonfinite import NonFiniteState
 
 
@@ -174,3 +174,22 @@ def check_state(state: Any) -> None:
             "a step takes (state, batch), and a state is what step.init made; got a "
             f"{type(state).__name__}"
         )
+
+
+def check_params(params: Any) -> None:
+    """Raise unless a step can be made for these params: whole leaves, and no state."""
+    for node in optree.tree_leaves(params, is_leaf=_is_of_a_state):
+        if _is_of_a_state(node):
+            raise StructureError(
+                explain(
+                    "params hold a state, whose optimizer's leaves would be params, too",
+                    expected="a tree of params",
+                    got=f"a {type(node).__name__}",
+                    remedy="pass state.params, or fz.unshard(state.params) of a sharded state",
+                )
+            )
+    check_tensors(params, "params")
+
+
+def _is_of_a_state(node: Any) -> bool:
+    return isinstance(node, State | TrainValue)

@@ -51,7 +51,16 @@ from .loss import (
 from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .rng import replayed
-from .state import State, Trained, TrainValue, check_opt_state, check_state, marked, trained
+from .state import (
+    State,
+    Trained,
+    TrainValue,
+    check_opt_state,
+    check_params,
+    check_state,
+    marked,
+    trained,
+)
 from .weight_reminder import WeightReminder
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
@@ -97,7 +106,7 @@ class TrainStep:
             ValueError: the optimizer has no metric of a name that was asked for.
         """
         buffers = {} if buffers is None else buffers
-        check_tensors(params, "params")
+        check_params(params)
         check_tensors(buffers, "buffers", dense=False)
         # Before anything else looks at leaves: those on meta have no values to copy
         if values is not None:
@@ -358,7 +367,7 @@ def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
 
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
     """The same leaves, with `requires_grad` saying which are trained."""
-    check_tensors(params, "params")
+    check_params(params)
     if trainable is not None:
         mask = mask_of(params, trainable)
         _check_floating(params, mask)
