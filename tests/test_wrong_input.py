@@ -29,6 +29,7 @@ LEVELS = [None, 0, 3]  # None: the unsharded step
 NET = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)).double()
 APPLY, PARAMS, BUFFERS = fz.functionalize(NET)
 DEEPER = fz.functionalize(nn.Sequential(*NET, nn.Linear(1, 1)).double())[1]
+NARROWER = fz.functionalize(nn.Sequential(nn.Linear(3, 1), nn.ReLU(), nn.Linear(1, 1)).double())[1]
 X = torch.arange(6.0, dtype=torch.float64).view(2, 3)
 
 
@@ -52,6 +53,10 @@ class Call(NamedTuple):
 
 def by_pieces(update: Any) -> Any:
     return optim.pointwise(lambda params: (), update)
+
+
+def by_pieces_of(init: Any) -> Any:
+    return optim.pointwise(init, lambda updates, state, params: (updates, state))
 
 
 def negate(updates: Any, state: Any, params: Any) -> Any:
@@ -302,6 +307,11 @@ def of_other_net(step: Any) -> Any:
     return step(step.init(PARAMS).replace(opt_state=step.init(DEEPER).opt_state), X)
 
 
+def of_narrower_net(step: Any) -> Any:
+    """Whose leaves broadcast to those of the net."""
+    return step(step.init(PARAMS).replace(opt_state=step.init(NARROWER).opt_state), X)
+
+
 def whole_leaves(step: Any) -> Any:
     state, leaves = step.init(PARAMS), iter(PARAMS.values())
     return step(state.replace(params=tree_map(lambda piece: next(leaves), state.params)), X)
@@ -383,6 +393,17 @@ STEPS = {
     ),
     "state: of lion": Stepping(
         of(optim.lion(0.1)), StructureError, r"state.opt_state .*path 0.nu.0.weight.*Remedy"
+    ),
+    "state: of adamax, with the same leaves": Stepping(
+        of(optim.adamax(0.1)),
+        StructureError,
+        r"state.opt_state .*path 0, .*this leaf is in a \w+ in place of a \w+.*Remedy: pass the",
+        optimizer=optim.adam(0.1),
+    ),
+    "state: of a narrower net": Stepping(
+        of_narrower_net,
+        StructureError,
+        r"state.opt_state has another shape.*path 0.mu.0.weight, expected .*Remedy: pass the",
     ),
     "state: of another net": Stepping(
         of_other_net, StructureError, r"path 0.mu.3.weight.*not expected.*Remedy"
@@ -560,6 +581,30 @@ def test_states_of_numbers_and_text(constructor: Any) -> None:
             assert got.opt_state == state.opt_state
             for path, leaf in state.params.items():
                 torch.testing.assert_close(got.params[path], leaf, rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_that_grows_unsharded() -> None:
+    step = make(optimizer=by_pieces(lambda u, s, p: (u, (*s, torch.ones(())))))
+    with pytest.raises(StructureError, match=r"state.opt_state.*Remedy: .*an optimizer returns"):
+        step(first(step)[0], X)
+
+
+def test_a_state_is_compared_once_with_that_of_init() -> None:
+    """Init may be slow and draw random numbers, so steps call it for states from elsewhere only."""
+    calls = []
+
+    def init(params: Any) -> Any:
+        calls.append(None)
+        return tree_map(torch.rand_like, params)
+
+    step = make(optimizer=by_pieces_of(init))
+    state = make(optimizer=by_pieces_of(init)).init(PARAMS, seed=None)
+    del calls[:]
+    before = torch.get_rng_state()
+    for _ in range(3):
+        state, _ = step(state, X)
+    assert len(calls) == 1
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("tied", [False, True])

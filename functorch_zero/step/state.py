@@ -167,6 +167,13 @@ def check_opt_state(expected: Any, got: Any, rank: int | None = None) -> None:
         )
 
 
+def outline_of(tree: PyTree[Any]) -> tuple[Any, ...]:
+    """A tree's structure and the shapes of its leaves, to be compared with those of others."""
+    leaves, treedef = optree.tree_flatten(tree)
+    # A number has no shape
+    return treedef, *(getattr(leaf, "shape", None) for leaf in leaves)
+
+
 def check_state(state: Any) -> None:
     """Raise TypeError unless `state` is a State."""
     if not isinstance(state, State):
