@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch_private import make_wrapper, without_torch_function
 from ..errors import StructureError
+from ..precision import Precision
 from ..tree import PyTree
 
 
@@ -87,6 +88,7 @@ class LazyParam(torch.Tensor):
 
     entrance: Entrance  # of the leaf's unit, for one pass
     number: int  # of this leaf among the entrance's
+    policy: Precision | None = None  # by which its unit casts it; None: it has none
 
     def whole(self) -> Tensor:
         """The whole leaf, differentiable. At level 3 an all-gather of its unit, unless that is here

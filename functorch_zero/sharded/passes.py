@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss
+from ..model.casting import mark_policies
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction
@@ -75,6 +76,7 @@ def run_pass(
     try:
         with torch.enable_grad():
             params = one_pass.lazy_params()
+            mark_policies(params)
             with ranged("loss"), in_a_loss():
                 outcome = _called(loss, params, rank)
             # It requires grad, but by something else than a trained leaf

@@ -30,7 +30,7 @@ from .loss import (
 )
 from .metrics import check_names
 from .rng import replayed
-from .state import State, check_state, trained
+from .state import State, check_policies, check_state, trained
 from .train import optimizer_view
 from .weight_reminder import WeightReminder
 
@@ -57,6 +57,7 @@ class EvalStep:
                 "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "
                 "...)`"
             )
+        check_policies(state)
         params = state.params
         if self.params is not None:
             trained_params, _ = optimizer_view(params, trained(state))

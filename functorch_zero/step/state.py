@@ -13,6 +13,8 @@ from torch import Tensor
 from .._torch_private import register_in_torch
 from ..errors import StructureError, explain
 from ..layout.sharding import Sharding
+from ..params import Params
+from ..precision import Precision
 from ..tree import PyTree, check_tensors, paths, same_structure
 from .nonfinite import NonFiniteState
 
@@ -27,16 +29,32 @@ class TrainValue(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """The leaves of whole params that are trained: a pytree node without leaves, which `tree_map`
-    and checkpoints keep, whatever leaves they make."""
+    """The leaves of whole params that are trained, and the policies of those that have one: a
+    pytree node without leaves, which `tree_map` and checkpoints keep, whatever leaves they make."""
 
     by_path: tuple[tuple[str, bool], ...]  # of all leaves
+    policies: tuple[tuple[str, Precision], ...] = ()
 
     @classmethod
     def of(cls, params: PyTree[Tensor]) -> Trained:
         """Those with `requires_grad`."""
         flags = [leaf.requires_grad for leaf in optree.tree_leaves(params)]
-        return cls(tuple(zip(paths(params), flags, strict=True)))
+        return cls(tuple(zip(paths(params), flags, strict=True)), _policies_of(params))
+
+
+def _policies_of(params: PyTree[Tensor]) -> tuple[tuple[str, Precision], ...]:
+    """The policies of leaves, by path. Only `Params` have any."""
+    found = []
+    nodes = optree.tree_leaves(params, is_leaf=_is_params)
+    for prefix, node in zip(paths(params, _is_params), nodes, strict=True):
+        for unit in node.units if _is_params(node) else ():
+            for path, policy in unit.policies.items():
+                found.append((f"{prefix}.{path}".lstrip("."), policy))
+    return tuple(found)
+
+
+def _is_params(node: Any) -> bool:
+    return isinstance(node, Params)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +199,30 @@ def check_state(state: Any) -> None:
             "a step takes (state, batch), and a state is what step.init made; got a "
             f"{type(state).__name__}"
         )
+
+
+def check_policies(state: State) -> None:
+    """Raise, naming the first leaf, if a whole state's params have lost their policies."""
+    known = () if state.trained is None else state.trained.policies
+    found = _policies_of(state.params) if known else ()
+    # The usual cases: no policies, and those of `init`
+    if found == known:
+        return
+    of_path = dict(found)
+    # Another model's params may have other paths
+    own_paths = {*paths(state.params)}
+    for path, policy in known:
+        if path in own_paths and of_path.get(path) != policy:
+            raise StructureError(
+                explain(
+                    "state.params have lost the model's Precision, as a plain dict of them does",
+                    path=path,
+                    expected=policy,
+                    got=of_path.get(path, "none"),
+                    remedy="replace leaves by tree_map, which keeps the tree; fz.Params(leaves, "
+                    "params.units) makes a dict Params again",
+                )
+            )
 
 
 def check_params(params: Any) -> None:

@@ -57,6 +57,7 @@ from .state import (
     TrainValue,
     check_opt_state,
     check_params,
+    check_policies,
     check_state,
     marked,
     outline_of,
@@ -143,6 +144,7 @@ class TrainStep:
                 "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` "
                 "first"
             )
+        check_policies(state)
         check_not_on_meta(state.params, batch)
         # The step in two halves: gradients of a loss, and an update by them
         grads, outcome = self.loss_and_grads(state, batch)
