@@ -11,9 +11,9 @@ from ..groups import labelled
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform, split_fused
+from ..optim.state_checks import check_opt_state
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import StatePlan, plan_state
-from ..step.state import check_opt_state
 from ..step.train import TrainStep
 from ..tree import PyTree, same_structure
 from .options import Options

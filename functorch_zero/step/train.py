@@ -24,6 +24,7 @@ from ..optim.across import Across
 from ..optim.arguments import check_is_transform
 from ..optim.base import Transform
 from ..optim.local import Local
+from ..optim.state_checks import check_opt_state, outline_of
 from ..tree import (
     PyTree,
     check_tensors,
@@ -55,12 +56,10 @@ from .state import (
     State,
     Trained,
     TrainValue,
-    check_opt_state,
     check_params,
     check_policies,
     check_state,
     marked,
-    outline_of,
     trained,
 )
 from .weight_reminder import WeightReminder
