@@ -250,6 +250,25 @@ def test_calls(name: str) -> None:
         call.run()
 
 
+# Of the page of programs, in its order: trees that are given to one tree_map, and mended ones
+MIXED: list[tuple[Any, Any, Callable[[], tuple[Any, Any]]]] = [
+    (PARAMS, PLAIN, lambda: (PARAMS, fz.Params(PLAIN, PARAMS.units))),
+    (PLAIN, PARAMS, lambda: (fz.Params(PLAIN, PARAMS.units), PARAMS)),
+    (PIECES, PARAMS, lambda: (PIECES, fz.shard_tree(PARAMS, layout_like=PIECES))),
+    (PARAMS, PIECES, lambda: (PARAMS, fz.unshard(PIECES))),
+]
+
+
+def test_the_errors_of_tree_map_are_those_of_the_docs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "programs.md").read_text()
+    section = page.split("### Errors of tree_map")[1].split("## Rules")[0]
+    rows = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    for text, (a, b, mended) in zip(rows, MIXED, strict=True):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            tree_map(torch.add, a, b)
+        tree_map(torch.add, *mended())
+
+
 class Numbers(NamedTuple):
     """An optimizer's state of Python's own things."""
 
