@@ -208,6 +208,26 @@ CALLS = {
         ValueError,
         r"as params are held, level 3.*as gradients are \(fz.apply_updates adds them to params\)",
     ),
+    "trees: a state of adamax, with the same leaves": Call(
+        lambda: optim.adam(0.1).update(PARAMS, optim.adamax(0.1).init(PARAMS), PARAMS),
+        StructureError,
+        r"the optimizer's state .*path 0, .*this leaf is in a \w+ in place of a \w+.*Remedy: pass",
+    ),
+    "trees: the same, sharded": Call(
+        lambda: optim.adam(0.1).update(GRADS, optim.adamax(0.1).init(PIECES), PIECES),
+        StructureError,
+        r"the optimizer's state .*path 0, .*this leaf is in a \w+ in place of a \w+.*on rank 0.*",
+    ),
+    "trees: a state of a narrower net": Call(
+        lambda: optim.adam(0.1).update(PARAMS, optim.adam(0.1).init(NARROWER), PARAMS),
+        StructureError,
+        r"the optimizer's state has another shape.*path 0.mu.0.weight, expected .*Remedy: pass",
+    ),
+    "trees: a whole state": Call(
+        lambda: optim.adam(0.1).update(GRADS, optim.adam(0.1).init(PARAMS), PIECES),
+        StructureError,
+        r"the optimizer's state .*path 0.mu.0.weight, expected \(6,\), got \(2, 3\).*Remedy: pass",
+    ),
     "trees: sharded twice": Call(
         lambda: fz.shard_tree(PIECES, level=3, group=SingleRank()),
         StructureError,

@@ -29,10 +29,11 @@ from ..model.untouched import is_looked_at
 from ..optim.base import Transform
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
+from ..optim.state_checks import check_opt_state
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
-from ..sharded_optim.state_plan import plan_state
+from ..sharded_optim.state_plan import plan_state, state_like
 from ..step.loss import Aux, Outcome, check_has_values, check_loss, naming_args
 from ..step.program import refuse_buffers
 from ..step.weight_reminder import WeightReminder, total_size
@@ -78,6 +79,8 @@ class ShardedEngine:
         # Each combination of trees is gathered in an order of its own
         self._orders: dict[Any, PrefetchOrder] = {}
         self._across: dict[int, Sharded] = {}  # by the id of its layout, which it keeps alive
+        # Of each transform, by the id of such a layout: what its states are like; see `state_like`
+        self._states_like: WeakKeyDictionary[Transform, dict[int, Any]] = WeakKeyDictionary()
 
     def __eq__(self, other: object) -> bool:
         """Whether trees of both can be used together: they lie on one group, cut over one mesh."""
@@ -118,12 +121,14 @@ class ShardedEngine:
         for.
 
         Raises:
-            StructureError: params, updates or new updates are not cut as they must be.
+            StructureError: params, updates or new updates are not cut as they must be, or the state
+                is another transform's.
         """
         groups = self.options.axes.groups
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params)
+            self._check_state(transform, state, params.sharding.layout)
             across = self._across_of(params.sharding.layout)
             view = params.pieces()
             new, state = transform.update_fn(updates.tree, state, view.tree, across)
@@ -295,6 +300,17 @@ class ShardedEngine:
             group = labelled(self.options.axes.optimizer, "optimizer/update")
             self._across[id(layout)] = Sharded(layout, group, donate=False)
         return self._across[id(layout)]
+
+    def _check_state(self, transform: Transform, state: Any, layout: Layout) -> None:
+        """Raise unless a state is one that the transform makes of trees of this layout."""
+        axes = self.options.axes
+        self._across_of(layout)  # which keeps the layout's id
+        known = self._states_like.setdefault(transform, {})
+        if id(layout) not in known:
+            plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
+            known[id(layout)] = state_like(plan, layout, axes.piece_number)
+        what = "the optimizer's state"
+        check_opt_state(known[id(layout)], state, axes.world.rank, what=what)
 
     def _check_held(self, tree: Any) -> None:
         """Raise unless this is a sharded tree in the form of params."""

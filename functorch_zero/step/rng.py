@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,15 +30,10 @@ def replayed(
     if seed is None:
         yield
         return
-    with forked(device):
+    devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
+    with torch.random.fork_rng(devices=devices):
         _seed_generators(_mix(int(seed), int(step), part, micro), device)
         yield
-
-
-def forked(device: torch.device) -> AbstractContextManager[None]:
-    """Random numbers drawn inside leave the global state as it was before."""
-    # The CPU's generator is always forked
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:

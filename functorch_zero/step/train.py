@@ -24,7 +24,6 @@ from ..optim.across import Across
 from ..optim.arguments import check_is_transform
 from ..optim.base import Transform
 from ..optim.local import Local
-from ..optim.state_checks import check_opt_state, outline_of
 from ..tree import (
     PyTree,
     check_tensors,
@@ -51,7 +50,7 @@ from .loss import (
 )
 from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
-from .rng import forked, replayed
+from .rng import replayed
 from .state import (
     State,
     Trained,
@@ -78,8 +77,6 @@ class TrainStep:
     metrics: tuple[str, ...] = ()  # names of those wanted beside the loss's own
     finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
     reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
-    # Of params and optimizer states that are known to belong together; few, often one
-    known: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -122,10 +119,7 @@ class TrainStep:
         buffers = tree_map(lambda buffer: buffer.detach().clone(), buffers)
         # None in place of frozen leaves: the optimizer keeps no state for them
         trained_params, across = optimizer_view(params, _with_grad(params))
-        opt_state = self.optimizer.init(trained_params, across)
-        outline = outline_of((trained_params, opt_state))
-        if outline not in self.known:
-            self.known.append(outline)
+        opt_state = self.optimizer.init_whole(trained_params, across)
         check_reported(self.metrics, opt_state)
         return State(
             step=torch.zeros((), dtype=torch.int64),
@@ -252,7 +246,7 @@ class TrainStep:
         # First of all: nothing is made of numbers that aren't finite
         fine = self._check_finite(state, grads, loss)
         params, across = optimizer_view(state.params, trained(state))
-        self._check_opt_state(state, params, across)
+        self.optimizer.check_whole(state.opt_state, params, across, what="state.opt_state")
         measured = UpdateMetrics(self.metrics, across)
         measured.see("grad_norm", lambda: grads)
         measured.see("param_norm", lambda: params)
@@ -276,22 +270,6 @@ class TrainStep:
         # After the update: rates and factors are reported by the new state
         of_update = measured.metrics(next_state.opt_state)
         return next_state, with_measured(of_update, self.finite.metrics(finite))
-
-    def _check_opt_state(self, state: State, params: PyTree[Tensor], across: Across) -> None:
-        """Raise unless `init` makes such an optimizer's state of these params: another optimizer's
-        may have the same leaves, and another net's be broadcast.
-
-        Args:
-            state: the one to check.
-            params, across: its trained leaves, and the answers about them; see `optimizer_view`.
-        """
-        outline = outline_of((params, state.opt_state))
-        if outline in self.known:
-            return
-        # A state from elsewhere, a checkpoint say: the optimizer's own tells
-        with forked(optree.tree_leaves(state.params)[0].device):
-            check_opt_state(self.optimizer.init(params, across), state.opt_state)
-        self.known.append(outline)
 
     def _check_finite(self, state: State, grads: PyTree[Tensor], loss: Tensor | None) -> bool:
         """Whether the loss and all gradients are finite, or nobody wants to know.
