@@ -66,9 +66,9 @@ def _marks(tensor: Tensor) -> tuple[int, int | None]:
 
 
 def _sums_of(tensor: Tensor) -> Tensor:
-    """Sums of a tensor's words, 1-D int64, by which a change of values shows: of each half, those
-    of the columns of a table, so that an exchange shows too. They read the tensor once and copy
-    nothing, unlike a digest."""
+    """Sums of a tensor's words, 1-D int64, by which a change of values shows: of each half a
+    weighted one, so that an exchange shows too. They read the tensor once and copy nothing, unlike
+    a digest."""
     words = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     words = words.view(_WORDS[min(tensor.element_size(), 8)])
     in_8_bytes = 8 // words.element_size()
@@ -76,18 +76,25 @@ def _sums_of(tensor: Tensor) -> Tensor:
     sums = []
     # Longer words are summed ten times as fast, and must begin where one can
     if paired and words.storage_offset() % in_8_bytes == 0:
-        sums.append(words[paired:].long())
+        sums.append(_weighted(words[paired:]))
         words = words[:paired].view(torch.int64)
     for half in words.tensor_split(2):
+        # A table's columns are summed without weights first: a product of all words is a copy
         in_table = len(half) // _COLUMNS * _COLUMNS
-        sums.append(half[:in_table].view(-1, _COLUMNS).sum(0, dtype=torch.int64))
-        sums.append(half[in_table:].long())  # as they are
-    return torch.cat(sums)
+        sums.append(_weighted(half[:in_table].view(-1, _COLUMNS).sum(0, dtype=torch.int64)))
+        sums.append(_weighted(half[in_table:]))
+    return torch.stack(sums)
+
+
+def _weighted(words: Tensor) -> Tensor:
+    """(n,) integers -> their sum, 0-d int64, each times an odd number of its own: modulo 2**64, to
+    which int64 wraps, that loses no bit."""
+    return (words * torch.arange(1, 2 * len(words) + 1, 2, device=words.device)).sum()
 
 
 # Integers by their size in bytes
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COLUMNS = 129  # odd: the words of rows, of which most have an even number, change their columns
+_COLUMNS = 61  # odd: rows of a leaf mostly have an even number of words, and so change columns
 
 
 def changed_in_place(path: str) -> StructureError:
