@@ -105,6 +105,25 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
             raise StructureError(
                 explain(f"{what} must be tensors", path=path, got=got, remedy=remedy)
             )
+        if not isinstance(path, str):
+            raise StructureError(
+                explain(
+                    f"{what} have a name that is no text",
+                    path=repr(path),
+                    got=type(path).__name__,
+                    remedy="name leaves of fz.Params by dotted paths",
+                )
+            )
+        if dense and (leaf.is_quantized or leaf.is_nested):
+            raise StructureError(
+                explain(
+                    f"{what} must be plain tensors",
+                    path=path,
+                    got="a nested tensor" if leaf.is_nested else "a quantized tensor",
+                    remedy="pass one tensor for each part, or leaf.dequantize(), and make the "
+                    "other kind inside the loss",
+                )
+            )
         if dense and leaf.layout != torch.strided:
             raise StructureError(
                 explain(
@@ -272,7 +291,8 @@ def content_digests(tree: PyTree[Tensor]) -> dict[str, str]:
 def _digest(leaf: Tensor) -> str:
     """A checksum of the leaf's bytes, 16 hexadecimal digits. NaNs equal themselves, and it changes
     when two elements change places."""
-    data = leaf.contiguous().reshape(-1).view(torch.uint8)  # (bytes,) uint8
+    plain = leaf.resolve_conj().resolve_neg().contiguous()
+    data = plain.reshape(-1).view(torch.uint8)  # (bytes,) uint8
     total = 0  # a Python integer: it does not overflow
     for start in range(0, data.numel(), _CHUNK):
         # Weights go on from the 8-byte words before this chunk

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import socket
 import sys
+import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,12 @@ X = torch.arange(6.0, dtype=torch.float64).view(2, 3)
 
 def loss_fn(params: Any, buffers: Any, x: Any) -> Any:
     return (APPLY(params, buffers, x)[0] ** 2).mean()
+
+
+with warnings.catch_warnings():  # of torch: that both are prototypes, or go
+    warnings.simplefilter("ignore")
+    QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 def make(loss: Any = loss_fn, optimizer: Any = None, level: int | None = None, **init: Any) -> Any:
@@ -324,9 +332,9 @@ def first(step: Any, params: Any = PARAMS, buffers: Any = BUFFERS, batch: Any = 
     return step(step.init(params, buffers), batch)
 
 
-def evaluation(step: Any) -> Any:
+def evaluation(step: Any, metrics: Any = None) -> Any:
     """An evaluation, sharded as a step is."""
-    whole = fz.eval_step(lambda params, buffers, x: {"mean": loss_fn(params, buffers, x)})
+    whole = fz.eval_step(lambda p, b, x: metrics or {"mean": loss_fn(p, b, x)})
     sharded = isinstance(step, ShardedTrainStep)
     return fz.shard(whole, level=step.level, group=step.group) if sharded else whole
 
@@ -358,6 +366,10 @@ def whole_leaves(step: Any) -> Any:
 
 def with_buffers(new: Any) -> Any:
     return lambda params, buffers, x: (loss_fn(params, {}, x), fz.Aux(buffers=new(buffers)))
+
+
+def with_metrics(metrics: Any) -> Any:
+    return lambda params, buffers, x: (loss_fn(params, {}, x), fz.Aux(metrics=metrics))
 
 
 @torch.jit.script
@@ -425,6 +437,21 @@ STEPS = {
     "state: params": Stepping(
         lambda step: step(PARAMS, X), TypeError, r"a step takes \(state, batch\).*got a Params"
     ),
+    "init: quantized": Stepping(
+        lambda step: step.init({"w": QUANTIZED, "v": PARAMS["0.weight"]}),
+        StructureError,
+        r"params must be plain tensors: path w, got a quantized tensor. Remedy: .*dequantize",
+    ),
+    "init: nested": Stepping(
+        lambda step: step.init({"w": NESTED}),
+        StructureError,
+        r"params must be plain tensors: path w, got a nested tensor. Remedy",
+    ),
+    "init: numbers as names": Stepping(
+        lambda step: step.init(fz.Params({0: PARAMS["0.weight"]})),  # type: ignore[dict-item]
+        StructureError,
+        r"params have a name that is no text: path 0, got int. Remedy: .*dotted paths",
+    ),
     "state: of sgd": Stepping(
         of(optim.sgd(0.1)),
         StructureError,
@@ -479,6 +506,14 @@ STEPS = {
         r"a new buffer is no tensor: path n, got float.*Remedy",
         with_buffers(lambda b: {"n": 1.0}),
     ),
+    "loss: of copies": Stepping(
+        first,
+        StructureError,
+        r"the loss does not depend on any trained leaf.*Remedy: compute it from the `params`",
+        lambda p, b, x: loss_fn(
+            tree_map(lambda leaf: leaf.detach().requires_grad_(), fz.unshard(p)), b, x
+        ),
+    ),
     "loss: fewer buffers": Stepping(
         lambda step: first(step, buffers={"n": torch.ones(2)}),
         StructureError,
@@ -498,6 +533,44 @@ STEPS = {
         r"scripted.*expected whole tensors.*on rank \d. Remedy: give it fz.unshard\(param\)",
         lambda p, b, x: loss_fn(p, b, x) + penalty(p["0.weight"]),
         levels=(0, 3),
+    ),
+    "loss: a dict beside it": Stepping(
+        first,
+        TypeError,
+        r"got dict as the second. Remedy: fz.Aux",
+        lambda p, b, x: (loss_fn(p, b, x), {"a": 1.0}),
+    ),
+    "loss: metrics in a list": Stepping(
+        first,
+        TypeError,
+        r"metrics are no dict: expected real numbers by name, got list.*Remedy",
+        with_metrics([1.0]),
+    ),
+    "loss: a metric with dims": Stepping(
+        first,
+        StructureError,
+        r"path a, expected a number .*got shape \(3,\), torch.float32.*Remedy: .*mean\(\)",
+        with_metrics({"a": torch.ones(3)}),
+    ),
+    "loss: a complex metric": Stepping(
+        first,
+        StructureError,
+        r"path a, .*got shape \(\), torch.complex64.*",
+        with_metrics({"a": 1j}),
+    ),
+    "loss: a metric of text": Stepping(
+        first, StructureError, r"path a, .*got str.*Remedy", with_metrics({"a": "fine"})
+    ),
+    "loss: a metric that is None": Stepping(
+        first, StructureError, r"path a, .*got NoneType.*Remedy", with_metrics({"a": None})
+    ),
+    "loss: metrics in metrics": Stepping(
+        first, StructureError, r"path a, .*got dict.*Remedy", with_metrics({"a": {"b": 1.0}})
+    ),
+    "evaluation: metrics in metrics": Stepping(
+        lambda step: evaluation(step, {"a": {"b": 1.0}})(step.init(PARAMS), X),
+        StructureError,
+        r"path a, .*got dict.*Remedy",
     ),
     "optimizer: updates in a list": Stepping(
         first,
@@ -662,6 +735,70 @@ def test_sparse_gradients(tied: bool) -> None:
     testing.assert_sharded_equals_unsharded(step, params, {}, batches, ranks=(1, 2))
     grads = fz.value_and_grad(loss)(params, {}, batches[0])[1]
     assert all(grad.layout == torch.strided for grad in grads.values())
+
+
+WRONG_LEAVES: dict[str, tuple[Any, str]] = {
+    "module": (NET, r"path w, got Sequential. Remedy: .*functionalize"),
+    "numbers": (1.0, r"path w, got float. Remedy"),
+    "numpy": (X.numpy(), r"path w, got ndarray. Remedy"),
+    "sparse": (X.to_sparse(), r"must be dense: path w, .*Remedy"),
+    "quantized": (QUANTIZED, r"path w, got a quantized tensor. Remedy"),
+    "nested": (NESTED, r"path w, got a nested tensor. Remedy"),
+    "meta": (X.to("meta"), r"no values: path (0.)?w, .*Remedy"),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", WRONG_LEAVES)
+def test_a_program_with_leaves_that_are_none(name: str, level: int | None) -> None:
+    leaf, words = WRONG_LEAVES[name]
+    tree: Any = {"w": leaf, "v": PARAMS["0.weight"]}
+    with pytest.raises(StructureError, match=re.compile(words, re.DOTALL)):
+        if level is not None:
+            tree = fz.shard_tree(tree, level=level, group=SingleRank())
+        fz.value_and_grad(lambda tree, x: tree["v"].sum())(tree, X)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_program_without_leaves(level: int) -> None:
+    tree = fz.shard_tree({}, level=level, group=SingleRank())
+    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+        fz.value_and_grad(lambda tree, x: x.sum())(tree, X)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_params_that_are_lazily_conjugated(level: int | None) -> None:
+    """A view with the conjugate bit is stored as any other tensor."""
+    weight = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
+    results = []
+    for tree in ({"w": weight.conj()}, {"w": weight.conj().resolve_conj()}):
+        params: Any = {"w": tree["w"].requires_grad_()}
+        if level is not None:
+            params = fz.shard_tree(params, level=level, group=SingleRank())
+        optimizer = optim.adam(0.1)
+        program = fz.value_and_grad(lambda p, x: (p["w"].conj() * p["w"]).real.sum())
+        state, grads = optimizer.init(params), program(params, X)[1]
+        updates, _ = optimizer.update(grads, state, params)
+        results.append(fz.unshard(fz.apply_updates(params, updates))["w"])
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], weight.conj())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_deep_copy_of_params_in_a_loss(level: int | None) -> None:
+    """It is new leaves, to which no gradient of the step flows."""
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return (loss_fn(params, {}, x) - loss_fn(deepcopy(params), {}, x) / 2) ** 2
+
+    expected, _ = first(make(loss))
+    step = make(loss, level=level)
+    state, _ = first(step)
+    whole = state if level is None else step.unshard(state)
+    for path, leaf in expected.params.items():
+        torch.testing.assert_close(whole.params[path], leaf, rtol=1e-12, atol=1e-12)
+    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+        first(make(lambda p, b, x: loss_fn(deepcopy(p), b, x), level=level))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from itertools import compress
 from operator import not_
 from typing import Any, Protocol
@@ -116,6 +117,12 @@ class LazyParam(torch.Tensor):
                 "`fz.unshard(params)`, by torch.func.grad; change gradients in the optimizer, and "
                 "params between steps"
             )
+        if func is torch.Tensor.__deepcopy__:
+            # A leaf of its own, as of the leaf that an unsharded step gives to the loss
+            lazy, memo = args
+            with without_torch_function():
+                requires_grad = lazy.requires_grad
+            return deepcopy(lazy.whole().detach(), memo).requires_grad_(requires_grad)
         if func is _DATA:
             func = torch.Tensor.detach  # whose writes count, so that they are noticed
         if func is torch.autograd.grad or func is torch.autograd.backward:

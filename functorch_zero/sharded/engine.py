@@ -34,8 +34,9 @@ from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.state_plan import plan_state, state_like
-from ..step.loss import Aux, Outcome, check_has_values, check_loss, naming_args
+from ..step.loss import Aux, Outcome, check_has_values, check_loss, independent, naming_args
 from ..step.program import refuse_buffers
+from ..step.state import check_not_on_meta
 from ..step.weight_reminder import WeightReminder, total_size
 from ..tree import PyTree, check_tensors, content_digests, same_structure
 from . import agreement
@@ -241,6 +242,10 @@ class ShardedEngine:
         flats: list[Tensor] = []  # one per bucket of the joined layout, as held between steps
         for sharded in trees:
             flats += sharded.flats()
+        if not flats:
+            raise independent(axes.world.rank)
+        if any(flat.is_meta for flat in flats):
+            check_not_on_meta(trees, batch)
         # A program, the user's own loop, has no State.parts in which a reduction could keep
         # tensors. None: the levels' rows say when gradients are reduced.
         summing = replace(options, reduction=SUMMED, reduce_gradients=None)

@@ -25,8 +25,8 @@ from ..runtime.prefetch import PrefetchOrder
 from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics
 from ..step.metrics import check_reported
-from ..step.state import State, TrainValue, check_policies, marked
-from ..step.train import TrainStep, check_not_on_meta, mark_trainable
+from ..step.state import State, TrainValue, check_not_on_meta, check_policies, marked
+from ..step.train import TrainStep, mark_trainable
 from ..tree import PyTree, check_tensors, content_digests, paths, select
 from ..version import __version__
 from .agreement import agree

@@ -24,6 +24,7 @@ from .loss import (
     as_metric,
     as_weight,
     check_has_values,
+    check_metrics,
     check_weight,
     if_weighty,
     naming_batch,
@@ -139,6 +140,7 @@ def call_eval(fn: Any, params: Any, buffers: Any, batch: Any, rank: int | None =
         result, rows = result[0], (make_whole(result[1]),)
     # A plain mapping is metrics without a weight
     if isinstance(result, Mapping):
+        check_metrics(result, rank)
         check_has_values(result, params, rank)
         return Evaluated(result, None, rows)
     if not isinstance(result, Aux):
@@ -148,6 +150,7 @@ def call_eval(fn: Any, params: Any, buffers: Any, batch: Any, rank: int | None =
             f"rows; got {got}"
         )
     check_weight(result.weight, rank)
+    check_metrics(result.metrics, rank)
     check_has_values(result.metrics, params, rank)
     if result.buffers is not None:
         raise StructureError(

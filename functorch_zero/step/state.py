@@ -188,6 +188,26 @@ def check_policies(state: State) -> None:
             )
 
 
+def check_not_on_meta(params: PyTree[Tensor], batch: Any) -> None:
+    """Raise, naming the first leaf on the meta device, unless the batch is there, as in a dry
+    run."""
+    batch_leaves = optree.tree_leaves(batch)
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch_leaves):
+        return
+    for n, leaf in enumerate(optree.tree_leaves(params)):
+        if leaf.is_meta:
+            raise StructureError(
+                explain(
+                    "a param has no values",
+                    path=paths(params)[n],
+                    expected="a leaf on a device",
+                    got="one on the meta device",
+                    remedy="step.init(params, buffers, values=fz.deferred_init(...)), or build the "
+                    "model on a device",
+                )
+            )
+
+
 def check_params(params: Any) -> None:
     """Raise unless a step can be made for these params: whole leaves, and no state."""
     for node in optree.tree_leaves(params, is_leaf=_is_of_a_state):

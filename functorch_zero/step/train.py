@@ -30,7 +30,6 @@ from ..tree import (
     mask_of,
     merge,
     named_leaves,
-    paths,
     same_structure,
     select,
 )
@@ -45,6 +44,7 @@ from .loss import (
     independent,
     joined,
     micro_batches,
+    nodes_behind,
     refuse_reentrant_checkpoints,
     weighted_mean,
 )
@@ -55,6 +55,7 @@ from .state import (
     State,
     Trained,
     TrainValue,
+    check_not_on_meta,
     check_params,
     check_policies,
     check_state,
@@ -187,7 +188,7 @@ class TrainStep:
             cast = CastParams(params, look=look)
             outcome = call_loss(self.loss_fn, cast.params, state.buffers, batch)
             if look:
-                refuse_reentrant_checkpoints(outcome.loss)
+                refuse_reentrant_checkpoints(nodes_behind(outcome.loss))
             # Before backward, so that the error comes from the loss that wrote
             cast.finish()
             untouched.check(params)
@@ -377,26 +378,6 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
             "requires_grad_() on the leaves"
         )
     return params
-
-
-def check_not_on_meta(params: PyTree[Tensor], batch: Any) -> None:
-    """Raise, naming the first leaf on the meta device, unless the batch is there, as in a dry
-    run."""
-    batch_leaves = optree.tree_leaves(batch)
-    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch_leaves):
-        return
-    for n, leaf in enumerate(optree.tree_leaves(params)):
-        if leaf.is_meta:
-            raise StructureError(
-                explain(
-                    "a param has no values",
-                    path=paths(params)[n],
-                    expected="a leaf on a device",
-                    got="one on the meta device",
-                    remedy="step.init(params, buffers, values=fz.deferred_init(...)), or build the "
-                    "model on a device",
-                )
-            )
 
 
 def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:

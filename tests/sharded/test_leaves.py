@@ -207,7 +207,9 @@ def test_a_plain_dict_from_the_start(field: str, level: int | None) -> None:
         return value, dict(fz.unshard(grads))
 
     if level is not None and field in ROUNDS:
-        with pytest.raises(StructureError, match=r"lost the model's Precision.*path weight,.*Remedy"):
+        with pytest.raises(
+            StructureError, match=r"lost the model's Precision.*path weight,.*Remedy"
+        ):
             run_ranks(run, 1)
         return
     value, grads = run_ranks(run, 1)[0]
