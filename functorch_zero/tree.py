@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ._torch_private import has_grad_hooks, is_fake, storage_id
 from .errors import StructureError, explain
-from .params import Params
+from .params import Params, is_on_engine
 
 T = TypeVar("T")
 # Any tree whose leaves are T; optree's own type knows the built-in containers only
@@ -86,6 +86,14 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
         what: its name, for the error: "params".
         dense: whether sparse leaves are refused. Flats have no place for them; a buffer may stay.
     """
+    if any(map(is_on_engine, optree.tree_leaves(tree, is_leaf=is_on_engine))):
+        raise StructureError(
+            explain(
+                f"a sharded tree lies in {what}, whose leaves must be whole",
+                got="a ShardedTree, whose leaves may be one rank's pieces",
+                remedy="pass fz.unshard(tree), or the tree that it was cut from",
+            )
+        )
     for path, leaf in named_leaves(tree).items():
         got = type(leaf).__name__
         if not isinstance(leaf, Tensor):
@@ -96,6 +104,25 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
                 )
             raise StructureError(
                 explain(f"{what} must be tensors", path=path, got=got, remedy=remedy)
+            )
+        if not isinstance(path, str):
+            raise StructureError(
+                explain(
+                    f"{what} have a name that is no text",
+                    path=repr(path),
+                    got=type(path).__name__,
+                    remedy="name leaves of fz.Params by dotted paths",
+                )
+            )
+        if dense and (leaf.is_quantized or leaf.is_nested):
+            raise StructureError(
+                explain(
+                    f"{what} must be plain tensors",
+                    path=path,
+                    got="a nested tensor" if leaf.is_nested else "a quantized tensor",
+                    remedy="pass one tensor for each part, or leaf.dequantize(), and make the "
+                    "other kind inside the loss",
+                )
             )
         if dense and leaf.layout != torch.strided:
             raise StructureError(
@@ -267,7 +294,8 @@ def _digest(leaf: Tensor) -> str:
     if leaf.layout != torch.strided:
         elements = leaf.to_sparse().coalesce()
         return _digest(elements.indices()) + _digest(elements.values())
-    data = leaf.contiguous().reshape(-1).view(torch.uint8)  # (bytes,) uint8
+    plain = leaf.resolve_conj().resolve_neg().contiguous()
+    data = plain.reshape(-1).view(torch.uint8)  # (bytes,) uint8
     total = 0  # a Python integer: it does not overflow
     for start in range(0, data.numel(), _CHUNK):
         # Weights go on from the 8-byte words before this chunk

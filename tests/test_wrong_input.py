@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import socket
 import sys
+import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ import functorch_zero as fz
 from functorch_zero import optim, testing
 from functorch_zero.errors import MismatchError, StructureError, TransformError
 from functorch_zero.groups import Group, SingleRank, run_ranks
+from functorch_zero.sharded.train import ShardedTrainStep
 
 RANKS = 2
 LEVELS = [None, 0, 3]  # None: the unsharded step
@@ -28,11 +31,18 @@ LEVELS = [None, 0, 3]  # None: the unsharded step
 NET = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)).double()
 APPLY, PARAMS, BUFFERS = fz.functionalize(NET)
 DEEPER = fz.functionalize(nn.Sequential(*NET, nn.Linear(1, 1)).double())[1]
+NARROWER = fz.functionalize(nn.Sequential(nn.Linear(3, 1), nn.ReLU(), nn.Linear(1, 1)).double())[1]
 X = torch.arange(6.0, dtype=torch.float64).view(2, 3)
 
 
 def loss_fn(params: Any, buffers: Any, x: Any) -> Any:
     return (APPLY(params, buffers, x)[0] ** 2).mean()
+
+
+with warnings.catch_warnings():  # of torch: that both are prototypes, or go
+    warnings.simplefilter("ignore")
+    QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 def make(loss: Any = loss_fn, optimizer: Any = None, level: int | None = None, **init: Any) -> Any:
@@ -51,6 +61,10 @@ class Call(NamedTuple):
 
 def by_pieces(update: Any) -> Any:
     return optim.pointwise(lambda params: (), update)
+
+
+def by_pieces_of(init: Any) -> Any:
+    return optim.pointwise(init, lambda updates, state, params: (updates, state))
 
 
 def negate(updates: Any, state: Any, params: Any) -> Any:
@@ -202,6 +216,31 @@ CALLS = {
         ValueError,
         r"as params are held, level 3.*as gradients are \(fz.apply_updates adds them to params\)",
     ),
+    "trees: a state of adamax, with the same leaves": Call(
+        lambda: optim.adam(0.1).update(PARAMS, optim.adamax(0.1).init(PARAMS), PARAMS),
+        StructureError,
+        r"the optimizer's state .*path 0, .*this leaf is in a \w+ in place of a \w+.*Remedy: pass",
+    ),
+    "trees: the same, sharded": Call(
+        lambda: optim.adam(0.1).update(GRADS, optim.adamax(0.1).init(PIECES), PIECES),
+        StructureError,
+        r"the optimizer's state .*path 0, .*this leaf is in a \w+ in place of a \w+.*on rank 0.*",
+    ),
+    "trees: a state of a narrower net": Call(
+        lambda: optim.adam(0.1).update(PARAMS, optim.adam(0.1).init(NARROWER), PARAMS),
+        StructureError,
+        r"the optimizer's state has another shape.*path 0.mu.0.weight, expected .*Remedy: pass",
+    ),
+    "trees: a whole state": Call(
+        lambda: optim.adam(0.1).update(GRADS, optim.adam(0.1).init(PARAMS), PIECES),
+        StructureError,
+        r"the optimizer's state .*path 0.mu.0.weight, expected \(6,\), got \(2, 3\).*Remedy: pass",
+    ),
+    "trees: sharded twice": Call(
+        lambda: fz.shard_tree(PIECES, level=3, group=SingleRank()),
+        StructureError,
+        r"a sharded tree lies in the tree, .*Remedy: pass fz.unshard\(tree\)",
+    ),
     "trees: sparse": Call(
         lambda: fz.shard_tree({"w": X.to_sparse()}, level=3, group=SingleRank()),
         StructureError,
@@ -239,6 +278,25 @@ def test_calls(name: str) -> None:
         call.run()
 
 
+# Of the page of programs, in its order: trees that are given to one tree_map, and mended ones
+MIXED: list[tuple[Any, Any, Callable[[], tuple[Any, Any]]]] = [
+    (PARAMS, PLAIN, lambda: (PARAMS, fz.Params(PLAIN, PARAMS.units))),
+    (PLAIN, PARAMS, lambda: (fz.Params(PLAIN, PARAMS.units), PARAMS)),
+    (PIECES, PARAMS, lambda: (PIECES, fz.shard_tree(PARAMS, layout_like=PIECES))),
+    (PARAMS, PIECES, lambda: (PARAMS, fz.unshard(PIECES))),
+]
+
+
+def test_the_errors_of_tree_map_are_those_of_the_docs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "programs.md").read_text()
+    section = page.split("### Errors of tree_map")[1].split("## Rules")[0]
+    rows = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    for text, (a, b, mended) in zip(rows, MIXED, strict=True):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            tree_map(torch.add, a, b)
+        tree_map(torch.add, *mended())
+
+
 class Numbers(NamedTuple):
     """An optimizer's state of Python's own things."""
 
@@ -274,6 +332,13 @@ def first(step: Any, params: Any = PARAMS, buffers: Any = BUFFERS, batch: Any = 
     return step(step.init(params, buffers), batch)
 
 
+def evaluation(step: Any, metrics: Any = None) -> Any:
+    """An evaluation, sharded as a step is."""
+    whole = fz.eval_step(lambda p, b, x: metrics or {"mean": loss_fn(p, b, x)})
+    sharded = isinstance(step, ShardedTrainStep)
+    return fz.shard(whole, level=step.level, group=step.group) if sharded else whole
+
+
 def of(optimizer: Any) -> Callable[[Any], Any]:
     """A step with the state of another optimizer."""
 
@@ -289,6 +354,11 @@ def of_other_net(step: Any) -> Any:
     return step(step.init(PARAMS).replace(opt_state=step.init(DEEPER).opt_state), X)
 
 
+def of_narrower_net(step: Any) -> Any:
+    """Whose leaves broadcast to those of the net."""
+    return step(step.init(PARAMS).replace(opt_state=step.init(NARROWER).opt_state), X)
+
+
 def whole_leaves(step: Any) -> Any:
     state, leaves = step.init(PARAMS), iter(PARAMS.values())
     return step(state.replace(params=tree_map(lambda piece: next(leaves), state.params)), X)
@@ -296,6 +366,10 @@ def whole_leaves(step: Any) -> Any:
 
 def with_buffers(new: Any) -> Any:
     return lambda params, buffers, x: (loss_fn(params, {}, x), fz.Aux(buffers=new(buffers)))
+
+
+def with_metrics(metrics: Any) -> Any:
+    return lambda params, buffers, x: (loss_fn(params, {}, x), fz.Aux(metrics=metrics))
 
 
 @torch.jit.script
@@ -331,8 +405,52 @@ STEPS = {
         StructureError,
         r"path w, expected torch.strided, got torch.sparse_coo. Remedy: .*to_dense",
     ),
+    "init: a state": Stepping(
+        lambda step: step.init(step.init(PARAMS)),
+        StructureError,
+        r"params hold a state.*got a State. Remedy: pass state.params",
+    ),
+    "init: a state's value, in a dict": Stepping(
+        lambda step: step.init({"net": step.init(PARAMS).value}),
+        StructureError,
+        r"params hold a state.*got a TrainValue. Remedy: pass state.params",
+    ),
+    "init: sharded params": Stepping(
+        lambda step: step.init(step.init(PARAMS).params),
+        StructureError,
+        r"a sharded tree lies in params.*got a ShardedTree, .*Remedy: pass fz.unshard\(tree\)",
+        levels=(0, 3),
+    ),
+    "init: sharded params, unsharded": Stepping(
+        lambda step: step.init(PIECES), StructureError, r"a sharded tree lies in params.*Remedy"
+    ),
+    "init: sharded buffers": Stepping(
+        lambda step: step.init(PARAMS, {"n": PIECES}),
+        StructureError,
+        r"a sharded tree lies in buffers.*Remedy",
+    ),
+    "evaluation: params": Stepping(
+        lambda step: evaluation(step)(PARAMS, X),
+        TypeError,
+        r"what step.init made; got a Params",
+    ),
     "state: params": Stepping(
         lambda step: step(PARAMS, X), TypeError, r"a step takes \(state, batch\).*got a Params"
+    ),
+    "init: quantized": Stepping(
+        lambda step: step.init({"w": QUANTIZED, "v": PARAMS["0.weight"]}),
+        StructureError,
+        r"params must be plain tensors: path w, got a quantized tensor. Remedy: .*dequantize",
+    ),
+    "init: nested": Stepping(
+        lambda step: step.init({"w": NESTED}),
+        StructureError,
+        r"params must be plain tensors: path w, got a nested tensor. Remedy",
+    ),
+    "init: numbers as names": Stepping(
+        lambda step: step.init(fz.Params({0: PARAMS["0.weight"]})),  # type: ignore[dict-item]
+        StructureError,
+        r"params have a name that is no text: path 0, got int. Remedy: .*dotted paths",
     ),
     "state: of sgd": Stepping(
         of(optim.sgd(0.1)),
@@ -341,6 +459,17 @@ STEPS = {
     ),
     "state: of lion": Stepping(
         of(optim.lion(0.1)), StructureError, r"state.opt_state .*path 0.nu.0.weight.*Remedy"
+    ),
+    "state: of adamax, with the same leaves": Stepping(
+        of(optim.adamax(0.1)),
+        StructureError,
+        r"state.opt_state .*path 0, .*this leaf is in a \w+ in place of a \w+.*Remedy: pass the",
+        optimizer=optim.adam(0.1),
+    ),
+    "state: of a narrower net": Stepping(
+        of_narrower_net,
+        StructureError,
+        r"state.opt_state has another shape.*path 0.mu.0.weight, expected .*Remedy: pass the",
     ),
     "state: of another net": Stepping(
         of_other_net, StructureError, r"path 0.mu.3.weight.*not expected.*Remedy"
@@ -377,6 +506,14 @@ STEPS = {
         r"a new buffer is no tensor: path n, got float.*Remedy",
         with_buffers(lambda b: {"n": 1.0}),
     ),
+    "loss: of copies": Stepping(
+        first,
+        StructureError,
+        r"the loss does not depend on any trained leaf.*Remedy: compute it from the `params`",
+        lambda p, b, x: loss_fn(
+            tree_map(lambda leaf: leaf.detach().requires_grad_(), fz.unshard(p)), b, x
+        ),
+    ),
     "loss: fewer buffers": Stepping(
         lambda step: first(step, buffers={"n": torch.ones(2)}),
         StructureError,
@@ -396,6 +533,44 @@ STEPS = {
         r"scripted.*expected whole tensors.*on rank \d. Remedy: give it fz.unshard\(param\)",
         lambda p, b, x: loss_fn(p, b, x) + penalty(p["0.weight"]),
         levels=(0, 3),
+    ),
+    "loss: a dict beside it": Stepping(
+        first,
+        TypeError,
+        r"got dict as the second. Remedy: fz.Aux",
+        lambda p, b, x: (loss_fn(p, b, x), {"a": 1.0}),
+    ),
+    "loss: metrics in a list": Stepping(
+        first,
+        TypeError,
+        r"metrics are no dict: expected real numbers by name, got list.*Remedy",
+        with_metrics([1.0]),
+    ),
+    "loss: a metric with dims": Stepping(
+        first,
+        StructureError,
+        r"path a, expected a number .*got shape \(3,\), torch.float32.*Remedy: .*mean\(\)",
+        with_metrics({"a": torch.ones(3)}),
+    ),
+    "loss: a complex metric": Stepping(
+        first,
+        StructureError,
+        r"path a, .*got shape \(\), torch.complex64.*",
+        with_metrics({"a": 1j}),
+    ),
+    "loss: a metric of text": Stepping(
+        first, StructureError, r"path a, .*got str.*Remedy", with_metrics({"a": "fine"})
+    ),
+    "loss: a metric that is None": Stepping(
+        first, StructureError, r"path a, .*got NoneType.*Remedy", with_metrics({"a": None})
+    ),
+    "loss: metrics in metrics": Stepping(
+        first, StructureError, r"path a, .*got dict.*Remedy", with_metrics({"a": {"b": 1.0}})
+    ),
+    "evaluation: metrics in metrics": Stepping(
+        lambda step: evaluation(step, {"a": {"b": 1.0}})(step.init(PARAMS), X),
+        StructureError,
+        r"path a, .*got dict.*Remedy",
     ),
     "optimizer: updates in a list": Stepping(
         first,
@@ -442,17 +617,59 @@ def test_steps(name: str, level: int | None) -> None:
             run_ranks(lambda g: row.run(fz.shard(whole, level=level, group=g)), RANKS, timeout=20)
 
 
+def fails_in_a_loss(level: int | None, batch: Any) -> None:
+    first(make(lambda p, b, batch: loss_fn(p, b, batch["x"]), level=level), batch=batch)
+
+
+def fails_in_an_evaluation(level: int | None, batch: Any) -> None:
+    evaluate = fz.eval_step(lambda p, b, batch: {"mean": loss_fn(p, b, batch["x"])})
+    if level is not None:
+        evaluate = fz.shard(evaluate, level=level, group=SingleRank())
+    evaluate(make(level=level).init(PARAMS), batch)
+
+
+def fails_in_a_program(level: int | None, batch: Any) -> None:
+    params: Any = PARAMS
+    if level is not None:
+        params = fz.shard_tree(PARAMS, level=level, group=SingleRank())
+    fz.value_and_grad(lambda p, batch: loss_fn(p, {}, batch["x"]))(params, batch)
+
+
+FAILING: dict[str, Callable[[int | None, Any], None]] = {
+    "loss": fails_in_a_loss,
+    "evaluation": fails_in_an_evaluation,
+    "program": fails_in_a_program,
+}
+
+
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", FAILING)
 @pytest.mark.parametrize(
     "batch", [{"x": X.numpy()}, {"x": X.float()}, {"x": X[:, :2]}], ids=["numpy", "dtype", "shape"]
 )
-def test_a_failing_loss_names_its_batch(batch: Any, level: int | None) -> None:
-    step = make(lambda params, buffers, batch: loss_fn(params, buffers, batch["x"]), level=level)
+def test_a_failing_function_names_its_batch(batch: Any, where: str, level: int | None) -> None:
     with pytest.raises((RuntimeError, TypeError)) as caught:
-        first(step, batch=batch)
+        FAILING[where](level, batch)
     kind = "a ndarray" if not isinstance(batch["x"], Tensor) else str(tuple(batch["x"].shape))
     (note,) = caught.value.__notes__
-    assert note.startswith(f"The loss was given this batch: x: {kind}")
+    function = "evaluation" if where == "evaluation" else "loss"
+    assert note.startswith(f"The {function} was given this batch: x: {kind}")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_failing_program_names_its_arguments_but_no_sharded_trees(level: int | None) -> None:
+    def loss(params: Any, teacher: Any, x: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(params, {}, x) + (x @ y).mean()
+
+    student, teacher = PARAMS, PARAMS
+    if level is not None:
+        student = fz.shard_tree(PARAMS, level=level, group=SingleRank())
+        teacher = fz.shard_tree(PARAMS, layout_like=student)
+    with pytest.raises(RuntimeError) as caught:
+        fz.value_and_grad(loss)(student, teacher, X, X)
+    (note,) = caught.value.__notes__
+    assert "1: (2, 3) torch.float64 on cpu, 2: (2, 3) torch.float64 on cpu" in note
+    assert ("0.0.weight" in note) == (level is None)
 
 
 @pytest.mark.parametrize("constructor", [optim.pointwise, optim.with_statistics])
@@ -478,6 +695,30 @@ def test_states_of_numbers_and_text(constructor: Any) -> None:
                 torch.testing.assert_close(got.params[path], leaf, rtol=1e-12, atol=1e-12)
 
 
+def test_a_state_that_grows_unsharded() -> None:
+    step = make(optimizer=by_pieces(lambda u, s, p: (u, (*s, torch.ones(())))))
+    with pytest.raises(StructureError, match=r"state.opt_state.*Remedy: .*an optimizer returns"):
+        step(first(step)[0], X)
+
+
+def test_a_state_is_compared_once_with_that_of_init() -> None:
+    """Init may be slow and draw random numbers, so steps call it for states from elsewhere only."""
+    calls = []
+
+    def init(params: Any) -> Any:
+        calls.append(None)
+        return tree_map(torch.rand_like, params)
+
+    step = make(optimizer=by_pieces_of(init))
+    state = make(optimizer=by_pieces_of(init)).init(PARAMS, seed=None)
+    del calls[:]
+    before = torch.get_rng_state()
+    for _ in range(3):
+        state, _ = step(state, X)
+    assert len(calls) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_sparse_gradients(tied: bool) -> None:
     """An embedding's gradient is dense to the optimizer, also where the head adds a dense one."""
@@ -494,6 +735,70 @@ def test_sparse_gradients(tied: bool) -> None:
     testing.assert_sharded_equals_unsharded(step, params, {}, batches, ranks=(1, 2))
     grads = fz.value_and_grad(loss)(params, {}, batches[0])[1]
     assert all(grad.layout == torch.strided for grad in grads.values())
+
+
+WRONG_LEAVES: dict[str, tuple[Any, str]] = {
+    "module": (NET, r"path w, got Sequential. Remedy: .*functionalize"),
+    "numbers": (1.0, r"path w, got float. Remedy"),
+    "numpy": (X.numpy(), r"path w, got ndarray. Remedy"),
+    "sparse": (X.to_sparse(), r"must be dense: path w, .*Remedy"),
+    "quantized": (QUANTIZED, r"path w, got a quantized tensor. Remedy"),
+    "nested": (NESTED, r"path w, got a nested tensor. Remedy"),
+    "meta": (X.to("meta"), r"no values: path (0.)?w, .*Remedy"),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", WRONG_LEAVES)
+def test_a_program_with_leaves_that_are_none(name: str, level: int | None) -> None:
+    leaf, words = WRONG_LEAVES[name]
+    tree: Any = {"w": leaf, "v": PARAMS["0.weight"]}
+    with pytest.raises(StructureError, match=re.compile(words, re.DOTALL)):
+        if level is not None:
+            tree = fz.shard_tree(tree, level=level, group=SingleRank())
+        fz.value_and_grad(lambda tree, x: tree["v"].sum())(tree, X)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_program_without_leaves(level: int) -> None:
+    tree = fz.shard_tree({}, level=level, group=SingleRank())
+    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+        fz.value_and_grad(lambda tree, x: x.sum())(tree, X)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_params_that_are_lazily_conjugated(level: int | None) -> None:
+    """A view with the conjugate bit is stored as any other tensor."""
+    weight = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
+    results = []
+    for tree in ({"w": weight.conj()}, {"w": weight.conj().resolve_conj()}):
+        params: Any = {"w": tree["w"].requires_grad_()}
+        if level is not None:
+            params = fz.shard_tree(params, level=level, group=SingleRank())
+        optimizer = optim.adam(0.1)
+        program = fz.value_and_grad(lambda p, x: (p["w"].conj() * p["w"]).real.sum())
+        state, grads = optimizer.init(params), program(params, X)[1]
+        updates, _ = optimizer.update(grads, state, params)
+        results.append(fz.unshard(fz.apply_updates(params, updates))["w"])
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], weight.conj())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_deep_copy_of_params_in_a_loss(level: int | None) -> None:
+    """It is new leaves, to which no gradient of the step flows."""
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return (loss_fn(params, {}, x) - loss_fn(deepcopy(params), {}, x) / 2) ** 2
+
+    expected, _ = first(make(loss))
+    step = make(loss, level=level)
+    state, _ = first(step)
+    whole = state if level is None else step.unshard(state)
+    for path, leaf in expected.params.items():
+        torch.testing.assert_close(whole.params[path], leaf, rtol=1e-12, atol=1e-12)
+    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+        first(make(lambda p, b, x: loss_fn(deepcopy(p), b, x), level=level))
 
 
 @pytest.mark.parametrize("level", LEVELS)

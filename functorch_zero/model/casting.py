@@ -293,6 +293,7 @@ class CastParams:
         self._units: list[CastUnit] = []
         # `Params` are told from plain dicts, as only they know units
         self.params = optree.tree_map(self._seen, params, is_leaf=_is_params)
+        mark_policies(self.params)
 
     def _seen(self, node: Any) -> Any:
         """A model's params with lazy ones in units that are cast; any other leaf as it is."""
@@ -328,6 +329,15 @@ class CastParams:
         """Let go of the leaves that were cast, and raise if the loss has written to one."""
         for unit in self._units:
             unit.close()
+
+
+def mark_policies(params: PyTree[Any]) -> None:
+    """Tell lazy parameters the policies by which they are cast, which they keep in other trees."""
+    for node in optree.tree_leaves(params, is_leaf=_is_params):
+        for unit in node.units if _is_params(node) else ():
+            for path, policy in unit.policies.items():
+                if type(node[path]) is LazyParam:
+                    node[path].policy = policy
 
 
 def _is_params(node: Any) -> bool:

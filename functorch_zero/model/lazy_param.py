@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from itertools import compress
 from operator import not_
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .._torch_private import make_wrapper, without_torch_function
 from ..errors import StructureError
+from ..precision import Precision
 from ..tree import PyTree
 
 
@@ -87,6 +89,7 @@ class LazyParam(torch.Tensor):
 
     entrance: Entrance  # of the leaf's unit, for one pass
     number: int  # of this leaf among the entrance's
+    policy: Precision | None = None  # by which its unit casts it; None: it has none
 
     def whole(self) -> Tensor:
         """The whole leaf, differentiable. At level 3 an all-gather of its unit, unless that is here
@@ -114,6 +117,12 @@ class LazyParam(torch.Tensor):
                 "`fz.unshard(params)`, by torch.func.grad; change gradients in the optimizer, and "
                 "params between steps"
             )
+        if func is torch.Tensor.__deepcopy__:
+            # A leaf of its own, as of the leaf that an unsharded step gives to the loss
+            lazy, memo = args
+            with without_torch_function():
+                requires_grad = lazy.requires_grad
+            return deepcopy(lazy.whole().detach(), memo).requires_grad_(requires_grad)
         if func is _DATA:
             func = torch.Tensor.detach  # whose writes count, so that they are noticed
         if func is torch.autograd.grad or func is torch.autograd.backward:

@@ -15,13 +15,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .._torch_private import buffers_dict, params_dict, without_torch_function
+from .._torch_private import (
+    buffers_dict,
+    params_dict,
+    transforms_active,
+    without_torch_function,
+)
 from ..errors import StructureError, explain
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
 from .buffer_copies import BufferCopy, copy_of
-from .casting import Policies, cast_leaf
+from .casting import CastLeaf, Policies, cast_leaf
 from .compile import CompiledForward
 from .copying import functions_of
 from .lazy_param import LazyParam
@@ -133,21 +138,20 @@ class Skeleton:
         return self._put_copies(buffers)
 
     def _check_policies(self, params: Mapping[str, Any]) -> None:
-        """Raise if a lazy leaf doesn't have its policy's dtype: its tree has forgotten the policy,
-        which a plain dict of params does."""
+        """Raise if a lazy leaf isn't cast by its policy: its tree has forgotten the policy, which a
+        plain dict of params does."""
         with without_torch_function():
             for path, policy in self._policies.items():
                 leaf = params[path]
-                compute = policy.compute
-                if type(leaf) is not LazyParam or compute is None or leaf.dtype == compute:
+                if type(leaf) is not LazyParam or leaf.policy == policy:
                     continue
-                if leaf.is_floating_point():
+                if policy.dtypes(leaf.dtype) is not None:
                     raise StructureError(
                         explain(
                             "params have lost the model's Precision, as a plain dict of them does",
                             path=path,
-                            expected=compute,
-                            got=leaf.dtype,
+                            expected=policy,
+                            got=leaf.policy or leaf.dtype,
                             remedy="give `init` or `shard_tree` the `Params` that functionalize "
                             "returned; a tree_map over it keeps it one",
                         )
@@ -158,7 +162,12 @@ class Skeleton:
         policy = self._policies.get(path)
         if policy is None or type(leaf) is LazyParam:
             return leaf
-        return cast_leaf(leaf, policy.dtypes(leaf.dtype))
+        dtypes = policy.dtypes(leaf.dtype)
+        # A leaf of autograd's graph is one as it is stored: its gradient is rounded, too
+        is_stored = leaf.is_leaf and leaf.requires_grad and not transforms_active()
+        if dtypes is not None and is_stored:
+            return CastLeaf.apply(leaf, dtypes)  # type: ignore[no-untyped-call]
+        return cast_leaf(leaf, dtypes)
 
     def release(self, buffers: Mapping[str, Tensor]) -> None:
         """Let go of the values, unless something still refers to a module and may yet run it.

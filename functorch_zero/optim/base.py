@@ -11,9 +11,10 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from optree import tree_map
 from torch import Tensor
@@ -26,6 +27,7 @@ from .arguments import check_is_transform, check_takes
 from .complex_leaves import has_complex, init_in_parts, refuse_complex, update_in_parts
 from .local import Local
 from .naming import Named
+from .state_checks import check_opt_state, outline_of
 from .zero_dim import has_scalars, init_widened, update_widened
 
 # An author's functions; the constructors below say which arguments they take
@@ -72,6 +74,8 @@ class Transform(Named):
     parts: tuple[Transform, ...] = ()
     plain: Pointwise | None = None
     fused: Fused | None = None
+    # Outlines of (params, state) that belong together, of one process; few, often one
+    known: list[Any] = field(default_factory=list, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.needs, Needs):
@@ -96,7 +100,7 @@ class Transform(Named):
             return engine.init(self, params)
         # One process: whole leaves, None where frozen, and no state hangs on the params' graph
         view = tree_map(lambda p: p.detach() if p.requires_grad else None, params)
-        return self.init_fn(view, Local(view))
+        return self.init_whole(view, Local(view))
 
     def update(
         self,
@@ -126,7 +130,37 @@ class Transform(Named):
                     updates, params, what="the tree of params", none_is_leaf=True, remedy=remedy
                 )
                 raise
-            return self.update_fn(updates, state, view, Local(view))
+            across = Local(view)
+            self.check_whole(state, view, across, what="the optimizer's state")
+            return self.update_fn(updates, state, view, across)
+
+    def init_whole(self, params: PyTree[Tensor], across: Across) -> Any:
+        """The first state of one process, whose outline is remembered."""
+        state = self.init_fn(params, across)
+        self._remember(outline_of((params, state)))
+        return state
+
+    def check_whole(self, state: Any, params: PyTree[Tensor], across: Across, *, what: str) -> None:
+        """Raise unless `init` makes such a state of these params, in one process: another
+        transform's may have the same leaves, and another net's be broadcast.
+
+        Args:
+            state: the one to check.
+            params, across: the trained leaves, None elsewhere, and the answers about them.
+            what: the state's name, for the error.
+        """
+        outline = outline_of((params, state))
+        if outline in self.known:
+            return
+        # A state from elsewhere, a checkpoint say: only `init` can tell. What it draws is undone.
+        devices = {leaf.device for leaf in optree.tree_leaves(params) if leaf.is_cuda}
+        with torch.random.fork_rng(devices=devices):
+            check_opt_state(self.init_fn(params, across), state, what=what)
+        self._remember(outline)
+
+    def _remember(self, outline: Any) -> None:
+        if outline not in self.known:
+            self.known.append(outline)
 
 
 def _where_given(update: Tensor | None, param: Tensor) -> Tensor | None:

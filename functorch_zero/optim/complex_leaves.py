@@ -52,7 +52,7 @@ def refuse_complex(params: Tree) -> None:
 
 
 def _in_parts(tree: Any) -> Any:
-    return tree_map(lambda x: torch.view_as_real(x) if _is_complex(x) else x, tree)
+    return tree_map(lambda x: torch.view_as_real(x.resolve_conj()) if _is_complex(x) else x, tree)
 
 
 def _joined_like(like: Any, tree: Any) -> Any:

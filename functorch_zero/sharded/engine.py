@@ -29,12 +29,14 @@ from ..model.untouched import is_looked_at
 from ..optim.base import Transform
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
+from ..optim.state_checks import check_opt_state
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
-from ..sharded_optim.state_plan import plan_state
-from ..step.loss import Aux, Outcome, check_has_values, check_loss
+from ..sharded_optim.state_plan import plan_state, state_like
+from ..step.loss import Aux, Outcome, check_has_values, check_loss, independent, naming_args
 from ..step.program import refuse_buffers
+from ..step.state import check_not_on_meta
 from ..step.weight_reminder import WeightReminder, total_size
 from ..tree import PyTree, check_tensors, content_digests, same_structure
 from . import agreement
@@ -78,6 +80,8 @@ class ShardedEngine:
         # Each combination of trees is gathered in an order of its own
         self._orders: dict[Any, PrefetchOrder] = {}
         self._across: dict[int, Sharded] = {}  # by the id of its layout, which it keeps alive
+        # Of each transform, by the id of such a layout: what its states are like; see `state_like`
+        self._states_like: WeakKeyDictionary[Transform, dict[int, Any]] = WeakKeyDictionary()
 
     def __eq__(self, other: object) -> bool:
         """Whether trees of both can be used together: they lie on one group, cut over one mesh."""
@@ -118,12 +122,14 @@ class ShardedEngine:
         for.
 
         Raises:
-            StructureError: params, updates or new updates are not cut as they must be.
+            StructureError: params, updates or new updates are not cut as they must be, or the state
+                is another transform's.
         """
         groups = self.options.axes.groups
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params)
+            self._check_state(transform, state, params.sharding.layout)
             across = self._across_of(params.sharding.layout)
             view = params.pieces()
             new, state = transform.update_fn(updates.tree, state, view.tree, across)
@@ -189,7 +195,8 @@ class ShardedEngine:
                 for i, lazy in zip(numbers, lazy_trees, strict=True):
                     nodes[i] = lazy
                 own_tree, own_args = treedef.unflatten(nodes)
-                return loss(own_tree, *own_args)
+                with naming_args(args):
+                    return loss(own_tree, *own_args)
 
             # This rank's own part of all that is not sharded
             batch = [node for node in given if not _is_sharded(node)]
@@ -235,6 +242,10 @@ class ShardedEngine:
         flats: list[Tensor] = []  # one per bucket of the joined layout, as held between steps
         for sharded in trees:
             flats += sharded.flats()
+        if not flats:
+            raise independent(axes.world.rank)
+        if any(flat.is_meta for flat in flats):
+            check_not_on_meta(trees, batch)
         # A program, the user's own loop, has no State.parts in which a reduction could keep
         # tensors. None: the levels' rows say when gradients are reduced.
         summing = replace(options, reduction=SUMMED, reduce_gradients=None)
@@ -294,6 +305,17 @@ class ShardedEngine:
             group = labelled(self.options.axes.optimizer, "optimizer/update")
             self._across[id(layout)] = Sharded(layout, group, donate=False)
         return self._across[id(layout)]
+
+    def _check_state(self, transform: Transform, state: Any, layout: Layout) -> None:
+        """Raise unless a state is one that the transform makes of trees of this layout."""
+        axes = self.options.axes
+        self._across_of(layout)  # which keeps the layout's id
+        known = self._states_like.setdefault(transform, {})
+        if id(layout) not in known:
+            plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
+            known[id(layout)] = state_like(plan, layout, axes.piece_number)
+        what = "the optimizer's state"
+        check_opt_state(known[id(layout)], state, axes.world.rank, what=what)
 
     def _check_held(self, tree: Any) -> None:
         """Raise unless this is a sharded tree in the form of params."""

@@ -11,6 +11,7 @@ from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss, pieces_of
+from ..model.casting import mark_policies
 from ..model.untouched import is_looked_at
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
@@ -70,6 +71,7 @@ class ShardedEvalStep:
             # The numbers that a training step draws from this state, so evaluations repeat
             with replayed(state.seed, state.step, axes.data.rank, device):
                 params = run.lazy_params()
+                mark_policies(params)
                 with in_a_loss():
                     found = call_eval(
                         self.unsharded.fn, params, state.buffers, batch, self.group.rank

@@ -10,11 +10,12 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss
+from ..model.casting import mark_policies
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction
 from ..runtime.unit import Pass
-from ..step.loss import Outcome, independent, refuse_reentrant_checkpoints
+from ..step.loss import Outcome, independent, nodes_behind, refuse_reentrant_checkpoints
 from ..tree import PyTree
 from .grad_mean import LossSeed
 from .options import Options
@@ -75,13 +76,18 @@ def run_pass(
     try:
         with torch.enable_grad():
             params = one_pass.lazy_params()
+            mark_policies(params)
             with ranged("loss"), in_a_loss():
                 outcome = _called(loss, params, rank)
             # It requires grad, but by something else than a trained leaf
             if not one_pass.entered:
                 raise independent(rank)
             if look:
-                refuse_reentrant_checkpoints(outcome.loss, rank)
+                nodes = nodes_behind(outcome.loss)
+                refuse_reentrant_checkpoints(nodes, rank)
+                # Units were entered, and nothing of them led to the loss
+                if not nodes & {"EnterBackward", "HandOutBackward"}:
+                    raise independent(rank)
             seed, scale = seed_of(outcome)
             # A backward until here was the loss's own; from here on it is the pass's
             one_pass.loss_ended(scale)

@@ -86,7 +86,6 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
         buffers=tree_map(torch.clone, state.buffers),
         opt_state=treedef.unflatten(whole),
     )
-    trained = [(leaf.path, leaf.trainable) for leaf in layout.leaves]
     parts = prepared.parts.whole(state.parts, axes)
     return State(
         step=state.step.clone(),
@@ -95,7 +94,7 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
         sharding=None,
         finite=tree_map(torch.clone, state.finite),
         parts=parts,
-        trained=Trained(tuple(trained)),
+        trained=Trained.of(value.params),  # which say what is trained
     )
 
 

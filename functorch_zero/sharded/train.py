@@ -25,8 +25,8 @@ from ..runtime.prefetch import PrefetchOrder
 from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics
 from ..step.metrics import check_reported
-from ..step.state import State, TrainValue, marked
-from ..step.train import TrainStep, check_not_on_meta, mark_trainable
+from ..step.state import State, TrainValue, check_not_on_meta, check_policies, marked
+from ..step.train import TrainStep, mark_trainable
 from ..tree import PyTree, check_tensors, content_digests, paths, select
 from ..version import __version__
 from .agreement import agree
@@ -188,6 +188,7 @@ class ShardedTrainStep:
         """
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
+        check_policies(state)
         with torch.no_grad():
             layout = self.options.layout_of(marked(state))
             prepared = self._prepare(layout)

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from ..groups import labelled
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform, split_fused
+from ..optim.state_checks import check_opt_state
 from ..sharded_optim.across import Sharded
-from ..sharded_optim.state_plan import StatePlan, plan_state
-from ..step.state import check_opt_state
+from ..sharded_optim.state_plan import StatePlan, plan_state, state_like
 from ..step.train import TrainStep
 from ..tree import PyTree, same_structure
 from .options import Options
@@ -39,9 +38,7 @@ class PreparedUpdate:
         self.parts = ReductionParts(options.reduction, layout, options.axes)
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
         self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
-        # The state's structure; on meta, in the shapes that leaves have here, those that follow a
-        # param. Others may have any.
-        self._like_state = self._outline(options.axes.piece_number)
+        self._like_state = state_like(self.plan, layout, options.axes.piece_number)
         # Positions in flatten order of the leaves that follow a param, and their shapes (n,)
         self._following = [i for i, leaf in enumerate(self.plan.leaves) if leaf.kind == "follows"]
         self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
@@ -50,17 +47,6 @@ class PreparedUpdate:
         measures = "update_norm" in step.metrics
         # (the parts before it, its fused end), or None: no kernel runs
         self._split = None if measures else split_fused(step.optimizer)
-
-    def _outline(self, rank: int) -> Any:
-        outline: list[Any] = []
-        for leaf in self.plan.leaves:
-            if leaf.kind == "follows":
-                b, k = self.layout.places[leaf.leaf]
-                numel = self.layout.buckets[b].extent(k, rank).num_here
-                outline.append(torch.empty(numel, device="meta"))
-            else:
-                outline.append(leaf.kind)
-        return self.plan.treedef.unflatten(outline)
 
     def check_state(self, state: Any, rank: int) -> None:
         """Raise unless an optimizer's state is one that this update can take. One that is stored in

@@ -161,6 +161,21 @@ def _at_owner(state: Any, number: int, owner: int) -> Any:
     return tree_map(lambda tensor: _AtOwner(tensor, number, owner), state)
 
 
+def state_like(plan: StatePlan, layout: Layout, piece_number: int) -> Any:
+    """The structure of a state on the rank that holds pieces of this number, for
+    `check_opt_state`. On meta, in the shapes that they have there, the leaves that follow a param;
+    others may have any."""
+    outline: list[Any] = []
+    for leaf in plan.leaves:
+        if leaf.kind == "follows":
+            b, k = layout.places[leaf.leaf]
+            numel = layout.buckets[b].extent(k, piece_number).num_here
+            outline.append(torch.empty(numel, device="meta"))
+        else:
+            outline.append(leaf.kind)
+    return plan.treedef.unflatten(outline)
+
+
 def plan_state(
     init: Callable[..., Any], layout: Layout, mask: PyTree[bool], num_ranks: int
 ) -> StatePlan:

@@ -24,13 +24,15 @@ from .loss import (
     as_metric,
     as_weight,
     check_has_values,
+    check_metrics,
     check_weight,
     check_weight_value,
     if_weighty,
+    naming_batch,
 )
 from .metrics import check_names
 from .rng import replayed
-from .state import State, trained
+from .state import State, check_policies, check_state, trained
 from .train import optimizer_view
 from .weight_reminder import WeightReminder
 
@@ -51,11 +53,13 @@ class EvalStep:
     def __call__(self, state: State, batch: Any) -> Any:
         """Metrics of a whole batch, 0-d, and the rows if `fn` gives any; the state stays as it
         is."""
+        check_state(state)
         if state.sharding is not None:
             raise StructureError(
                 "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "
                 "...)`"
             )
+        check_policies(state)
         params = state.params
         if self.params is not None:
             trained_params, _ = optimizer_view(params, trained(state))
@@ -131,13 +135,15 @@ class Evaluated(NamedTuple):
 def call_eval(fn: Any, params: Any, buffers: Any, batch: Any, rank: int | None = None) -> Evaluated:
     """Call a user's evaluation, with copies of the buffers, and check its results. Errors name the
     rank, if one is given."""
-    result = fn(params, tree_map(torch.clone, buffers), batch)
+    with naming_batch(batch, given_to="evaluation"):
+        result = fn(params, tree_map(torch.clone, buffers), batch)
     rows: tuple[Any] | tuple[()] = ()
     if isinstance(result, tuple) and len(result) == 2:
         # A param among them is whole, and not gathered when the units are gone
         result, rows = result[0], (make_whole(result[1]),)
     # A plain mapping is metrics without a weight
     if isinstance(result, Mapping):
+        check_metrics(result, rank)
         check_has_values(result, params, rank)
         return Evaluated(result, None, rows)
     if not isinstance(result, Aux):
@@ -147,6 +153,7 @@ def call_eval(fn: Any, params: Any, buffers: Any, batch: Any, rank: int | None =
             f"rows; got {got}"
         )
     check_weight(result.weight, rank)
+    check_metrics(result.metrics, rank)
     check_has_values(result.metrics, params, rank)
     if result.buffers is not None:
         raise StructureError(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import unwrapped
 from ..errors import FunctorchZeroError, StructureError, explain
 from ..model.buffer_copies import BufferCopy, copy_of
 from ..model.lazy_param import LazyParam
+from ..params import is_on_engine
 from ..tree import PyTree, has_values, paths, same_structure
 
 
@@ -59,14 +62,8 @@ def call_loss(
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
-    try:
+    with naming_batch(batch):
         result = loss_fn(params, own, batch)
-    except FunctorchZeroError:
-        raise
-    except Exception as error:
-        # torch names an operator, and no leaf of the batch
-        error.add_note(f"The loss was given this batch: {_outline(batch)}")
-        raise
     loss, given = check_loss(result, rank)
     aux = given or Aux()
     check_has_values({"loss": loss, **aux.metrics}, params, rank)
@@ -80,6 +77,25 @@ def call_loss(
     for copied, after in zip(copies, optree.tree_leaves(left), strict=True):
         new.append(_next_buffer(copied, after, aux.weight))
     return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight)
+
+
+@contextmanager
+def naming_batch(batch: Any, *, given_to: str = "loss") -> Iterator[None]:
+    """Around a user's function: its errors get a note with the batch's leaves, as this rank has
+    them."""
+    try:
+        yield
+    except FunctorchZeroError:
+        raise
+    except Exception as error:
+        # torch names an operator, and no leaf of the batch
+        error.add_note(f"The {given_to} was given this batch: {_outline(batch)}")
+        raise
+
+
+def naming_args(args: tuple[Any, ...]) -> AbstractContextManager[None]:
+    """The same around a program's loss: the arguments after its first are the batch."""
+    return naming_batch(args[0] if len(args) == 1 else args)
 
 
 def _check_buffers(buffers: PyTree[Any], rank: int | None) -> None:
@@ -110,7 +126,9 @@ _LONGEST_OUTLINE = 12  # leaves of a batch
 
 
 def _outline(batch: Any) -> str:
-    """The batch's leaves, for an error: "x: (4, 3) torch.float32 on cpu, y: a str"."""
+    """The batch's leaves, for an error: "x: (4, 3) torch.float32 on cpu, y: a str". Sharded trees
+    are left out."""
+    batch = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
     found = []
     for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
         kind = f"a {type(leaf).__name__}"
@@ -141,7 +159,7 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
     if not isinstance(aux, Aux | None):
         raise TypeError(
             f"a loss returns a tensor, or (tensor, fz.Aux(...)); got {type(aux).__name__} as the "
-            "second"
+            "second. Remedy: fz.Aux(buffers=..., metrics={...})"
         )
     # A 0-d param, as it is: only an operator would have made it whole
     if type(loss) is LazyParam:
@@ -167,6 +185,7 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
     if aux is None:
         return loss, None
     check_weight(aux.weight, rank)
+    check_metrics(aux.metrics, rank)
     # The step's own metric has that name
     if "loss" in aux.metrics:
         raise StructureError(
@@ -216,30 +235,75 @@ def independent(rank: int | None = None) -> StructureError:
     )
 
 
-def refuse_reentrant_checkpoints(loss: Tensor, rank: int | None = None) -> None:
-    """Raise if something in the loss's graph is a reentrant checkpoint.
+def nodes_behind(loss: Tensor) -> set[str]:
+    """The names of all nodes in the loss's graph, such as "AddmmBackward0"."""
+    names, waiting, seen = set(), [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.add(node.name())
+            waiting += [fn for fn, _ in node.next_functions]
+    return names
+
+
+def refuse_reentrant_checkpoints(nodes: set[str], rank: int | None = None) -> None:
+    """Raise if one of the nodes behind a loss is a reentrant checkpoint.
 
     Its backward is one of its own, whose gradients of params go to `.grad`, where no step looks. So
     torch refuses it where gradients are asked for by tensor; but only where its inputs lead to
     such a tensor. Elsewhere the params inside would get none, without a word.
     """
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        # Torch's own, and those made after it by other libraries, go by this name
-        if node.name() == "CheckpointFunctionBackward":
+    # Torch's own, and those made after it by other libraries, go by this name
+    if "CheckpointFunctionBackward" in nodes:
+        raise StructureError(
+            explain(
+                "the loss runs a reentrant checkpoint, which gives params no gradients",
+                got="use_reentrant=True in torch.utils.checkpoint, or a function like it",
+                rank=rank,
+                remedy="checkpoint(..., use_reentrant=False), or functionalize(remat=...)",
+            )
+        )
+
+
+def check_metrics(metrics: Any, rank: int | None = None) -> None:
+    """Raise, naming the first at fault, unless metrics are real numbers by name."""
+    remedy = "return numbers or 0-d tensors, by .mean() for example; what is no number is a row, "
+    remedy += "which evaluations may return"
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            explain(
+                "metrics are no dict",
+                expected="real numbers by name",
+                got=type(metrics).__name__,
+                rank=rank,
+                remedy=remedy,
+            )
+        )
+    for name, value in metrics.items():
+        if got := _fault_of_metric(value):
             raise StructureError(
                 explain(
-                    "the loss runs a reentrant checkpoint, which gives params no gradients",
-                    got="use_reentrant=True in torch.utils.checkpoint, or a function like it",
+                    "a metric is no real number",
+                    path=name,
+                    expected="a number or a 0-d tensor",
+                    got=got,
                     rank=rank,
-                    remedy="checkpoint(..., use_reentrant=False), or functionalize(remat=...)",
+                    remedy=remedy,
                 )
             )
-        waiting += [fn for fn, _ in node.next_functions]
+
+
+def _fault_of_metric(value: Any) -> str | None:
+    """The words for a metric that no mean can be taken of; None: it has no fault."""
+    if isinstance(value, bool | int | float):  # most that are no tensors
+        return None
+    try:
+        number = value if isinstance(value, Tensor) else torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return type(value).__name__
+    fine = number.dim() == 0 and not number.is_complex()
+    return None if fine else f"shape {tuple(number.shape)}, {number.dtype}"
 
 
 def check_weight(weight: Any, rank: int | None = None) -> None:
@@ -445,19 +509,5 @@ def as_weight(weight: Tensor | float) -> Tensor:
 def as_metric(value: Tensor | float) -> Tensor:
     """A metric as a 0-d floating-point tensor, since it will be averaged."""
     metric = as_tensor(value)
-    if metric.is_complex():
-        raise StructureError(
-            explain(
-                "a metric is no real number",
-                got=metric.dtype,
-                remedy="return its .real and .imag, or its .abs()",
-            )
-        )
-    if not metric.is_floating_point():
-        # Integers, such as counts, would be cut off by a mean
-        metric = metric.to(torch.get_default_dtype())
-    if metric.dim() != 0:
-        raise StructureError(
-            f"a metric must be a number or a 0-d tensor, got shape {tuple(metric.shape)}"
-        )
-    return metric
+    # Integers, such as counts, would be cut off by a mean
+    return metric if metric.is_floating_point() else metric.to(torch.get_default_dtype())

@@ -15,6 +15,7 @@ import optree
 import torch
 from optree import tree_map
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .._torch_private import has_grad_hooks
 from ..errors import StructureError
@@ -32,9 +33,11 @@ from .loss import (
     dense,
     if_weighty,
     independent,
+    naming_args,
+    nodes_behind,
     refuse_reentrant_checkpoints,
 )
-from .state import State
+from .state import State, check_not_on_meta
 
 # By loss, its unsharded calls in this process; `value_and_grad(loss)` may be made anew for each
 _CALLS: WeakKeyDictionary[Callable[..., Any], Iterator[int]] = WeakKeyDictionary()
@@ -96,8 +99,9 @@ def _value_and_grad(
             "a gradient inside of a sharded loss was asked for params that are not here yet. "
             "Remedy: make them whole first, `whole = fz.unshard(params)`, and use torch.func.grad"
         )
-    if any(map(has_grad_hooks, leaves)):
+    if not all(map(_is_plain, leaves)):
         check_tensors(tree, "the tree")  # which names the leaf
+    check_not_on_meta(tree, args)
     # Autograd leaves of this call's own, so that `tree` is in no autograd graph
     own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
     # Frozen leaves are given to the loss and not differentiated
@@ -107,11 +111,13 @@ def _value_and_grad(
         cast = CastParams((treedef.unflatten(own), args), look=look)
         untouched = Untouched(own, look=look)
         own_tree, own_args = cast.params
-        value, aux = check_loss(loss(own_tree, *own_args))
+        with naming_args(args):
+            result = loss(own_tree, *own_args)
+        value, aux = check_loss(result)
         check_has_values({"loss": value, **(aux.metrics if aux else {})}, own_tree, None)
         refuse_buffers(aux)
         if look:
-            refuse_reentrant_checkpoints(value)
+            refuse_reentrant_checkpoints(nodes_behind(value))
         # Before backward, so that the error comes from the loss that wrote
         cast.finish()
         untouched.check(tree)
@@ -131,6 +137,14 @@ def _value_and_grad(
     for name, given in aux.metrics.items():
         metrics[name] = if_weighty(as_metric(given), aux.weight)
     return (if_weighty(value, aux.weight), metrics), treedef.unflatten(grads)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a leaf is a dense tensor without hooks. It may be of a subclass: a whole tree keeps
+    its leaves' classes."""
+    if not isinstance(leaf, Tensor) or has_grad_hooks(leaf) or is_lazy(leaf):
+        return False
+    return leaf.layout == torch.strided and not (leaf.is_quantized or leaf.is_nested)
 
 
 def _whole_grad(grad: Tensor | None, leaf: Tensor, aux: Aux | None) -> Tensor:

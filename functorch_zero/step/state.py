@@ -13,7 +13,9 @@ from torch import Tensor
 from .._torch_private import register_in_torch
 from ..errors import StructureError, explain
 from ..layout.sharding import Sharding
-from ..tree import PyTree, paths, same_structure
+from ..params import Params
+from ..precision import Precision
+from ..tree import PyTree, check_tensors, paths
 from .nonfinite import NonFiniteState
 
 
@@ -27,16 +29,32 @@ class TrainValue(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """The leaves of whole params that are trained: a pytree node without leaves, which `tree_map`
-    and checkpoints keep, whatever leaves they make."""
+    """The leaves of whole params that are trained, and the policies of those that have one: a
+    pytree node without leaves, which `tree_map` and checkpoints keep, whatever leaves they make."""
 
     by_path: tuple[tuple[str, bool], ...]  # of all leaves
+    policies: tuple[tuple[str, Precision], ...] = ()
 
     @classmethod
     def of(cls, params: PyTree[Tensor]) -> Trained:
         """Those with `requires_grad`."""
         flags = [leaf.requires_grad for leaf in optree.tree_leaves(params)]
-        return cls(tuple(zip(paths(params), flags, strict=True)))
+        return cls(tuple(zip(paths(params), flags, strict=True)), _policies_of(params))
+
+
+def _policies_of(params: PyTree[Tensor]) -> tuple[tuple[str, Precision], ...]:
+    """The policies of leaves, by path. Only `Params` have any."""
+    found = []
+    nodes = optree.tree_leaves(params, is_leaf=_is_params)
+    for prefix, node in zip(paths(params, _is_params), nodes, strict=True):
+        for unit in node.units if _is_params(node) else ():
+            for path, policy in unit.policies.items():
+                found.append((f"{prefix}.{path}".lstrip("."), policy))
+    return tuple(found)
+
+
+def _is_params(node: Any) -> bool:
+    return isinstance(node, Params)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,36 +155,6 @@ def marked(state: State) -> PyTree[Tensor]:
     return tree_map(lambda p, on: p.detach().requires_grad_(on), state.params, trained(state))
 
 
-def check_opt_state(expected: Any, got: Any, rank: int | None = None) -> None:
-    """Raise, naming the first leaf, unless an optimizer's state has the structure and the shapes of
-    another one.
-
-    Args:
-        expected: as `init` makes it; leaves that are no tensors stand for any.
-        got: the state to check.
-        rank: the rank that found it, for the error.
-    """
-    remedy = (
-        "pass the state of this step's own init, made for these params and this optimizer; an "
-        "optimizer returns its state in the structure that its init gave it"
-    )
-    same_structure(expected, got, what="state.opt_state", rank=rank, remedy=remedy)
-    wanted = optree.tree_leaves(expected)
-    for n, (one, other) in enumerate(zip(wanted, optree.tree_leaves(got), strict=True)):
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape == other.shape:
-            continue
-        raise StructureError(
-            explain(
-                "a leaf of state.opt_state has another shape than the one of init",
-                path=paths(expected)[n],
-                expected=tuple(one.shape),
-                got=tuple(other.shape),
-                rank=rank,
-                remedy=remedy,
-            )
-        )
-
-
 def check_state(state: Any) -> None:
     """Raise TypeError unless `state` is a State."""
     if not isinstance(state, State):
@@ -174,3 +162,66 @@ def check_state(state: Any) -> None:
             "a step takes (state, batch), and a state is what step.init made; got a "
             f"{type(state).__name__}"
         )
+
+
+def check_policies(state: State) -> None:
+    """Raise, naming the first leaf, if a whole state's params have lost their policies."""
+    known = () if state.trained is None else state.trained.policies
+    found = _policies_of(state.params) if known else ()
+    # The usual cases: no policies, and those of `init`
+    if found == known:
+        return
+    of_path = dict(found)
+    # Another model's params may have other paths
+    own_paths = {*paths(state.params)}
+    for path, policy in known:
+        if path in own_paths and of_path.get(path) != policy:
+            raise StructureError(
+                explain(
+                    "state.params have lost the model's Precision, as a plain dict of them does",
+                    path=path,
+                    expected=policy,
+                    got=of_path.get(path, "none"),
+                    remedy="replace leaves by tree_map, which keeps the tree; fz.Params(leaves, "
+                    "params.units) makes a dict Params again",
+                )
+            )
+
+
+def check_not_on_meta(params: PyTree[Tensor], batch: Any) -> None:
+    """Raise, naming the first leaf on the meta device, unless the batch is there, as in a dry
+    run."""
+    batch_leaves = optree.tree_leaves(batch)
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch_leaves):
+        return
+    for n, leaf in enumerate(optree.tree_leaves(params)):
+        if leaf.is_meta:
+            raise StructureError(
+                explain(
+                    "a param has no values",
+                    path=paths(params)[n],
+                    expected="a leaf on a device",
+                    got="one on the meta device",
+                    remedy="step.init(params, buffers, values=fz.deferred_init(...)), or build the "
+                    "model on a device",
+                )
+            )
+
+
+def check_params(params: Any) -> None:
+    """Raise unless a step can be made for these params: whole leaves, and no state."""
+    for node in optree.tree_leaves(params, is_leaf=_is_of_a_state):
+        if _is_of_a_state(node):
+            raise StructureError(
+                explain(
+                    "params hold a state, whose optimizer's leaves would be params, too",
+                    expected="a tree of params",
+                    got=f"a {type(node).__name__}",
+                    remedy="pass state.params, or fz.unshard(state.params) of a sharded state",
+                )
+            )
+    check_tensors(params, "params")
+
+
+def _is_of_a_state(node: Any) -> bool:
+    return isinstance(node, State | TrainValue)

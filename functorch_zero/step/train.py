@@ -30,7 +30,6 @@ from ..tree import (
     mask_of,
     merge,
     named_leaves,
-    paths,
     same_structure,
     select,
 )
@@ -46,13 +45,24 @@ from .loss import (
     independent,
     joined,
     micro_batches,
+    nodes_behind,
     refuse_reentrant_checkpoints,
     weighted_mean,
 )
 from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .rng import replayed
-from .state import State, Trained, TrainValue, check_opt_state, check_state, marked, trained
+from .state import (
+    State,
+    Trained,
+    TrainValue,
+    check_not_on_meta,
+    check_params,
+    check_policies,
+    check_state,
+    marked,
+    trained,
+)
 from .weight_reminder import WeightReminder
 
 Trainable = PyTree[bool] | Callable[[str, Tensor], bool] | None
@@ -98,7 +108,7 @@ class TrainStep:
             ValueError: the optimizer has no metric of a name that was asked for.
         """
         buffers = {} if buffers is None else buffers
-        check_tensors(params, "params")
+        check_params(params)
         check_tensors(buffers, "buffers", dense=False)
         # Before anything else looks at leaves: those on meta have no values to copy
         if values is not None:
@@ -111,7 +121,7 @@ class TrainStep:
         buffers = tree_map(lambda buffer: buffer.detach().clone(), buffers)
         # None in place of frozen leaves: the optimizer keeps no state for them
         trained_params, across = optimizer_view(params, _with_grad(params))
-        opt_state = self.optimizer.init(trained_params, across)
+        opt_state = self.optimizer.init_whole(trained_params, across)
         check_reported(self.metrics, opt_state)
         return State(
             step=torch.zeros((), dtype=torch.int64),
@@ -129,6 +139,7 @@ class TrainStep:
                 "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` "
                 "first"
             )
+        check_policies(state)
         check_not_on_meta(state.params, batch)
         # The step in two halves: gradients of a loss, and an update by them
         grads, outcome = self.loss_and_grads(state, batch)
@@ -178,7 +189,7 @@ class TrainStep:
             cast = CastParams(params, look=look)
             outcome = call_loss(self.loss_fn, cast.params, state.buffers, batch)
             if look:
-                refuse_reentrant_checkpoints(outcome.loss)
+                refuse_reentrant_checkpoints(nodes_behind(outcome.loss))
                 check_weight_value(outcome.weight)
             # Before backward, so that the error comes from the loss that wrote
             cast.finish()
@@ -238,6 +249,7 @@ class TrainStep:
         # First of all: nothing is made of numbers that aren't finite
         fine = self._check_finite(state, grads, loss)
         params, across = optimizer_view(state.params, trained(state))
+        self.optimizer.check_whole(state.opt_state, params, across, what="state.opt_state")
         measured = UpdateMetrics(self.metrics, across)
         measured.see("grad_norm", lambda: grads)
         measured.see("param_norm", lambda: params)
@@ -247,12 +259,7 @@ class TrainStep:
         next_state = state.replace(step=state.step + 1, finite=finite)
         if fine:
             # Updates have the params' structure, None where frozen
-            try:
-                updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
-            except Exception:
-                # It fails somewhere inside where the state is another net's or optimizer's
-                check_opt_state(self.optimizer.init(params, across), state.opt_state)
-                raise
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
             same_structure(params, updates, what="the optimizer's updates")
             # Sums in new tensors: the state given stays valid
             new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
@@ -360,7 +367,7 @@ def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
 
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:
     """The same leaves, with `requires_grad` saying which are trained."""
-    check_tensors(params, "params")
+    check_params(params)
     if trainable is not None:
         mask = mask_of(params, trainable)
         _check_floating(params, mask)
@@ -373,26 +380,6 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
             "requires_grad_() on the leaves"
         )
     return params
-
-
-def check_not_on_meta(params: PyTree[Tensor], batch: Any) -> None:
-    """Raise, naming the first leaf on the meta device, unless the batch is there, as in a dry
-    run."""
-    batch_leaves = optree.tree_leaves(batch)
-    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in batch_leaves):
-        return
-    for n, leaf in enumerate(optree.tree_leaves(params)):
-        if leaf.is_meta:
-            raise StructureError(
-                explain(
-                    "a param has no values",
-                    path=paths(params)[n],
-                    expected="a leaf on a device",
-                    got="one on the meta device",
-                    remedy="step.init(params, buffers, values=fz.deferred_init(...)), or build the "
-                    "model on a device",
-                )
-            )
 
 
 def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:

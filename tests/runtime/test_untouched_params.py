@@ -163,7 +163,58 @@ def test_a_program_that_writes_to_params(level: int | None) -> None:
 
 
 def test_the_calls_at_which_values_are_compared() -> None:
-    assert [call for call in range(40) if is_looked_at(call)] == [0, 1, 2, 4, 8, 16, 32]
+    calls = [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]
+    assert [call for call in range(220) if is_looked_at(call)] == calls
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_write_that_begins_late_is_seen_within_100_steps(way: int | None) -> None:
+    apply, params, buffers = functionalize(model_of(clamped_data))
+    step = train_step(lambda p, b, x: apply(p, b, x)[0].square().mean(), optim.sgd(0.1))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    seen = []
+
+    def run(group: Any) -> None:
+        mine = step if way is None else shard(step, level=way, group=group)
+        state = mine.init(params, buffers).replace(step=torch.tensor(95))
+        Layer.when = 2  # so from step 97 on
+        for number in range(95, 101):
+            seen.append(number)
+            state, _ = mine(state, x)
+
+    with pytest.raises(StructureError, match=r"changed in place.*1"):
+        run_ranks(run, 1)
+    assert seen[-1] == 100
+
+
+CHANGED: dict[str, Callable[[Tensor], Any]] = {
+    "one element": lambda x: x.view(-1)[-1].add_(1),
+    "a sign": lambda x: x.view(-1)[0].neg_(),
+    "neighbours exchanged": lambda x: x.view(-1)[:2].copy_(x.view(-1)[:2].flip(0)),
+    "rows exchanged": lambda x: x.copy_(x.flip(0)),
+    "columns exchanged": lambda x: x.copy_(x.flip(1)),
+    "halves exchanged": lambda x: x.copy_(x.roll(len(x) // 2, 0)),
+}
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "dtype", "offset"),
+    crossed(CHANGED, [(2, 3), (64, 64), (6, 61)], DTYPES, (0, 1)),
+)
+def test_changes_that_show(
+    change: str, shape: tuple[int, int], dtype: torch.dtype, offset: int
+) -> None:
+    numel = shape[0] * shape[1]
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(numel + offset, generator=generator, dtype=dtype)[offset:].view(shape)
+    untouched = Untouched([weight], look=True)
+    untouched.check({"w": weight})
+    CHANGED[change](weight.data)
+    with pytest.raises(StructureError, match="path w"):
+        untouched.check({"w": weight})
 
 
 def test_values_are_compared_only_when_asked() -> None:

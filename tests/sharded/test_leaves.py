@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
-from functorch_zero.groups import run_ranks
+from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.precision import Precision
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
@@ -154,12 +154,87 @@ def test_a_plain_dict_has_lost_its_precision(name: str, level: int) -> None:
     run_ranks(run, 2)
 
 
+POLICIES = {
+    "storage": Precision(storage=torch.float32),
+    "compute": Precision(compute=torch.float32),
+    "gather": Precision(gather=torch.float32),
+    "reduce": Precision(reduce=torch.float32),
+    "buffers": Precision(buffers=torch.float32),
+    "output": Precision(output=torch.float32),
+}
+ROUNDS = ("compute", "gather", "reduce")  # those that leaves and gradients are rounded by
+
+
+def loss_of(apply: Any, params: Any, x: Tensor) -> Tensor:
+    weight = next(iter(params.values()))
+    return apply(params, {}, x.to(weight.dtype))[0].double().square().mean()
+
+
+@pytest.mark.parametrize("where", ["step", "evaluation", "shard_state"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("field", POLICIES)
+def test_a_state_whose_params_became_a_plain_dict(field: str, nested: bool, where: str) -> None:
+    """Sharded states refuse any other tree."""
+    apply, params, _ = net(POLICIES[field])
+    step = fz.train_step(lambda p, b, x: loss_of(apply, p, x), optim.sgd(0.1))
+    x = torch.ones(4, 3, dtype=torch.float64)
+    state = step.init([params] if nested else params)
+    state = state.replace(params=[dict(params)] if nested else dict(params))
+    path = "0.weight" if nested else "weight"
+    with pytest.raises(StructureError, match=rf"lost the model's Precision.*path {path},.*Remedy"):
+        if where == "step":
+            step(state, x)
+        elif where == "evaluation":
+            fz.eval_step(lambda p, b, x: {"loss": loss_of(apply, p, x)})(state, x)
+        else:
+            fz.shard(step, level=1, group=SingleRank()).shard_state(state)
+
+
+@pytest.mark.parametrize(("field", "level"), crossed(POLICIES, [None, 0, 1, 2, 3]))
+def test_a_plain_dict_from_the_start(field: str, level: int | None) -> None:
+    """Unsharded, `apply` casts each leaf as the policy says, and rounds its gradient. Sharded, a
+    policy that rounds is refused, and one that doesn't is none."""
+    apply, params, _ = net(POLICIES[field])
+    x = torch.rand(4, 3, dtype=torch.float64)
+    expected = fz.value_and_grad(lambda p, x: loss_of(apply, p, x))(params, x)
+    program = fz.value_and_grad(lambda p, x: loss_of(apply, p, x))
+
+    def run(group: Any) -> Any:
+        tree = dict(params)
+        if level is not None:
+            tree = fz.shard_tree(tree, level=level, group=group)
+        value, grads = program(tree, x)
+        return value, dict(fz.unshard(grads))
+
+    if level is not None and field in ROUNDS:
+        with pytest.raises(
+            StructureError, match=r"lost the model's Precision.*path weight,.*Remedy"
+        ):
+            run_ranks(run, 1)
+        return
+    value, grads = run_ranks(run, 1)[0]
+    assert torch.equal(value, expected[0])
+    assert all(torch.equal(grads[path], expected[1][path]) for path in params)
+
+
+def test_torch_func_differentiates_plain_dicts() -> None:
+    """Inside a transform no gradient is the step's own, and none is rounded."""
+    apply, params, _ = net(POLICIES["reduce"])
+    x = torch.rand(4, 3, dtype=torch.float64)
+    leaves = {path: leaf.detach() for path, leaf in params.items()}
+    grads = torch.func.grad(lambda p: loss_of(apply, p, x))(leaves)
+    plain = net(None)
+    expected = torch.func.grad(lambda p: loss_of(plain[0], p, x))(leaves)
+    assert all(torch.equal(grads[path], expected[path]) for path in leaves)
+
+
+@pytest.mark.parametrize("field", ROUNDS)
 @pytest.mark.parametrize("level", [0, 3])
-def test_a_plain_dict_of_lazy_params_keeps_its_precision(level: int) -> None:
-    """Those that a loss is given have their dtypes already."""
+def test_a_plain_dict_of_lazy_params_keeps_its_precision(level: int, field: str) -> None:
+    """Those that a loss is given know their policies already."""
 
     def build() -> Any:
-        apply, params, buffers = net(HALF["compute"])
+        apply, params, buffers = net(POLICIES[field])
 
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
             return apply({**params}, {}, batch["x"])[0].double().square().mean()

@@ -1,0 +1,51 @@
+"""Optimizer states that are another optimizer's, or another net's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..tree import PyTree, paths, same_structure
+
+
+def check_opt_state(
+    expected: Any, got: Any, rank: int | None = None, *, what: str = "state.opt_state"
+) -> None:
+    """Raise, naming the first leaf, unless an optimizer's state has the structure and the shapes of
+    another one.
+
+    Args:
+        expected: as `init` makes it; leaves that are no tensors stand for any.
+        got: the state to check.
+        rank: the rank that found it, for the error.
+        what: the state's name, for the error.
+    """
+    remedy = (
+        "pass the state that this optimizer's own init made of these params; an optimizer returns "
+        "its state in the structure that its init gave it"
+    )
+    same_structure(expected, got, what=what, rank=rank, remedy=remedy)
+    wanted = optree.tree_leaves(expected)
+    for n, (one, other) in enumerate(zip(wanted, optree.tree_leaves(got), strict=True)):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape == other.shape:
+            continue
+        raise StructureError(
+            explain(
+                f"a leaf of {what} has another shape than the one of init",
+                path=paths(expected)[n],
+                expected=tuple(one.shape),
+                got=tuple(other.shape),
+                rank=rank,
+                remedy=remedy,
+            )
+        )
+
+
+def outline_of(tree: PyTree[Any]) -> tuple[Any, ...]:
+    """A tree's structure and the shapes of its leaves, to be compared with those of others."""
+    leaves, treedef = optree.tree_flatten(tree)
+    # A number has no shape
+    return treedef, *(getattr(leaf, "shape", None) for leaf in leaves)
