@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ..introspection import is_filled, slot_values
 from ..tree import content_digests
 from .arguments import check_arguments, wrong_call
 
@@ -206,16 +207,8 @@ class _Description:
 
 def _attributes(thing: Any) -> dict[str, Any]:
     """An object's own attributes, those in slots too; and its class's way to be called."""
-    found: dict[str, Any] = {}
-    for cls in type(thing).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            attribute = f"_{cls.__name__.lstrip('_')}{name}" if private else name
-            if hasattr(thing, attribute):
-                found[attribute] = getattr(thing, attribute)
+    found = slot_values(thing)
     found |= getattr(thing, "__dict__", {})
-    found.pop("__weakref__", None)
     call = inspect.getattr_static(type(thing), "__call__", None)
     if inspect.isfunction(call) and _is_followed(call):
         found["(call)"] = call
@@ -227,10 +220,8 @@ def _referred_to(function: FunctionType) -> dict[str, Any]:
     found: dict[str, Any] = {}  # by name; in brackets, which no variable has, where it is ours
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for variable, cell in cells:
-        try:
+        if is_filled(cell):
             found[variable] = cell.cell_contents
-        except ValueError:  # a cell that is not filled yet
-            continue
     # Positional ones as values, keyword-only ones as (name, value)
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
     # Numbers on their own, so that an error can name the one that differs
