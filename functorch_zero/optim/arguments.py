@@ -88,8 +88,7 @@ def _remedy(value: Any) -> str:
     if isinstance(value, torch.optim.Optimizer):
         value = type(value)
     if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
-        name = value.__name__
-        return f"optim.from_torch(torch.optim.{name}, ...), or optim.{name.lower()}(learning_rate)"
+        return _factory_like(value)
     # Optax's pairs, and torchopt's
     if isinstance(value, tuple) and value and all(map(callable, value)):
         return "optim.from_optax(pair, needs=...), or optim.from_torchopt(pair, needs=...)"
@@ -99,6 +98,20 @@ def _remedy(value: Any) -> str:
         "use functorch_zero.optim, or wrap your own with optim.pointwise, with_statistics, "
         "with_whole_leaves or with_whole_tree, which declare how much of a tensor it must see"
     )
+
+
+def _factory_like(torchs: type[torch.optim.Optimizer]) -> str:
+    """The call that makes a transform of a class of torch's, or of a user's."""
+    from .. import optim  # not above: it imports this file
+
+    known = getattr(torch.optim, torchs.__name__, None) is torchs
+    there = "torch.optim" if known else torchs.__module__
+    wrapped = f"optim.from_torch({there}.{torchs.__qualname__}, ...) if it is pointwise"
+    name = torchs.__name__.lower()
+    for folder, module in {"optim": optim, "optim.contrib": optim.contrib}.items():
+        if known and name in module.__all__:
+            return f"{folder}.{name}(...), or {wrapped}"
+    return wrapped
 
 
 def check_takes(
