@@ -115,12 +115,12 @@ CALLS = {
     "transform: torch's": Call(
         lambda: make(optimizer=TORCH),
         TypeError,
-        r"got SGD. Remedy: optim.from_torch\(torch.optim.SGD, ...\), or optim.sgd\(",
+        r"got SGD. Remedy: optim.sgd\(...\), or optim.from_torch\(torch.optim.SGD, ...\) if",
     ),
     "transform: torch's class": Call(
         lambda: optim.masked(torch.optim.Adam, lambda path, leaf: True),  # type: ignore[arg-type]
         TypeError,
-        r"masked's inner must be .* got type Adam. Remedy: optim.from_torch\(torch.optim.Adam",
+        r"masked's inner must be .* got type Adam. Remedy: optim.adam\(...\), or optim.from_torch",
     ),
     "transform: not called": Call(
         lambda: testing.check_transform(optim.lion),  # type: ignore[arg-type]

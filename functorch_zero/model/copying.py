@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from .._torch_private import has_forward_pre_hooks, storage_id
 from ..errors import StructureError, explain
-from .references import Reference, behind, is_filled, references
+from ..introspection import is_filled
+from .references import Reference, behind, references
 
 
 def without_values(model: nn.Module) -> nn.Module:

@@ -1,26 +1,25 @@
-"""`deferred_init`: values for a model on the meta device, made when and where they are wanted.
-
-Note [the same draws]: a module is initialised with the leaves that are wanted in their places and
-all others on the meta device, where writing does nothing. The random numbers of those are drawn all
-the same, into nothing. So the values of a leaf don't depend on which others are made with it.
-"""
+"""`deferred_init`: values for a model on the meta device, made when and where they are wanted."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import TorchDispatchMode, buffers_dict, params_dict, version_of
+from .._torch_private import buffers_dict, params_dict, version_of
 from ..errors import StructureError, explain
 from ..tree import PyTree, ancestors, paths
 from .copying import without_values
+from .initialisation import Initialisation
 
 Init = Callable[[str, nn.Module], Any]
 
@@ -111,18 +110,19 @@ class DeferredInit:
         """Initialise one module, by all who know how."""
         module = self._modules[path]
         reset = _own_reset(module)
-        model = self._initialiser_of(path)
+        initialiser = self._initialiser_of(path)
+        initialisation = Initialisation(path, self._device)
         # Seeded per module, so that a leaf's values don't depend on which others are made
         with (
-            self._tied_elsewhere(path),
+            self._others_unwanted(path, initialisation),
             _seeded(self.seed, path, self._device),
-            _SameDraws(self._device),
+            initialisation,
         ):
             # From the general to the special: the last to write counts
             if reset is not None:
                 reset()
-            if model is not None:
-                model._init_weights(module)
+            if initialiser is not None:
+                initialiser._init_weights(module)
             if self._init is not None:
                 self._init(path, module)
 
@@ -137,20 +137,25 @@ class DeferredInit:
         return None
 
     @contextmanager
-    def _tied_elsewhere(self, path: str) -> Iterator[None]:
-        """Inside, the module's places that are not the first of their leaf are on the meta device.
+    def _others_unwanted(self, path: str, initialisation: Initialisation) -> Iterator[None]:
+        """Inside, no leaf of the module or of those inside it is on the meta device.
 
-        So a tied leaf is initialised once, in the place that it is named after.
+        In the module's places that are not the first of their leaf lies an unwanted one. So a tied
+        leaf is initialised once, in the place that it is named after.
         """
-        places: list[_Place] = []
-        for places_of_leaf in self._places.values():
-            places += [place for place in places_of_leaf[1:] if place.module == path]
-        before = [place.get() for place in places]
-        for place in places:
-            place.put(place.meta)
+        before: list[tuple[_Place, Tensor]] = []
+        for first, *others in self._places.values():
+            meta = first.meta
+            unwanted = initialisation.unwanted(meta, partial(_blank, meta, self._device))
+            for place in (first, *others):
+                x = place.get()
+                tied_elsewhere = place is not first and place.module == path
+                if tied_elsewhere or (x.is_meta and _is_inside(place.module, path)):
+                    before.append((place, x))
+                    place.put(unwanted)
         # Without `finally`: on an error `_make` clears all places
         yield
-        for place, x in zip(places, before, strict=True):
+        for place, x in before:
             place.put(x)
 
     def _result(self, name: str, blank: Tensor) -> Tensor:
@@ -233,31 +238,6 @@ def deferred_init(
     return DeferredInit(model, seed, init, torch.device(device))
 
 
-class _SameDraws(TorchDispatchMode):
-    """Draws random numbers for the meta device too, into nothing. See Note [the same draws]."""
-
-    def __init__(self, device: torch.device):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # torch tags operators that draw from a generator
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws and any(map(_is_meta, optree.tree_leaves((args, kwargs)))):
-            # The same draw off the meta device, thrown away: the generator goes on as it would
-            real_args, real_kwargs = optree.tree_map(self._off_meta, (args, kwargs))
-            func(*real_args, **real_kwargs)
-        return func(*args, **kwargs)
-
-    def _off_meta(self, x: Any) -> Any:
-        return torch.empty_like(x, device=self._device) if _is_meta(x) else x
-
-
-def _is_meta(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_meta
-
-
 def _blank(meta: Tensor, device: torch.device) -> Tensor:
     """A tensor to be initialised: all NaN, where its dtype has one, so that an element left out
     shows."""
@@ -281,13 +261,25 @@ def _own_reset(module: nn.Module) -> Callable[[], Any] | None:
 
 @contextmanager
 def _seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
-    """Random numbers as a function of (seed, path); the global state is as before afterwards."""
+    """Random numbers of torch, Python and numpy as a function of (seed, path); the global states
+    are as before afterwards."""
     digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
+    number = int.from_bytes(digest[:8]) >> 1  # 63 bits: positive as a signed integer
     devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
-    # Tensors that initialisers make themselves come on this device too
-    with torch.random.fork_rng(devices=devices), device:
-        torch.manual_seed(int.from_bytes(digest[:8]) >> 1)  # 63 bits: positive as a signed integer
-        yield
+    numpy = sys.modules.get("numpy")  # an initialiser that draws from it has imported it
+    pythons, numpys = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        random.seed(number)
+        if numpy:
+            numpy.random.seed(number >> 31)  # it takes 32 bits
+        # Tensors that initialisers make themselves come on this device too
+        with torch.random.fork_rng(devices=devices), device:
+            torch.manual_seed(number)
+            yield
+    finally:
+        random.setstate(pythons)
+        if numpy:
+            numpy.random.set_state(numpys)
 
 
 def _num_arguments(method: Any) -> int | None:
@@ -301,6 +293,11 @@ def _num_arguments(method: Any) -> int | None:
         if positional and p.default is p.empty:
             required += 1
     return required
+
+
+def _is_inside(path: str, around: str) -> bool:
+    """Whether a module is another, or lies inside it, by their paths."""
+    return not around or path == around or path.startswith(f"{around}.")
 
 
 def _depth(path: str) -> int:

@@ -66,8 +66,8 @@ _REFUSED = {
 }
 _DATA = _getter("data")
 # Questions that shape and dtype answer: they gather nothing
-_METADATA = {
-    *map(_getter, ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
+METADATA = {
+    *map(_getter, ("shape", "dtype", "device", "layout", "ndim", "is_meta", "requires_grad")),
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
@@ -105,7 +105,7 @@ class LazyParam(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # As of a plain tensor: shape and dtype are right, though there is no storage
-        if func in _METADATA:
+        if func in METADATA:
             with without_torch_function():
                 return func(*args, **kwargs)
         if func in _OF_A_LEAF:

@@ -13,13 +13,14 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType, NoneType
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .._torch_private import registered
+from ..introspection import is_filled, slot_values
 
 DEPTH = 6  # of containers, objects and functions in one another, from a module's attribute on
 _PLAIN = (type, ModuleType, torch.Tensor, str, bytes, int, float, complex, NoneType)
@@ -143,11 +144,8 @@ def _attributes(held: Any) -> Iterator[_Name]:
 
 def _in_slots(value: Any) -> Iterator[_Name]:
     """An object's attributes that its classes have slots for."""
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield _Name(name, getattr(value, name))
+    for name, inside in slot_values(value).items():
+        yield _Name(name, inside)
 
 
 def _of_class(kind: type) -> Iterator[_Name]:
@@ -196,15 +194,6 @@ def _globals_of(function: FunctionType) -> list[str]:
         if instruction.opname == "LOAD_GLOBAL"  # an attribute may have the same name
     }
     return sorted(names & read)
-
-
-def is_filled(cell: CellType) -> bool:
-    """Whether a closed-over variable has a value yet; Python has no other question for it."""
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def behind(reference: Any) -> Any:

@@ -8,6 +8,7 @@ inside, and a gathered leaf is not kept either.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callabl
         buffers: the places of all buffers in it.
     """
 
+    # `wraps`, so that signatures and names stay for hooks and compilers
+    @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         # Nothing is saved without gradients; torch.func refuses the hooks that checkpoint takes
         if not torch.is_grad_enabled() or transforms_active():
@@ -48,16 +51,24 @@ class _Region:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is None:
-            # Copies: forward writes to the ones in the places
-            self._before = [buffer.detach().clone() for buffer in tensors_in(self._places)]
-            # The first run may write to a list or object: a cache of keys and values, say
-            self._given = tuple(map(_kept, args)), {k: _kept(x) for k, x in kwargs.items()}
-            return self._forward(*args, **kwargs)
+            return self._run_first(args, kwargs)
+        return self._run_again(args, kwargs)
+
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In forward."""
+        # Copies: forward writes to the ones in the places
+        self._before = [buffer.detach().clone() for buffer in tensors_in(self._places)]
+        # It may write to a list or object, too: a cache of keys and values, say
+        self._given = tuple(map(_kept, args)), {k: _kept(x) for k, x in kwargs.items()}
+        return self._forward(*args, **kwargs)
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In backward: on the first run's buffers, whose changes don't count twice."""
+        assert self._before is not None
         kept, kept_by_name = self._given
         args = tuple(map(_again, args, kept))
         kwargs = {name: _again(x, kept_by_name[name]) for name, x in kwargs.items()}
-        # In backward: on the first run's buffers, and the changes to them don't count twice
-        # Those that training goes on with come back when the second run is over
+        # Those that training goes on with come back when this run is over
         after = tensors_in(self._places)
         copies: dict[str, Tensor] = {}  # by leaf: a buffer in several places stays one tensor
         for place, buffer in zip(self._places, self._before, strict=True):

@@ -28,7 +28,7 @@ Shape = tuple[int, ...]  # of a whole leaf; also some of its dims, in order
 Dims = int | tuple[int, ...]  # of the full shape; negative ones count from its end
 Dim = Dims | Callable[[Shape], Dims | None]  # or by a leaf's full shape; None: not asked
 Question = tuple[Tree, Dim]  # a tree, and the dims that its leaves are reduced over
-Product = tuple[Tree] | tuple[Tree, Tree]  # element by element
+Factors = tuple[Tree] | tuple[Tree, Tree]  # a tree, or two to be multiplied element by element
 LeafOp = Literal["sum", "max", "norm"]  # over all elements of a leaf
 DimOp = Literal["sum", "max"]  # over some dims of a leaf
 
@@ -237,7 +237,7 @@ class Across(ABC):
         """For each question, per leaf, the sum or maximum over its dims; None where not asked."""
 
     @abstractmethod
-    def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
+    def totals(self, products: Sequence[Factors]) -> tuple[Tensor, ...]:
         """For each tree, or product of two, the sum over all elements of all leaves, 0-d."""
 
     # Called by the transforms that `optim.base` makes
@@ -347,14 +347,17 @@ def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
     return x.sum(dtype=sum_dtype(x.dtype))
 
 
-def sums_of(product: Product) -> list[Tensor]:
+def sums_of(factors: Factors) -> list[Tensor]:
     """Leaf by leaf, the sum of the elements of a tree, or of the product of two, 0-d."""
 
     # A product lives for one leaf, so the peak is that of the largest
-    def sum_leaf(*factors: Tensor) -> Tensor:
-        return reduce_leaf(functools.reduce(torch.mul, factors), "sum")
+    def sum_leaf(a: Tensor, *b: Tensor) -> Tensor:
+        if b:
+            # Products of half precision would overflow before they are summed
+            a = a.to(sum_dtype(a.dtype)) * b[0]
+        return reduce_leaf(a, "sum")
 
-    sums: list[Tensor] = optree.tree_leaves(tree_map(sum_leaf, *product))
+    sums: list[Tensor] = optree.tree_leaves(tree_map(sum_leaf, *factors))
     return sums
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import torch
 
@@ -31,8 +32,10 @@ def wrong_call(
 def check_arguments(
     name: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]
 ) -> None:
-    """Raise, naming the argument, unless numbers are numbers and transforms are transforms, as the
-    factory's annotations say.
+    """Raise, naming the argument, unless numbers are numbers and transforms are transforms.
+
+    Those are the arguments that the factory annotates with Number or float, and with Transform
+    alone; Schedule or Callable beside Number lets functions pass. Others aren't checked.
 
     Raises:
         TypeError: an argument is of another kind.
@@ -41,23 +44,36 @@ def check_arguments(
     for key, value in arguments.items():
         if key not in parameters:  # one of *args or **kwargs
             continue
-        kinds = str(parameters[key].annotation).split(" | ")
+        kinds = _kinds(parameters[key].annotation)
         if value is None and "None" in kinds:
             continue
-        if kinds == ["Transform"]:
+        if kinds == {"Transform"}:
             check_is_transform(f"{name}'s {key}", value)
-        # Schedules are callable, and text that reads as a number is none
-        if {"Number", "float"} & {*kinds} and not (hasattr(value, "__float__") or callable(value)):
-            expected = "a number or a schedule" if "Schedule" in kinds else "a number"
+        # Text that reads as a number is none
+        if kinds & {"Number", "float"} and not hasattr(value, "__float__"):
+            may_be_schedule = bool(kinds & {"Schedule", "Callable"})
+            if may_be_schedule and callable(value):
+                continue
             raise TypeError(
                 explain(
                     f"{name}'s {key} is no number",
-                    expected=expected,
+                    expected="a number or a schedule" if may_be_schedule else "a number",
                     got=f"{type(value).__name__} {value!r:.80}",
                     remedy="convert text with float(); params are given to `init`",
                 )
             )
     _check_sign(name, arguments)
+
+
+def _kinds(annotation: Any) -> set[str]:
+    """The names in an annotation of one or several kinds, which is text under
+    `from __future__ import annotations`, and types otherwise."""
+    if isinstance(annotation, str):
+        return {kind.partition("[")[0] for kind in annotation.split(" | ")}
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds = get_args(annotation) if is_union else (annotation,)
+    names = {getattr(kind, "__name__", "") for kind in kinds}
+    return names | ({"None"} if NoneType in kinds else set())
 
 
 def _check_sign(name: str, arguments: Mapping[str, Any]) -> None:
@@ -88,8 +104,7 @@ def _remedy(value: Any) -> str:
     if isinstance(value, torch.optim.Optimizer):
         value = type(value)
     if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
-        name = value.__name__
-        return f"optim.from_torch(torch.optim.{name}, ...), or optim.{name.lower()}(learning_rate)"
+        return _factory_like(value)
     # Optax's pairs, and torchopt's
     if isinstance(value, tuple) and value and all(map(callable, value)):
         return "optim.from_optax(pair, needs=...), or optim.from_torchopt(pair, needs=...)"
@@ -99,6 +114,20 @@ def _remedy(value: Any) -> str:
         "use functorch_zero.optim, or wrap your own with optim.pointwise, with_statistics, "
         "with_whole_leaves or with_whole_tree, which declare how much of a tensor it must see"
     )
+
+
+def _factory_like(torchs: type[torch.optim.Optimizer]) -> str:
+    """The call that makes a transform of a class of torch's, or of a user's."""
+    from .. import optim  # not above: it imports this file
+
+    known = getattr(torch.optim, torchs.__name__, None) is torchs
+    there = "torch.optim" if known else torchs.__module__
+    wrapped = f"optim.from_torch({there}.{torchs.__qualname__}, ...) if it is pointwise"
+    name = torchs.__name__.lower()
+    for folder, module in {"optim": optim, "optim.contrib": optim.contrib}.items():
+        if known and name in module.__all__:
+            return f"{folder}.{name}(...), or {wrapped}"
+    return wrapped
 
 
 def check_takes(

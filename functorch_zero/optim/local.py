@@ -16,10 +16,10 @@ from .across import (
     Across,
     Dim,
     DimOp,
+    Factors,
     LeafOp,
     Owned,
     Pointwise,
-    Product,
     Question,
     Shape,
     Tree,
@@ -53,7 +53,7 @@ class Local(Across):
 
         return tuple(self._per_leaf(reduced, tree, dim) for tree, dim in questions)
 
-    def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
+    def totals(self, products: Sequence[Factors]) -> tuple[Tensor, ...]:
         return tuple(total_of(sums_of(product)) for product in products)
 
     def spread(self, tree: Tree, dim: Dim) -> Tree:

@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ..introspection import is_filled, slot_values
 from ..tree import content_digests
 from .arguments import check_arguments, wrong_call
 
@@ -158,7 +159,7 @@ class _Description:
 
     def of(self, thing: Any, depth: int = DEPTH) -> Any:
         if isinstance(thing, Named) and thing.name:
-            made_by = {} if thing.factory is None else {"factory": thing.factory}
+            made_by = {} if thing.factory is None else {"(factory)": thing.factory}
             return {thing.name: self.of({**thing.hyperparams, **made_by})}
         if isinstance(thing, float) and not math.isfinite(thing):
             return str(thing)  # JSON has no infinity
@@ -177,8 +178,11 @@ class _Description:
             return _qualified(thing)
         if depth == 0 or isinstance(thing, ModuleType):
             return type(thing).__name__
-        if isinstance(thing, Mapping):  # JSON's keys are texts
-            return {str(key): self.of(value, depth - 1) for key, value in thing.items()}
+        if isinstance(thing, Mapping):
+            # JSON's keys are texts; in brackets the number 1 is not the text "1"
+            texts = [key if isinstance(key, str) else f"({key})" for key in thing]
+            parts = [self.of(value, depth - 1) for value in thing.values()]
+            return dict(zip(texts, parts, strict=True))
         if isinstance(thing, tuple | list):
             return [self.of(value, depth - 1) for value in thing]
         if isinstance(thing, set | frozenset):  # in one order on every rank
@@ -188,8 +192,7 @@ class _Description:
         if inspect.ismethod(thing):
             return [self.of(thing.__func__, depth - 1), self.of(thing.__self__, depth - 1)]
         if isinstance(thing, partial):
-            parts = thing.func, thing.args, thing.keywords
-            return [self.of(x, depth - 1) for x in parts]
+            return [self.of(x, depth - 1) for x in (thing.func, thing.args, thing.keywords)]
         if inspect.isfunction(thing):
             return self._of_function(thing)
         return {type(thing).__qualname__: self.of(_attributes(thing), min(depth - 1, 3))}
@@ -204,34 +207,24 @@ class _Description:
 
 def _attributes(thing: Any) -> dict[str, Any]:
     """An object's own attributes, those in slots too; and its class's way to be called."""
-    found: dict[str, Any] = {}
-    for cls in type(thing).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            attribute = f"_{cls.__name__.lstrip('_')}{name}" if private else name
-            if hasattr(thing, attribute):
-                found[name] = getattr(thing, attribute)
+    found = slot_values(thing)
     found |= getattr(thing, "__dict__", {})
-    found.pop("__weakref__", None)
     call = inspect.getattr_static(type(thing), "__call__", None)
     if inspect.isfunction(call) and _is_followed(call):
-        found["__call__"] = call
+        found["(call)"] = call
     return found
 
 
 def _referred_to(function: FunctionType) -> dict[str, Any]:
     """The things that a function's results may depend on beside its arguments, by name."""
-    found: dict[str, Any] = {}  # name -> value; "defaults" and "literals" stand for several
+    found: dict[str, Any] = {}  # by name; in brackets, which no variable has, where it is ours
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for variable, cell in cells:
-        try:
+        if is_filled(cell):
             found[variable] = cell.cell_contents
-        except ValueError:  # a cell that is not filled yet
-            continue
     # Positional ones as values, keyword-only ones as (name, value)
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    # Not the code itself: another operator in its place would show in none of these
+    # Numbers on their own, so that an error can name the one that differs
     literals: list[Any] = []
     for code in _code_of(function.__code__):
         for constant in code.co_consts:
@@ -240,12 +233,13 @@ def _referred_to(function: FunctionType) -> dict[str, Any]:
                 literals.append(constant)
         found |= _globals_of(code, function.__globals__)
     if defaults:
-        found["defaults"] = defaults
+        found["(defaults)"] = defaults
     if literals:
-        found["literals"] = literals
-    # Last, since the numbers say more. A library's is known by its release
+        found["(literals)"] = literals
+    # Last, since the numbers say more: it differs by everything else, such as another operator.
+    # A library's function, one without a name that a user was given, is known by its release.
     if _is_followed(function):
-        found["code"] = _digest(function.__code__)
+        found["(code)"] = _digest(function.__code__)
     return found
 
 
@@ -329,6 +323,7 @@ def _qualified(thing: Any) -> str:
 
 
 def _printed(value: Any) -> str:
+    """A hyperparameter as the `repr` of a transform shows it."""
     if isinstance(value, Tensor) and _is_small(value):
         return str(value.tolist())
     if isinstance(value, Mapping):
@@ -336,7 +331,9 @@ def _printed(value: Any) -> str:
         return "{" + items + "}"
     if isinstance(value, tuple | list):
         inside = ", ".join(map(_printed, value))
-        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+        if isinstance(value, list):
+            return f"[{inside}]"
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
     # Functions and classes by name: their repr has an address, which differs from run to run
     return getattr(value, "__qualname__", None) or repr(value)
 

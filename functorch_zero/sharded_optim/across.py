@@ -21,10 +21,10 @@ from ..optim.across import (
     Across,
     Dim,
     DimOp,
+    Factors,
     LeafOp,
     Owned,
     Pointwise,
-    Product,
     Question,
     Tree,
     WholeLeaf,
@@ -122,7 +122,7 @@ class Sharded(Across):
             cuts += optree.tree_leaves(tree_map(cut_if_asked, self._is_cut, share))
         return tuple(self._reduce(shares, op, cuts))
 
-    def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
+    def totals(self, products: Sequence[Factors]) -> tuple[Tensor, ...]:
         shares: list[Tensor] = []  # per product, the sum over its cut leaves here, 0-d
         some_cut: list[bool] = []  # per product, whether any leaf is cut
         whole_sums: list[list[Tensor]] = []  # per product, of each leaf that is not cut, 0-d

@@ -200,8 +200,9 @@ _LIKE = "pass the trees that fz.value_and_grad and the optimizer gave of these p
 def dot(a: Any, b: Any) -> Tensor:
     """The inner product of two trees of gradients or updates, one 0-d tensor.
 
-    Sharded, it is that of the whole trees, the same on every rank; every rank calls it. One
-    all-reduce. Sharded params are refused: they have frozen leaves, which gradients don't have.
+    It is taken, and answered, in at least float32. Sharded, it is that of the whole trees, the same
+    on every rank; every rank calls it. One all-reduce. Both trees are in pieces then, as gradients
+    and updates are. Params, which are held, are refused.
 
     >>> grads = {"w": torch.tensor([3.0, 4.0]), "frozen": None}
     >>> dot(grads, grads).sqrt()

@@ -74,6 +74,18 @@ class Slotted:
         self.pair = pair
 
 
+class Private:
+    """One whose slot has a private name."""
+
+    __slots__ = ("__pair",)
+
+    def __init__(self, pair: Any) -> None:
+        self.__pair = pair
+
+    def pair(self) -> Any:
+        return self.__pair
+
+
 class Pair(NamedTuple):
     """A tuple with names."""
 
@@ -164,6 +176,10 @@ REFUSED: dict[str, tuple[Callable[[Net], None], Look]] = {
     "slots": (
         refer(lambda net: Slotted(tuple(pair_of(net)))),
         lambda net: net.kept.pair,
+    ),
+    "a private slot": (
+        refer(lambda net: Private(tuple(pair_of(net)))),
+        lambda net: net.kept.pair(),
     ),
     "closure": (refer(lambda net: closed_over(pair_of(net))), lambda net: net.kept()),
     "closure in a dataclass": (

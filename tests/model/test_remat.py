@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -443,3 +444,28 @@ def test_units_that_write_to_their_arguments(what: str) -> None:
         if what == "list":
             assert len(kept) == 2
     assert all(map(torch.equal, *results))
+
+
+def test_a_units_forward_keeps_its_signature() -> None:
+    """A hook or the model itself may ask for it."""
+
+    class Asked(nn.Linear):
+        def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+            """Scaled."""
+            return super().forward(x) * scale
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit = Asked(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            forward = self.unit.forward
+            return forward(x), (str(inspect.signature(forward)), forward.__doc__)
+
+    asked = []
+    for remat in (False, True):
+        apply, params, buffers = functionalize(Asking(), units=Asked, remat=remat)
+        (_, found), _ = apply(params, buffers, torch.ones(1, 2))
+        asked.append(found)
+    assert asked[0] == asked[1] and "scale: " in asked[0][0] and asked[0][1] == "Scaled."

@@ -133,6 +133,38 @@ def global_number(number: float) -> Transform:
     return scaled(type(update)(update.__code__, namespace, "update"))
 
 
+def variables_of_our_names(number: float) -> Transform:
+    """Closed over variables that are called as the description's own parts."""
+    defaults, literals, code = number, number + 1, number + 2
+
+    def update(updates: Any, state: Any, params: Any, by: float = 2.0) -> Any:
+        return tree_map(lambda u: u * by * defaults, updates), literals * code
+
+    return scaled(update)
+
+
+@optim.named
+def with_a_factory(factory: float) -> Transform:
+    return optim.scale(factory)
+
+
+class TwiceSlotted:
+    """Two slots of one name, as its classes write it."""
+
+    __slots__ = ("__rate",)
+
+    def __init__(self, rate: float) -> None:
+        self.__rate = rate
+
+
+class Derived(TwiceSlotted):
+    __slots__ = ("__rate",)
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        self.__rate = 1.0
+
+
 def literal(number: float) -> Transform:
     code = f"lambda updates, state, params: (tree_map(lambda u: u * {number}, updates), state)"
     return scaled(eval(code, globals()))
@@ -163,6 +195,10 @@ DIFFERENT: dict[str, Callable[[float], Any]] = {
     "a partial": by_partial,
     "a global": global_number,
     "a literal": literal,
+    "variables of our names": variables_of_our_names,
+    "an argument called factory": with_a_factory,
+    "slots of one name": lambda x: scaled(functools.partial(own(1.0).update, Derived(x))),
+    "keys that print alike": lambda x: scaled(functools.partial(own(1.0).update, {1: x, "1": 0.0})),
     "a Transform made directly": directly,
 }
 
@@ -338,7 +374,7 @@ def test_code_is_the_same_in_another_process() -> None:
         timeout=100,
     )
     (here,) = described(from_source(source)).values()
-    assert here["code"] in run.stdout
+    assert here["(code)"] in run.stdout
 
 
 def test_functions_that_call_each_other_are_described_once() -> None:

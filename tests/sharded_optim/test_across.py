@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from optree import tree_map
 from torch import Tensor
 
+import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import TransformError
 from functorch_zero.groups import counted, run_ranks
@@ -311,3 +312,27 @@ def test_a_whole_tree_above_its_limit_is_refused() -> None:
     across = Sharded(layout, SingleRank())
     with pytest.raises(TransformError, match=r"128 bytes, above its limit of 100.*Remedy"):
         transform.update(tree_map(torch.flatten, tree), (), tree_map(torch.flatten, tree), across)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_products_of_half_precision_neither_overflow_nor_are_rounded(
+    dtype: torch.dtype, ranks: int
+) -> None:
+    """300 * 300 is above float16's largest number, and 1.0078125**2 between two of bfloat16's."""
+    tree = {
+        "w": torch.full((6,), 300.0, dtype=dtype),
+        "b": torch.full((3,), 1 + 2**-7, dtype=dtype),
+    }
+    layout = make_layout(tree, ranks, trainable=lambda path, leaf: True)
+    want = sum(x.double().square().sum() for x in tree.values())
+
+    def run(group: Any) -> None:
+        across, pieces = Sharded(layout, group), slice_tree(tree, layout, group.rank)
+        for answer in (across.dot(pieces, pieces), *across.dots((pieces, pieces))):
+            assert answer.dtype == torch.float32
+            torch.testing.assert_close(answer.double(), want, rtol=1e-7, atol=0)
+
+    run_ranks(run, ranks)
+    torch.testing.assert_close(Local(tree).dot(tree, tree).double(), want, rtol=1e-7, atol=0)
+    torch.testing.assert_close(fz.dot(tree, tree).double(), want, rtol=1e-7, atol=0)

@@ -17,10 +17,10 @@ from ...tree import PyTree, paths
 from ..across import (
     Dim,
     DimOp,
+    Factors,
     LeafOp,
     Owned,
     Pointwise,
-    Product,
     Question,
     Refusing,
     Tree,
@@ -122,7 +122,7 @@ class PretendedRank(Local):
         sums: tuple[Tree, ...] = self._answer(question, lambda: Local.reduce(self, trees, op))
         return sums
 
-    def totals(self, products: Sequence[Product]) -> tuple[Tensor, ...]:
+    def totals(self, products: Sequence[Factors]) -> tuple[Tensor, ...]:
         question = "totals", _num_leaves(products)
         sums: tuple[Tensor, ...] = self._answer(question, lambda: Local.totals(self, products))
         return sums
