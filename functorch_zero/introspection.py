@@ -23,6 +23,7 @@ def slot_values(thing: Any) -> dict[str, Any]:
 def is_filled(cell: CellType) -> bool:
     """Whether a closed-over variable has a value yet; Python has no other question for it."""
     try:
-        return cell.cell_contents is not cell
+        _ = cell.cell_contents
     except ValueError:
         return False
+    return True

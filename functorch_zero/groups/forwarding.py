@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from .last_collectives import RING_OF_PROCESS, Ring
 from .protocol import Group, ReduceOp, Work
+
+AllSay = Callable[[str, float], bool]
 
 
 class Forwarding:
@@ -76,6 +78,11 @@ class Forwarding:
         can."""
         return sibling(self.inner)
 
+    @property
+    def all_say(self) -> AllSay | None:
+        """The inner group's own, if it has one."""
+        return all_say(self.inner)
+
 
 def rejoin(group: Group) -> None:
     """Make a group that has failed usable again, where its kind can be; every rank calls this."""
@@ -98,6 +105,13 @@ def sibling(group: Group) -> Group | None:
     own = getattr(group, "sibling", None)
     made: Group | None = None if own is None else own()
     return made
+
+
+def all_say(group: Group) -> AllSay | None:
+    """The group's `all_say(words, seconds)`: whether all ranks say the same words within that time.
+    It is no collective: other ranks may be in one. None where the group can't ask."""
+    own: AllSay | None = getattr(group, "all_say", None)
+    return own
 
 
 def ranks_of(group: Group) -> Sequence[int]:

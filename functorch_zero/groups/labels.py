@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import GroupError, LostPeerError, PeerError
 from .checks import ranks_text
-from .forwarding import Forwarding, ranks_of, ring_of
+from .forwarding import AllSay, Forwarding, ranks_of, ring_of
 from .last_collectives import Entry
 from .protocol import Group, ReduceOp, Work
 from .thread_scheduler import Signature
@@ -124,6 +124,11 @@ class CheckedGroup(LabelledGroup):
                 f"a {type(self.inner).__name__} can't be divided. Remedy: check a group that can"
             )
         return CheckedGroup(divide(ranks), self.label)
+
+    @property
+    def all_say(self) -> AllSay | None:
+        """None: every collective is compared already, and an error names both."""
+        return None
 
     def _call(self, call: Signature, *arguments: Any) -> Any:
         own = f"{self.label or 'a call'}: {call}"

@@ -106,6 +106,7 @@ class ProcessGroup:
         self._torch_group: dist.ProcessGroup | None = None  # None: one rank, or this rank has left
         # The token names the group in torch's store; the count is the era's number
         self._token, self._times_rejoined = "", 0
+        self._num_asked = 0  # questions of this rank (`all_say`) in this era
         self._known_as = self.rank  # in messages to other ranks: a subgroup keeps its parent's
         if self.size > 1:
             try:
@@ -228,6 +229,27 @@ class ProcessGroup:
         """Return when every rank has called it."""
         self._gather_host("barrier", torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
+    def all_say(self, words: str, seconds: float) -> bool:
+        """Whether all ranks say the same words within that time. It is no collective: other ranks
+        may be in one.
+
+        Ranks ask by the store, and count their questions. Raises `PeerError` when another rank has
+        failed meanwhile.
+        """
+        if self.size == 1:
+            return True
+        if self._torch_group is None:
+            raise self.why_left()
+        self._num_asked += 1
+        key = f"functorch_zero/asked/{self._token}/{self._times_rejoined}/{self._num_asked}"
+        try:
+            same = torch_distributed.all_say(key, words, self.size, seconds, self._failure_key)
+        except RuntimeError as error:
+            raise self.lost(f"rank {self.rank} could not ask the others: {error}") from None
+        if not same and torch_distributed.failure_in_store(self._failure_key):
+            raise self.lost("another rank has failed")
+        return same
+
     def fail(self, error: BaseException) -> None:
         """Publish `error` to the other ranks and leave: their collectives raise `PeerError`, in
         about 0.1 s on gloo.
@@ -268,6 +290,7 @@ class ProcessGroup:
         reason = self._error
         # See Note [eras]
         self._times_rejoined += 1
+        self._num_asked = 0
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:
             self._torch_group = torch_distributed.named_group(self._parent, name, self._timeout)

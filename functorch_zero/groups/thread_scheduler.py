@@ -53,6 +53,10 @@ class Meeting:
     def agreed(self) -> bool:
         return len(set(self.calls.values())) == 1
 
+    def answer(self, answer: bool) -> None:
+        """To a question (`all_say`), the same for all ranks; the first answer stays."""
+        self.results = self.results or [answer] * len(self.ranks)
+
     def combine(self, combine: Combine) -> None:
         # Deposits may require grad, and a collective is no part of any graph
         with torch.no_grad():
@@ -73,6 +77,7 @@ class Circle:
         # By position: collectives that some rank has yet to call
         self.open: dict[int, Meeting] = {}
         self._num_calls = dict.fromkeys(ranks, 0)  # rank -> collectives that it has called here
+        self.questions: list[Meeting] = []  # open ones: some rank has yet to ask
 
     def next_meeting(self, rank: int) -> Meeting:
         """The one that this rank has not called yet."""
@@ -84,6 +89,7 @@ class Circle:
     def begin_anew(self) -> None:
         """Forget the meetings under way."""
         self.open.clear()
+        self.questions.clear()
         self._num_calls = dict.fromkeys(self.ranks, 0)
 
 
@@ -162,6 +168,23 @@ class World:
             finally:
                 del self._waiting[rank]
         return meeting.results[meeting.ranks.index(rank)]
+
+    def all_say(self, rank: int, words: str, circle: Circle) -> bool:
+        """Whether all ranks of the circle say the same words. The others run until they have said
+        theirs, or until none can go on."""
+        self._raise_if_broken(rank)
+        # The first question that this rank has not been asked; a new one if there is none
+        question = next((q for q in circle.questions if rank not in q.calls), None)
+        if question is None:
+            question = Meeting(0, circle.ranks)
+            circle.questions.append(question)
+        question.calls[rank] = Signature("all_say", option=words)
+        if len(question.calls) == len(circle.ranks):
+            circle.questions.remove(question)
+            question.answer(question.agreed())
+        elif not question.agreed():
+            question.answer(False)
+        return bool(self.result_of(question, rank))
 
     def fail(self, rank: int, text: str) -> None:
         """This rank has failed, and knows it."""
@@ -317,6 +340,12 @@ class World:
             raise self._error() from error
 
     def _break_deadlock(self) -> None:
+        # Ranks that ask, while others wait for them elsewhere, have their answer
+        asking = [question for circle in self._circles for question in circle.questions]
+        for question in asking:
+            question.answer(False)
+        if any(question in self._waiting.values() for question in asking):
+            return
         self.break_with(GroupError, f"no rank can go on: {self.where_ranks_are()}")
 
     def _raise_if_broken(self, rank: int) -> None:

@@ -187,6 +187,11 @@ class ThreadGroup:
         meeting = self._call(Signature("barrier"), None, lambda nothing: nothing)
         self._world.result_of(meeting, self._rank)
 
+    def all_say(self, words: str, seconds: float) -> bool:
+        """Whether all ranks say the same words. No time limit is needed: where other ranks wait for
+        this one elsewhere, no rank can go on, and the answer is no."""
+        return self._world.all_say(self._rank, words, self._circle)
+
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed: their collectives, and this rank's, raise
         `PeerError`."""

@@ -1,12 +1,14 @@
-"""torch.distributed for `ProcessGroup`, besides collectives: making and destroying a group, and a
-last word.
+"""torch.distributed for `ProcessGroup`, besides collectives: making and destroying a group, a
+question, and a last word.
 
-The last word, why a rank failed, goes through torch's store, since a broken group can't carry it.
+The last word, why a rank failed, goes through torch's store, since a broken group can't carry it. A
+question does so too, since other ranks may be in a collective.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
 from collections.abc import Sequence
@@ -202,16 +204,41 @@ def read_failure(key: str) -> str | None:
     all the same."""
     give_up = time.monotonic() + _SECONDS_TO_READ
     with contextlib.suppress(Exception):
-        store = _store()
         while True:
-            # This group's own failure, or the end of a rank under `launch`
-            for candidate in (key, WORLD_FAILURE_KEY):
-                if store.check([candidate]):
-                    return str(store.get(candidate), errors="replace")
-            if time.monotonic() > give_up:
-                return None
+            text = failure_in_store(key)
+            if text is not None or time.monotonic() > give_up:
+                return text
             time.sleep(0.02)  # seconds, between two looks
     return None
+
+
+def failure_in_store(key: str) -> str | None:
+    """The text of this group's own failure, or of the end of a rank under `launch`, if either is
+    there now."""
+    store = _store()
+    for candidate in (key, WORLD_FAILURE_KEY):
+        if store.check([candidate]):
+            return str(store.get(candidate), errors="replace")
+    return None
+
+
+def all_say(key: str, words: str, num_ranks: int, seconds: float, failure: str) -> bool:
+    """Whether all ranks say the same words under this key, of one question, within that time; no,
+    where a failure is published before."""
+    store, give_up = _store(), time.monotonic() + seconds
+    own_key = f"{key}/{hashlib.sha256(words.encode()).hexdigest()}"
+    # In this order: when all ranks have said something, all counts by words are complete
+    store.add(own_key, 1)
+    store.add(key, 1)
+    pause = 0.005  # seconds, between two looks
+    while True:
+        num_asked, num_alike = store.add(key, 0), store.add(own_key, 0)
+        if num_alike == num_ranks:
+            return True
+        if num_asked == num_ranks or time.monotonic() > give_up or failure_in_store(failure):
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)  # many ranks ask one store
 
 
 def world_failure() -> str | None:

@@ -309,7 +309,7 @@ class Noted:
     def __init__(self, flats: UnitFlats, name: str, journal: Journal) -> None:
         self._flats, self._name, self._journal = flats, name, journal
         # Fields that never change during a pass are handed through
-        self.transient, self.passing = flats.transient, flats.passing
+        self.transient, self.moves, self.passing = flats.transient, flats.moves, flats.passing
         self.start, self.leaves = flats.start, flats.leaves
 
     @property

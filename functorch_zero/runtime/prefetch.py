@@ -1,5 +1,5 @@
 """Overlap of communication with a pass: the moments of backward at which gathers start and
-reductions end, and the order of gathers, which one pass hints to the next."""
+reductions end; and what one pass tells the next, the order of its gathers and its uses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..groups.forwarding import era_of
+from ..groups.forwarding import all_say, era_of
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
+from .same_uses import SameUses
 from .unshard import UnitFlats
 
 
@@ -53,9 +54,13 @@ Overlap.memory = Overlap(gather_at=2, settle_at=2, num_under_way=1)
 Overlap.time = Overlap(gather_at=1, settle_at=None, num_under_way=2)
 
 
+# Passes in a row that use the same units, after one that used others, until ranks trust in it
+_EQUAL_PASSES = 8
+
+
 class PrefetchOrder:
     """The units that the last pass gathered, in order. While one is used, the next are on their
-    way.
+    way. Beside them stand the uses of the loss, in words; see Note [same uses].
 
     It belongs to a step. Ranks must start the same gathers, so all of them follow the same order.
     When one rank fails, wherever, the others fail in their next collective, and may be a pass
@@ -69,6 +74,8 @@ class PrefetchOrder:
     def __init__(self, group: Group | None = None) -> None:
         self._group: Group = SingleRank() if group is None else group
         self._units: Sequence[str] = ()  # names; () until a pass has recorded some
+        self._uses: Sequence[str] | None = None  # words; None until a pass has compared them
+        self._untrusted = 0  # passes that must be equal before ranks rely on the uses
         self._era = 0  # of the group, when they were recorded
 
     @property
@@ -76,10 +83,24 @@ class PrefetchOrder:
         """Their names; () where nothing is known that holds for all ranks."""
         return self._units if self._era == era_of(self._group) else ()
 
-    def record(self, units: Sequence[str]) -> None:
-        """A pass has gathered these units, in this order."""
+    def record(self, units: Sequence[str], uses: SameUses | None = None) -> None:
+        """A pass has gathered these units, in this order, and compared these uses. None: it had
+        nothing to compare."""
+        if self._era != era_of(self._group):
+            self._forget()
         self._units = tuple(units)  # a copy: the pass goes on appending to its list
-        self._era = era_of(self._group)
+        if uses is not None:
+            self._uses = uses.words
+            self._untrusted = _EQUAL_PASSES if uses.left else max(self._untrusted - 1, 0)
+
+    def compare(self, flats: Sequence[UnitFlats]) -> SameUses | None:
+        """The comparison of uses for a pass that begins, over these flats; None where ranks have no
+        way to compare."""
+        if self._group.size == 1 or all_say(self._group) is None:
+            return None
+        known = self._era == era_of(self._group)
+        last = self._uses if known else None
+        return SameUses(self._group, last, flats, trusted=not self._untrusted)
 
     def follow(self, flats: Mapping[str, UnitFlats], distance: int) -> Following:
         """The order, for a pass that begins, over units with these flats by name, and that has
@@ -92,8 +113,12 @@ class PrefetchOrder:
         try:
             yield
         except BaseException:
-            self._units = ()  # an interrupt, too, may come between two gathers
+            self._forget()  # an interrupt, too, may come between two gathers
             raise
+
+    def _forget(self) -> None:
+        self._units, self._uses, self._untrusted = (), None, 0
+        self._era = era_of(self._group)
 
 
 class Following:

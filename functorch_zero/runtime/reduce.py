@@ -150,6 +150,10 @@ class GradientReduction:
         # By bucket, in the storage dtype: this rank's slice along the shard axis, or (numel,)
         self._sums: dict[int, Tensor] = {}
 
+    def follows_uses(self, last: bool) -> bool:
+        """Whether the order of a pass's reductions follows from the units that its loss uses."""
+        return not self.in_layout_order and (last or bool(self.every_use))
+
     def add(self, b: int, flat: Tensor) -> None:
         """Add gradients (numel,) to the bucket's whole ones, in the storage dtype from the second
         on."""

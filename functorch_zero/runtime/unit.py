@@ -12,7 +12,8 @@ Note [order of reductions]: ranks must start the same collectives in the same or
 rank's loss does not reach a unit. Reductions therefore start in the reverse of the order of uses.
 For a use that backward has passed by, a rank sends zeros, and gathers what its backward would have
 gathered. Where nothing but whole gradients is reduced in backward, at levels 0 and 1 alone, they
-start in the reverse of the layout's order. Each unit then comes once.
+start in the reverse of the layout's order. Each unit then comes once. Elsewhere ranks make sure
+that their losses use the same units: see Note [same uses] in `same_uses.py`.
 
 Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is
 ready. So when it runs a node, uses that are newer have been passed by if they have no gradients by
@@ -64,6 +65,7 @@ from ..model.untouched import Untouched, changed_in_place
 from ..profiling import NOTHING
 from .prefetch import Overlap, PrefetchOrder
 from .reduce import GradientReduction
+from .same_uses import SameUses
 from .unshard import UnitFlats
 
 Grads = Sequence[Tensor | None]  # of a unit's leaves, whole, in the unit's order
@@ -261,6 +263,11 @@ class Pass:
         by_name = {unit.name: unit.flats for unit in self._units}
         order = PrefetchOrder() if order is None else order
         self.following = order.follow(by_name, overlap.distance)
+        # None where no collective follows from a use, or the group can't ask
+        self._gathers = any(unit.flats.moves for unit in self._units)
+        self.uses: SameUses | None = None
+        if self._gathers or (reduction is not None and reduction.follows_uses(last)):
+            self.uses = order.compare(flats)
         for here in self._units:
             if not here.flats.transient:
                 here.untouched = Untouched(here.flats.unshard(), look=look)
@@ -303,6 +310,9 @@ class Pass:
         """The leaves, whole, bucket by bucket, for the loss alone."""
         # A unit entered in backward: a checkpoint runs its forward once more
         backward = backward_number() != NO_BACKWARD
+        # A backward of the loss's own gathers nothing where flats stay
+        if not self._loss_returned and not (backward and self._keeps):
+            self._say_use(unit, tracked)
         if backward:
             # It runs again for backward: its flats stay until the gradients have come
             unit.use = Use(unit.index, None)
@@ -340,6 +350,8 @@ class Pass:
         """A custom function reads the unit's leaves, and will give gradients to lazy parameters."""
         if unit.index not in self._direct and unit.content.trained:
             self._direct[unit.index] = [None] * len(unit.content.leaves)
+            if self.uses is not None:
+                self.uses.words.append(f"{unit.name}, given to a custom function")
             self.entered = True
             unit.num_open += 1
 
@@ -367,6 +379,7 @@ class Pass:
         self.drop_leaves(unit)
         if not unit.flats.transient or self._keeps or unit.recomputing:
             return
+        self._say(f"{unit.name}, left")
         # Forward's last unit is backward's first: freed, it would be gathered at once
         if unit.name == self.following.expected:
             self.following.add(unit.name)  # stays: backward begins with it
@@ -377,6 +390,9 @@ class Pass:
         """The loss has returned, and packed gradients are to be scaled like this."""
         # The loss is over: whatever it wrote to resident flats shows in their versions
         self._check_resident()
+        if self.uses is not None:
+            self._say_end(self.uses.words)
+            self.uses.check_end()
         self._loss_returned, self._scale, self._in_use = True, scale, None
 
     # Backward
@@ -401,6 +417,7 @@ class Pass:
             # A recomputation has no place of its own; nor has a backward inside of the loss
             if use.number is not None and self._loss_returned:
                 self._pass_by(use.number)
+            self._say(f"{self._units[use.unit].name}, in a backward of the loss's own")
 
         # Gathered by this ask, by one before, or on its way since an earlier unit
         unit = self._units[use.unit]
@@ -543,6 +560,8 @@ class Pass:
 
     def finish(self) -> None:
         """The pass, its backward included, is over."""
+        if self._reduction is None and self.uses is not None:
+            self.uses.check_end()
         if self._reduction is not None:
             self._pass_by(())  # () is before all uses: those still open get zeros
             for index, grads in self._direct.items():
@@ -588,10 +607,38 @@ class Pass:
         for unit in self._units:
             unit.leaves = None
 
+    # Words for the other ranks: see Note [same uses] in `same_uses.py`
+
+    def _say(self, word: str) -> None:
+        """Note a moment of the loss, if gathers follow from it."""
+        if self.uses is not None and self._gathers and not self._loss_returned:
+            self.uses.words.append(word)
+
+    def _say_use(self, unit: UnitInPass, tracked: bool) -> None:
+        """Note a use that begins, if a collective follows from it."""
+        # A unit that is only cast on use has a place in the order of gathers, too
+        gathers = self._gathers and unit.flats.transient
+        reduces = tracked and bool(unit.content.trained)
+        if self.uses is not None and (gathers or reduces):
+            self.uses.words.append(unit.name if tracked else f"{unit.name}, without gradients")
+
+    def _say_end(self, words: list[str]) -> None:
+        """Note, at the end of the loss, the rest that backward's collectives follow from."""
+        for use in self._open:
+            unit = self._units[use.unit]
+            if unit.flats.moves and not use.saved and not self._keeps:
+                words.append(f"{unit.name}, used with nothing saved")
+        # Sums of earlier micro-batches, of units that this one has not used
+        for unit in self._waiting:
+            if not unit.num_open and self._reduction.whole.keys() & {*unit.content.trained}:
+                words.append(f"{unit.name}, used in an earlier micro-batch only")
+
     # Gathers
 
     def _unshard(self, unit: UnitInPass) -> list[Tensor]:
         """The unit's flats, (num_pieces * piece,) each, gathered now or on their way already."""
+        if self.uses is not None and self._gathers and not self._loss_returned:
+            self.uses.check()
         # The order of gathers, which the next pass follows
         self.following.add(unit.name)
         flats = unit.flats.unshard()

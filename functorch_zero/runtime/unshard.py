@@ -76,6 +76,7 @@ class UnitFlats(Protocol):
     """A unit's whole flats, one (num_pieces * piece,) per bucket, in the dtype they are used in."""
 
     transient: bool  # whether they are freed when the unit is left; autograd must not keep them
+    moves: bool  # whether they are gathered from other ranks
     # By bucket, of transient ones: whether this flat is freed; it was gathered, or cast
     passing: Sequence[bool]
     here: list[Tensor] | None  # the flats, where nobody has to wait for them
@@ -112,6 +113,7 @@ class ResidentFlats:
     """
 
     transient = False
+    moves = False
     passing: Sequence[bool] = ()
     under_way: Sequence[Gathering] | None = None
     versions: Sequence[int] = ()
@@ -171,11 +173,11 @@ class GatheredFlats:
         self._group, self._log, self._name = group, log, name
         self._gather = gather
         # A unit whose flats are only cast starts nothing, and so is in no log
-        self._moves = any(cut)
+        self.moves = any(cut)
 
     def start(self) -> None:
         # Asked for ahead and on use: the first to ask starts it
-        if not self._moves or self.here is not None or self.under_way is not None:
+        if not self.moves or self.here is not None or self.under_way is not None:
             return
         # Once per unit, and before its collectives: ranks compare logs
         self._log.append("gather " + self._name)

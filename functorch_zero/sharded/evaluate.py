@@ -84,7 +84,7 @@ class ShardedEvalStep:
             )
             reminder = self.unsharded.reminder
             reminder.compare_ranks(batch, found.weight, report.mean_size, group.rank)
-            self.order.record(run.following.gathered)
+            self.order.record(run.following.gathered, run.uses)
             weight = None if found.weight is None else report.weight
             metrics = report.metrics
             metrics |= total_weight(self.unsharded.metrics, metrics, weight, group.rank)

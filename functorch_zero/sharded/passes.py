@@ -100,7 +100,7 @@ def run_pass(
         one_pass.abandon()
         raise
     # Only after a pass that went well
-    order.record(one_pass.following.gathered)
+    order.record(one_pass.following.gathered, one_pass.uses)
     return outcome
 
 

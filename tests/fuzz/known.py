@@ -22,16 +22,7 @@ class Known(NamedTuple):
     when: Mapping[str, Set[Any]]
 
 
-KNOWN: dict[str, Known] = {
-    "units that some ranks pass by": Known(
-        Case(30, ("by the data",), units="linears", level=2, ranks=3),
-        {
-            "units": {"linears", "nested"},
-            "blocks": {"by the data", "experts"},
-            "level": {2, 3, "mixed", "by dims"},
-        },
-    ),
-}
+KNOWN: dict[str, Known] = {}
 
 
 def shows(case: Case, known: Known) -> bool:

@@ -22,7 +22,12 @@ QUICK, THOROUGH = 100, 300  # seeds up to these
 
 # Programs that once showed a defect, or that are refused for a good reason, with their outcomes
 KEPT = {
-    Case(0, ("experts",), units="linears", level=2): ("REFUSED", "call the same units"),
+    Case(0, ("experts",), units="linears", level=2): ("REFUSED", "use different units"),
+    Case(30, ("by the data",), units="linears", level=2, ranks=3): ("REFUSED", "layer be the unit"),
+    Case(30, ("by the data",), units="nested", level="mixed", ranks=3): (
+        "REFUSED",
+        "use different units",
+    ),
     Case(0, ("experts",), units="linears", level=1, ranks=3): ("EQUAL", ""),
     Case(0, ("by the data",), units="blocks", level=3, ranks=3): ("EQUAL", ""),
     Case(0, ("writes leaf",)): ("REFUSED", "a leaf of params was changed in place"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
 import time
@@ -45,6 +46,50 @@ def test_collectives(ranks: int) -> None:
         on_ranks(lambda: check_all(ProcessGroup()), ranks)
         == [[check.__name__ for check in CHECKS]] * ranks
     )
+
+
+def test_ranks_ask_whether_all_say_the_same() -> None:
+    def fn() -> list[bool]:
+        group = ProcessGroup()
+        time.sleep(0.1 * group.rank)  # not all are there at once
+        return [group.all_say(words, 10.0) for words in ("a", "b", "a")]
+
+    assert on_ranks(fn, 3) == [[True] * 3] * 3
+    assert on_ranks(fn, 1) == [[True] * 3]
+
+
+@pytest.mark.parametrize("others", ["say something else", "wait elsewhere", "fail"])
+def test_ranks_that_do_not_say_the_same(others: str) -> None:
+    def fn() -> str:
+        group = ProcessGroup(timeout=20)
+        begin = time.monotonic()
+        try:
+            if group.rank != 1:
+                assert not group.all_say("a", 0.5)
+                group.fail(ValueError("why"))
+            elif others == "say something else":
+                assert not group.all_say("b", 20.0)
+                group.barrier()
+            elif others == "wait elsewhere":
+                group.barrier()
+            else:
+                group.fail(KeyError("mine"))
+            text = ""
+        except PeerError as error:
+            text = str(error)
+        assert time.monotonic() - begin < 5
+        # Some may hear of a failure before they have failed themselves, and all come back
+        if not text and group.rank == 1 and others == "say something else":
+            raise AssertionError("nobody was told")
+        group.rejoin()
+        assert group.all_say("c", 10.0)  # counted from the beginning
+        return text
+
+    found = on_ranks(fn, 3)
+    if others == "fail":
+        assert found == ["rank 1 failed: KeyError: 'mine'", "", "rank 1 failed: KeyError: 'mine'"]
+    else:
+        assert re.fullmatch("rank [02] failed: ValueError: why", found[1])
 
 
 def test_collectives_through_copies_on_the_host() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import random
+import re
 import sys
 import threading
 import time
@@ -242,6 +243,43 @@ def test_different_calls_are_an_error_on_all_ranks(case: str) -> None:
     assert len(texts) == 3
     assert len(set(texts)) == 1
     assert all(part in texts[0] for part in parts), texts[0]
+
+
+def test_ranks_ask_whether_all_say_the_same() -> None:
+    def fn(group: ThreadGroup) -> list[bool]:
+        group.all_reduce(torch.ones(2))  # under way, and nobody waits
+        return [group.all_say(words, 1.0) for words in ("a", "b", "a")]
+
+    assert run_ranks(fn, 3) == [[True] * 3] * 3
+
+
+@pytest.mark.parametrize("others", ["say something else", "wait elsewhere", "have ended"])
+def test_ranks_that_do_not_say_the_same(others: str) -> None:
+    """Those who ask have an answer, and not an error, so that they can tell the others why."""
+
+    def fn(group: ThreadGroup) -> str:
+        try:
+            if group.rank != 1:
+                assert not group.all_say("a", 1.0)
+                group.fail(ValueError("why"))
+                return "asked"
+            if others == "have ended":
+                return "ended"
+            if others == "say something else":
+                assert not group.all_say("b", 1.0)
+            group.barrier()
+        except PeerError as error:
+            return str(error)
+        finally:
+            if others != "have ended":
+                group.rejoin()
+                assert group.all_say("c", 1.0)
+        return "not told"
+
+    _, other, _ = run_ranks(fn, 3)
+    assert (
+        other == "ended" if others == "have ended" else re.match("rank [02] failed: .*why", other)
+    )
 
 
 def test_a_rank_that_returns_early_is_no_hang() -> None:

@@ -1,0 +1,154 @@
+"""Agreement of ranks on the units that a pass uses.
+
+Note [same uses]: the units that a loss uses, in their order, decide which collectives a pass
+starts: the gathers of forward and, by Note [order of reductions], all of backward. Ranks that use
+other units would start collectives that don't meet: they hang, or gloo ends a healthy process.
+
+So a rank starts a collective only where it knows that the others do. A pass that uses the same
+units as the last one knows it without asking. In a first pass the ranks compare each use, by an
+exchange. A rank that leaves the way of the last pass can't begin an exchange: the others, still on
+that way, would start a gather instead. So it asks apart from all collectives (`all_say`). Where all
+ranks leave alike (layers dropped by a common seed, a longer batch), they go on, and compare each
+further use as in a first pass. Else the rank raises, and the others hear of it where they wait.
+
+Ranks may come late to a question, from an evaluation say, and it has a time limit. So ranks that
+have left a way once compare all uses, until some passes in a row were equal.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from ..errors import GroupError, explain
+from ..groups import labelled
+from ..groups.checks import ranks_text
+from ..groups.forwarding import all_say
+from ..groups.protocol import Group
+from .unshard import UnitFlats
+
+SECONDS = 10.0  # that ranks may come late to a question; at least as long as the pass has taken
+END = "the end of the loss"
+
+_REMEDY = (
+    "let the data of every rank go through the same units: with rows of weight 0, say; or let the "
+    "module around the layer be the unit, by functionalize(units=...); or use level 0 or 1, where "
+    "ranks may use different units"
+)
+
+
+class SameUses:
+    """The uses of one pass, in words, beside those of the last pass and of other ranks.
+
+    Args:
+        group: all ranks, which can ask each other (`all_say`).
+        last: the words of the last pass; None: none are known that hold for all ranks.
+        flats: of each unit.
+        trusted: whether a rank that finds the words of the last pass asks nobody.
+
+    Attributes:
+        words: of this pass so far. A pass adds those that collectives follow from.
+        left: whether they differ from those of the last pass.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        last: Sequence[str] | None,
+        flats: Sequence[UnitFlats],
+        *,
+        trusted: bool,
+    ):
+        self.words: list[str] = []
+        self.left = False
+        self._group, self._last, self._flats = group, last, flats
+        self._in_band = last is None or not trusted
+        self._num_checked = 0  # words that all ranks are known to have said
+        self._begin = time.monotonic()
+
+    def check_end(self) -> None:
+        """The loss has returned: check that no rank uses more units."""
+        self.words.append(END)
+        self.check()
+
+    def check(self) -> None:
+        """Before a collective: return when all ranks are known to say the same words until here.
+
+        Raises:
+            GroupError: they don't, or PeerError where another rank found out first.
+        """
+        begin, self._num_checked = self._num_checked, len(self.words)
+        got = self.words[begin:]
+        if self._last is not None and not self.left:
+            expected = self._last[begin : self._num_checked]
+            self.left = got != expected
+            if self.left and not self._in_band:
+                self._ask(expected, got)
+                self._in_band = True
+                return
+        if self._in_band:
+            _compare(self._group, got)
+
+    def _ask(self, expected: Sequence[str], got: Sequence[str]) -> None:
+        """Return if all ranks leave the way of the last pass here, with these words."""
+        ask = all_say(self._group)
+        assert ask is not None
+        # Gathers that are under way arrive when all ranks are in this pass: then none is very late
+        for flats in self._flats:
+            for gathering in flats.under_way or ():
+                gathering.work.wait()
+        seconds = max(SECONDS, time.monotonic() - self._begin)
+        # All words, so that ranks that leave at another place ask something else
+        if ask(json.dumps(self.words), seconds):
+            return
+        want, have = next(_differences([expected, got]))
+        error = GroupError(
+            explain(
+                "the loss uses other units than in the last pass, and not every rank does so "
+                f"alike: others went on as before, or were {seconds:.0f} s late",
+                path=_path_of([want, have]),
+                expected=f"{want}, as in the last pass",
+                got=have,
+                rank=self._group.rank,
+                remedy=_REMEDY,
+            )
+        )
+        # The others may wait for this rank in a gather
+        self._group.fail(error)
+        raise error
+
+
+def _compare(group: Group, got: Sequence[str]) -> None:
+    """Raise, on every rank, unless all ranks say the same. By one exchange."""
+    everyone = labelled(group, "loss/uses").exchange(json.dumps(got).encode())
+    if len(set(everyone)) == 1:
+        return
+    said = next(_differences([json.loads(words) for words in everyone]))
+    ranks: dict[str, list[int]] = {}
+    for rank, word in enumerate(said):
+        ranks.setdefault(word, []).append(rank)
+    by_rank = "; ".join(f"{word} ({ranks_text(ranks[word])})" for word in ranks)
+    raise GroupError(
+        explain(
+            "the ranks' losses use different units, or the same in another order",
+            path=_path_of(said),
+            expected="the same unit on every rank",
+            got=by_rank,
+            rank=group.rank,
+            remedy=_REMEDY,
+        )
+    )
+
+
+def _differences(said: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
+    """The words that differ, place by place."""
+    for words in zip_longest(*said, fillvalue=END):
+        if len(set(words)) > 1:
+            yield words
+
+
+def _path_of(words: Sequence[str]) -> str:
+    """The unit among the words that others lack."""
+    return next(word for word in words if word != END).partition(",")[0]
