@@ -147,32 +147,47 @@ def cpp_compiler() -> None:
         pytest.skip("needs a C++ compiler")
 
 
+Claims = dict[str, set[Any]]  # a transform -> the kinds of leaves that it was checked on
+HERE = Path(__file__).parent
+CHECK_OUR_CLAIMS = (HERE / "conformance", HERE / "optim")
+
+
 @pytest.fixture(scope="session")
-def checked_claims() -> set[Any]:
+def checked_claims() -> Claims:
     """Claims of the package's own functions that have been checked in this session."""
-    return set()
+    return {}
 
 
 @pytest.fixture(autouse=True)
-def claims_checked_once(monkeypatch: pytest.MonkeyPatch, checked_claims: set[Any]) -> None:
-    """Let `shard` check equal claims once: those of the package once per session, others once per
-    test.
+def claims_checked_once(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, checked_claims: Claims
+) -> None:
+    """Let `shard` check like claims once: those of the package once per session, and only in the
+    tests about them, which have all optimizers; others, on equal trees, once per test.
 
     It checks them at each `init` on each rank, which would be most of its time here.
     """
-    checked_in_this_test: set[Any] = set()
+    about_ours = any(folder in request.path.parents for folder in CHECK_OUR_CLAIMS)
+    checked_in_this_test: Claims = {}
 
     def check(transform: Any, params: Any) -> None:
-        leaves, structure = optree.tree_flatten(params)
         description = described(transform)
-        claim = str(description), structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
-        checked = checked_claims if names_only_ours(description) else checked_in_this_test
-        if claim not in checked:
+        leaves, structure = optree.tree_flatten(params)
+        if not names_only_ours(description):
+            checked = checked_in_this_test.setdefault(str(description), set())
+            kinds = {(structure, *((x.shape, x.dtype) for x in leaves))}
+        elif about_ours:
+            checked = checked_claims.setdefault(str(description), set())
+            kinds = {(min(x.dim(), 2), x.is_complex()) for x in leaves}
+        else:
+            return
+        if not kinds <= checked:
             check_claims(transform, params)
-            checked.add(claim)
+            checked |= kinds
 
-    train = importlib.import_module("functorch_zero.sharded.train")
-    monkeypatch.setattr(train, "check_claims", check)
+    for module in ("train", "engine"):
+        sharded = importlib.import_module(f"functorch_zero.sharded.{module}")
+        monkeypatch.setattr(sharded, "check_claims", check)
 
 
 def names_only_ours(description: Any) -> bool:

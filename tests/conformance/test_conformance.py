@@ -35,7 +35,7 @@ from tests.conformance.tree import batches, hostile, part_of
 from tests.tiers import FULL, THOROUGH, tiers
 
 LEVELS, RANKS, DTYPES = (0, 1, 2, 3), (1, 2, 3, 5), (torch.float32, torch.float64)
-NUM_STEPS, QUICK_STEPS = 5, 3
+NUM_STEPS, QUICK_STEPS = 5, 2
 
 
 class Case(NamedTuple):
