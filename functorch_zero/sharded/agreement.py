@@ -250,24 +250,32 @@ def _bits(found: Mapping[str, float]) -> list[str]:
 
 
 def agree_on_results(
-    step: int, metrics: Mapping[str, Tensor], rest: Mapping[str, Tensor], group: Group
-) -> None:
-    """Raise, on every rank, unless all ranks' results of a program are equal to the bit. One
-    all-reduce of two float64; only when they differ, an exchange of JSON.
+    step: int,
+    metrics: Mapping[str, Tensor],
+    rest: Mapping[str, Tensor],
+    group: Group,
+    *,
+    failed: bool,
+) -> bool:
+    """Raise, on every rank, unless all ranks' results of a program are equal to the bit. Returns
+    whether any rank has `failed`. One all-reduce of three float64; only when results differ, an
+    exchange of JSON.
 
     Args:
         step: its number.
         metrics: by name, 0-d.
         rest: by path, the tensors of the value that every rank holds whole.
+        failed: whether a background task of this rank has.
     """
     found = {f"metric {name!r}": float(value).hex() for name, value in metrics.items()}
     found |= {f"leaf {path!r}": digest for path, digest in content_digests(rest).items()}
     log = f"step {step}", *found.items()
     digest = zlib.crc32(repr(log).encode()) % _NUM_DIGESTS
-    sums = torch.tensor([digest, digest**2], dtype=torch.float64)
+    sums = torch.tensor([digest, digest**2, failed], dtype=torch.float64)
     group.all_reduce(sums).wait()
-    if _all_equal(sums.tolist(), group.size):
-        return
+    *digests, num_failed = sums.tolist()
+    if _all_equal(digests, group.size):
+        return bool(num_failed > 0)
     everyone = [json.loads(told) for told in group.exchange(json.dumps([step, found]).encode())]
     steps = [told[0] for told in everyone]
     if len(set(steps)) > 1:

@@ -29,10 +29,12 @@ from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.loss import Metrics
 from ..step.program_step import ProgramStep, check_next_value, check_result, check_value, device_of
 from ..step.rng import streams
-from ..step.state import State, Trained, check_state
+from ..step.state import State, Trained
+from ..step.state import check_state as check_is_state
 from ..tree import check_tensors, content_digests, paths
 from ..version import __version__
 from .agreement import agree, agree_on_results
+from .background import BackgroundTasks
 from .engine import ShardedEngine, join_layouts, next_number
 from .failures import sharing_failures
 from .options import Options
@@ -49,12 +51,18 @@ class ShardedProgramStep:
     def __init__(self, step: ProgramStep, options: Options):
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
+        self.background = BackgroundTasks()
         self._form: _Form | None = None  # of the last state that `init` has made
 
     @property
     def group(self) -> Group:
         """The ranks, `group.rank` and `group.size`."""
         return self.options.group
+
+    @property
+    def level(self) -> int | None:
+        """0 to 3; None where `shard` was given levels by leaf."""
+        return self.options.levels.number
 
     def init(self, *args: Any, seed: int | None = 0) -> State:
         """The first state: this rank's part of what the program's `init` makes of copies of the
@@ -107,20 +115,23 @@ class ShardedProgramStep:
         """
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="step", state=state), torch.no_grad():
-            self._check_state(state)
+            self.check_state(state)
             with streams(state.seed, state.step, device_of(state.value)):
                 result = self.unsharded.program(state.value, *args)
             new, metrics = check_result(result, axes.world.rank)
             check_next_value(state.value, new, axes.world.rank)
             group = labelled(axes.world, "step/agreement")
-            agree_on_results(int(state.step), metrics, _rest(new), group)
+            failed = agree_on_results(
+                int(state.step), metrics, _rest(new), group, failed=self.background.failed()
+            )
+            self.background.raise_if(failed)
             return state.replace(step=state.step + 1, value=new), metrics
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="unshard", state=state), torch.no_grad():
-            self._check_state(state)
+            self.check_state(state)
             value = tree_map(_whole, state.value, is_leaf=is_on_engine)
             trained = tree_map(_trained, state.value, is_leaf=is_on_engine)
             return State(
@@ -209,9 +220,9 @@ class ShardedProgramStep:
             facts[f"values of {name}"] = content_digests(tree)
         return facts
 
-    def _check_state(self, state: State) -> None:
+    def check_state(self, state: State) -> None:
         """Raise unless a state is one of this step's, on this rank."""
-        check_state(state)
+        check_is_state(state)
         if state.sharding is None:
             raise StructureError(
                 "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
