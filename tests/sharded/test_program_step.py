@@ -11,6 +11,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
+from functorch_zero.errors import MismatchError, PeerError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
@@ -138,3 +139,133 @@ def test_a_checkpoint_at_another_level_and_number_of_ranks(tmp_path: Any) -> Non
     like = step.init(first_gen, first_disc)
     alone, _ = step(fz.checkpoint.load(tmp_path, step, like=like).state, second)
     assert_equal_values(expected, alone)
+
+
+class Noisy(NamedTuple):
+    params: Any
+    opt: Any
+
+
+apply_noisy, first_noisy = model((3, 6, 2), 5)
+sgd = optim.sgd(0.1, momentum=0.9)
+
+
+def init_noisy(params: Any) -> Noisy:
+    return Noisy(params, sgd.init(params))
+
+
+def noisy_loss(params: Any, x: Tensor) -> Tensor:
+    hidden = apply_noisy(params, torch.dropout(x, 0.5, train=True))
+    return (hidden + torch.randn(())).square().mean()
+
+
+def noisy(value: Noisy, x: Tensor) -> Any:
+    """Random numbers between two gradients, and in both losses."""
+    first, grads = fz.value_and_grad(noisy_loss)(value.params, x)
+    scale = torch.rand((), dtype=torch.float64)
+    away = fz.apply_updates(value.params, tree_map(scale.mul, grads))
+    second, grads = fz.value_and_grad(noisy_loss)(away, x)
+    params, opt = sgd.apply(grads, value.opt, value.params)
+    return Noisy(params, opt), {"first": first, "second": second, "scale": scale}
+
+
+def test_random_numbers_follow_from_seed_and_step() -> None:
+    step = fz.program_step(noisy, init=init_noisy)
+    x = batches(1)[0]["noise"]
+    state = step.init(first_noisy, seed=3)
+    torch.manual_seed(1)
+    one, metrics = step(state, x)
+    before = torch.get_rng_state()
+    other, again = step(state, x)
+    assert torch.equal(before, torch.get_rng_state())
+    assert_equal_values((one, metrics), (other, again), grade="bitwise")
+    _, later = step(one, x)
+    _, elsewhere = step(step.init(first_noisy, seed=4), x)
+    drawn = [metrics["scale"], later["scale"], elsewhere["scale"]]
+    assert len(set(map(float, drawn))) == 3
+    assert float(metrics["first"]) != float(metrics["second"])
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state, metrics = sharded(sharded.init(first_noisy, seed=3), part(x, group))
+        return sharded.unshard(state), metrics
+
+    ((whole, found),) = run_ranks(run, 1)
+    assert_equal_values((one, metrics), (whole, found))
+    (_, left), (_, right) = run_ranks(run, 2)
+    # The program's own numbers are those of one process; the ranks' losses draw others
+    assert left["scale"] == right["scale"] == metrics["scale"]
+    assert left["first"] != metrics["first"]
+
+
+def test_ranks_of_other_batches_draw_other_numbers() -> None:
+    def loss(params: Any, x: Tensor) -> Any:
+        return apply_noisy(params, x).square().mean(), fz.Aux(metrics={"drawn": torch.rand(())})
+
+    def program(value: Noisy, x: Tensor) -> Any:
+        (_, seen), grads = fz.value_and_grad(loss)(value.params, x)
+        params, opt = sgd.apply(grads, value.opt, value.params)
+        return Noisy(params, opt), seen
+
+    step = fz.program_step(program, init=init_noisy)
+    x = batches(1)[0]["noise"]
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=0, group=group)
+        return float(sharded(sharded.init(first_noisy), part(x, group))[1]["drawn"])
+
+    alone = run_ranks(run, 1)[0]
+    assert len({alone, *run_ranks(run, 2), *run_ranks(run, 3)}) == 3  # means of other numbers
+
+
+def own_rank(x: Tensor) -> Tensor:
+    return x.double().sum()
+
+
+@pytest.mark.parametrize("what", ["metric", "leaf"])
+def test_results_that_differ_between_ranks_are_refused(what: str) -> None:
+    class Value(NamedTuple):
+        params: Any
+        seen: Tensor
+
+    def program(value: Value, x: Tensor) -> Any:
+        if what == "metric":
+            return value, {"sum": own_rank(x)}
+        return Value(value.params, own_rank(x)), {}
+
+    def first(params: Any) -> Value:
+        return Value(params, torch.zeros((), dtype=torch.float64))
+
+    step = fz.program_step(program, init=first)
+    x = batches(1)[0]["noise"]
+
+    def run(group: Any) -> str:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_noisy)
+        with pytest.raises(MismatchError) as caught:
+            sharded(state, part(x, group))
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(run, 2)):
+        assert {"metric": "metric 'sum'", "leaf": "leaf 'seen'"}[what] in text
+        assert f"this is rank {rank}" in text and "Aux(metrics=" in text
+
+
+def test_a_step_that_failed_on_one_rank_is_tried_again() -> None:
+    step = fz.program_step(gan, init=init)
+    (batch,) = batches(1)
+    expected, _ = step(step.init(first_gen, first_disc), batch)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level={"gen": 3, "disc": 2}, group=group)
+        state = sharded.init(first_gen, first_disc)
+        broken = part(batch, group)
+        if group.rank == 1:
+            broken = {**broken, "noise": broken["noise"][:, :1]}
+        with pytest.raises((RuntimeError, PeerError)):
+            sharded(state, broken)
+        state, _ = sharded(state, part(batch, group))
+        return sharded.unshard(state)
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(expected, whole)
