@@ -91,9 +91,9 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
 
 def _device_of(tree: Any) -> torch.device:
-    """Of its first leaf."""
-    first: Tensor = optree.tree_leaves(tree)[0]
-    return first.device
+    """Of its first leaf; the CPU, where it has none."""
+    leaves: list[Tensor] = optree.tree_leaves(tree)
+    return leaves[0].device if leaves else torch.device("cpu")
 
 
 def _value_and_grad(
