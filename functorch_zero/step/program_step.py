@@ -28,6 +28,10 @@ class ProgramStep:
     program: Program
     first_value: Callable[..., Any]
 
+    def __repr__(self) -> str:
+        name = getattr(self.program, "__qualname__", type(self.program).__name__)
+        return f"program_step({name})"
+
     def init(self, *args: Any, seed: int | None = 0) -> State:
         """The first state, whose value is what the program's `init` makes of copies of the
         arguments.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from optree import tree_map
@@ -269,3 +270,22 @@ def test_a_step_that_failed_on_one_rank_is_tried_again() -> None:
 
     for whole in run_ranks(run, 2):
         assert_equal_values(expected, whole)
+
+
+def test_describe() -> None:
+    step = fz.program_step(gan, init=init)
+    whole = fz.describe(step, step.init(first_gen, first_disc))
+    num_bytes = sum(leaf.nbytes for leaf in optree.tree_leaves((first_gen, first_disc)))
+    assert {row.unit for row in whole.rows} >= {"gen", "disc", "gen_opt", "disc_opt"}
+    assert whole.nbytes > 3 * num_bytes
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level={"gen": 3, "disc": 1}, group=group)
+        return fz.describe(sharded, sharded.init(first_gen, first_disc))
+
+    for description in run_ranks(run, 2):
+        where = {row.unit: row.where for row in description.rows}
+        assert where["gen.layers.0"] == "1/2" and where["disc.layers.0"] == "whole"
+        assert where["gen_opt"] == where["disc_opt"] == "1/2"
+        assert description.nbytes < whole.nbytes
+        assert "program_step(gan)" in str(description)
