@@ -6,6 +6,7 @@ from . import errors, groups, optim
 from .groups import Group, HybridGroup, ProcessGroup, launch
 from .model.deferred_init import deferred_init
 from .model.functionalize import functionalize
+from .optim.apply_updates import apply_updates
 from .params import Params
 from .precision import Precision
 from .sharded.api import shard
@@ -16,7 +17,8 @@ from .sharded.loop import any_rank, broadcast, equalize_batches
 from .step.evaluate import eval_step
 from .step.loss import Aux
 from .step.nonfinite import LossScale
-from .step.program import apply_updates, dot, unshard, value_and_grad
+from .step.program import dot, unshard, value_and_grad
+from .step.program_step import program_step
 from .step.state import State
 from .step.train import train_step
 from .tree import named_leaves
@@ -51,6 +53,7 @@ __all__ = [
     "named_leaves",
     "optim",
     "plan",
+    "program_step",
     "propagate_failures",
     "shard",
     "shard_tree",

@@ -17,18 +17,28 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..groups.mesh import Axes
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
 from ..layout.layout import Layout
 from ..layout.levels import level_of
+from ..layout.sharded_tree import ShardedTree
+from ..optim.base import Transform
+from ..params import is_on_engine
 from ..sharded.checks import sharding_of
+from ..sharded.program_step import ShardedProgramStep
 from ..sharded.train import ShardedTrainStep
-from ..sharded_optim.state_plan import StateLeaf
+from ..sharded_optim.sharded_state import ShardedOptState
+from ..sharded_optim.state_plan import StateLeaf, StatePlan
+from ..step.program_step import ProgramStep
 from ..step.state import State
 from ..step.train import TrainStep
 from ..tree import paths
 
-Step = TrainStep | ShardedTrainStep
+TrainingStep = TrainStep | ShardedTrainStep
+UnshardedStep = TrainStep | ProgramStep
+ShardedStep = ShardedTrainStep | ShardedProgramStep
+Step = UnshardedStep | ShardedStep
 Value = bool | int | float | str
 
 
@@ -79,12 +89,18 @@ class Contents(NamedTuple):
 
 def group_of(step: Step) -> Group:
     """The ranks that a step works with."""
-    return step.group if isinstance(step, ShardedTrainStep) else SingleRank()
+    return step.group if isinstance(step, ShardedStep) else SingleRank()
 
 
-def unsharded_of(step: Step) -> TrainStep:
-    """The step for one process."""
-    return step.unsharded if isinstance(step, ShardedTrainStep) else step
+def donates(step: Step) -> bool:
+    """Whether a step may write over the state that it is given."""
+    return isinstance(step, ShardedTrainStep) and step.options.donate
+
+
+def optimizer_of(step: Step) -> Transform | None:
+    """A training step's optimizer; a program has any number of its own."""
+    unsharded = step.unsharded if isinstance(step, ShardedStep) else step
+    return unsharded.optimizer if isinstance(unsharded, TrainStep) else None
 
 
 def contents_of(step: Step, state: State) -> Contents:
@@ -117,9 +133,10 @@ def contents_of(step: Step, state: State) -> Contents:
 
 def check_state(step: Step, state: Any) -> None:
     """Raise unless `state` is one that `step` takes."""
-    if not isinstance(step, TrainStep | ShardedTrainStep):
+    if not isinstance(step, Step):
         raise TypeError(
-            f"step must be one that train_step or shard made, got {type(step).__name__}"
+            "step must be one that train_step, program_step or shard made, got "
+            f"{type(step).__name__}"
         )
     if not isinstance(state, State):
         raise StructureError(
@@ -134,6 +151,8 @@ def check_state(step: Step, state: Any) -> None:
                 'each. Remedy: give save a step made with shard(..., sync_buffers="rank0"), which '
                 "takes rank 0's, or keep yours elsewhere"
             )
+    elif isinstance(step, ShardedProgramStep):
+        step.check_state(state)
     elif state.sharding is not None:
         raise StructureError(
             "the state is sharded and the step isn't. Remedy: pass the step that `shard` returned"
@@ -188,13 +207,20 @@ def _spots(step: Step, state: State) -> list[_Spot]:
     rank."""
     # State is a pytree: the same tree, with a spot in place of each leaf
     spots = tree_map(lambda leaf: _EVERYWHERE, state)
+    # Of an unsharded step every leaf stays everywhere, on its one rank
     if isinstance(step, ShardedTrainStep):
-        # Of an unsharded step every leaf stays everywhere, on its one rank
+        assert state.sharding is not None
+        layout, axes = state.sharding.layout, step.options.axes
+        plan = step.state_plan(layout)
         spots = spots.replace(
-            params=_in_tree(state.params, _param_spots(step, state)),
-            opt_state=_in_tree(state.opt_state, _state_spots(step, state)),
+            params=_in_tree(state.params, _param_spots(layout, axes)),
+            opt_state=_in_tree(state.opt_state, _state_spots(state.opt_state, plan, layout, axes)),
             parts=_in_tree(state.parts, _parts_spots(step, state)),
         )
+    elif isinstance(step, ShardedProgramStep):
+        axes = step.options.axes
+        value = tree_map(lambda node: _node_spots(node, axes), state.value, is_leaf=is_on_engine)
+        spots = spots.replace(value=value)
     # A spot is a tuple, which optree would go into
     listed: list[_Spot] = optree.tree_leaves(spots, is_leaf=lambda spot: isinstance(spot, _Spot))
     return listed
@@ -205,12 +231,19 @@ def _in_tree(tree: Any, spots: list[_Spot]) -> Any:
     return optree.tree_structure(tree).unflatten(spots)
 
 
-def _param_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
-    """The spots of the params: pieces where the level cuts them. Of those that every rank has, each
+def _node_spots(node: Any, axes: Axes) -> Any:
+    """The spots of a node of a program's value, which knows how it is cut; or of a leaf."""
+    if isinstance(node, ShardedTree):
+        return _in_tree(node, _param_spots(node.sharding.layout, axes))
+    if isinstance(node, ShardedOptState):
+        layout, plan = node.holding.sharding.layout, node.holding.plan
+        return _in_tree(node, _state_spots(node, plan, layout, axes))
+    return _EVERYWHERE
+
+
+def _param_spots(layout: Layout, axes: Axes) -> list[_Spot]:
+    """The spots of params: pieces where the level cuts them. Of those that every rank has, each
     saves a share, whatever `saved` says."""
-    assert state.sharding is not None
-    layout = state.sharding.layout
-    axes = step.options.axes
     saved = axes.replicate.rank == 0  # one of the copies along the replicate axis
     spots = []
     for number in range(len(layout.leaves)):
@@ -230,17 +263,13 @@ def _param_spot(layout: Layout, number: int, piece_number: int) -> _Spot:
     return _Spot(extent.shape, extent.in_leaf.start, extent.in_leaf.stop)
 
 
-def _state_spots(step: ShardedTrainStep, state: State) -> list[_Spot]:
-    """The spots of the optimizer's state, as the plan of the step has it."""
-    assert state.sharding is not None
-    layout = state.sharding.layout
-    plan = step.state_plan(layout)
+def _state_spots(state: Any, plan: StatePlan, layout: Layout, axes: Axes) -> list[_Spot]:
+    """The spots of an optimizer's state, as the plan has it."""
     # A plan lists leaves in flatten order, so the numbers must match before they are paired
-    if len(plan.leaves) != optree.tree_structure(state.opt_state).num_leaves:
+    if len(plan.leaves) != optree.tree_structure(state).num_leaves:
         raise StructureError(
             "the optimizer's state does not have the structure that its init makes"
         )
-    axes = step.options.axes
     # A state cut over both axes has no copies; else one of those along the replicate axis saves
     saved = axes.both or axes.replicate.rank == 0
     spots = []

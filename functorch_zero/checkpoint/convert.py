@@ -21,7 +21,7 @@ from ..step.train import TrainStep, optimizer_view
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import chosen
-from .contents import Held, Step, contents_of, group_of
+from .contents import Held, TrainingStep, contents_of, group_of
 from .errors import CheckpointError, CorruptError
 from .files import Temporary, create, read_file, write_all, write_file
 from .load import Allowed, Chosen, blank_state, not_chosen, some_of
@@ -237,7 +237,7 @@ class Source(NamedTuple):
 
 def import_weights(
     source: str | os.PathLike[str] | Mapping[str, Tensor],
-    step: Step,
+    step: TrainingStep,
     *,
     like: State,
     aliases: Aliases = None,
@@ -296,11 +296,17 @@ class Import:
         self,
         what: str,
         find: Callable[[], dict[str, Source]],
-        step: Step,
+        step: TrainingStep,
         like: State,
         names: Names,
         rename: Rename,
     ):
+        if not isinstance(step, TrainingStep):
+            raise TypeError(
+                "weights are imported into the state of a training step, got a "
+                f"{type(step).__name__}. Remedy: of a program, load them into the params that "
+                "step.init is given"
+            )
         self._what = what
         self._find = find
         self._step = step
@@ -406,7 +412,7 @@ def _misfits(name: str, held: Held, given: Source, allowed: Allowed) -> list[str
     return []
 
 
-def first_optimizer_state(step: Step, state: State) -> State:
+def first_optimizer_state(step: TrainingStep, state: State) -> State:
     """The state with the optimizer's state as `init` makes it of these params. The collectives that
     `init` needs."""
     if isinstance(step, TrainStep):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..step.state import State
 from .catalogue import chosen
-from .contents import Step
+from .contents import TrainingStep
 from .convert import (
     TREES,
     Aliases,
@@ -75,7 +75,7 @@ def export_dcp(
 
 def import_dcp(
     folder: PathLike,
-    step: Step,
+    step: TrainingStep,
     *,
     like: State,
     prefix: str = "",

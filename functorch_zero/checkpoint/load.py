@@ -15,13 +15,12 @@ from torch import Tensor
 
 from .._torch_private import base_of
 from ..errors import MismatchError, StructureError
-from ..sharded.train import ShardedTrainStep
 from ..step.state import State
 from ..tree import path_matches, paths
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import check_sizes, latest
-from .contents import Contents, Held, Step, contents_of, group_of, unsharded_of
+from .contents import Contents, Held, Step, contents_of, donates, group_of, optimizer_of
 from .errors import CheckpointError
 from .files import counts_in, step_folder
 from .manifest import Leaf, Manifest, Piece, encode_manifest
@@ -145,9 +144,10 @@ class _Load:
         """Check all that can be checked before a tensor is written to."""
         self._manifest = check_sizes(self._root, count)
         self._old = contents_of(self._step, self._like)
-        optimizer = unsharded_of(self._step).optimizer
+        optimizer = optimizer_of(self._step)
         # The optimizer is for the error's text alone; structure decides
-        check_match(self._old, self._manifest, self._allowed, repr(optimizer))
+        printed = None if optimizer is None else repr(optimizer)
+        check_match(self._old, self._manifest, self._allowed, printed)
         return hashlib.sha256(encode_manifest(self._manifest)).hexdigest()
 
     def _read(self) -> None:
@@ -155,7 +155,7 @@ class _Load:
         manifest = self._manifest
         assert manifest is not None and self._old is not None
         # `like`'s storage becomes the result's
-        reuse = isinstance(self._step, ShardedTrainStep) and self._step.options.donate
+        reuse = donates(self._step)
         state = blank_state(self._like, reuse=reuse)
         # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
         if reuse and self._like.sharding is not None:
@@ -216,11 +216,13 @@ class _Reading:
             row.add_(other)
 
 
-def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimizer: str) -> None:
+def check_match(
+    contents: Contents, manifest: Manifest, allowed: Allowed, optimizer: str | None
+) -> None:
     """Raise `StructureError`, naming leaves, unless a checkpoint fits a state as far as is asked.
 
     Args:
-        optimizer: the present one, as it prints.
+        optimizer: the present one, as it prints; None: a program has any number.
     """
     saved = {leaf.path: leaf for leaf in manifest.leaves}  # path -> leaf
     # Paths of tensors and of plain values: each must be in both
@@ -253,7 +255,7 @@ def check_match(contents: Contents, manifest: Manifest, allowed: Allowed, optimi
     if len(problems) > 5:
         text += f"; and {len(problems) - 5} more"
     # A hint: most such errors come from another optimizer
-    if manifest.optimizer not in (None, optimizer):
+    if None not in (manifest.optimizer, optimizer) and manifest.optimizer != optimizer:
         text += f". Its optimizer was {manifest.optimizer}, the present one is {optimizer}"
     raise StructureError(text)
 

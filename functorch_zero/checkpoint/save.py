@@ -16,9 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..groups import sibling
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
-from ..sharded.train import ShardedTrainStep
 from ..step.state import State
-from .contents import Step, group_of
+from .contents import ShardedStep, Step, donates, group_of
 from .save_job import SaveJob
 from .snapshot import Progress, Snapshot, snapshot_of
 
@@ -77,7 +76,7 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
         # On the caller's thread: after this call the step may overwrite its storage
         snapshot = snapshot_of(step, state, user)
         # Without donation the tensors stay as they are, and the job checks that they did
-        if isinstance(step, ShardedTrainStep) and step.options.donate:
+        if donates(step):
             with torch.no_grad():
                 snapshot = snapshot.copied()
     except Exception as error:  # to be told to the other ranks, in the save's own exchange
@@ -216,7 +215,7 @@ def _savers_of(step: Step) -> _Savers:
     if step not in _SAVERS:
         _SAVERS[step] = savers = _Savers(group_of(step))
         # The step asks `failed` at every call, and raises on all ranks
-        if isinstance(step, ShardedTrainStep):
+        if isinstance(step, ShardedStep):
             step.background.add(savers)
     made: _Savers = _SAVERS[step]
     return made

@@ -12,9 +12,17 @@ import torch
 from ..layout.layout import Layout
 from ..model.untouched import versions_of
 from ..optim.naming import described
-from ..sharded.train import ShardedTrainStep
 from ..step.state import State
-from .contents import Contents, Part, Step, contents_of, group_of, parts_to_save, unsharded_of
+from .contents import (
+    Contents,
+    Part,
+    ShardedStep,
+    Step,
+    contents_of,
+    group_of,
+    optimizer_of,
+    parts_to_save,
+)
 from .errors import CheckpointError
 
 
@@ -79,7 +87,7 @@ def snapshot_of(step: Step, state: State, user: Any) -> Snapshot:
         contents,
         parts,
         step=int(state.step),
-        level=step.level if isinstance(step, ShardedTrainStep) else None,
+        level=step.level if isinstance(step, ShardedStep) else None,
         user=checked_user(user),
         about=_about(step, state),
         versions=versions_of(tensors),
@@ -108,18 +116,16 @@ def checked_user(user: Any) -> Any:
 
 def _about(step: Step, state: State) -> dict[str, Any]:
     """The manifest's entry for people: versions, optimizer and units."""
-    optimizer = unsharded_of(step).optimizer
+    optimizer = optimizer_of(step)
     units = {} if state.sharding is None else _units(state.sharding.layout)
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "optimizer": {
+    about = {"torch": torch.__version__, "python": platform.python_version(), "units": units}
+    if optimizer is not None:
+        about["optimizer"] = {
             "printed": repr(optimizer),
             "name": optimizer.name,
             "hyperparams": described(optimizer.hyperparams),
-        },
-        "units": units,
-    }
+        }
+    return about
 
 
 def _units(layout: Layout) -> dict[str, list[str]]:

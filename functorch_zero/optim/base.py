@@ -23,6 +23,7 @@ from ..errors import TransformError, explain
 from ..params import engine_of
 from ..tree import PyTree, named_leaves, same_structure, storages
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
+from .apply_updates import apply_updates
 from .arguments import check_is_transform, check_takes
 from .complex_leaves import has_complex, init_in_parts, refuse_complex, update_in_parts
 from .local import Local
@@ -161,6 +162,24 @@ class Transform(Named):
     def _remember(self, outline: Any) -> None:
         if outline not in self.known:
             self.known.append(outline)
+
+    def apply(
+        self, grads: PyTree[Tensor], state: Any, params: PyTree[Tensor]
+    ) -> tuple[PyTree[Tensor], Any]:
+        """The next params and the next state: `update`, and its updates added to params.
+
+        No argument is written to. Collectives, of sharded trees: those that the transform asks for,
+        and those of `fz.apply_updates`.
+
+        >>> import functorch_zero as fz
+        >>> optimizer = fz.optim.sgd(0.5)
+        >>> params = {"w": torch.ones(2, requires_grad=True)}
+        >>> params, state = optimizer.apply({"w": torch.ones(2)}, optimizer.init(params), params)
+        >>> params["w"]
+        tensor([0.5000, 0.5000], requires_grad=True)
+        """
+        updates, state = self.update(grads, state, params)
+        return apply_updates(params, updates), state
 
 
 def _where_given(update: Tensor | None, param: Tensor) -> Tensor | None:

@@ -26,6 +26,7 @@ from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
 from ..step.loss import as_metric, check_weight_value
 from ..step.nonfinite import not_finite, refusal
+from ..tree import content_digests
 
 # Compared by identity: it says that no metric lies on an accelerator
 _CPU = torch.device("cpu")
@@ -253,6 +254,51 @@ def _check_copies(
 def _bits(found: Mapping[str, float]) -> list[str]:
     """Equal for values that are equal to the bit: NaN equals NaN, and -0.0 differs from 0.0."""
     return [float(number).hex() for number in found.values()]
+
+
+def agree_on_results(
+    step: int,
+    metrics: Mapping[str, Tensor],
+    rest: Mapping[str, Tensor],
+    group: Group,
+    *,
+    failed: bool,
+) -> bool:
+    """Raise, on every rank, unless all ranks' results of a program are equal to the bit. Returns
+    whether any rank has `failed`. One all-reduce of three float64; only when results differ, an
+    exchange of JSON.
+
+    Args:
+        step: its number.
+        metrics: by name, 0-d.
+        rest: by path, the tensors of the value that every rank holds whole.
+        failed: whether a background task of this rank has.
+    """
+    found = {f"metric {name!r}": float(value).hex() for name, value in metrics.items()}
+    found |= {f"leaf {path!r}": digest for path, digest in content_digests(rest).items()}
+    log = f"step {step}", *found.items()
+    digest = zlib.crc32(repr(log).encode()) % _NUM_DIGESTS
+    sums = torch.tensor([digest, digest**2, failed], dtype=torch.float64)
+    group.all_reduce(sums).wait()
+    *digests, num_failed = sums.tolist()
+    if _all_equal(digests, group.size):
+        return bool(num_failed > 0)
+    everyone = [json.loads(told) for told in group.exchange(json.dumps([step, found]).encode())]
+    steps = [told[0] for told in everyone]
+    if len(set(steps)) > 1:
+        raise GroupError(
+            f"the ranks are at different steps: {steps}, in the order of ranks. Remedy: make every "
+            "rank take the same steps"
+        )
+    first = everyone[0][1]
+    rank, theirs = next((rank, told[1]) for rank, told in enumerate(everyone) if told[1] != first)
+    name, ours, other = first_difference(first, theirs)
+    raise MismatchError(
+        f"the program's results differ between ranks: {name} is {_short(ours)} on rank 0 and "
+        f"{_short(other)} on rank {rank} (this is rank {group.rank}). Remedy: make of each rank's "
+        "own batch only what fz.value_and_grad gives, a loss and Aux(metrics=...), which are means "
+        "over ranks"
+    )
 
 
 def agree(group: Group, facts: dict[str, Any]) -> None:

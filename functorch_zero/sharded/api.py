@@ -10,6 +10,7 @@ from ..layout.levels import LevelRule, Levels
 from ..runtime.reduce import Reduction
 from ..runtime.unshard import Gather
 from ..step.evaluate import EvalStep
+from ..step.program_step import ProgramStep
 from ..step.train import TrainStep
 from .buffers import SyncBuffers, check_sync_buffers
 from .evaluate import ShardedEvalStep
@@ -25,6 +26,7 @@ from .options import (
     check_state_axes,
     check_state_storage,
 )
+from .program_step import ShardedProgramStep
 from .storage import StateStorage
 from .train import ShardedTrainStep
 
@@ -53,8 +55,12 @@ def shard(step: TrainStep, **options: Unpack[_Options]) -> ShardedTrainStep: ...
 def shard(step: EvalStep, **options: Unpack[_Options]) -> ShardedEvalStep: ...
 
 
+@overload
+def shard(step: ProgramStep, **options: Unpack[_Options]) -> ShardedProgramStep: ...
+
+
 def shard(
-    step: TrainStep | EvalStep,
+    step: TrainStep | EvalStep | ProgramStep,
     *,
     level: LevelRule,
     group: Any = None,
@@ -67,12 +73,12 @@ def shard(
     reduction: Reduction | None = None,
     gather: Gather | None = None,
     state_storage: StateStorage | None = None,
-) -> ShardedTrainStep | ShardedEvalStep:
+) -> ShardedTrainStep | ShardedEvalStep | ShardedProgramStep:
     """The same step for the ranks of a group: its results are those of the unsharded step, or it
     raises an error that says why not.
 
     Args:
-        step: made by `train_step` or `eval_step`.
+        step: made by `train_step`, `eval_step` or `program_step`.
         level: 0 or "replicated"; 1 or "oss", optimizer state in pieces; 2 or "sdp", gradients too;
             3 or "fsdp", params too. Or levels by leaf: a mapping from patterns of paths, `{"": 3,
             "*.adapter": 1}`, of which the innermost that names a leaf or a tree around it counts;
@@ -111,8 +117,11 @@ def shard(
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
     level 3: at most 3, 2 when not resharding. After Rajbhandari et al., "ZeRO" (2020).
     """
-    if not isinstance(step, TrainStep | EvalStep):
-        raise TypeError(f"shard takes what train_step or eval_step made, got {type(step).__name__}")
+    if not isinstance(step, TrainStep | EvalStep | ProgramStep):
+        raise TypeError(
+            "shard takes what train_step, eval_step or program_step made, got "
+            f"{type(step).__name__}"
+        )
     # Each argument is checked on its own before ranks compare them, in `init`
     levels = Levels(level)
     # Checked before `axes_of`, which makes groups and may exchange ranks' numbers
@@ -132,9 +141,11 @@ def shard(
     )
     if isinstance(step, TrainStep):
         return ShardedTrainStep(step, options)
+    if isinstance(step, ProgramStep):
+        return ShardedProgramStep(step, options)
     return ShardedEvalStep(step, options)
 
 
-def _scales(step: TrainStep | EvalStep) -> bool:
+def _scales(step: TrainStep | EvalStep | ProgramStep) -> bool:
     """Whether the step multiplies its loss by a scale, which changes between steps."""
     return isinstance(step, TrainStep) and step.finite.scaling is not None

@@ -8,18 +8,26 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import storage_id
 from ..errors import StructureError
+from ..groups.mesh import Axes
 from ..layout.build import make_layout
 from ..layout.layout import Bucket, Cut, Layout
+from ..layout.sharded_tree import ShardedTree
+from ..params import is_on_engine
 from ..precision import short
 from ..runtime.unshard import Gather
+from ..sharded_optim.sharded_state import ShardedOptState
 from ..sharded_optim.state_plan import StateLeaf, StatePlan, plan_state
+from ..step.program_step import ProgramStep
 from ..step.state import State, check_state, marked
 from ..step.train import TrainStep
+from ..tree import named_leaves, paths
 from .checks import sharding_of
+from .program_step import ShardedProgramStep
 from .train import ShardedTrainStep
 
 
@@ -112,14 +120,17 @@ def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(map(short, dtypes))
 
 
-def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
+AnyStep = TrainStep | ShardedTrainStep | ProgramStep | ShardedProgramStep
+
+
+def describe(step: AnyStep, state: State) -> Description:
     """A rank's part of a state, unit by unit: dtypes, traffic, bytes, and the share of the whole.
     Print it for a table.
 
     Of a step for one process it describes the whole state. No communication.
 
     Args:
-        step: the step that the state belongs to, from `train_step` or `shard`.
+        step: the step that the state belongs to, from `train_step`, `program_step` or `shard`.
         state: made by `step.init` or returned by the step.
 
     Raises:
@@ -133,13 +144,18 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
     76
     """
     check_state(state)
+    if isinstance(step, TrainStep | ProgramStep) and state.sharding is not None:
+        raise StructureError(
+            "a sharded state was given with an unsharded step. Remedy: describe it with the step "
+            "that made it"
+        )
     if isinstance(step, TrainStep):
-        if state.sharding is not None:
-            raise StructureError(
-                "a sharded state was given with an unsharded step. Remedy: describe it with the "
-                "step that made it"
-            )
         return _describe_whole(step, state)
+    if isinstance(step, ProgramStep):
+        rows = [_plain(name, tensors) for name, tensors in _by_field(state).items()]
+        return Description(tuple(rows), rank=0, num_ranks=1, optimizer=repr(step))
+    if isinstance(step, ShardedProgramStep):
+        return _describe_program(step, state)
     sharding = sharding_of(state, step.options)
     plan = step.state_plan(sharding.layout)
     # The parts have rows of their own, which say how they are carried
@@ -171,6 +187,67 @@ def _describe_whole(step: TrainStep, state: State) -> Description:
     plan = plan_state(step.optimizer.init, layout, layout.trainable, 1)
     rows = _rows(state, layout, plan, None)
     return Description(rows=tuple(rows), rank=0, num_ranks=1, optimizer=repr(step.optimizer))
+
+
+def _describe_program(step: ShardedProgramStep, state: State) -> Description:
+    """The description of a program's state on a rank: a row per bucket of each tree, and a row per
+    optimizer's state."""
+    step.check_state(state)
+    gather = step.options.gather if step.group.size > 1 else None
+    rows: list[Row] = []
+    nodes = optree.tree_leaves(state.value, is_leaf=is_on_engine)
+    for name, node in zip(paths(state.value, is_on_engine), nodes, strict=True):
+        if isinstance(node, ShardedTree):
+            rows += _rows_of_tree(name, node, gather)
+        elif isinstance(node, ShardedOptState):
+            tensors = [x for x in optree.tree_leaves(node) if isinstance(x, Tensor)]
+            rows.append(_plain(name, tensors, _shares(node.holding.plan, step.options.axes)))
+    # Sharded nodes are left out: they have rows already
+    others = tree_map(lambda x: None if is_on_engine(x) else x, state, is_leaf=is_on_engine)
+    rest = [x for x in optree.tree_leaves(others) if isinstance(x, Tensor)]
+    rows.append(_plain("(the rest)", rest))
+    seams = [f"{name}={seam}" for name, seam in step.options.seams.items()]
+    return Description(
+        rows=tuple(rows),
+        rank=step.group.rank,
+        num_ranks=step.group.size,
+        optimizer=repr(step.unsharded),
+        seams=", ".join(seams),
+    )
+
+
+def _rows_of_tree(name: str, tree: ShardedTree, gather: Gather | None) -> list[Row]:
+    """A row per bucket of a sharded tree."""
+    layout, leaves = tree.sharding.layout, optree.tree_leaves(tree)
+    rows = []
+    for unit in layout.units:
+        for b in unit.buckets:
+            bucket = layout.buckets[b]
+            names = tuple(f"{name}.{layout.leaves[n].path}" for n in bucket.leaves)
+            held = [leaves[n] for n in bucket.leaves]
+            wire = () if gather is None else _wire(bucket, gather)
+            rows.append(_row(f"{name}.{unit.name}".rstrip("."), bucket, names, held, (), wire))
+    return rows
+
+
+def _shares(plan: StatePlan, axes: Axes) -> str:
+    """The share of an optimizer's state that is here."""
+    kinds = {leaf.kind for leaf in plan.leaves}
+    shares = []
+    if "follows" in kinds:
+        shares.append(_share(axes.optimizer.size))
+    if "owned" in kinds:
+        shares.append("at owners")
+    return ", ".join(shares) or "whole"
+
+
+def _by_field(state: State) -> dict[str, list[Tensor]]:
+    """The tensors of a whole state, by the first name of their paths."""
+    fields: dict[str, list[Tensor]] = {}
+    for path, leaf in named_leaves(state).items():
+        if isinstance(leaf, Tensor):
+            fields.setdefault(path.partition(".")[0], []).append(leaf)
+    return fields
 
 
 def _rows_of_parts(step: ShardedTrainStep, state: State) -> list[Row]:
@@ -210,11 +287,11 @@ def _rows(state: State, layout: Layout, plan: StatePlan, gather: Gather | None) 
     for unit in layout.units:
         for b in unit.buckets:
             bucket = layout.buckets[b]
-            paths = tuple(layout.leaves[n].path for n in bucket.leaves)
+            names = tuple(layout.leaves[n].path for n in bucket.leaves)
             held = [params[n] for n in bucket.leaves]
             slots = [slot for n in bucket.leaves for slot in slots_of[n]]
             wire = () if gather is None else _wire(bucket, gather)
-            rows.append(_row(unit.name or "root", bucket, paths, held, slots, wire))
+            rows.append(_row(unit.name or "root", bucket, names, held, slots, wire))
     # Buffers, counters, the seed and the loss scale
     rest = state.replace(params=None, opt_state=None)
     for name, tree in (("(optimizer)", shared), ("(buffers and counts)", rest)):

@@ -33,9 +33,11 @@ from ..optim.state_checks import check_opt_state
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
+from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import plan_state, state_like
 from ..step.loss import Aux, Outcome, check_has_values, check_loss, independent, naming_args
 from ..step.program import refuse_buffers
+from ..step.rng import next_stream
 from ..step.state import check_not_on_meta
 from ..step.weight_reminder import WeightReminder, total_size
 from ..tree import PyTree, check_tensors, content_digests, same_structure
@@ -51,7 +53,7 @@ from .params import (
     publish,
 )
 from .passes import run_pass
-from .state import lay_out_state
+from .state import all_gather_state, lay_out_state
 
 
 class Joined(NamedTuple):
@@ -113,7 +115,8 @@ class ShardedEngine:
             view = params.pieces()
             made = transform.init_fn(view.tree, self._across_of(layout))
             plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
-            return lay_out_state(made, plan, layout, axes.piece_number)
+            laid_out = lay_out_state(made, plan, layout, axes.piece_number)
+            return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=self))
 
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
@@ -129,14 +132,15 @@ class ShardedEngine:
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params)
-            self._check_state(transform, state, params.sharding.layout)
+            self._check_opt_state(transform, state, params)
             across = self._across_of(params.sharding.layout)
             view = params.pieces()
-            new, state = transform.update_fn(updates.tree, state, view.tree, across)
+            new, after = transform.update_fn(updates.tree, state.tree, view.tree, across)
             # The caller may write to these trees later; a state must not follow
-            state = across.keep(state, new, updates.tree, view.tree)
+            after = across.keep(after, new, updates.tree, view.tree)
             same_structure(view.tree, new, what="the optimizer's updates")
-            return ShardedTree(new, updates.holding), state
+            same_structure(state.tree, after, what="the optimizer's next state")
+            return ShardedTree(new, updates.holding), ShardedOptState(after, state.holding)
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. Collectives: those of `publish`."""
@@ -154,10 +158,14 @@ class ShardedEngine:
             self._check_pieces(b, a)
             return self._across_of(a.sharding.layout).dot(a.tree, b.tree)
 
-    def unshard(self, tree: ShardedTree) -> PyTree[Tensor]:
-        """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket."""
+    def unshard(self, tree: ShardedTree | ShardedOptState) -> PyTree[Tensor]:
+        """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket; of an
+        optimizer's state one collective per leaf that is not here whole."""
         axes = self.options.axes.at("unshard")
         with sharing_failures(*self.options.axes.groups, call="unshard"), torch.no_grad():
+            if isinstance(tree, ShardedOptState):
+                layout, plan = tree.holding.sharding.layout, tree.holding.plan
+                return all_gather_state(tree.tree, plan, layout, axes.optimizer)
             if tree.holding.form == "pieces":
                 return all_gather_pieces(tree, axes)
             return all_gather_params(tree, axes)
@@ -200,7 +208,12 @@ class ShardedEngine:
 
             # This rank's own part of all that is not sharded
             batch = [node for node in given if not _is_sharded(node)]
-            value, reduced = self._differentiate(call, _name_of(loss), trees, joined, order, batch)
+            # This rank's part of the batch is its own; ranks of the same data draw alike
+            part, device = self.options.axes.data.rank, trees[0].flats()[0].device
+            with next_stream(part, device):
+                value, reduced = self._differentiate(
+                    call, _name_of(loss), trees, joined, order, batch
+                )
             grads = []
             for sharded, first, on in zip(trees, joined.first_buckets, trained, strict=True):
                 if on:
@@ -306,17 +319,6 @@ class ShardedEngine:
             self._across[id(layout)] = Sharded(layout, group, donate=False)
         return self._across[id(layout)]
 
-    def _check_state(self, transform: Transform, state: Any, layout: Layout) -> None:
-        """Raise unless a state is one that the transform makes of trees of this layout."""
-        axes = self.options.axes
-        self._across_of(layout)  # which keeps the layout's id
-        known = self._states_like.setdefault(transform, {})
-        if id(layout) not in known:
-            plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
-            known[id(layout)] = state_like(plan, layout, axes.piece_number)
-        what = "the optimizer's state"
-        check_opt_state(known[id(layout)], state, axes.world.rank, what=what)
-
     def _check_held(self, tree: Any) -> None:
         """Raise unless this is a sharded tree in the form of params."""
         if not _is_sharded(tree) or tree.holding.form != "held":
@@ -327,6 +329,29 @@ class ShardedEngine:
                 "them; of several trees pass one at a time"
             )
         tree.check_frozen()
+
+    def _check_opt_state(self, transform: Transform, state: Any, params: ShardedTree) -> None:
+        """Raise unless a state is one that the transform makes of params that are cut so."""
+        axes = self.options.axes
+        is_sharded = isinstance(state, ShardedOptState)
+        if not is_sharded or not _follows(state, params):
+            raise StructureError(
+                explain(
+                    "an optimizer was given a state that it has not made of these params",
+                    expected="the state of optimizer.init(params), or of its last update",
+                    got=state.holding.sharding if is_sharded else type(state).__name__,
+                    rank=axes.world.rank,
+                    remedy="keep each tree's optimizer state beside it",
+                )
+            )
+        layout = params.sharding.layout
+        self._across_of(layout)  # which keeps the layout's id
+        known = self._states_like.setdefault(transform, {})
+        if id(layout) not in known:
+            plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
+            known[id(layout)] = state_like(plan, layout, axes.piece_number)
+        what = "the optimizer's state"
+        check_opt_state(known[id(layout)], state.tree, axes.world.rank, what=what)
 
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
         """Raise unless a tree is updates of params; with `some`, of some of their leaves."""
@@ -341,8 +366,12 @@ class ShardedEngine:
         tree.check_leaves(some=some)
 
 
-def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
-    """One layout of several trees, frozen where they are not trained."""
+def join_layouts(
+    layouts: Sequence[Layout], trained: Sequence[bool], prefixes: Sequence[Any] | None = None
+) -> Joined:
+    """One layout of several trees, frozen where they are not trained. Without prefixes for their
+    names, trees are numbered."""
+    prefixes = range(len(layouts)) if prefixes is None else prefixes
     treedef = optree.treespec_tuple([layout.treedef for layout in layouts])
     if len(layouts) == 1 and trained[0]:  # under its own names, the user's, in errors and logs
         return Joined(replace(layouts[0], treedef=treedef), [0], tuple(layouts))
@@ -351,7 +380,7 @@ def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     units: list[Unit] = []
     buckets: list[Bucket] = []
     first_buckets = []
-    for i, (layout, on) in enumerate(zip(layouts, trained, strict=True)):
+    for i, layout, on in zip(prefixes, layouts, trained, strict=True):
         first_leaf, first_bucket = len(leaves), len(buckets)
         first_buckets.append(first_bucket)
         for leaf in layout.leaves:
@@ -369,6 +398,15 @@ def join_layouts(layouts: Sequence[Layout], trained: Sequence[bool]) -> Joined:
     num_ranks = layouts[0].num_ranks
     joined = Layout(num_ranks, tuple(leaves), tuple(units), tuple(buckets), treedef)
     return Joined(joined, first_buckets, tuple(layouts))
+
+
+def _follows(state: ShardedOptState, params: ShardedTree) -> bool:
+    """Whether an optimizer's state is cut as the params are."""
+    of_state, of_params = state.holding.sharding, params.sharding
+    same_rank = (of_state.rank, of_state.mesh) == (of_params.rank, of_params.mesh)
+    ours, theirs = of_state.layout, of_params.layout
+    # By identity first: comparing layouts takes longer
+    return same_rank and (ours is theirs or ours.leaf_cuts == theirs.leaf_cuts)
 
 
 def _trained_on_meta(layout: Layout) -> PyTree[Tensor | None]:

@@ -76,15 +76,11 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
     assert state.sharding is not None
     layout = state.sharding.layout
     # Beside the params, where collectives can reach it; the given state stays where it lies
-    leaves, treedef = optree.tree_flatten(prepared.fetched(state.opt_state))
-    # In flatten order, so that all ranks start the same collective next
-    whole = []
-    for x, leaf in zip(leaves, prepared.plan.leaves, strict=True):
-        whole.append(_gather_leaf(x, leaf, layout, axes.optimizer))
+    opt_state = prepared.fetched(state.opt_state)
     value = TrainValue(
         params=all_gather_params(state.params, axes),
         buffers=tree_map(torch.clone, state.buffers),
-        opt_state=treedef.unflatten(whole),
+        opt_state=all_gather_state(opt_state, prepared.plan, layout, axes.optimizer),
     )
     parts = prepared.parts.whole(state.parts, axes)
     return State(
@@ -96,6 +92,17 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
         parts=parts,
         trained=Trained.of(value.params),  # which say what is trained
     )
+
+
+def all_gather_state(opt_state: Any, plan: StatePlan, layout: Layout, group: Group) -> Any:
+    """The whole state of an optimizer on every rank, in tensors of its own. One collective per leaf
+    that isn't whole already."""
+    leaves, treedef = optree.tree_flatten(opt_state)
+    # In flatten order, so that all ranks start the same collective next
+    whole = []
+    for x, leaf in zip(leaves, plan.leaves, strict=True):
+        whole.append(_gather_leaf(x, leaf, layout, group))
+    return treedef.unflatten(whole)
 
 
 def _gather_leaf(x: Any, leaf: StateLeaf, layout: Layout, group: Group) -> Any:
@@ -168,14 +175,7 @@ def shard_state(
     Args:
         engine, number: of the sharded params; see `Holding`.
     """
-    layout, plan = sharding.layout, prepared.plan
-    leaves, treedef = optree.tree_flatten(whole.opt_state)
-    assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
-    own = []  # views: `lay_out_state` copies them
-    for x, leaf in zip(leaves, plan.leaves, strict=True):
-        own.append(_part_of_leaf(x, leaf, layout, piece_number))
-    # Laid out as `init` does it, so that updates find flats without a copy
-    opt_state = lay_out_state(treedef.unflatten(own), plan, layout, piece_number)
+    opt_state = part_of_state(whole.opt_state, prepared.plan, sharding.layout, piece_number)
     held = hold(whole.params, sharding, engine=engine, number=number)
     parts = prepared.parts.part(whole.parts, held.flats()[0].device)
     value = TrainValue(
@@ -191,6 +191,17 @@ def shard_state(
         finite=tree_map(torch.clone, whole.finite),
         parts=parts,
     )
+
+
+def part_of_state(opt_state: Any, plan: StatePlan, layout: Layout, piece_number: int) -> Any:
+    """The `piece_number`-th part of a whole optimizer's state, in tensors of its own."""
+    leaves, treedef = optree.tree_flatten(opt_state)
+    assert len(leaves) == len(plan.leaves), "the state does not belong to this optimizer"
+    own = []  # views: `lay_out_state` copies them
+    for x, leaf in zip(leaves, plan.leaves, strict=True):
+        own.append(_part_of_leaf(x, leaf, layout, piece_number))
+    # Laid out as `init` does it, so that updates find flats without a copy
+    return lay_out_state(treedef.unflatten(own), plan, layout, piece_number)
 
 
 def _part_of_leaf(x: Any, leaf: StateLeaf, layout: Layout, piece_number: int) -> Any:

@@ -37,6 +37,7 @@ from .loss import (
     nodes_behind,
     refuse_reentrant_checkpoints,
 )
+from .rng import next_stream
 from .state import State, check_not_on_meta
 
 # By loss, its unsharded calls in this process; `value_and_grad(loss)` may be made anew for each
@@ -65,8 +66,8 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     Collectives: those of each level's row in the table of `layout/levels.py`, and one all-reduce of
     the value.
 
-    Random numbers are torch's own, as they come. Those of a training step follow from its seed, its
-    number and the part of the batch instead.
+    Random numbers are torch's own, as they come. Inside of a step they follow from its seed, its
+    number, the gradient's number in the step and the part of the batch instead.
 
     Raises:
         StructureError: the loss uses no trained leaf, or is no scalar, or returned buffers.
@@ -84,9 +85,18 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         engine = engine_of(tree, args)
         if engine is not None:
             return engine.value_and_grad(loss, tree, args)
-        return _value_and_grad(loss, tree, args, look=is_looked_at(_next_call_of(loss)))
+        look = is_looked_at(_next_call_of(loss))
+        # Part 0: one process has all of the batch
+        with next_stream(0, _device_of(tree)):
+            return _value_and_grad(loss, tree, args, look=look)
 
     return run
+
+
+def _device_of(tree: Any) -> torch.device:
+    """Of its first leaf; the CPU, where it has none."""
+    leaves: list[Tensor] = optree.tree_leaves(tree)
+    return leaves[0].device if leaves else torch.device("cpu")
 
 
 def _value_and_grad(
@@ -163,35 +173,6 @@ def refuse_buffers(aux: Aux | None) -> None:
             "the loss of value_and_grad returned Aux(buffers=...), and a gradient alone has no "
             "place for them. Remedy: use train_step, which keeps buffers in its state"
         )
-
-
-def apply_updates(params: Any, updates: Any) -> Any:
-    """params + updates: new trees. Where `updates` has None, the leaf of `params` itself.
-
-    Sharded params stay held as they are, and keep their number of ranks; updates are in pieces, as
-    gradients are. Collectives at levels 1 and 2: one all-gather per trained bucket. With
-    `state_axes="both"` there is one more along the replicate axis, at level 3 too.
-
-    >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 1.0])})
-    {'w': tensor([1.5000, 2.0000])}
-    """
-    engine = engine_of(params, updates)
-    if engine is not None:
-        return engine.apply_updates(params, updates)
-    return _apply_updates(params, updates)
-
-
-@torch.no_grad()
-def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> PyTree[Tensor]:
-    def add(p: Tensor, u: Tensor | None) -> Tensor:
-        if u is None:  # nothing to add, and the leaf itself
-            return p
-        # The update is rounded to the param's dtype before the sum, as the step's own is
-        return (p + u.to(p.dtype)).requires_grad_(p.requires_grad)
-
-    # None is an update here, so optree must not skip it
-    same_structure(params, updates, what="the tree of updates", none_is_leaf=True, remedy=_LIKE)
-    return tree_map(add, params, updates, none_is_leaf=True)
 
 
 _LIKE = "pass the trees that fz.value_and_grad and the optimizer gave of these params"

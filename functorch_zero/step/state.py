@@ -36,13 +36,25 @@ class Trained:
     policies: tuple[tuple[str, Precision], ...] = ()
 
     @classmethod
-    def of(cls, params: PyTree[Tensor]) -> Trained:
-        """Those with `requires_grad`."""
-        flags = [leaf.requires_grad for leaf in optree.tree_leaves(params)]
-        return cls(tuple(zip(paths(params), flags, strict=True)), _policies_of(params))
+    def of(cls, tree: PyTree[Any]) -> Trained:
+        """Those with `requires_grad`; numbers have none."""
+        flags = [_requires_grad(leaf) for leaf in optree.tree_leaves(tree)]
+        return cls(tuple(zip(paths(tree), flags, strict=True)), _policies_of(tree))
+
+    def names(self, tree: PyTree[Any]) -> PyTree[bool]:
+        """The same of a tree whose leaves may be others by now: by path. One of a path that is not
+        known is trained if it requires grad."""
+        leaves, treedef = optree.tree_flatten(tree)
+        known = dict(self.by_path)
+        rows = zip(paths(tree), leaves, strict=True)
+        return treedef.unflatten([known.get(path, _requires_grad(leaf)) for path, leaf in rows])
 
 
-def _policies_of(params: PyTree[Tensor]) -> tuple[tuple[str, Precision], ...]:
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _policies_of(params: PyTree[Any]) -> tuple[tuple[str, Precision], ...]:
     """The policies of leaves, by path. Only `Params` have any."""
     found = []
     nodes = optree.tree_leaves(params, is_leaf=_is_params)
@@ -72,7 +84,8 @@ class State:
     # Steps skipped, and the loss scale; None: nothing is skipped
     finite: NonFiniteState | None = None
     parts: Any = None  # by name, the tensors that parts of the sharded step keep between steps
-    # Of a training step's whole params; None: the sharding says, or each leaf's requires_grad
+    # Of a training step's whole params, or of a program's whole value; None: the sharding says, or
+    # each leaf's requires_grad
     trained: Trained | None = None
 
     @property
@@ -144,10 +157,8 @@ def trained(state: State) -> PyTree[bool]:
     """Which leaves of a whole state's params are trained. Leaves that `tree_map` has made, detached
     say, are trained as those were; one of a path that the state doesn't know, if it requires
     grad."""
-    leaves, treedef = optree.tree_flatten(state.params)
-    known = {} if state.trained is None else dict(state.trained.by_path)
-    rows = zip(paths(state.params), leaves, strict=True)
-    return treedef.unflatten([known.get(path, leaf.requires_grad) for path, leaf in rows])
+    known = Trained(()) if state.trained is None else state.trained
+    return known.names(state.params)
 
 
 def marked(state: State) -> PyTree[Tensor]:

@@ -1,0 +1,42 @@
+"""Params and updates added: the last line of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..params import engine_of
+from ..tree import PyTree, same_structure
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """params + updates: new trees. Where `updates` has None, the leaf of `params` itself.
+
+    Sharded params stay held as they are, and keep their number of ranks; updates are in pieces, as
+    gradients are. Collectives at levels 1 and 2: one all-gather per trained bucket. With
+    `state_axes="both"` there is one more along the replicate axis, at level 3 too.
+
+    >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 1.0])})
+    {'w': tensor([1.5000, 2.0000])}
+    """
+    engine = engine_of(params, updates)
+    if engine is not None:
+        return engine.apply_updates(params, updates)
+    return _apply_updates(params, updates)
+
+
+@torch.no_grad()
+def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> PyTree[Tensor]:
+    def add(p: Tensor, u: Tensor | None) -> Tensor:
+        if u is None:  # nothing to add, and the leaf itself
+            return p
+        # The update is rounded to the param's dtype before the sum, as the step's own is
+        return (p + u.to(p.dtype)).requires_grad_(p.requires_grad)
+
+    remedy = "pass the trees that fz.value_and_grad and the optimizer gave of these params"
+    # None is an update here, so optree must not skip it
+    same_structure(params, updates, what="the tree of updates", none_is_leaf=True, remedy=remedy)
+    return tree_map(add, params, updates, none_is_leaf=True)

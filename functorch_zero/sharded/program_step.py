@@ -1,0 +1,297 @@
+"""A step of the user's own for N ranks: the same program, on sharded trees.
+
+The program runs as it stands. Its trees know how they are cut, so the functions that it calls do
+what ranks need; this file cuts its first value, gives each call its random numbers, and makes sure
+that all ranks have done the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..groups import labelled
+from ..groups.protocol import Group
+from ..layout.build import make_layout
+from ..layout.layout import Cut, Layout
+from ..layout.sharded_tree import Holding, ShardedTree, hold
+from ..layout.sharding import Sharding
+from ..params import is_on_engine
+from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
+from ..step.loss import Metrics
+from ..step.program_step import ProgramStep, check_next_value, check_result, check_value, device_of
+from ..step.rng import streams
+from ..step.state import State, Trained
+from ..step.state import check_state as check_is_state
+from ..tree import check_tensors, content_digests, paths
+from ..version import __version__
+from .agreement import agree, agree_on_results
+from .background import BackgroundTasks
+from .engine import ShardedEngine, join_layouts, next_number
+from .failures import sharing_failures
+from .options import Options
+from .state import part_of_state
+
+
+class ShardedProgramStep:
+    """`step(state, *args) -> (state, metrics)` on one rank of a group. Made by `shard`.
+
+    Each rank passes its own part of the batch, and gets the result of the unsharded step on the
+    whole.
+    """
+
+    def __init__(self, step: ProgramStep, options: Options):
+        self.unsharded, self.options = step, options
+        self.engine = ShardedEngine(options)
+        self.background = BackgroundTasks()
+        self._form: _Form | None = None  # of the last state that `init` has made
+
+    @property
+    def group(self) -> Group:
+        """The ranks, `group.rank` and `group.size`."""
+        return self.options.group
+
+    @property
+    def level(self) -> int | None:
+        """0 to 3; None where `shard` was given levels by leaf."""
+        return self.options.levels.number
+
+    def init(self, *args: Any, seed: int | None = 0) -> State:
+        """The first state: this rank's part of what the program's `init` makes of copies of the
+        arguments.
+
+        Every rank passes the same arguments. Trees of whole leaves are cut before `init` sees them,
+        each at the level that `shard` was given for the argument's name. Collectives: exchanges,
+        which compare them, and those of the optimizers' own `init`.
+
+        Raises:
+            MismatchError: on every rank, naming the first thing in which ranks differ.
+            StructureError: a tree holds anything but tensors, or the value does.
+        """
+        axes = self.options.axes
+        with sharing_failures(*axes.groups, call="init"), torch.no_grad():
+            given = inspect.signature(self.unsharded.first_value).bind(*args).arguments
+            trees = {name: arg for name, arg in given.items() if _is_tree(arg)}
+            self.options.levels.check(trees)
+            layouts = {name: self._layout_of(name, tree) for name, tree in trees.items()}
+            # Before any tensor is made, so that ranks that differ say so instead of hanging later
+            group = labelled(axes.world, "init/agreement")
+            agree(group, self._facts(trees, layouts, seed))
+
+            cut = {name: self._cut(tree, layouts[name]) for name, tree in trees.items()}
+            own = [cut.get(name, arg) for name, arg in given.items()]
+            value = self.unsharded.first_value(*own)
+            check_value(value, axes.world.rank)
+            sharding = self._sharding(layouts)
+            self._form = _Form.of(value, sharding)
+            # The rest of the value lies on every rank, and nothing would show that it differs
+            agree(group, {"value": paths(value), "values": content_digests(_rest(value))})
+            return State(
+                step=torch.zeros((), dtype=torch.int64),
+                value=value,
+                seed=None if seed is None else torch.tensor(seed),
+                sharding=sharding,
+            )
+
+    def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
+        """One step of the program on this rank's part of the batch; the state given stays valid.
+
+        Collectives: those of the functions that the program calls, and one all-reduce, which
+        compares the ranks' results.
+
+        Raises:
+            StructureError: the state is of another step, or the program returns another structure.
+            PeerError: another rank failed; GroupError: ranks did different things.
+            MismatchError: metrics, or leaves that every rank holds, differ between ranks; on every
+                rank.
+        """
+        axes = self.options.axes
+        with sharing_failures(*axes.groups, call="step", state=state), torch.no_grad():
+            self.check_state(state)
+            with streams(state.seed, state.step, device_of(state.value)):
+                result = self.unsharded.program(state.value, *args)
+            new, metrics = check_result(result, axes.world.rank)
+            check_next_value(state.value, new, axes.world.rank)
+            group = labelled(axes.world, "step/agreement")
+            failed = agree_on_results(
+                int(state.step), metrics, _rest(new), group, failed=self.background.failed()
+            )
+            self.background.raise_if(failed)
+            return state.replace(step=state.step + 1, value=new), metrics
+
+    def unshard(self, state: State) -> State:
+        """The whole, unsharded state on every rank: copies."""
+        axes = self.options.axes
+        with sharing_failures(*axes.groups, call="unshard", state=state), torch.no_grad():
+            self.check_state(state)
+            value = tree_map(_whole, state.value, is_leaf=is_on_engine)
+            trained = tree_map(_trained, state.value, is_leaf=is_on_engine)
+            return State(
+                step=state.step.clone(),
+                value=value,
+                seed=tree_map(torch.clone, state.seed),
+                trained=Trained(tuple(zip(paths(value), optree.tree_leaves(trained), strict=True))),
+            )
+
+    def shard_state(self, state: State) -> State:
+        """The inverse of `unshard`: this rank's part of a whole state that every rank holds. No
+        communication.
+
+        The parts are cut as those of the last `init`, which every rank has called before.
+        """
+        if state.sharding is not None:
+            raise StructureError("shard_state takes a whole state, and this one is sharded already")
+        if self._form is None:
+            raise StructureError(
+                "shard_state was called before init: how a program's value is cut follows from its "
+                "init. Remedy: like = step.init(...) once, then step.shard_state(state)"
+            )
+        form, piece_number = self._form, self.options.axes.piece_number
+        with torch.no_grad():
+            parts = [
+                _part_like(node, whole, piece_number)
+                for node, whole in zip(form.nodes, form.subtrees(state.value), strict=True)
+            ]
+        return State(
+            step=state.step.clone(),
+            value=form.treedef.unflatten(parts),
+            seed=tree_map(torch.clone, state.seed),
+            sharding=form.sharding,
+        )
+
+    def _layout_of(self, name: str, tree: Any) -> Layout:
+        """The layout of an argument of `init`; the rule of levels sees its name before paths."""
+        check_tensors(tree, name)
+
+        def cut(path: str, leaf: Tensor) -> Cut:
+            return self.options.cut_of(f"{name}.{path}", leaf)
+
+        return make_layout(
+            tree,
+            self.options.axes.optimizer.size,
+            trainable=lambda path, leaf: leaf.requires_grad,
+            cut=cut,
+        )
+
+    def _cut(self, tree: Any, layout: Layout) -> ShardedTree:
+        """This rank's part of a whole tree: copies."""
+        number = next_number(self.group)
+        return hold(tree, self.options.sharding(layout), engine=self.engine, number=number)
+
+    def _sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
+        """The static part of a state: of all trees that `init` was given."""
+        if not layouts:
+            raise StructureError(
+                explain(
+                    "init was given no tree of tensors to cut",
+                    expected="trees of whole leaves, as of fz.functionalize",
+                    rank=self.group.rank,
+                )
+            )
+        names = [*layouts]
+        joined = join_layouts([*layouts.values()], [True] * len(names), names)
+        return self.options.sharding(joined.layout)
+
+    def _facts(
+        self, trees: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
+    ) -> dict[str, Any]:
+        """The facts that ranks must agree on, as plain data: causes before their effects."""
+        facts: dict[str, Any] = {
+            "functorch_zero": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "ranks": self.group.size,
+            "level": self.options.levels.describe(),
+            "options": self.options.describe(),
+            "seed": seed,
+        }
+        for name, layout in layouts.items():
+            facts[f"layout of {name}"] = layout.describe()
+            facts[f"levels of {name}"] = {leaf.path: leaf.cut.level for leaf in layout.leaves}
+        for name, tree in trees.items():
+            facts[f"values of {name}"] = content_digests(tree)
+        return facts
+
+    def check_state(self, state: State) -> None:
+        """Raise unless a state is one of this step's, on this rank."""
+        check_is_state(state)
+        if state.sharding is None:
+            raise StructureError(
+                "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
+            )
+        if self._form is None or state.sharding == self._form.sharding:
+            return
+        raise StructureError(
+            explain(
+                "the state was sharded by another step, or for another level, group or rank",
+                expected=self._form.sharding,
+                got=state.sharding,
+                rank=self.group.rank,
+                remedy="unshard it with the step that made it, then shard_state with this one",
+            )
+        )
+
+
+class _Form(NamedTuple):
+    """How a program's value is cut: nodes without their tensors."""
+
+    sharding: Sharding  # of the state
+    treedef: Any  # down to the nodes
+    nodes: list[Holding | StateHolding | None]  # None: a leaf that every rank holds
+
+    @classmethod
+    def of(cls, value: Any, sharding: Sharding) -> _Form:
+        leaves, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+        return cls(sharding, treedef, [getattr(leaf, "holding", None) for leaf in leaves])
+
+    def subtrees(self, whole: Any) -> list[Any]:
+        """Of a whole value, the trees in place of the nodes."""
+        found: list[Any] = self.treedef.flatten_up_to(whole)
+        return found
+
+
+def _is_tree(arg: Any) -> bool:
+    """Whether an argument of `init` is to be cut: a whole tree of tensors. Single tensors and other
+    things go to every rank as they are."""
+    if isinstance(arg, Tensor) or is_on_engine(arg):
+        return False
+    return any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(arg))
+
+
+def _rest(value: Any) -> dict[str, Tensor]:
+    """By path, the tensors of a value that every rank holds whole."""
+    leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
+    rows = zip(paths(value, is_on_engine), leaves, strict=True)
+    return {path: leaf for path, leaf in rows if isinstance(leaf, Tensor)}
+
+
+def _whole(node: Any) -> Any:
+    """A node, or a leaf, as a whole state has it: copies."""
+    if is_on_engine(node):
+        return node.engine.unshard(node)
+    return node.clone() if isinstance(node, Tensor) else node
+
+
+def _trained(node: Any) -> Any:
+    """Per leaf of a node, whether it is trained."""
+    if isinstance(node, ShardedTree):
+        return node.sharding.layout.trainable
+    return tree_map(lambda leaf: False, node)
+
+
+def _part_like(holding: Holding | StateHolding | None, whole: Any, piece_number: int) -> Any:
+    """This rank's part of a whole tree, cut as a node of `init`: copies."""
+    if isinstance(holding, Holding):
+        return hold(whole, holding.sharding, engine=holding.engine, number=holding.number)
+    if isinstance(holding, StateHolding):
+        layout = holding.sharding.layout
+        return ShardedOptState(part_of_state(whole, holding.plan, layout, piece_number), holding)
+    return whole.clone() if isinstance(whole, Tensor) else whole

@@ -1,0 +1,106 @@
+"""`ShardedOptState`: an optimizer's state that knows how it is cut over ranks, as one of them holds
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+
+from .._torch_private import register_in_torch
+from ..errors import StructureError
+from ..layout.sharding import Sharding
+from ..params import Engine, OnEngine
+from .state_plan import StatePlan
+
+
+@dataclass(frozen=True)
+class StateHolding:
+    """The static part: equal for states that fit each other.
+
+    Attributes:
+        sharding: how the params are cut that the state follows, and which rank's part this is.
+        plan: which leaves of the state follow a param, and which have an owner.
+        engine: answers for the state on its ranks. Not compared, and not pickled.
+    """
+
+    sharding: Sharding
+    plan: StatePlan = field(repr=False)
+    engine: Engine | None = field(default=None, compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        return hash((self.sharding.rank, self.sharding.mesh, len(self.plan.leaves)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the engine, which is bound to this process's groups and connections
+        return StateHolding, (self.sharding, self.plan)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateHolding:
+        """Itself: copies of a state lie on the ranks that the state lies on."""
+        return self
+
+
+class ShardedOptState(OnEngine):
+    """This rank's part of an optimizer's state, and how it is cut: a pytree node around the part.
+
+    The state's own fields are reached as in the state itself, `state.mu`, `state[0].count`; `tree`
+    is the state without the node. Leaves that follow a param are 1-D pieces (n,).
+    """
+
+    def __init__(self, tree: Any, holding: StateHolding):
+        self.tree, self.holding = tree, holding
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the ranks that hold the state."""
+        if self.holding.engine is None:
+            raise StructureError(
+                "an optimizer's state that was pickled has no group of ranks. Remedy: use the step "
+                "that made it, or optimizer.init(params) on the sharded tree again"
+            )
+        return self.holding.engine
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.tree[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __getattr__(self, name: str) -> Any:
+        """The state's own fields; private ones are not looked up."""
+        # "_" also keeps copy and pickle from asking a half-made node for its tree
+        if name.startswith("_") or name in ("tree", "holding"):
+            raise AttributeError(name)
+        return getattr(self.tree, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardedOptState, (self.tree, self.holding)
+
+    def __repr__(self) -> str:
+        return f"ShardedOptState({self.tree!r})"
+
+
+def _flatten(node: ShardedOptState) -> tuple[list[Any], StateHolding, tuple[str]]:
+    # One child, under no name: paths are those of the state itself
+    return [node.tree], node.holding, ("",)
+
+
+def _unflatten(holding: StateHolding, children: Any) -> ShardedOptState:
+    (tree,) = children
+    return ShardedOptState(tree, holding)
+
+
+# In the global namespace, so that users' `tree_map` works without an argument
+optree.register_pytree_node(
+    ShardedOptState, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
+)
+register_in_torch(
+    ShardedOptState,
+    lambda node: _flatten(node)[:2],
+    lambda children, holding: _unflatten(holding, children),
+)

@@ -1,0 +1,199 @@
+"""A step of the user's own, for one process: any program of gradients and updates, and the oracle
+of its sharded form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..tree import paths, same_structure
+from .loss import Metrics, as_metric
+from .rng import streams
+from .state import State, Trained, check_state
+
+Program = Callable[..., tuple[Any, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class ProgramStep:
+    """`step(state, *args) -> (state, metrics)` for one process. Made by `program_step`."""
+
+    program: Program
+    first_value: Callable[..., Any]
+
+    def __repr__(self) -> str:
+        name = getattr(self.program, "__qualname__", type(self.program).__name__)
+        return f"program_step({name})"
+
+    def init(self, *args: Any, seed: int | None = 0) -> State:
+        """The first state, whose value is what the program's `init` makes of copies of the
+        arguments.
+
+        Args:
+            args: of `init`: trees of whole leaves, of which those with `requires_grad` are trained,
+                and whatever else it takes.
+            seed: of each step's random numbers. None: the global random state is used.
+        """
+        step = torch.zeros((), dtype=torch.int64)
+        own_seed = None if seed is None else torch.tensor(seed)
+        # Copies, so that nobody who holds the tensors given can change the state
+        own_args = tree_map(_copy, args)
+        with torch.no_grad():
+            value = self.first_value(*own_args)
+        check_value(value)
+        return State(step=step, value=value, seed=own_seed, trained=Trained.of(value))
+
+    def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
+        """One step of the program; the state given stays valid."""
+        check_state(state)
+        if state.sharding is not None:
+            raise StructureError(
+                "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` "
+                "first"
+            )
+        value = as_trained(state)
+        with streams(state.seed, state.step, device_of(value)), torch.no_grad():
+            new, metrics = check_result(self.program(value, *args))
+        check_next_value(state.value, new)
+        return state.replace(step=state.step + 1, value=tree_map(_marked_like, value, new)), metrics
+
+
+def program_step(program: Program, *, init: Callable[..., Any]) -> ProgramStep:
+    """Make a step of a program of your own, for one process. `shard` turns it into the same step
+    for N ranks.
+
+    Args:
+        program: `(value, *args) -> (value, metrics)`, pure. The value is any pytree: trees of
+            params, optimizers' states, counters. It takes gradients by `fz.value_and_grad` and
+            updates by transforms, as many as it likes. Metrics are 0-d tensors or numbers by name.
+        init: `(*args) -> value`, the first one. It is given trees of whole leaves, sharded: trees
+            that are cut already.
+
+    >>> from typing import NamedTuple
+    >>> import functorch_zero as fz
+    >>> from functorch_zero import optim
+    >>> optimizer = optim.sgd(0.1)
+    >>> class Value(NamedTuple):
+    ...     params: dict
+    ...     opt_state: tuple
+    >>> def init(params):
+    ...     return Value(params, optimizer.init(params))
+    >>> def loss(params, x):
+    ...     return ((params["w"] - x) ** 2).sum()
+    >>> def program(value, x):
+    ...     loss_value, grads = fz.value_and_grad(loss)(value.params, x)
+    ...     params, opt_state = optimizer.apply(grads, value.opt_state, value.params)
+    ...     return Value(params, opt_state), {"loss": loss_value}
+    >>> step = program_step(program, init=init)
+    >>> state = step.init({"w": torch.zeros(2, requires_grad=True)})
+    >>> state, metrics = step(state, 1.0)
+    >>> state.value.params["w"], metrics["loss"]
+    (tensor([0.2000, 0.2000], requires_grad=True), tensor(2.))
+    """
+    return ProgramStep(program, init)
+
+
+def as_trained(state: State) -> Any:
+    """The value for the program: leaves without a history, which require grad where they are
+    trained."""
+    known = Trained(()) if state.trained is None else state.trained
+    return tree_map(_marked, state.value, known.names(state.value))
+
+
+def _marked(leaf: Any, on: bool) -> Any:
+    return leaf.detach().requires_grad_(on) if isinstance(leaf, Tensor) else leaf
+
+
+def _copy(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def device_of(value: Any) -> torch.device:
+    """The device of a value's first tensor that is no counter."""
+    tensors = [leaf for leaf in optree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return max(tensors, key=lambda tensor: tensor.dim() > 0).device
+
+
+def check_value(value: Any, rank: int | None = None) -> None:
+    """Raise, naming the first leaf, unless a program's value is made of tensors and numbers, with a
+    tensor among them."""
+    leaves = optree.tree_leaves(value)
+    for n, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor | bool | int | float):
+            raise StructureError(
+                explain(
+                    "a program's value holds tensors and numbers",
+                    path=paths(value)[n],
+                    got=f"a {type(leaf).__name__}",
+                    rank=rank,
+                    remedy="keep what stays as it is outside, where the program closes over it",
+                )
+            )
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise StructureError(
+            explain(
+                "a program's value holds no tensor",
+                got=f"a {type(value).__name__}",
+                rank=rank,
+                remedy="return the trees of params and the optimizers' states from init",
+            )
+        )
+
+
+def check_result(result: Any, rank: int | None = None) -> tuple[Any, Metrics]:
+    """A program's result: the next value, and the metrics as 0-d tensors."""
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    if not is_pair:
+        raise TypeError(
+            explain(
+                "a program returns its next value and a dict of metrics",
+                expected="(value, {name: number})",
+                got=f"a {type(result).__name__}",
+                rank=rank,
+                remedy="return value, {} where there are no metrics",
+            )
+        )
+    value, given = result
+    metrics = {}
+    for name, metric in given.items():
+        metrics[name] = as_metric(metric)
+    return value, metrics
+
+
+def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:
+    """Raise, naming the first leaf, unless a program returns its value in the structure, shapes and
+    dtypes that it was given."""
+    remedy = "return the value that the program was given, with new leaves"
+    same_structure(old, new, what="the program's next value", rank=rank, remedy=remedy)
+    leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
+    for n, (before, after) in enumerate(leaves):
+        expected, got = _form(before), _form(after)
+        if expected != got:
+            raise StructureError(
+                explain(
+                    "a leaf of the program's next value has another shape or dtype",
+                    path=paths(old)[n],
+                    expected=expected,
+                    got=got,
+                    rank=rank,
+                    remedy=remedy,
+                )
+            )
+
+
+def _form(leaf: Any) -> Any:
+    """A leaf's shape and dtype; of a number its type."""
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _marked_like(before: Any, after: Any) -> Any:
+    return _marked(after, before.requires_grad) if isinstance(before, Tensor) else after

@@ -1,0 +1,529 @@
+"""Programs of several gradients and updates, each beside a loop in plain torch that shares no code
+with the library."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from optree import tree_map
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.step.program_step import ProgramStep
+
+Batch = dict[str, Tensor]
+ROWS = 12  # of a batch, over all ranks
+STEPS = 3
+
+
+class Plain(NamedTuple):
+    """The result of a loop in plain torch."""
+
+    modules: dict[str, nn.Module]  # by the name of the program's tree
+    metrics: list[dict[str, Tensor]]  # of each step
+
+
+class Case(NamedTuple):
+    """A program and its oracle.
+
+    Attributes:
+        step: the program, for one process.
+        modules: those that `init` is given as trees, by name.
+        widths: of the batch's entries, by name.
+        plain: trains copies of the modules, named as the trees of the value, on whole batches.
+    """
+
+    step: ProgramStep
+    modules: dict[str, nn.Module]
+    widths: dict[str, int]
+    plain: Callable[..., Plain]
+    dtypes: tuple[torch.dtype, ...] = ()  # that losses compute in, beside float64
+
+    def batches(self) -> list[Batch]:
+        made = torch.Generator().manual_seed(7)
+        found = []
+        for _ in range(STEPS):
+            batch = {}
+            for name, width in self.widths.items():
+                batch[name] = torch.randn(ROWS, width, generator=made, dtype=torch.float64)
+            found.append(batch)
+        return found
+
+    def trees(self) -> list[Any]:
+        """The arguments of `init`."""
+        return [fz.functionalize(module, units=nn.Linear)[1] for module in self.modules.values()]
+
+    def run_plain(self) -> Plain:
+        return self.plain(self.batches(), **copy.deepcopy(self.modules))
+
+
+def net(seed: int, *widths: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Linear layers with tanh between them."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+def applied(module: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+    """`f(params, x)` of a module."""
+    apply, _, _ = fz.functionalize(module, units=nn.Linear)
+    return lambda params, x: apply(params, {}, x)[0]
+
+
+# A GAN: two critic updates per step, with a penalty on the critic's gradient (R1)
+
+
+class Gan(NamedTuple):
+    gen: Any
+    disc: Any
+    gen_opt: Any
+    disc_opt: Any
+
+
+def critic_loss_of(judge: Any, fake: Tensor, real: Tensor) -> Tensor:
+    """Mescheder et al., "Which Training Methods for GANs do actually Converge?" (2018)."""
+    real = real.detach().requires_grad_()
+    on_real = judge(real)
+    (slope,) = torch.autograd.grad(on_real.sum(), real, create_graph=True)
+    penalty = slope.square().sum(1).mean()
+    return F.softplus(judge(fake)).mean() + F.softplus(-on_real).mean() + 0.5 * penalty
+
+
+def gan() -> Case:
+    modules = {"gen": net(1, 3, 5, 4), "disc": net(2, 4, 7, 1)}
+    generate, judge = applied(modules["gen"]), applied(modules["disc"])
+    gen_optimizer = optim.adam(0.02)
+    disc_optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01))
+
+    def init(gen: Any, disc: Any) -> Gan:
+        return Gan(gen, disc, gen_optimizer.init(gen), disc_optimizer.init(disc))
+
+    def disc_loss(disc: Any, gen: Any, noise: Tensor, real: Tensor) -> Tensor:
+        return critic_loss_of(lambda x: judge(disc, x), generate(gen, noise), real)
+
+    def gen_loss(gen: Any, disc: Any, noise: Tensor) -> Tensor:
+        return F.softplus(-judge(disc, generate(gen, noise))).mean()
+
+    def program(value: Gan, batch: Batch) -> Any:
+        disc, disc_opt = value.disc, value.disc_opt
+        for i in range(2):
+            noise, real = batch[f"noise{i}"], batch[f"real{i}"]
+            d_loss, grads = fz.value_and_grad(disc_loss)(disc, value.gen, noise, real)
+            disc, disc_opt = disc_optimizer.apply(grads, disc_opt, disc)
+        g_loss, grads = fz.value_and_grad(gen_loss)(value.gen, disc, batch["noise0"])
+        gen, gen_opt = gen_optimizer.apply(grads, value.gen_opt, value.gen)
+        return Gan(gen, disc, gen_opt, disc_opt), {"d_loss": d_loss, "g_loss": g_loss}
+
+    def plain(batches: list[Batch], gen: nn.Module, disc: nn.Module) -> Plain:
+        gen_opt = torch.optim.Adam(gen.parameters(), 0.02)
+        disc_opt = torch.optim.AdamW(disc.parameters(), 0.01)
+        metrics = []
+        for batch in batches:
+            for i in range(2):
+                disc_opt.zero_grad()
+                d_loss = critic_loss_of(disc, gen(batch[f"noise{i}"]), batch[f"real{i}"])
+                d_loss.backward()
+                nn.utils.clip_grad_norm_(disc.parameters(), 0.5)
+                disc_opt.step()
+            gen_opt.zero_grad()
+            g_loss = F.softplus(-disc(gen(batch["noise0"]))).mean()
+            g_loss.backward()
+            gen_opt.step()
+            metrics.append({"d_loss": d_loss.detach(), "g_loss": g_loss.detach()})
+        return Plain({"gen": gen, "disc": disc}, metrics)
+
+    widths = {"noise0": 3, "noise1": 3, "real0": 4, "real1": 4}
+    return Case(fz.program_step(program, init=init), modules, widths, plain)
+
+
+# Sharpness-aware minimisation: the gradient at a displaced copy, as one step
+
+
+class Trained(NamedTuple):
+    params: Any
+    opt: Any
+
+
+def sam() -> Case:
+    modules = {"params": net(3, 4, 6, 2)}
+    forward = applied(modules["params"])
+    sgd = optim.sgd(0.1, momentum=0.9)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return forward(params, x).square().mean()
+
+    def program(value: Trained, batch: Batch) -> Any:
+        found, grads = fz.value_and_grad(loss)(value.params, batch["x"])
+        radius = 0.05 / fz.dot(grads, grads).sqrt()
+        away = fz.apply_updates(value.params, tree_map(lambda g: radius * g, grads))
+        _, grads = fz.value_and_grad(loss)(away, batch["x"])
+        params, opt = sgd.apply(grads, value.opt, value.params)
+        return Trained(params, opt), {"loss": found, "radius": radius}
+
+    def plain(batches: list[Batch], params: nn.Module) -> Plain:
+        """Foret et al., "Sharpness-Aware Minimization" (2021)."""
+        leaves, metrics = [*params.parameters()], []
+        opt = torch.optim.SGD(leaves, 0.1, momentum=0.9)
+        for batch in batches:
+            found = params(batch["x"]).square().mean()
+            grads = torch.autograd.grad(found, leaves)
+            radius = 0.05 / torch.cat([g.flatten() for g in grads]).norm()
+            with torch.no_grad():
+                kept = [p.clone() for p in leaves]
+                for p, g in zip(leaves, grads, strict=True):
+                    p += radius * g
+            opt.zero_grad()
+            params(batch["x"]).square().mean().backward()
+            with torch.no_grad():
+                for p, old in zip(leaves, kept, strict=True):
+                    p.copy_(old)
+            opt.step()
+            metrics.append({"loss": found.detach(), "radius": radius})
+        return Plain({"params": params}, metrics)
+
+    def init(params: Any) -> Trained:
+        return Trained(params, sgd.init(params))
+
+    return Case(fz.program_step(program, init=init), modules, {"x": 4}, plain)
+
+
+# PCGrad: gradients of three tasks, each without its part against the others
+
+
+def pcgrad() -> Case:
+    modules = {"params": net(4, 4, 6, 3)}
+    forward = applied(modules["params"])
+    adam = optim.adam(0.02)
+
+    def loss_of(task: int) -> Callable[[Any, Batch], Tensor]:
+        def loss(params: Any, batch: Batch) -> Tensor:
+            return (forward(params, batch["x"])[:, task] - batch["y"][:, task]).square().mean()
+
+        return loss
+
+    def without(own: Any, other: Any) -> Any:
+        """A gradient without its part against another one."""
+        against = fz.dot(own, other).clamp(max=0) / fz.dot(other, other)
+        return tree_map(lambda g, o: g - against * o, own, other)
+
+    def program(value: Trained, batch: Batch) -> Any:
+        grads, losses = [], {}
+        for task in range(3):
+            losses[f"loss{task}"], found = fz.value_and_grad(loss_of(task))(value.params, batch)
+            grads.append(found)
+        total = tree_map(torch.zeros_like, grads[0])
+        for i, own in enumerate(grads):
+            for j, other in enumerate(grads):
+                if i != j:
+                    own = without(own, other)
+            total = tree_map(torch.add, total, own)
+        params, opt = adam.apply(total, value.opt, value.params)
+        return Trained(params, opt), losses
+
+    def plain(batches: list[Batch], params: nn.Module) -> Plain:
+        """Yu et al., "Gradient Surgery for Multi-Task Learning" (2020), tasks in order."""
+        leaves, metrics = [*params.parameters()], []
+        opt = torch.optim.Adam(leaves, 0.02)
+        for batch in batches:
+            errors = (params(batch["x"]) - batch["y"]).square().mean(0)
+            flat = []
+            for error in errors:
+                parts = torch.autograd.grad(error, leaves, retain_graph=True)
+                flat.append(torch.cat([part.flatten() for part in parts]))
+            total = torch.zeros_like(flat[0])
+            for i, own in enumerate(flat):
+                for j, other in enumerate(flat):
+                    if i != j and own @ other < 0:
+                        own = own - (own @ other) / (other @ other) * other
+                total += own
+            sizes = [p.numel() for p in leaves]
+            for p, part in zip(leaves, total.split(sizes), strict=True):
+                p.grad = part.view_as(p)
+            opt.step()
+            metrics.append({f"loss{i}": error.detach() for i, error in enumerate(errors)})
+        return Plain({"params": params}, metrics)
+
+    def init(params: Any) -> Trained:
+        return Trained(params, adam.init(params))
+
+    return Case(fz.program_step(program, init=init), modules, {"x": 4, "y": 3}, plain)
+
+
+# MAML: an inner step by torch.func.grad, and the outer gradient through it; a task per row
+
+
+def maml() -> Case:
+    modules = {"params": net(5, 2, 6, 1)}
+    forward = applied(modules["params"])
+    adam = optim.adam(0.02)
+
+    def inner(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (forward(params, x) - y).square().mean()
+
+    def loss(params: Any, tasks: Tensor) -> Tensor:
+        whole = fz.unshard(params)
+        losses = []
+        for task in tasks:  # (16,): four points (x, x, y) to adapt to, and one to be judged by
+            points = task[:15].view(5, 3)
+            x, y = points[:, :2], points[:, 2:]
+            grads = torch.func.grad(inner)(whole, x[:4], y[:4])
+            fast = tree_map(lambda p, g: p - 0.1 * g, whole, grads)
+            losses.append(inner(fast, x[4:], y[4:]))
+        return torch.stack(losses).mean()
+
+    def program(value: Trained, batch: Batch) -> Any:
+        found, grads = fz.value_and_grad(loss)(value.params, batch["tasks"])
+        params, opt = adam.apply(grads, value.opt, value.params)
+        return Trained(params, opt), {"loss": found}
+
+    def plain(batches: list[Batch], params: nn.Module) -> Plain:
+        """Finn et al., "Model-Agnostic Meta-Learning" (2017)."""
+        leaves, metrics = dict(params.named_parameters()), []
+        opt = torch.optim.Adam(leaves.values(), 0.02)
+        for batch in batches:
+            opt.zero_grad()
+            losses = []
+            for task in batch["tasks"]:
+                points = task[:15].view(5, 3)
+                x, y = points[:, :2], points[:, 2:]
+                error = (params(x[:4]) - y[:4]).square().mean()
+                grads = torch.autograd.grad(error, [*leaves.values()], create_graph=True)
+                fast = {}
+                for (name, p), g in zip(leaves.items(), grads, strict=True):
+                    fast[name] = p - 0.1 * g
+                losses.append((functional_call(params, fast, (x[4:],)) - y[4:]).square().mean())
+            found = torch.stack(losses).mean()
+            found.backward()
+            opt.step()
+            metrics.append({"loss": found.detach()})
+        return Plain({"params": params}, metrics)
+
+    def init(params: Any) -> Trained:
+        return Trained(params, adam.init(params))
+
+    return Case(fz.program_step(program, init=init), modules, {"tasks": 16}, plain)
+
+
+# Reptile: three inner steps, and a part of the way that they went
+
+
+class Params(NamedTuple):
+    params: Any
+
+
+def reptile() -> Case:
+    modules = {"params": net(6, 3, 5, 2)}
+    forward = applied(modules["params"])
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return forward(params, x).square().mean()
+
+    def program(value: Params, batch: Batch) -> Any:
+        fast, losses = value.params, []
+        for _ in range(3):
+            found, grads = fz.value_and_grad(loss)(fast, batch["x"])
+            losses.append(found)
+            fast = fz.apply_updates(fast, tree_map(lambda g: -0.1 * g, grads))
+        params = tree_map(lambda p, f: p + 0.3 * (f - p), value.params, fast)
+        return Params(params), {"first": losses[0], "last": losses[-1]}
+
+    def plain(batches: list[Batch], params: nn.Module) -> Plain:
+        """Nichol et al., "On First-Order Meta-Learning Algorithms" (2018)."""
+        metrics = []
+        for batch in batches:
+            fast, losses = copy.deepcopy(params), []
+            opt = torch.optim.SGD(fast.parameters(), 0.1)
+            for _ in range(3):
+                opt.zero_grad()
+                found = fast(batch["x"]).square().mean()
+                losses.append(found.detach())
+                found.backward()
+                opt.step()
+            with torch.no_grad():
+                for p, f in zip(params.parameters(), fast.parameters(), strict=True):
+                    p += 0.3 * (f - p)
+            metrics.append({"first": losses[0], "last": losses[-1]})
+        return Plain({"params": params}, metrics)
+
+    return Case(fz.program_step(program, init=Params), modules, {"x": 3}, plain)
+
+
+# Self-distillation: the teacher is a moving average of the student, and a frozen one of another
+# architecture and dtype is read as well
+
+
+class Byol(NamedTuple):
+    student: Any
+    teacher: Any
+    frozen: Any
+    opt: Any
+
+
+def byol() -> Case:
+    modules = {"student": net(7, 4, 6, 3), "frozen": net(8, 4, 5, 5, 3, dtype=torch.float32)}
+    modules["frozen"].requires_grad_(False)
+    forward, forward_frozen = applied(modules["student"]), applied(modules["frozen"])
+    sgd = optim.sgd(0.1, momentum=0.9)
+
+    def loss(student: Any, teacher: Any, frozen: Any, x: Tensor, view: Tensor) -> Any:
+        target, known = forward(teacher, view), forward_frozen(frozen, x.float()).double()
+        likeness = F.cosine_similarity(forward(student, x), target.detach(), dim=1).mean()
+        distance = F.mse_loss(forward(student, x), known)
+        return distance - likeness, fz.Aux(metrics={"likeness": likeness})
+
+    def init(student: Any, frozen: Any) -> Byol:
+        teacher = tree_map(torch.clone, student)
+        return Byol(student, teacher, frozen, sgd.init(student))
+
+    def program(value: Byol, batch: Batch) -> Any:
+        trees = value.student, value.teacher, value.frozen
+        (found, seen), grads = fz.value_and_grad(loss)(*trees, batch["x"], batch["view"])
+        student, opt = sgd.apply(grads, value.opt, value.student)
+        teacher = tree_map(lambda t, s: 0.9 * t + 0.1 * s, value.teacher, student)
+        return Byol(student, teacher, value.frozen, opt), {"loss": found, **seen}
+
+    def plain(batches: list[Batch], student: nn.Module, frozen: nn.Module) -> Plain:
+        """Grill et al., "Bootstrap Your Own Latent" (2020)."""
+        teacher, metrics = copy.deepcopy(student), []
+        opt = torch.optim.SGD(student.parameters(), 0.1, momentum=0.9)
+        for batch in batches:
+            with torch.no_grad():
+                target, known = teacher(batch["view"]), frozen(batch["x"].float()).double()
+            seen = student(batch["x"])
+            likeness = F.cosine_similarity(seen, target, dim=1).mean()
+            found = F.mse_loss(seen, known) - likeness
+            opt.zero_grad()
+            found.backward()
+            opt.step()
+            with torch.no_grad():
+                for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+                    t.mul_(0.9).add_(0.1 * s)
+            metrics.append({"loss": found.detach(), "likeness": likeness.detach()})
+        return Plain({"student": student, "teacher": teacher}, metrics)
+
+    step = fz.program_step(program, init=init)
+    return Case(step, modules, {"x": 4, "view": 4}, plain, dtypes=(torch.float32,))
+
+
+# PPO: epochs over minibatches within one step, actor and critic apart
+
+
+class ActorCritic(NamedTuple):
+    actor: Any
+    critic: Any
+    actor_opt: Any
+    critic_opt: Any
+
+
+def ppo() -> Case:
+    modules = {"actor": net(9, 3, 6, 2), "critic": net(10, 3, 5, 1)}
+    act, judge = applied(modules["actor"]), applied(modules["critic"])
+    adam, rmsprop = optim.adam(0.02), optim.rmsprop(0.01)
+
+    def gain(logits: Tensor, batch: Batch) -> Tensor:
+        """Schulman et al., "Proximal Policy Optimization" (2017): the clipped gain."""
+        ratio = (logits.log_softmax(1)[:, 0] - batch["old"][:, 0].clamp(-1, -0.1)).exp()
+        advantage = batch["advantage"][:, 0]
+        return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+    def minibatches(batch: Batch) -> list[Batch]:
+        # By every other row, so that the parts of a batch have their minibatches' parts
+        return [{name: x[start::2] for name, x in batch.items()} for start in range(2)]
+
+    def actor_loss(actor: Any, batch: Batch) -> Tensor:
+        return -gain(act(actor, batch["x"]), batch)
+
+    def critic_loss(critic: Any, batch: Batch) -> Tensor:
+        return F.mse_loss(judge(critic, batch["x"]), batch["returns"])
+
+    def init(actor: Any, critic: Any) -> ActorCritic:
+        return ActorCritic(actor, critic, adam.init(actor), rmsprop.init(critic))
+
+    def program(value: ActorCritic, batch: Batch) -> Any:
+        actor, critic, actor_opt, critic_opt = value
+        for _ in range(2):
+            for part in minibatches(batch):
+                a_loss, grads = fz.value_and_grad(actor_loss)(actor, part)
+                actor, actor_opt = adam.apply(grads, actor_opt, actor)
+                c_loss, grads = fz.value_and_grad(critic_loss)(critic, part)
+                critic, critic_opt = rmsprop.apply(grads, critic_opt, critic)
+        metrics = {"actor": a_loss, "critic": c_loss}
+        return ActorCritic(actor, critic, actor_opt, critic_opt), metrics
+
+    def plain(batches: list[Batch], actor: nn.Module, critic: nn.Module) -> Plain:
+        actor_opt = torch.optim.Adam(actor.parameters(), 0.02)
+        critic_opt = torch.optim.RMSprop(critic.parameters(), 0.01)
+        metrics = []
+        for batch in batches:
+            for _ in range(2):
+                for part in minibatches(batch):
+                    actor_opt.zero_grad()
+                    a_loss = -gain(actor(part["x"]), part)
+                    a_loss.backward()
+                    actor_opt.step()
+                    critic_opt.zero_grad()
+                    c_loss = F.mse_loss(critic(part["x"]), part["returns"])
+                    c_loss.backward()
+                    critic_opt.step()
+            metrics.append({"actor": a_loss.detach(), "critic": c_loss.detach()})
+        return Plain({"actor": actor, "critic": critic}, metrics)
+
+    widths = {"x": 3, "old": 1, "advantage": 1, "returns": 1}
+    return Case(fz.program_step(program, init=init), modules, widths, plain)
+
+
+# MeanFlow: the loss differentiates the network forward, by jvp
+
+
+def mean_flow() -> Case:
+    modules = {"params": net(11, 4, 8, 2)}
+    forward = applied(modules["params"])
+    adam = optim.adam(0.02)
+
+    def loss_of(velocity: Callable[[Tensor, Tensor, Tensor], Tensor], batch: Batch) -> Tensor:
+        """Geng et al., "Mean Flows for One-step Generative Modeling" (2025)."""
+        data, noise = batch["data"], batch["noise"]
+        t = batch["times"].sigmoid().max(1, keepdim=True).values
+        r = batch["times"].sigmoid().min(1, keepdim=True).values
+        z, v = (1 - t) * data + t * noise, noise - data
+        tangents = v, torch.zeros_like(r), torch.ones_like(t)
+        u, du = torch.func.jvp(velocity, (z, r, t), tangents)
+        return (u - (v - (t - r) * du).detach()).square().sum(1).mean()
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        return loss_of(lambda z, r, t: forward(params, torch.cat([z, r, t], 1)), batch)
+
+    def program(value: Trained, batch: Batch) -> Any:
+        found, grads = fz.value_and_grad(loss)(value.params, batch)
+        params, opt = adam.apply(grads, value.opt, value.params)
+        return Trained(params, opt), {"loss": found}
+
+    def plain(batches: list[Batch], params: nn.Module) -> Plain:
+        opt, metrics = torch.optim.Adam(params.parameters(), 0.02), []
+        for batch in batches:
+            opt.zero_grad()
+            found = loss_of(lambda z, r, t: params(torch.cat([z, r, t], 1)), batch)
+            found.backward()
+            opt.step()
+            metrics.append({"loss": found.detach()})
+        return Plain({"params": params}, metrics)
+
+    def init(params: Any) -> Trained:
+        return Trained(params, adam.init(params))
+
+    widths = {"data": 2, "noise": 2, "times": 2}
+    return Case(fz.program_step(program, init=init), modules, widths, plain)
+
+
+CASES = {f.__name__: f for f in (gan, sam, pcgrad, maml, reptile, byol, ppo)}
+# Torch's forward-mode levels are the process's, so ranks that are threads can't use them
+OF_ONE_THREAD = {f.__name__: f for f in (mean_flow,)}

@@ -1,0 +1,291 @@
+"""Steps of the user's own: sharded they give what they give on whole trees."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import MismatchError, PeerError
+from functorch_zero.groups import run_ranks
+from functorch_zero.testing.equality import assert_equal_values
+from tests.models import MLP
+
+
+def model(dims: tuple[int, ...], seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    apply, params, _ = fz.functionalize(MLP(dims).double(), units=torch.nn.Linear)
+    return lambda params, x: apply(params, {}, x)[0], params
+
+
+generate, first_gen = model((3, 5, 4), 1)
+judge, first_disc = model((4, 7, 1), 2)
+gen_optimizer = optim.lamb(0.02)
+disc_optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01))
+
+
+class Gan(NamedTuple):
+    gen: Any
+    disc: Any
+    gen_opt: Any
+    disc_opt: Any
+    num_updates: Tensor
+
+
+def init(gen: Any, disc: Any) -> Gan:
+    opts = gen_optimizer.init(gen), disc_optimizer.init(disc)
+    return Gan(gen, disc, *opts, torch.zeros((), dtype=torch.int64))
+
+
+def disc_loss(disc: Any, gen: Any, batch: Any) -> Any:
+    fake = generate(gen, batch["noise"])
+    gap = judge(disc, fake).mean() - judge(disc, batch["real"]).mean()
+    return gap + judge(disc, batch["real"]).square().mean(), fz.Aux(metrics={"gap": gap})
+
+
+def gen_loss(gen: Any, disc: Any, batch: Any) -> Tensor:
+    return -judge(disc, generate(gen, batch["noise"])).mean()
+
+
+def gan(value: Gan, batch: Any) -> Any:
+    (d_loss, seen), grads = fz.value_and_grad(disc_loss)(value.disc, value.gen, batch)
+    disc, disc_opt = disc_optimizer.apply(grads, value.disc_opt, value.disc)
+    g_loss, grads = fz.value_and_grad(gen_loss)(value.gen, disc, batch)
+    gen, gen_opt = gen_optimizer.apply(grads, value.gen_opt, value.gen)
+    metrics = {"d_loss": d_loss, "g_loss": g_loss, **seen}
+    return Gan(gen, disc, gen_opt, disc_opt, value.num_updates + 2), metrics
+
+
+def batches(num: int) -> list[dict[str, Tensor]]:
+    made = torch.Generator().manual_seed(7)
+
+    def rows(width: int) -> Tensor:
+        return torch.randn(12, width, generator=made, dtype=torch.float64)
+
+    return [{"noise": rows(3), "real": rows(4)} for _ in range(num)]
+
+
+def part(batch: Any, group: Any) -> Any:
+    return tree_map(lambda x: x.chunk(group.size)[group.rank], batch)
+
+
+@pytest.mark.parametrize("level", [0, 3, {"gen": 3, "disc": 1}, {"": 2, "gen.layers.0": 3}])
+def test_a_gan(level: Any) -> None:
+    step = fz.program_step(gan, init=init)
+    oracle = step.init(first_gen, first_disc)
+    seen = []
+    for batch in batches(3):
+        oracle, metrics = step(oracle, batch)
+        seen.append(metrics)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init(first_gen, first_disc)
+        found = []
+        for batch in batches(3):
+            state, metrics = sharded(state, part(batch, group))
+            found.append(metrics)
+        return sharded.unshard(state), found
+
+    for whole, found in run_ranks(run, 2):
+        assert_equal_values(oracle, whole)
+        assert_equal_values(seen, found)
+
+
+def test_a_state_goes_whole_and_back() -> None:
+    step = fz.program_step(gan, init=init)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level={"gen": 3, "disc": 1}, group=group)
+        state = sharded.init(first_gen, first_disc)
+        first, second = batches(2)
+        state, _ = sharded(state, part(first, group))
+        again = sharded.shard_state(sharded.unshard(state))
+        one, _ = sharded(state, part(second, group))
+        other, _ = sharded(again, part(second, group))
+        return sharded.unshard(one), sharded.unshard(other)
+
+    for one, other in run_ranks(run, 3):
+        assert_equal_values(one, other, grade="bitwise")
+
+
+def test_a_checkpoint_at_another_level_and_number_of_ranks(tmp_path: Any) -> None:
+    step = fz.program_step(gan, init=init)
+    first, second = batches(2)
+    oracle, _ = step(step.init(first_gen, first_disc), first)
+    expected, _ = step(oracle, second)
+
+    def save(group: Any) -> None:
+        sharded = fz.shard(step, level={"gen": 3, "disc": 1}, group=group)
+        state, _ = sharded(sharded.init(first_gen, first_disc), part(first, group))
+        fz.checkpoint.save(tmp_path, sharded, state)
+
+    def go_on(group: Any) -> Any:
+        sharded = fz.shard(step, level=2, group=group)
+        like = sharded.init(first_gen, first_disc, seed=5)
+        state = fz.checkpoint.load(tmp_path, sharded, like=like).state
+        state, _ = sharded(state, part(second, group))
+        return sharded.unshard(state)
+
+    run_ranks(save, 2)
+    for whole in run_ranks(go_on, 3):
+        assert_equal_values(expected, whole)
+    # And without ranks
+    like = step.init(first_gen, first_disc)
+    alone, _ = step(fz.checkpoint.load(tmp_path, step, like=like).state, second)
+    assert_equal_values(expected, alone)
+
+
+class Noisy(NamedTuple):
+    params: Any
+    opt: Any
+
+
+apply_noisy, first_noisy = model((3, 6, 2), 5)
+sgd = optim.sgd(0.1, momentum=0.9)
+
+
+def init_noisy(params: Any) -> Noisy:
+    return Noisy(params, sgd.init(params))
+
+
+def noisy_loss(params: Any, x: Tensor) -> Tensor:
+    hidden = apply_noisy(params, torch.dropout(x, 0.5, train=True))
+    return (hidden + torch.randn(())).square().mean()
+
+
+def noisy(value: Noisy, x: Tensor) -> Any:
+    """Random numbers between two gradients, and in both losses."""
+    first, grads = fz.value_and_grad(noisy_loss)(value.params, x)
+    scale = torch.rand((), dtype=torch.float64)
+    away = fz.apply_updates(value.params, tree_map(scale.mul, grads))
+    second, grads = fz.value_and_grad(noisy_loss)(away, x)
+    params, opt = sgd.apply(grads, value.opt, value.params)
+    return Noisy(params, opt), {"first": first, "second": second, "scale": scale}
+
+
+def test_random_numbers_follow_from_seed_and_step() -> None:
+    step = fz.program_step(noisy, init=init_noisy)
+    x = batches(1)[0]["noise"]
+    state = step.init(first_noisy, seed=3)
+    torch.manual_seed(1)
+    one, metrics = step(state, x)
+    before = torch.get_rng_state()
+    other, again = step(state, x)
+    assert torch.equal(before, torch.get_rng_state())
+    assert_equal_values((one, metrics), (other, again), grade="bitwise")
+    _, later = step(one, x)
+    _, elsewhere = step(step.init(first_noisy, seed=4), x)
+    drawn = [metrics["scale"], later["scale"], elsewhere["scale"]]
+    assert len(set(map(float, drawn))) == 3
+    assert float(metrics["first"]) != float(metrics["second"])
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state, metrics = sharded(sharded.init(first_noisy, seed=3), part(x, group))
+        return sharded.unshard(state), metrics
+
+    ((whole, found),) = run_ranks(run, 1)
+    assert_equal_values((one, metrics), (whole, found))
+    (_, left), (_, right) = run_ranks(run, 2)
+    # The program's own numbers are those of one process; the ranks' losses draw others
+    assert left["scale"] == right["scale"] == metrics["scale"]
+    assert left["first"] != metrics["first"]
+
+
+def test_ranks_of_other_batches_draw_other_numbers() -> None:
+    def loss(params: Any, x: Tensor) -> Any:
+        return apply_noisy(params, x).square().mean(), fz.Aux(metrics={"drawn": torch.rand(())})
+
+    def program(value: Noisy, x: Tensor) -> Any:
+        (_, seen), grads = fz.value_and_grad(loss)(value.params, x)
+        params, opt = sgd.apply(grads, value.opt, value.params)
+        return Noisy(params, opt), seen
+
+    step = fz.program_step(program, init=init_noisy)
+    x = batches(1)[0]["noise"]
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=0, group=group)
+        return float(sharded(sharded.init(first_noisy), part(x, group))[1]["drawn"])
+
+    alone = run_ranks(run, 1)[0]
+    assert len({alone, *run_ranks(run, 2), *run_ranks(run, 3)}) == 3  # means of other numbers
+
+
+def own_rank(x: Tensor) -> Tensor:
+    return x.double().sum()
+
+
+@pytest.mark.parametrize("what", ["metric", "leaf"])
+def test_results_that_differ_between_ranks_are_refused(what: str) -> None:
+    class Value(NamedTuple):
+        params: Any
+        seen: Tensor
+
+    def program(value: Value, x: Tensor) -> Any:
+        if what == "metric":
+            return value, {"sum": own_rank(x)}
+        return Value(value.params, own_rank(x)), {}
+
+    def first(params: Any) -> Value:
+        return Value(params, torch.zeros((), dtype=torch.float64))
+
+    step = fz.program_step(program, init=first)
+    x = batches(1)[0]["noise"]
+
+    def run(group: Any) -> str:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_noisy)
+        with pytest.raises(MismatchError) as caught:
+            sharded(state, part(x, group))
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(run, 2)):
+        assert {"metric": "metric 'sum'", "leaf": "leaf 'seen'"}[what] in text
+        assert f"this is rank {rank}" in text and "Aux(metrics=" in text
+
+
+def test_a_step_that_failed_on_one_rank_is_tried_again() -> None:
+    step = fz.program_step(gan, init=init)
+    (batch,) = batches(1)
+    expected, _ = step(step.init(first_gen, first_disc), batch)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level={"gen": 3, "disc": 2}, group=group)
+        state = sharded.init(first_gen, first_disc)
+        broken = part(batch, group)
+        if group.rank == 1:
+            broken = {**broken, "noise": broken["noise"][:, :1]}
+        with pytest.raises((RuntimeError, PeerError)):
+            sharded(state, broken)
+        state, _ = sharded(state, part(batch, group))
+        return sharded.unshard(state)
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(expected, whole)
+
+
+def test_describe() -> None:
+    step = fz.program_step(gan, init=init)
+    whole = fz.describe(step, step.init(first_gen, first_disc))
+    num_bytes = sum(leaf.nbytes for leaf in optree.tree_leaves((first_gen, first_disc)))
+    assert {row.unit for row in whole.rows} >= {"gen", "disc", "gen_opt", "disc_opt"}
+    assert whole.nbytes > 3 * num_bytes
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level={"gen": 3, "disc": 1}, group=group)
+        return fz.describe(sharded, sharded.init(first_gen, first_disc))
+
+    for description in run_ranks(run, 2):
+        where = {row.unit: row.where for row in description.rows}
+        assert where["gen.layers.0"] == "1/2" and where["disc.layers.0"] == "whole"
+        assert where["gen_opt"] == where["disc_opt"] == "1/2"
+        assert description.nbytes < whole.nbytes
+        assert "program_step(gan)" in str(description)
