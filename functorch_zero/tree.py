@@ -11,6 +11,7 @@ import optree
 import torch
 from optree import tree_map
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ._torch_private import has_grad_hooks, is_fake, storage_id
 from .errors import StructureError, explain
@@ -155,6 +156,14 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
                     "or by a torch.autograd.Function inside the loss",
                 )
             )
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is a dense tensor without hooks. It may be of a subclass: a whole tree keeps
+    its leaves' classes."""
+    if not isinstance(leaf, Tensor) or has_grad_hooks(leaf) or is_lazy(leaf):
+        return False
+    return leaf.layout == torch.strided and not (leaf.is_quantized or leaf.is_nested)
 
 
 def storages(tree: PyTree[Any]) -> set[int]:

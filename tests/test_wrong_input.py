@@ -354,6 +354,16 @@ def of_other_net(step: Any) -> Any:
     return step(step.init(PARAMS).replace(opt_state=step.init(DEEPER).opt_state), X)
 
 
+def replaced(change: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
+    """A step with other leaves of params."""
+
+    def run(step: Any) -> Any:
+        state = step.init(PARAMS)
+        return step(state.replace(params=tree_map(change, state.params)), X)
+
+    return run
+
+
 def of_narrower_net(step: Any) -> Any:
     """Whose leaves broadcast to those of the net."""
     return step(step.init(PARAMS).replace(opt_state=step.init(NARROWER).opt_state), X)
@@ -451,6 +461,45 @@ STEPS = {
         lambda step: step.init(fz.Params({0: PARAMS["0.weight"]})),  # type: ignore[dict-item]
         StructureError,
         r"params have a name that is no text: path 0, got int. Remedy: .*dotted paths",
+    ),
+    "state: numbers": Stepping(
+        replaced(lambda p: 1.0), StructureError, r"path 0.weight, .*got float.*Remedy"
+    ),
+    "state: numpy": Stepping(
+        replaced(lambda p: p.detach().numpy()),
+        StructureError,
+        r"path 0.weight, .*got ndarray.*Remedy",
+    ),
+    "state: sparse": Stepping(
+        replaced(lambda p: p.detach().to_sparse()),
+        StructureError,
+        r"path 0.weight, expected torch.strided, got torch.sparse_coo.*Remedy",
+    ),
+    "state: no params": Stepping(
+        lambda step: step(step.init(PARAMS).replace(params=None), X),
+        StructureError,
+        r"state.params .*got a NoneType.*Remedy",
+    ),
+    "state: a step with dims": Stepping(
+        lambda step: step(step.init(PARAMS).replace(step=torch.zeros(2)), X),
+        StructureError,
+        r"state.step is no counter: expected a 0-d int64 tensor, got \(2,\)",
+    ),
+    "state: a step that is a number": Stepping(
+        lambda step: step(step.init(PARAMS).replace(step=3), X),
+        StructureError,
+        r"state.step is no counter: expected a 0-d int64 tensor, got int.*Remedy",
+        levels=(0, 3),
+    ),
+    "state: to be sharded, of adamax": Stepping(
+        lambda step: step.shard_state(make(optimizer=optim.adamax(0.1)).init(PARAMS)),
+        StructureError,
+        r"state.opt_state .*this leaf is in a \w+ in place of a \w+.*Remedy: pass the",
+        optimizer=optim.adam(0.1),
+        levels=(0, 3),
+    ),
+    "state: to be sharded, params": Stepping(
+        lambda step: step.shard_state(PARAMS), TypeError, r"got a Params", levels=(0, 3)
     ),
     "state: of sgd": Stepping(
         of(optim.sgd(0.1)),

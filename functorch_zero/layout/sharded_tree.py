@@ -367,6 +367,8 @@ def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> 
     if not isinstance(leaf, Tensor):
         remedy = "give each leaf a tensor; zeros, where an update is to change nothing"
         return _Fault("is no tensor", "a tensor", type(leaf).__name__, remedy)
+    if leaf.layout != torch.strided:
+        return _Fault("is sparse", torch.strided, leaf.layout, "pass leaf.to_dense()")
     if leaf.shape != shape:
         remedy = "combine leaves elementwise; a piece is 1-D, and a part of its leaf"
         return _Fault("has another shape", shape, tuple(leaf.shape), remedy)

@@ -74,6 +74,17 @@ def sharding_of(state: State, options: Options) -> Sharding:
         raise StructureError(
             "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
         )
+    # It is remembered weakly, which a number can't be
+    if not isinstance(state.step, Tensor):
+        raise StructureError(
+            explain(
+                "state.step is no counter",
+                expected="a 0-d int64 tensor",
+                got=type(state.step).__name__,
+                rank=options.group.rank,
+                remedy="state.replace(step=torch.tensor(0))",
+            )
+        )
     # Of this very place in the mesh: another rank's part would fit in shape alone
     got = StatePlace(
         level=sharding.level,

@@ -25,8 +25,16 @@ from ..runtime.prefetch import PrefetchOrder
 from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics
 from ..step.metrics import check_reported
-from ..step.state import State, TrainValue, check_not_on_meta, check_policies, marked
-from ..step.train import TrainStep, mark_trainable
+from ..step.state import (
+    State,
+    TrainValue,
+    check_not_on_meta,
+    check_policies,
+    check_state,
+    marked,
+    trained,
+)
+from ..step.train import TrainStep, mark_trainable, optimizer_view
 from ..tree import PyTree, check_tensors, content_digests, paths, select
 from ..version import __version__
 from .agreement import agree
@@ -186,10 +194,14 @@ class ShardedTrainStep:
 
         Of `State.parts`, sums become rank 0's; a state without parts is given first ones.
         """
+        check_state(state)
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
         check_policies(state)
+        view, across = optimizer_view(state.params, trained(state))
         with torch.no_grad():
+            optimizer = self.unsharded.optimizer
+            optimizer.check_whole(state.opt_state, view, across, what="state.opt_state")
             layout = self.options.layout_of(marked(state))
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout)

@@ -15,16 +15,14 @@ import optree
 import torch
 from optree import tree_map
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
-from .._torch_private import has_grad_hooks
 from ..errors import StructureError
 from ..model.casting import CastParams
 from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
-from ..tree import PyTree, check_tensors, same_structure
+from ..tree import PyTree, check_tensors, is_plain, same_structure
 from .loss import (
     Aux,
     as_metric,
@@ -109,7 +107,7 @@ def _value_and_grad(
             "a gradient inside of a sharded loss was asked for params that are not here yet. "
             "Remedy: make them whole first, `whole = fz.unshard(params)`, and use torch.func.grad"
         )
-    if not all(map(_is_plain, leaves)):
+    if not all(map(is_plain, leaves)):
         check_tensors(tree, "the tree")  # which names the leaf
     check_not_on_meta(tree, args)
     # Autograd leaves of this call's own, so that `tree` is in no autograd graph
@@ -147,14 +145,6 @@ def _value_and_grad(
     for name, given in aux.metrics.items():
         metrics[name] = if_weighty(as_metric(given), aux.weight)
     return (if_weighty(value, aux.weight), metrics), treedef.unflatten(grads)
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether a leaf is a dense tensor without hooks. It may be of a subclass: a whole tree keeps
-    its leaves' classes."""
-    if not isinstance(leaf, Tensor) or has_grad_hooks(leaf) or is_lazy(leaf):
-        return False
-    return leaf.layout == torch.strided and not (leaf.is_quantized or leaf.is_nested)
 
 
 def _whole_grad(grad: Tensor | None, leaf: Tensor, aux: Aux | None) -> Tensor:

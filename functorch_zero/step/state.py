@@ -15,7 +15,7 @@ from ..errors import StructureError, explain
 from ..layout.sharding import Sharding
 from ..params import Params
 from ..precision import Precision
-from ..tree import PyTree, check_tensors, paths
+from ..tree import PyTree, check_tensors, is_plain, paths
 from .nonfinite import NonFiniteState
 
 
@@ -173,6 +173,17 @@ def check_state(state: Any) -> None:
             "a step takes (state, batch), and a state is what step.init made; got a "
             f"{type(state).__name__}"
         )
+    step = state.step
+    if not isinstance(step, int | Tensor) or (isinstance(step, Tensor) and step.dim() > 0):
+        got = tuple(step.shape) if isinstance(step, Tensor) else type(step).__name__
+        raise StructureError(
+            explain(
+                "state.step is no counter",
+                expected="a 0-d int64 tensor",
+                got=got,
+                remedy="state.replace(step=torch.tensor(0))",
+            )
+        )
 
 
 def check_policies(state: State) -> None:
@@ -217,6 +228,21 @@ def check_not_on_meta(params: PyTree[Tensor], batch: Any) -> None:
                     "model on a device",
                 )
             )
+
+
+def check_leaves(params: PyTree[Any]) -> None:
+    """Raise unless a whole state's params are dense tensors, one at least."""
+    leaves = optree.tree_leaves(params)
+    if not all(map(is_plain, leaves)):
+        check_tensors(params, "state.params")  # which names the leaf
+    if not leaves:
+        raise StructureError(
+            explain(
+                "state.params have no leaves",
+                got=f"a {type(params).__name__}",
+                remedy="replace leaves by tree_map, which keeps the tree",
+            )
+        )
 
 
 def check_params(params: Any) -> None:

@@ -56,6 +56,7 @@ from .state import (
     State,
     Trained,
     TrainValue,
+    check_leaves,
     check_not_on_meta,
     check_params,
     check_policies,
@@ -139,6 +140,7 @@ class TrainStep:
                 "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` "
                 "first"
             )
+        check_leaves(state.params)
         check_policies(state)
         check_not_on_meta(state.params, batch)
         # The step in two halves: gradients of a loss, and an update by them

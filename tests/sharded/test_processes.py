@@ -277,4 +277,4 @@ def test_ranks_that_enter_units_in_another_order(level: int) -> None:
         return "nothing"
 
     for message in on_processes(run, 2):
-        assert "same collectives" in message and "Remedy" in message
+        assert "different units" in message and "path a" in message and "Remedy" in message
