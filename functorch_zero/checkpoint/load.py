@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .._torch_private import base_of
 from ..errors import MismatchError, StructureError
+from ..layout.sharded_tree import ShardedTree
+from ..params import is_on_engine
 from ..step.state import State
 from ..tree import path_matches, paths
 from .agreement import together
@@ -332,6 +334,10 @@ def _finished(state: State, contents: Contents, manifest: Manifest) -> State:
     old, treedef = optree.tree_flatten(state)
     leaves = [new.get(path, leaf) for path, leaf in zip(paths(state), old, strict=True)]
     finished: State = treedef.unflatten(leaves)
+    # The tensors were made for this state, so that its first step need not copy them
+    for node in optree.tree_leaves(finished, is_leaf=is_on_engine):
+        if isinstance(node, ShardedTree):
+            node.adopt()
     return finished
 
 

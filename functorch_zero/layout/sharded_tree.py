@@ -210,10 +210,11 @@ class ShardedTree(OnEngine):
         return self._tree
 
     @torch.no_grad()
-    def flats(self) -> list[Any]:
+    def flats(self, *, to_write: bool = False) -> list[Any]:
         """The flat of each bucket, which its leaves are views of (None: the leaves are None).
 
-        Leaves that lie in no flat are copied to a new one.
+        Leaves that lie in no flat are copied to a new one. With `to_write`, so are those of flats
+        that another tree may have: `tree_map` has put its leaves here.
 
         Raises:
             StructureError: a leaf is not what the layout says.
@@ -226,7 +227,7 @@ class ShardedTree(OnEngine):
             return known.flats
         leaves = self._leaves()
         # The usual case: one step's result is the next one's argument
-        if known is not None and known.still(leaves):
+        if known is not None and known.still(leaves) and (known.own or not to_write):
             return known.flats
         # Leaves from outside: `tree_map` or assignment made them
         self.check_leaves()
@@ -239,10 +240,19 @@ class ShardedTree(OnEngine):
             raise _donated()
         # Copies are not remembered: the leaves may be written to
         bases = {id(base_of(leaf)) for leaf in leaves if leaf is not None}
+        if to_write:
+            return [_copied(flat) if id(flat) in bases else flat for flat in flats]
         if all(flat is None or id(flat) in bases for flat in flats):
-            self._known = _Known(flats)
+            self._known = _Known(flats, own=False)
             self._known.remember(leaves)
         return flats
+
+    def adopt(self) -> ShardedTree:
+        """The same tree, of whose leaves the caller says that no other tree has them."""
+        self.flats()
+        if self._known is not None:
+            self._known.own = True
+        return self
 
     def check_leaves(self, *, some: bool = False) -> None:
         """Raise unless each leaf is what the layout says: functions that `tree_map` has run, or
@@ -340,6 +350,10 @@ class ShardedTree(OnEngine):
         return f"ShardedTree({tree}, {self.holding!r})"
 
 
+def _copied(flat: Tensor | None) -> Tensor | None:
+    return None if flat is None else flat.clone()
+
+
 def _donated() -> DonatedError:
     return DonatedError(
         "a sharded tree was donated to a step, as the params of its state, and its storage holds "
@@ -380,10 +394,11 @@ def _fault_of(leaf: Any, shape: tuple[int, ...], bucket: Bucket, form: Form) -> 
 
 
 class _Known:
-    """Flats, and the leaves that were cut from them (None: not yet)."""
+    """Flats, and the leaves that were cut from them (None: not yet). `own`: no other tree's leaves
+    are known to lie in them."""
 
-    def __init__(self, flats: list[Any]):
-        self.flats = flats
+    def __init__(self, flats: list[Any], *, own: bool = True):
+        self.flats, self.own = flats, own
         self.leaves: list[Any] | None = None
         self._as_they_were: list[list[Any]] = []
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StructureError, explain
 from ..layout.layout import Layout
@@ -116,6 +119,40 @@ def sharding_of(state: State, options: Options) -> Sharding:
             )
         )
     return sharding
+
+
+def own_params(state: State, rank: int) -> ShardedTree:
+    """A state's params, cut as the state says. Those of a step that trains other leaves are copied,
+    where their pieces are of the same elements.
+
+    Raises:
+        StructureError: they are cut in another way: at another level, or with other leaves trained.
+    """
+    params, sharding = state.params, state.sharding
+    assert sharding is not None
+    theirs, ours = params.sharding.layout, sharding.layout
+    # By identity first: comparing layouts takes longer
+    if theirs is ours or theirs == ours:
+        return params  # type: ignore[no-any-return]
+    holding = replace(params.holding, sharding=sharding, donated=WeakIdKeyDictionary())
+    if params.holding == holding:
+        return ShardedTree(tree_map(torch.clone, params.tree), holding)
+    raise StructureError(
+        explain(
+            "state.params are of a step that cuts them in another way",
+            expected=_cut_in_words(ours, sharding.level),
+            got=_cut_in_words(theirs, params.sharding.level),
+            rank=rank,
+            remedy="give both steps one level and one rule of trained leaves; or go by whole "
+            "params: step.shard_state(whole.replace(params=other.unshard(...).params))",
+        )
+    )
+
+
+def _cut_in_words(layout: Layout, level: int | None) -> str:
+    trained = [leaf.path for leaf in layout.leaves if leaf.trainable]
+    at = "several levels" if level is None else f"level {level}"
+    return f"{at}, {len(trained)} of {len(layout.leaves)} leaves trained ({', '.join(trained[:3])})"
 
 
 def _fits(params: ShardedTree, layout: Layout) -> bool:

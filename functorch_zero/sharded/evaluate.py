@@ -21,7 +21,7 @@ from ..step.state import State
 from ..step.weight_reminder import total_size
 from . import agreement
 from .buffers import apart
-from .checks import check_batch, sharding_of
+from .checks import check_batch, own_params, sharding_of
 from .failures import sharing_failures
 from .options import Options
 from .params import evaluated, make_unit_flats
@@ -53,6 +53,7 @@ class ShardedEvalStep:
             sharding = sharding_of(state, self.options)
             layout, axes, gather = sharding.layout, self.options.axes, self.options.gather
             # Per bucket, as held between steps: (piece,) at level 3, else (numel,)
+            state = state.replace(params=own_params(state, self.group.rank))
             flats = state.params.flats()
             device = flats[0].device
             check_batch(batch, device, self.group.rank)

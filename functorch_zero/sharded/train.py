@@ -39,7 +39,7 @@ from ..tree import PyTree, check_tensors, content_digests, paths, select
 from ..version import __version__
 from .agreement import agree
 from .background import BackgroundTasks
-from .checks import check_batch, sharding_of
+from .checks import check_batch, own_params, sharding_of
 from .engine import ShardedEngine, next_number
 from .failures import sharing_failures
 from .options import Options
@@ -161,8 +161,11 @@ class ShardedTrainStep:
         # Plans are made at the first step with a layout, and found again in later ones
         prepared = self._prepare(sharding.layout)
         prepared.check_state(state.opt_state, self.group.rank)
-        # Leaves that were replaced since the last step are packed here, into new flats
-        flats = state.params.flats()
+        # Leaves that were replaced since the last step are packed here, into new flats, which the
+        # loss is given then
+        params = own_params(state, self.group.rank)
+        flats = params.flats(to_write=self.options.donate)
+        state = state.replace(params=params.with_flats(flats))
         if flats[0].is_meta:
             check_not_on_meta(state.params, batch)
         check_batch(batch, flats[0].device, self.group.rank)

@@ -5,6 +5,7 @@ Each run is compared with a plain torch loop, which shares nothing with the libr
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
+from functorch_zero.errors import StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.tiers import crossed
@@ -214,3 +216,88 @@ def test_a_leaf_that_the_state_does_not_know_says_itself() -> None:
     after, _ = step(state.replace(params=renamed), torch.ones(2))
     assert torch.equal(after.params["v"], renamed["v"])
     assert not torch.equal(after.params["w"], renamed["w"])
+
+
+def alternating(make: Any, x: Any, carry: Any, num: int = 2) -> Any:
+    """Two steps over one tree, each of which trains a leaf of its own."""
+    params = {k: torch.eye(4, dtype=torch.float64).requires_grad_() for k in "dg"}
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+        return (x @ params["g"] @ params["d"] + x).square().mean()
+
+    def only(name: str) -> Any:
+        return make(fz.train_step(loss, optim.sgd(1e-2), trainable=lambda path, leaf: path == name))
+
+    train_d, train_g = only("d"), only("g")
+    of_d, of_g = train_d.init(params), train_g.init(params)
+    for _ in range(num):
+        of_d, _ = train_d(of_d, x)
+        of_g, _ = train_g(of_g.replace(params=carry(of_g.params, of_d.params)), x)
+        of_d = of_d.replace(params=carry(of_d.params, of_g.params))
+    return tree_map(lambda leaf: leaf.detach() - torch.eye(4), fz.unshard(of_g.params))
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_params_go_from_a_step_to_another_that_trains_other_leaves(
+    level: int, donate: bool
+) -> None:
+    """As they are, and leaf by leaf; the second step trained nothing."""
+    x = torch.arange(24, dtype=torch.float64).view(6, 4) / 24
+
+    def as_they_are(mine: Any, others: Any) -> Any:
+        return others
+
+    def by_leaf(mine: Any, others: Any) -> Any:
+        return tree_map(lambda _, leaf: leaf, mine, others)
+
+    expected = alternating(lambda step: step, x, as_they_are)
+    assert all(leaf.abs().max() > 1e-4 for leaf in expected.values())
+    for carry in (as_they_are, by_leaf):
+
+        def on_rank(group: Any, carry: Any = carry) -> Any:
+            def make(step: Any) -> Any:
+                return fz.shard(step, level=level, group=group, donate=donate)
+
+            return alternating(make, x.chunk(2)[group.rank], carry)
+
+        for moved in run_ranks(on_rank, 2):
+            assert_equal_values(expected, moved)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_leaves_in_two_states_are_not_written_over(level: int) -> None:
+    """`tree_map` puts one state's leaves into another, which a step then takes."""
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return ((params["w"] - x) ** 2).mean()
+
+    def run(group: Any) -> None:
+        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
+        first = {"w": torch.zeros(5, dtype=torch.float64).requires_grad_()}
+        one, _ = step(step.init(first), torch.ones(5, dtype=torch.float64))
+        kept = tree_map(torch.clone, one.params)
+        other = step.init(first)
+        other = other.replace(params=tree_map(lambda _, leaf: leaf, other.params, one.params))
+        step(other, torch.ones(5, dtype=torch.float64))
+        assert_equal_values(fz.unshard(kept), fz.unshard(one.params), grade="bitwise")
+
+    run_ranks(run, 2)
+
+
+def test_params_of_another_level_are_refused() -> None:
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return ((params["w"] - x) ** 2).mean()
+
+    def run(group: Any, before: int, after: int) -> None:
+        params = {"w": torch.zeros(5, dtype=torch.float64).requires_grad_()}
+        steps = [
+            fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
+            for level in (before, after)
+        ]
+        one, other = (step.init(params) for step in steps)
+        with pytest.raises(StructureError, match=rf"expected level {after}.*got level {before}"):
+            steps[1](other.replace(params=one.params), torch.ones(5, dtype=torch.float64))
+
+    for before, after in itertools.permutations(range(4), 2):
+        run_ranks(lambda group, b=before, a=after: run(group, b, a), 2)
