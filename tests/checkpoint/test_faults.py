@@ -24,7 +24,7 @@ from functorch_zero.groups.protocol import Group
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import State
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
-from tests.tiers import thinned
+from tests.tiers import thinned, tiers
 
 CALLS = ("mkdir", "open", "writev", "fsync", "rename")  # that change the disk
 CLEANING = ("unlink", "rmdir")
@@ -344,7 +344,9 @@ def test_two_writers(saved: Any, tmp_path: Path) -> None:
     save_step(tmp_path, 1)
 
 
-@pytest.mark.parametrize(("rank", "at"), [(1, 1), (1, 2), (1, 3), (0, 2), (0, 7)])
+@pytest.mark.parametrize(
+    ("rank", "at"), tiers([(1, 2), (0, 2), (0, 7)], [(1, 1), (1, 3)], rows=True)
+)
 def test_one_process_is_killed(tmp_path: Path, rank: int, at: int) -> None:
     """C2, over gloo: the other rank gets an error, and does not wait."""
     root = tmp_path / "root"

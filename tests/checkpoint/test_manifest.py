@@ -14,6 +14,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,18 @@ def put(node: Any, at: tuple[Any, ...], value: Any) -> Any:
     return made
 
 
+@cache
+def fresh() -> tuple[Any, Any]:
+    """A step and its first state, for all examples: loading makes a new state."""
+    step, params, buffers = make_step()
+    return step, step.init(params, buffers)
+
+
 def load_hostile(root: Path, data: bytes) -> None:
     """Load with this manifest: numbers, or an error of ours, soon."""
     path = root / "step-000000000002" / NAME
     good = path.read_bytes()
-    step, params, buffers = make_step()
-    like = step.init(params, buffers)
+    step, like = fresh()
     path.write_bytes(data)
     start = time.process_time()
     try:

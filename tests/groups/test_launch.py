@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from functorch_zero.errors import GroupError, PeerError
 from functorch_zero.groups import ProcessGroup, launch
-from tests.tiers import tiers
+from tests.tiers import THOROUGH, tiers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the ranks are forked")
 
@@ -176,7 +176,12 @@ def test_the_time_limit_names_who_still_ran() -> None:
     assert time.monotonic() - start < 6
 
 
-def test_ranks_that_will_not_end_after_their_result_are_killed() -> None:
+def test_ranks_that_will_not_end_after_their_result_are_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = importlib.import_module("functorch_zero.groups.launch")  # the name is a function's
+    monkeypatch.setattr(module, "_SECONDS_TO_EXIT", 0.5)
+
     def fn() -> int:
         import threading
 
@@ -294,8 +299,9 @@ if __name__ == "__main__":
 """
 
 
-def test_spawned_ranks() -> None:
-    assert launch(dist.get_rank, 2, timeout=60.0) == [0, 1]
+@pytest.mark.parametrize("ranks", tiers([1], [2]))  # each imports torch
+def test_spawned_ranks(ranks: int) -> None:
+    assert launch(dist.get_rank, ranks, timeout=60.0) == [*range(ranks)]
 
 
 def test_a_script_that_torchrun_started(tmp_path: Path) -> None:
@@ -376,6 +382,7 @@ def test_an_interrupt_lets_the_ranks_end_by_themselves(
     assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
 
 
+@THOROUGH
 def test_a_second_interrupt_kills_the_ranks(tmp_path: Path) -> None:
     process = interrupted(tmp_path, "hangs", "fork")
     try:

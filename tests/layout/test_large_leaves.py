@@ -48,8 +48,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize(
     "options", tiers([{}], [{"reshard_after_forward": False}, {"reduce_gradients": "once"}])
 )
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("accumulate", "weighted"), crossed([1, 2], [False, True]))
 def test_equal_to_the_unsharded_step(options, accumulate, weighted):
     torch.manual_seed(0)
     apply, params, buffers = functionalize(Net().double(), units=Block)

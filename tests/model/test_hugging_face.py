@@ -19,7 +19,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
-from tests.tiers import tiers
+from tests.tiers import crossed
 
 transformers = pytest.importorskip("transformers")
 
@@ -126,8 +126,7 @@ def test_apply_is_the_model(name: str) -> None:
     assert sum("layer" in unit.name or ".h." in unit.name for unit in params.units) == 2
 
 
-@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "level"), crossed(MODELS, [0, 1, 2, 3], n=4))
 def test_sharded_is_unsharded(name: str, level: int) -> None:
     step, params, buffers = build(name)
     expected = train(step, params, buffers, batches())

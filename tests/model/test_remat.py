@@ -114,11 +114,13 @@ def test_the_numbers_are_those_of_keeping_everything(rule: str, accumulate: int)
     assert float(again.states[-1].buffers["blocks.0.calls"]) == 1 + 2 * 2 * accumulate
 
 
-@pytest.mark.parametrize("accumulate", tiers([2], [1]))
-def test_sharded_is_unsharded(accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("accumulate", "ranks"), tiers([(2, (2,))], [(2, (3,)), (1, (2, 3))], rows=True), ids=str
+)
+def test_sharded_is_unsharded(accumulate: int, ranks: tuple[int, ...]) -> None:
     step, params, buffers = step_of(units=Stateful, remat=True, accumulate=accumulate)
     assert_sharded_equals_unsharded(
-        step, params, buffers, batches_of(), levels=LEVELS, ranks=(2, 3), per_rank=True
+        step, params, buffers, batches_of(), levels=LEVELS, ranks=ranks, per_rank=True
     )
 
 
@@ -137,7 +139,7 @@ def test_params_may_stay_gathered(reshard: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_on_processes(level: int) -> None:
     make = lambda: step_of(lambda: without_chance(Net()), units=Stateful, remat=True)
 
@@ -172,8 +174,16 @@ class Checkpointed(nn.Module):
         return checkpoint(self.net, x, use_reentrant=False) if self.checkpoints else self.net(x)
 
 
-@pytest.mark.parametrize("remat", [False, Stateful, True])
-def test_beside_a_models_own_checkpoint(remat: Any) -> None:
+@pytest.mark.parametrize(
+    ("remat", "levels"),
+    tiers(
+        [(False, (1, 3)), (Stateful, (0, 3)), (True, (2, 3))],
+        [(False, (0, 2)), (Stateful, (1, 2)), (True, (0, 1))],
+        rows=True,
+    ),
+    ids=str,
+)
+def test_beside_a_models_own_checkpoint(remat: Any, levels: tuple[int, ...]) -> None:
     calls = "net.blocks.{}.norm.num_batches_tracked"
     plain = train(
         *step_of(lambda: without_state(Checkpointed(False)), units=Stateful), batches_of()
@@ -186,7 +196,9 @@ def test_beside_a_models_own_checkpoint(remat: Any) -> None:
     step, params, buffers = step_of(
         lambda: without_state(Checkpointed()), units=Stateful, remat=remat
     )
-    assert_sharded_equals_unsharded(step, params, buffers, batches_of(), ranks=(2,), per_rank=True)
+    assert_sharded_equals_unsharded(
+        step, params, buffers, batches_of(), levels=levels, ranks=(2,), per_rank=True
+    )
 
 
 def without_state(model: nn.Module) -> nn.Module:
@@ -339,7 +351,7 @@ def peak(depth: int, remat: Any, level: int, group: int = 1) -> float:
     return live.peak / INPUT
 
 
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", tiers([3], [0]))
 def test_a_block_more_costs_its_input_only(level: int) -> None:
     """Its params' gradients (and pieces of them) are small here."""
     kept = (peak(16, False, level) - peak(8, False, level)) / 8

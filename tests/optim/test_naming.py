@@ -25,6 +25,7 @@ from functorch_zero.optim import Transform
 from functorch_zero.optim.naming import NamedFunction, described
 from tests.conformance.table import TABLE
 from tests.parity.cases import POINTWISE
+from tests.tiers import THOROUGH
 
 FACTOR = 2.0  # which a transform below looks up
 
@@ -361,6 +362,7 @@ def test_attributes_that_no_schedule_names_may_differ() -> None:
     assert described(optim.sgd(mine)) == described(optim.sgd(others))
 
 
+@THOROUGH
 def test_code_is_the_same_in_another_process() -> None:
     """Whatever the order of sets there."""
     source = "lambda n: 0.1 if n in {'a', 'b', 'c', 'd', 'e', 'f', 'g'} else 0.2"

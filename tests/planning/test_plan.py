@@ -31,7 +31,7 @@ from functorch_zero.planning.imagined_ranks import Journal, imagined_axes
 from functorch_zero.testing import models, run_ranks
 from tests.conformance.gpt import gpt_tree
 from tests.conformance.table import TABLE
-from tests.tiers import FULL, THOROUGH, tiers
+from tests.tiers import FULL, THOROUGH, crossed, tiers
 
 ROWS = 2  # of a rank's batch
 CASES: dict[str, Callable[[], models.Case]] = {
@@ -146,8 +146,7 @@ BY_PATH: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("rule", BY_PATH)
+@pytest.mark.parametrize(("rule", "reshard"), crossed(BY_PATH, [True, False]))
 def test_without_a_batch_levels_may_differ(rule: str, reshard: bool) -> None:
     options: dict[str, Any] = {"level": BY_PATH[rule], "reshard_after_forward": reshard}
     apply, params, _ = fz.functionalize(decoder(depth=2), "blocks.*")
@@ -189,7 +188,9 @@ FEW_ROWS = [name for i, name in enumerate(TABLE) if name in HARD or i % 24 == 0]
 SOME_ROWS = [name for i, name in enumerate(TABLE) if name not in HARD and i % 6 == 0]
 
 
-@pytest.mark.parametrize("name", tiers(FEW_ROWS[::2], FEW_ROWS[1::2] + SOME_ROWS, TABLE))
+@pytest.mark.parametrize(
+    "name", tiers(FEW_ROWS[::3], FEW_ROWS[1::3] + FEW_ROWS[2::3] + SOME_ROWS, TABLE)
+)
 def test_every_optimizer_keeps_and_sends_what_is_planned(name: str) -> None:
     """In its first step, on one of three ranks."""
     optimizer = TABLE[name].make()

@@ -305,7 +305,7 @@ def test_the_page_lists_these() -> None:
     assert rows("Refused") == [*REFUSED]
 
 
-@pytest.mark.parametrize(("row", "level"), crossed([*EQUAL], LEVELS))
+@pytest.mark.parametrize(("row", "level"), crossed([*EQUAL], LEVELS, n=4))
 def test_equal(row: str, level: int) -> None:
     ranks = 1 if row in ON_ONE_RANK else 2
     expected = train(*step_of(EQUAL[row]), batches())
@@ -319,7 +319,7 @@ def test_equal(row: str, level: int) -> None:
     assert_equal_updates(expected, runs[0])
 
 
-@pytest.mark.parametrize(("row", "level"), crossed([*REFUSED], LEVELS))
+@pytest.mark.parametrize(("row", "level"), crossed([*REFUSED], LEVELS, n=4))
 def test_refused(row: str, level: int) -> None:
     given, change, where = REFUSED[row]
     step, params, buffers = step_of(given, change)

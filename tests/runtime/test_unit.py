@@ -22,7 +22,7 @@ from functorch_zero.step.program import unshard
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import GPT, MLP, Block, Shared, even, rows, tokens, uneven
-from tests.tiers import crossed
+from tests.tiers import crossed, tiers
 
 LEVELS = (0, 1, 2, 3)
 Loss = Callable[[Any, Any, Any], Any]
@@ -126,13 +126,13 @@ FORWARD = (
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )  # torch's own use of it
-@pytest.mark.parametrize(("transform", "level"), crossed(TRANSFORMS, LEVELS))
+@pytest.mark.parametrize(("transform", "level"), crossed(TRANSFORMS, LEVELS, n=4))
 def test_torch_func_inside(transform: str, level: int) -> None:
     ranks = 1 if level == 3 and any(name in transform for name in FORWARD) else 2
     check(derivatives(transform), MLP, rows(7, 3), level, ranks)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_only_derivatives(level: int) -> None:
     """No plain call before: the first time a unit is entered is inside the transform."""
 
@@ -152,7 +152,7 @@ def test_only_derivatives(level: int) -> None:
     check(make_loss, Smooth, rows(7, 3), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_gradient_penalty(level: int) -> None:
     """Double backward: the gradient by the input, taken by autograd.grad with create_graph."""
 
@@ -201,12 +201,12 @@ def next_token(apply: Any) -> Loss:
     return loss_fn
 
 
-@pytest.mark.parametrize(("where", "level"), crossed(["around", "inside", "all"], LEVELS))
+@pytest.mark.parametrize(("where", "level"), crossed(["around", "inside", "all"], LEVELS, n=4))
 def test_checkpoint(where: str, level: int) -> None:
     check(next_token, lambda: Checkpointed(where), tokens, level, 2, units=Block)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_checkpoint_around_apply(level: int) -> None:
     def make_loss(apply: Any) -> Loss:
         def run(x: Tensor, params: Any) -> Tensor:
@@ -221,7 +221,7 @@ def test_checkpoint_around_apply(level: int) -> None:
     check(make_loss, MLP, rows(7, 3), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_checkpoint_inside_the_forward_of_a_unit(level: int) -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -250,8 +250,7 @@ def l2(params: Any) -> Tensor:
     return sum(p.square().sum() for p in optree.tree_leaves(params))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("when", ["before", "after", "only"])
+@pytest.mark.parametrize(("when", "level"), crossed(["before", "after", "only"], LEVELS))
 def test_l2_penalty(when: str, level: int) -> None:
     def make_loss(apply: Any) -> Loss:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
@@ -268,7 +267,7 @@ def test_l2_penalty(when: str, level: int) -> None:
     check(make_loss, MLP, rows(7, 3), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_touching_params_in_many_ways(level: int) -> None:
     """Whatever a torch operator or a method of Tensor reads of a parameter is the whole leaf."""
 
@@ -313,7 +312,9 @@ def test_touching_params_in_many_ways(level: int) -> None:
 @pytest.mark.parametrize(
     ("how", "level"),
     crossed(
-        ["plain", "changed", "one changed", "detached", "dict", "deep", "functional_call"], LEVELS
+        ["plain", "changed", "one changed", "detached", "dict", "deep", "functional_call"],
+        LEVELS,
+        n=4,
     ),
 )
 def test_params_in_other_trees(how: str, level: int) -> None:
@@ -341,7 +342,7 @@ def test_params_in_other_trees(how: str, level: int) -> None:
     check(make_loss, MLP, rows(7, 3), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_per_example_gradients(level: int) -> None:
     """`unshard` gives whole leaves that torch.func may differentiate by."""
 
@@ -364,7 +365,7 @@ def test_per_example_gradients(level: int) -> None:
     check(make_loss, MLP, rows(7, 3), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_an_inner_step(level: int) -> None:
     """A gradient by gathered params, with create_graph, and a loss of the params after it
     (MAML)."""
@@ -385,7 +386,7 @@ def test_an_inner_step(level: int) -> None:
     check(make_loss, MLP, rows(7, 3), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_a_use_without_gradients_before_the_real_one(level: int) -> None:
     def make_loss(apply: Any) -> Loss:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
@@ -404,7 +405,7 @@ def test_a_use_without_gradients_before_the_real_one(level: int) -> None:
     check(make_loss, MLP, rows(7, 3), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_a_frozen_teacher_and_a_student(level: int) -> None:
     """Two models in one tree."""
     teacher, old, _ = build(MLP)
@@ -437,7 +438,7 @@ def test_a_frozen_teacher_and_a_student(level: int) -> None:
     assert_equal_updates(expected, runs[0])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_autocast(level: int) -> None:
     def make_loss(apply: Any) -> Loss:
         def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
@@ -459,7 +460,7 @@ def test_autocast(level: int) -> None:
     assert_equal_updates(expected, runs[0], tolerance=1e-5)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_a_plain_tree(level: int) -> None:
     """No module at all: nested containers with None, an empty leaf, and a leaf of another dtype."""
 
@@ -495,7 +496,7 @@ def test_a_plain_tree(level: int) -> None:
     assert torch.equal(runs[0].states[-1].params["count"], torch.tensor([3, 4]))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_units_that_follow_the_data(level: int) -> None:
     """The same on all ranks, other units in every step: prefetching by the last step's order must
     not matter."""
@@ -556,7 +557,7 @@ def with_negative_half(n: int) -> Any:
     return made
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_a_rank_whose_loss_does_not_reach_a_unit(level: int) -> None:
     """The unit is entered on every rank, and backward passes it by on one."""
     check(some_rows_reach, Shared, with_negative_half, level, 2, sizes=[6, 6])
@@ -689,7 +690,7 @@ def test_a_transform_by_lazy_params_is_refused() -> None:
             run_ranks(run(how), 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_changing_params_in_place_is_an_error(level: int) -> None:
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         with torch.no_grad():
@@ -707,7 +708,7 @@ def test_changing_params_in_place_is_an_error(level: int) -> None:
         train(step, params, None, batches)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_what_a_loss_is_given_are_not_the_states_own_leaves(level: int) -> None:
     seen = []
 
@@ -725,7 +726,7 @@ def test_what_a_loss_is_given_are_not_the_states_own_leaves(level: int) -> None:
     assert not state.params["w"].requires_grad
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_a_saved_activation_changed_in_place_is_an_error(level: int) -> None:
     """As it is in one process: saved-tensor hooks would switch that check off."""
 

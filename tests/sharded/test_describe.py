@@ -18,6 +18,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import models
 from tests.models import ZOO
+from tests.tiers import crossed
 
 BF16, F32 = torch.bfloat16, torch.float32
 OPTIMIZERS = {
@@ -42,8 +43,9 @@ def bytes_of(state: Any) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("level", [None, 0, 1, 2, 3, {"": 3, "blocks": 1}])
+@pytest.mark.parametrize(
+    ("name", "level"), crossed(OPTIMIZERS, [None, 0, 1, 2, 3, {"": 3, "blocks": 1}])
+)
 def test_bytes_are_those_of_the_state(name: str, level: Any) -> None:
     def run(group: Any) -> Any:
         step, params, buffers = build(OPTIMIZERS[name](), loss_scale=fz.LossScale())

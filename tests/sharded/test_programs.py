@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from functorch_zero.groups import run_ranks
 from functorch_zero.layout.sharded_tree import ShardedTree
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
-from tests.tiers import tiers
+from tests.tiers import crossed, tiers
 
 LEVELS = [0, 1, 2, 3]
 RANKS = 2
@@ -166,8 +167,13 @@ def whole(tree: Any, like: Any = None) -> Any:
     return tree
 
 
-@pytest.mark.parametrize("level", tiers([0, 2, 3], [1, {"": 3, "layers": 1}]))
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        *crossed(PROGRAMS, [0, 2, 3]),
+        *tiers(thorough=itertools.product(PROGRAMS, [1, {"": 3, "layers": 1}]), rows=True),
+    ],
+)
 def test_programs_on_sharded_trees(name: str, level: Any) -> None:
     expected_values, *expected = PROGRAMS[name](whole, lambda x: x)
     for leaf in optree.tree_leaves(expected[0]):

@@ -36,7 +36,7 @@ from tests.compare import (
     train_sharded,
 )
 from tests.models import ZOO, Batch, even, split, uneven
-from tests.tiers import crossed
+from tests.tiers import crossed, tiers
 
 LEVELS = (0, 1, 2, 3)
 SECONDS = 10  # in which a failure must have reached every rank; in practice milliseconds
@@ -62,7 +62,7 @@ def equal_trees(a: Any, b: Any) -> bool:
 # donation
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_a_donated_state_says_which_step_took_it(level: int) -> None:
     def run(group: Any) -> None:
         step, params, buffers = build("convnet")
@@ -122,7 +122,7 @@ def test_storage_that_was_donated_is_refused_in_another_state(
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_a_donated_optimizer_state_is_refused_beside_other_params(level: int) -> None:
     """As put back to forget the moments."""
 
@@ -142,7 +142,7 @@ def test_a_donated_optimizer_state_is_refused_beside_other_params(level: int) ->
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_a_schedule_starts_anew(level: int) -> None:
     """The last state may be given another step number, or leaves of its own, and goes on."""
 
@@ -161,7 +161,7 @@ def test_a_schedule_starts_anew(level: int) -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_without_donation_the_old_state_stays(level: int) -> None:
     def run(group: Any) -> None:
         step, params, buffers = build("convnet")
@@ -179,7 +179,7 @@ def test_without_donation_the_old_state_stays(level: int) -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_a_copy_outlives_donation(level: int) -> None:
     def run(group: Any) -> None:
         step, params, buffers = build("convnet")
@@ -225,7 +225,7 @@ def test_a_state_can_be_copied_in_any_way(how: str) -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_donation_uses_the_old_storage(level: int) -> None:
     def run(group: Any) -> None:
         step, params, buffers = build()
@@ -264,7 +264,7 @@ def test_options_do_not_change_results(name: str, keeps: bool, donate: bool) -> 
         assert_equal_updates(expected, runs[0])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_a_failed_step_takes_nothing(level: int) -> None:
     """The state is still good when the loss, or the optimizer's update, has raised."""
     step, params, buffers = build(optimizer=optim.sgd(0.1))
@@ -307,7 +307,7 @@ class Dropping(nn.Module):
         return self.b(self.drop(torch.tanh(self.a(x))))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
     def make() -> Any:
         with torch.random.fork_rng():
@@ -350,7 +350,7 @@ def test_dropout_is_a_function_of_seed_step_and_rank(level: int) -> None:
     assert losses[0] != losses[1], "ranks draw different numbers for equal batches"
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_without_a_seed_the_global_random_state_is_used(level: int) -> None:
     def run(group: Any) -> None:
         apply, params, buffers = functionalize(Dropping().double())
@@ -437,8 +437,7 @@ def test_states_for_another_level_group_or_kind_are_refused() -> None:
 # evaluation
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("weighted", "level"), crossed([False, True], LEVELS))
 def test_eval_steps(level: int, weighted: bool) -> None:
     case = ZOO["mlp"]
     loss_fn, params, buffers = case.build()
@@ -478,9 +477,9 @@ def test_eval_steps(level: int, weighted: bool) -> None:
 # weights
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("finite", [True, False])
-@pytest.mark.parametrize("kind", [int, torch.tensor])
+@pytest.mark.parametrize(
+    ("kind", "finite", "level"), crossed([int, torch.tensor], [True, False], LEVELS)
+)
 def test_a_rank_of_weight_zero_counts_for_nothing(kind: Any, finite: bool, level: int) -> None:
     """Its loss may be NaN, as the mean over no tokens is."""
     case = ZOO["mlp"]
@@ -502,8 +501,7 @@ def test_a_rank_of_weight_zero_counts_for_nothing(kind: Any, finite: bool, level
     assert_equal_updates(expected, run_ranks(run, 2)[0])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("accumulate", "level"), crossed([1, 2], LEVELS))
 def test_when_all_weigh_nothing_nothing_moves(accumulate: int, level: int) -> None:
     """In one process, too."""
 
@@ -526,7 +524,7 @@ def test_when_all_weigh_nothing_nothing_moves(accumulate: int, level: int) -> No
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_weights_of_micro_batches(level: int) -> None:
     """Ranks, and micro-batches of a rank, of unequal weight, one of them of none."""
     case = ZOO["mlp"]
@@ -594,8 +592,7 @@ def fails_everywhere(
         assert isinstance(caught, error | GroupError), caught
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("guilty", [0, 2])
+@pytest.mark.parametrize(("guilty", "level"), crossed([0, 2], LEVELS))
 def test_an_exception_in_one_ranks_loss_ends_all(guilty: int, level: int) -> None:
     def run(group: Any) -> None:
         step, _, _ = build()
@@ -611,7 +608,7 @@ def test_an_exception_in_one_ranks_loss_ends_all(guilty: int, level: int) -> Non
     fails_everywhere(run, ArithmeticError, "bad batch")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_a_batch_on_the_wrong_device(level: int) -> None:
     def run(group: Any) -> None:
         step, params, buffers = build()
@@ -626,7 +623,7 @@ def test_a_batch_on_the_wrong_device(level: int) -> None:
     )
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_a_loss_that_is_no_scalar_on_one_rank(level: int) -> None:
     def run(group: Any) -> None:
         loss_fn, _, _ = ZOO["mlp"].build()
@@ -640,7 +637,7 @@ def test_a_loss_that_is_no_scalar_on_one_rank(level: int) -> None:
     fails_everywhere(run, StructureError, r"not a scalar.*got shape \(2,\).*on rank 1.*Remedy")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_metrics_that_differ_by_rank(level: int) -> None:
     def run(group: Any) -> None:
         loss_fn, _, _ = ZOO["mlp"].build()
@@ -655,7 +652,7 @@ def test_metrics_that_differ_by_rank(level: int) -> None:
     fails_everywhere(run, GroupError, "same metrics")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
 def test_a_parameter_tree_that_does_not_match(level: int) -> None:
     def run(group: Any) -> None:
         apply, params, _ = functionalize(nn.Linear(7, 3))
@@ -667,7 +664,7 @@ def test_a_parameter_tree_that_does_not_match(level: int) -> None:
     fails_everywhere(run, StructureError, r"params don't fit the model: path bias.*Remedy")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
 def test_params_of_another_model(level: int) -> None:
     """Each would work in the model's place, and an unsharded step refuses them."""
 
@@ -682,7 +679,7 @@ def test_params_of_another_model(level: int) -> None:
     fails_everywhere(run, StructureError, message)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([2, 3], [0, 1]))
 def test_a_falsely_tagged_transform(level: int) -> None:
     lying = optim.pointwise(lambda p: (), lambda u, s, p: (tree_map(lambda x: x / x.norm(), u), s))
 

@@ -17,7 +17,7 @@ from functorch_zero.layout.build import make_layout
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded_optim.state_plan import StatePlan, assign_owners, plan_state
 from functorch_zero.step.train import train_step
-from tests.tiers import drawn
+from tests.tiers import crossed, drawn
 
 PARAMS = {
     "matrix": torch.zeros(3, 4),
@@ -121,8 +121,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize(("name", "level"), crossed(OPTIMIZERS, [0, 1, 2, 3]))
 def test_gather_and_scatter_are_inverse(name: str, level: int) -> None:
     """Bitwise, on 3 ranks, after two steps; and the pieces hold no more than their part."""
     g = torch.Generator().manual_seed(0)

@@ -21,7 +21,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.step import split
-from tests.tiers import thinned
+from tests.tiers import crossed, thinned
 
 LEVELS = (0, 1, 2, 3)
 MIXED = {"": 3, "layers.0": 0, "layers.1": 1}
@@ -226,9 +226,11 @@ MEANS = {
 }
 
 
-@pytest.mark.parametrize("level", [*LEVELS, MIXED], ids=str)
-@pytest.mark.parametrize("name", MEANS)
-@pytest.mark.parametrize("case", [models.frozen_mlp(), models.mixed()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ("case", "name", "level"),
+    crossed([models.frozen_mlp(), models.mixed()], MEANS, [*LEVELS, MIXED], n=3),
+    ids=lambda value: value.name if isinstance(value, models.Case) else str(value),
+)
 def test_evaluation_on_a_mean(case: models.Case, name: str, level: Any) -> None:
     if level == MIXED and "mlp" not in case.name:
         level = {"": 2, "first": 3}

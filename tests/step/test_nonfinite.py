@@ -22,7 +22,7 @@ from functorch_zero.step.nonfinite import LossScale, NonFinitePolicy, NonFiniteS
 from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
-from tests.tiers import drawn
+from tests.tiers import crossed, drawn
 
 LEVELS = (0, 1, 2, 3)
 F16 = torch.float16
@@ -73,9 +73,9 @@ def copied(state: State) -> Any:
 # N1: on one rank, on none, on all
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("who", [(), (1,), (0, 1, 2)], ids=["none", "one", "all"])
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize(
+    ("level", "who", "kind"), crossed(LEVELS, [(), (1,), (0, 1, 2)], BAD), ids=str
+)
 def test_skip(level: int, who: tuple[int, ...], kind: str) -> None:
     step, params, buffers = build(nonfinite="skip")
 
