@@ -148,7 +148,7 @@ def describe(step: TrainStep | ShardedTrainStep, state: State) -> Description:
     gather = step.options.gather if step.group.size > 1 else None
     rows = _rows(others, sharding.layout, plan, gather)
     rows += _rows_of_parts(step, state)
-    seams = [f"{name}={seam}" for name, seam in step.options.seams.items()]
+    seams = [f"{name}={seam}" for name, seam in step.options.printed_seams.items()]
     return Description(
         rows=tuple(rows),
         rank=step.group.rank,

@@ -18,7 +18,15 @@ from ..model.casting import CastParams
 from ..model.lazy_param import make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..tree import PyTree, merge, same_structure
-from .loss import Aux, Metrics, as_metric, as_weight, check_has_values, check_weight, if_weighty
+from .loss import (
+    Aux,
+    Metrics,
+    as_metric,
+    as_weight,
+    check_has_values,
+    check_weight,
+    unless_weightless,
+)
 from .metrics import check_names
 from .rng import replayed
 from .state import State, trained
@@ -63,7 +71,7 @@ class EvalStep:
         # A weightless batch has metrics 0, as in training
         metrics = {}
         for name, value in found.metrics.items():
-            metrics[name] = if_weighty(as_metric(value), found.weight)
+            metrics[name] = unless_weightless(as_metric(value), found.weight)
         weight = None if found.weight is None else as_weight(found.weight)
         return found.with_rows(metrics | total_weight(self.metrics, metrics, weight))
 
