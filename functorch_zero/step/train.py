@@ -311,7 +311,7 @@ def train_step(
             reduce gradients once per step. Levels 2 and 3 do so in each micro-batch, unless
             `shard(reduce_gradients="once")`.
         metrics: names of more metrics of each step. "grad_norm", "update_norm" and "param_norm" are
-            of the trained leaves (sharded: one all-reduce of one number per leaf, for all three
+            of the trained leaves (sharded: one all-reduce of one number per norm, for all three
             together). The others are those that the optimizer's state reports: "learning_rate",
             "clip_factor", "clip_norm", "skipped" of `apply_if_finite`; see `optim.state_metrics`.
             A step with nonfinite="skip" reports its own "skipped" unasked.
