@@ -116,7 +116,7 @@ class Skeleton:
     def bind(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
     ) -> dict[str, BufferCopy]:
-        """Fill every place; buffers with copies, which are returned."""
+        """Fill every place; return the copies that are in the places of buffers."""
         self._params = params
         # Asked once per call, and not once per leaf
         kinds = {type(leaf) for leaf in params.values()}
@@ -174,7 +174,7 @@ class Skeleton:
             self._put_copies(buffers)
 
     def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, BufferCopy]:
-        """Copies in the places of buffers, since modules write to theirs; they are returned."""
+        """Put copies in the places of buffers, since modules write to theirs."""
         taken = {path: copy_of(buffer) for path, buffer in buffers.items()}
         tensors = {path: copied.tensor for path, copied in taken.items()}
         put(self._buffer_places, leaves_for(self._buffer_places, tensors))
