@@ -205,25 +205,6 @@ def _check_references(model: nn.Module, copied: nn.Module) -> None:
             raise _not_followed(reference, names[id(reference.value)], kind)
 
 
-def functions_of(model: nn.Module) -> list[Any]:
-    """The functions and bound methods that modules hold, and those that these are closed over."""
-    found: dict[int, Any] = {}  # by id
-    waiting: list[Any] = []
-    for module in model.modules():
-        waiting += vars(module).values()
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, FunctionType | MethodType) and id(value) not in found:
-            found[id(value)] = value
-            # A bound method has the closure and the defaults of its function
-            for cell in getattr(value, "__closure__", None) or ():
-                if is_filled(cell):
-                    waiting.append(cell.cell_contents)
-            waiting += value.__defaults__ or ()
-            waiting += (getattr(value, "__kwdefaults__", None) or {}).values()
-    return list(found.values())
-
-
 def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
     """The copy's counterpart of a thing that a function is closed over, or has as a default: a
     copied module for a module, weakly for a weak reference, a function about the copy for a

@@ -107,7 +107,8 @@ def _inside(value: Any) -> Iterator[_Held]:
     elif isinstance(value, FunctionType):
         yield from _in_function(value)
     elif isinstance(value, MethodType):
-        yield _Held(value.__func__.__qualname__, value.__self__)
+        # Any callable may be bound by hand, also one without a name
+        yield _Held(getattr(value.__func__, "__qualname__", "method"), value.__self__)
         yield from _inside(value.__func__)
     elif isinstance(value, functools.partial):
         for part in (value.func, value.args, value.keywords):

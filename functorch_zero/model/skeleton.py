@@ -9,7 +9,6 @@ modules any more.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from ..profiling import ranged
 from .buffer_copies import BufferCopy, copy_of
 from .casting import Policies, cast_leaf
 from .compile import CompiledForward
-from .copying import functions_of
+from .idle import Idle
 from .lazy_param import LazyParam
 from .references import references
 from .remat import recomputed
@@ -65,9 +64,7 @@ class Skeleton:
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
         self._wrap_units(anatomy)
-        # Functions too: whatever holds a module's forward may run it later
-        self._held = [*root.modules(), *functions_of(root)]
-        self._refs: list[int] = []  # references to each of `_held` while nothing runs
+        self._idle = Idle(root)
 
     def _wrap_units(self, anatomy: Anatomy) -> None:
         """Give the units' modules a forward that, from the outside in, is computed again in
@@ -103,15 +100,12 @@ class Skeleton:
 
         Call it after `__init__`, whose frame and caller still refer to the root.
         """
-        self._refs = self._count_refs()
+        self._idle.note()
         return self
-
-    def _count_refs(self) -> list[int]:
-        return list(map(sys.getrefcount, self._held))
 
     def is_free(self) -> bool:
         """Whether nothing but this skeleton refers to its modules and their functions."""
-        return self._count_refs() == self._refs
+        return self._idle.is_free()
 
     def bind(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
