@@ -28,10 +28,9 @@ class BufferCopy(NamedTuple):
     def is_changed(self, after: Tensor) -> bool:
         """Whether the tensor in the buffer's place after the call is another one than the copy, or
         the copy was written to; see Note [changed buffers]."""
-        if self._is_written(after):
-            return True
-        if _is_comparable(after):
-            return not _equal(after, self.old)
+        changed = self.is_surely_changed(after)
+        if changed or _is_comparable(after):
+            return changed
         dense_float = after.is_floating_point() and after.layout == torch.strided
         return dense_float or after.is_inference()
 

@@ -93,7 +93,7 @@ class Policies:
         for path, module in root.named_modules():
             # Its own leaves, not those of modules inside
             if next(module.parameters(recurse=False), None) is not None:
-                users.add(_user(root, path))
+                users.add(_calling_module(root, path))
         for path, module in root.named_modules():
             inputs = self.of(path).compute if path in users else None
             # The output's dtype is that of the module named alone, not of those inside it
@@ -136,7 +136,7 @@ def _names(rule: UnitRule, model: nn.Module, path: str, module: nn.Module) -> bo
     return matches(rule, model, path, module)
 
 
-def _user(root: nn.Module, path: str) -> str:
+def _calling_module(root: nn.Module, path: str) -> str:
     """The path of the module in whose call the leaves of this one are used."""
     for candidate in ancestors(path):
         if not isinstance(root.get_submodule(candidate), _CONTAINERS):
@@ -178,6 +178,11 @@ def cast_leaf(leaf: Tensor, dtypes: Dtypes | None) -> Tensor:
     return leaf.to(dtypes.gather).to(dtypes.compute)
 
 
+def _as_reduced(grad: Tensor, dtypes: Dtypes, storage: torch.dtype) -> Tensor:
+    """A gradient, rounded as before the sum over ranks, then as the optimizer is given it."""
+    return grad.to(dtypes.reduce).to(storage)
+
+
 class CastLeaf(torch.autograd.Function):
     """Forward: a stored leaf as a module computes with it. Backward: its gradient, rounded as
     reductions are."""
@@ -192,8 +197,7 @@ class CastLeaf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # Rounded as before the sum over ranks, then as the optimizer is given it
-        return grad.to(ctx.dtypes.reduce).to(ctx.storage), None
+        return _as_reduced(grad, ctx.dtypes, ctx.storage), None
 
 
 class CastUnit:
@@ -224,9 +228,9 @@ class CastUnit:
         self._depth = 0  # calls under way, one in another
 
     def enter(self, module: str) -> Sequence[Tensor]:
-        # Called again from outside: a use of its own, with gradients of its own
+        # Called again from outside: another use of the unit, with gradients of its own
         if self._depth == 0 and module in self._left:
-            self.close()  # called once more: another use of the unit
+            self.close()
         leaves = self.touch()
         self._depth += 1
         return leaves
@@ -260,7 +264,7 @@ class CastUnit:
         rounded: list[Tensor | None] = []
         for leaf, dtypes, grad in zip(self._stored, self._dtypes, grads, strict=True):
             if grad is not None and dtypes is not None:
-                grad = grad.to(dtypes.reduce).to(leaf.dtype)
+                grad = _as_reduced(grad, dtypes, leaf.dtype)
             rounded.append(grad)
         return rounded
 

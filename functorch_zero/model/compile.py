@@ -41,7 +41,7 @@ class CompiledForward:
         return self._compiled(*args, **kwargs)
 
 
-def check_options(options: Mapping[str, Any] | None, compiles: bool) -> dict[str, Any]:
+def options_for_torch(options: Mapping[str, Any] | None, compiles: bool) -> dict[str, Any]:
     """The options for torch.compile, checked. For inductor `fallback_random` is on, unless they say
     otherwise."""
     # Options without a region would be silently without effect

@@ -22,6 +22,8 @@ from .references import Reference, behind, references
 def without_values(model: nn.Module) -> nn.Module:
     """A copy of the module whose parameters and buffers are on the meta device.
 
+    A tensor that is neither is a constant, and is copied with its values.
+
     Raises:
         StructureError: the module leads to one of them in a way that the copy can't follow.
     """
@@ -32,13 +34,15 @@ def without_values(model: nn.Module) -> nn.Module:
         memo[id(p)] = nn.Parameter(meta, requires_grad=p.requires_grad)
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
-    for x in _computed_before_calls(model):
+    # deepcopy refuses tensors with a history, and hooks make these anew
+    for x in _check_and_list_computed(model):
         memo[id(x)] = torch.empty_like(x, device="meta", requires_grad=False)
     return copy_module(model, memo)
 
 
-def _computed_before_calls(model: nn.Module) -> list[Tensor]:
-    """The tensors, made of params or buffers, that hooks compute anew before each call, as
+def _check_and_list_computed(model: nn.Module) -> list[Tensor]:
+    """Check that a copy can follow all references to tensors and modules. Return those tensors,
+    made of params or buffers, that hooks compute anew before each call, as
     `nn.utils.weight_norm`'s do.
 
     Raises:
@@ -47,18 +51,20 @@ def _computed_before_calls(model: nn.Module) -> list[Tensor]:
     """
     leaves = _by_storage(model)
     known = {id(x) for x in (*model.parameters(), *model.buffers())}
+    # Modules with such hooks, by the id of their `__dict__`, which a reference calls `held`
     hooked = {id(vars(m)) for m in model.modules() if has_forward_pre_hooks(m)}
     computed = []
     for reference in references(model):
         x = reference.value
+        # A weakref.ref is remade for the copy; these are not
         if type(x) in (*weakref.ProxyTypes, weakref.WeakMethod):
             if isinstance(behind(x), nn.Module | Tensor | MethodType):
                 raise _not_followed(reference, "a module or tensor", f"a {type(x).__name__}")
         elif isinstance(x, Tensor) and id(x) not in known:
             shared = []
             if x.layout is torch.strided:
-                near = leaves.get(storage_id(x), ())
-                shared = [path for path, y in near if overlap(x, y)]
+                in_storage = leaves.get(storage_id(x), ())
+                shared = [path for path, y in in_storage if overlap(x, y)]
             if x.grad_fn is None and not shared:
                 continue
             if id(reference.held) not in hooked:
@@ -170,7 +176,7 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _replace_functions(held: dict[str, Any], memo: dict[int, Any]) -> None:
-    """Put functions about the copy in the places of those about the original."""
+    """The same for the functions among the values of one dict, in place."""
     for name, value in held.items():
         if callable(value):
             held[name] = _about_copy(value, memo)
@@ -197,25 +203,6 @@ def _check_references(model: nn.Module, copied: nn.Module) -> None:
         if id(reference.value) in names and reference.held is None:
             kind = "a tuple, set, slot, partial or weak reference"
             raise _not_followed(reference, names[id(reference.value)], kind)
-
-
-def functions_of(model: nn.Module) -> list[Any]:
-    """The functions and bound methods that modules hold, and those that these are closed over."""
-    found: dict[int, Any] = {}  # by id
-    waiting: list[Any] = []
-    for module in model.modules():
-        waiting += vars(module).values()
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, FunctionType | MethodType) and id(value) not in found:
-            found[id(value)] = value
-            # A bound method has the closure and the defaults of its function
-            for cell in getattr(value, "__closure__", None) or ():
-                if is_filled(cell):
-                    waiting.append(cell.cell_contents)
-            waiting += value.__defaults__ or ()
-            waiting += (getattr(value, "__kwdefaults__", None) or {}).values()
-    return list(found.values())
 
 
 def _about_copy(value: Any, memo: dict[int, Any]) -> Any:
@@ -270,7 +257,7 @@ def _function_about_copy(function: FunctionType, memo: dict[int, Any]) -> Functi
 
 
 def _copied_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
-    """A cell with the copy's counterpart of its value; itself if that is the value."""
+    """A cell with the copy's counterpart of its value; the same cell where that stays."""
     if not is_filled(cell):
         return cell
     new = _about_copy(cell.cell_contents, memo)

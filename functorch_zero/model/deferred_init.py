@@ -176,7 +176,8 @@ class DeferredInit:
         if x.is_floating_point() or x.is_complex():
             missing = bool(torch.isnan(x).any())
         else:
-            # There is no NaN among integers: nobody wrote to it, or put another in its place
+            # There is no NaN among integers. Missing if the blank is still in place, never written
+            # to; one that was written in part passes
             missing = place.get() is blank and version_of(blank) == 0
         if missing:
             holder = type(self._modules[place.module]).__name__

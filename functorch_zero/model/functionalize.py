@@ -1,9 +1,9 @@
 """`functionalize`: an nn.Module as a pure function of `(params, buffers)`.
 
 The module is copied once into a *skeleton*, which is private to the `apply` made of it. The
-skeleton owns no values: its tensors are on the meta device. A call puts the caller's leaves into
-its places and runs it. Given `LazyParam`s, each unit's forward on the skeleton enters the unit
-first and leaves it afterwards; given tensors, nothing is entered.
+skeleton owns no values: its params and buffers are on the meta device. A call puts the caller's
+leaves into its places and runs it. Given `LazyParam`s, each unit's forward on the skeleton enters
+the unit first and leaves it afterwards; given tensors, nothing is entered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..params import Params, UnitSpec
 from ..precision import Precision
 from ..tree import check_tensors
 from .casting import PrecisionRules, cast_floats, find_policies
-from .compile import check_options
+from .compile import options_for_torch
 from .copying import check_apart, copy_module, without_values
 from .skeleton import Anatomy, Skeleton
 from .slots import Slot
@@ -236,10 +236,10 @@ def functionalize(
         buffers[path] = cast_floats(buffer.detach(), buffer_dtypes[path])
 
     # Regions are chosen among units' modules, so that collectives stay at their borders
-    recomputed = choose_modules(model, remat, specs, what="remat")
+    remat_paths = choose_modules(model, remat, specs, what="remat")
     compiled = choose_modules(model, compile, specs, what="compile", innermost=True)
-    options = check_options(compile_options, bool(compiled))
-    anatomy = Anatomy(specs, slots, buffer_slots, policies, recomputed, compiled, options, sharing)
+    options = options_for_torch(compile_options, bool(compiled))
+    anatomy = Anatomy(specs, slots, buffer_slots, policies, remat_paths, compiled, options, sharing)
     return Apply(without_values(model), anatomy), Params(leaves, specs), buffers
 
 

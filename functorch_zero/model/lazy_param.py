@@ -182,8 +182,8 @@ def handed_out(
     Args:
         lazy: as `make_lazy_param` makes them.
         trainable: of each.
-        roots: tensors that require grad, for which `take` gives gradients. Backward reaches the
-            lazy parameters only on its way to these.
+        roots: tensors that require grad, for which `take` gives gradients. They
+            are inputs of the node, which autograd runs only if some input asks for a gradient.
         take: called once at most in a backward, with the gradients of all lazy parameters.
     """
     handed: Sequence[LazyParam]

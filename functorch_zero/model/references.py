@@ -38,7 +38,7 @@ class Reference(NamedTuple):
     value: Any
 
 
-class _Name(NamedTuple):
+class _Held(NamedTuple):
     """One thing that another refers to."""
 
     name: str
@@ -99,56 +99,57 @@ def _is_plain(value: Any) -> bool:
     return issubclass(kind, _PLAIN) or kind.__module__.startswith("functorch_zero.")
 
 
-def _inside(value: Any) -> Iterator[_Name]:
+def _inside(value: Any) -> Iterator[_Held]:
     """The things that a function, container or object refers to."""
     # The first question is of the type: a weak proxy is an instance of the class it stands for
     if issubclass(type(value), (*weakref.ProxyTypes, weakref.ref)):
-        yield _Name("weakref", behind(value))
+        yield _Held("weakref", behind(value))
     elif isinstance(value, FunctionType):
         yield from _in_function(value)
     elif isinstance(value, MethodType):
-        yield _Name(value.__func__.__qualname__, value.__self__)
+        # Any callable may be bound by hand, also one without a name
+        yield _Held(getattr(value.__func__, "__qualname__", "method"), value.__self__)
         yield from _inside(value.__func__)
     elif isinstance(value, functools.partial):
         for part in (value.func, value.args, value.keywords):
-            yield _Name("partial", part)
+            yield _Held("partial", part)
     else:
         yield from _in_container(value)
         yield from _attributes(getattr(value, "__dict__", None))
         yield from _in_slots(value)
 
 
-def _in_container(value: Any) -> Iterator[_Name]:
+def _in_container(value: Any) -> Iterator[_Held]:
     """The values of a dict or sequence, and tensors that are keys."""
     if isinstance(value, Mapping):
         held = value if isinstance(value, dict) else None
         for key, inside in list(value.items()):
             name = "key" if isinstance(key, torch.Tensor) else str(key)
-            yield _Name(name, inside, held, key)
+            yield _Held(name, inside, held, key)
             if isinstance(key, torch.Tensor):
-                yield _Name(name, key)
+                yield _Held(name, key)
     elif isinstance(value, list | deque):
         for i, inside in enumerate(value):
-            yield _Name(str(i), inside, value, i)
+            yield _Held(str(i), inside, value, i)
     elif isinstance(value, tuple | set | frozenset):
         for i, inside in enumerate(value):
-            yield _Name(str(i), inside)
+            yield _Held(str(i), inside)
 
 
-def _attributes(held: Any) -> Iterator[_Name]:
+def _attributes(held: Any) -> Iterator[_Held]:
     """An object's attributes, given its `__dict__`."""
     if isinstance(held, dict):
         for name, value in list(held.items()):
-            yield _Name(str(name), value, held, name)
+            yield _Held(str(name), value, held, name)
 
 
-def _in_slots(value: Any) -> Iterator[_Name]:
+def _in_slots(value: Any) -> Iterator[_Held]:
     """An object's attributes that its classes have slots for."""
     for name, inside in slot_values(value).items():
-        yield _Name(name, inside)
+        yield _Held(name, inside)
 
 
-def _of_class(kind: type) -> Iterator[_Name]:
+def _of_class(kind: type) -> Iterator[_Held]:
     """The attributes that a user's class of modules has itself: values, and methods other than
     `__init__`, which has run."""
     for base in kind.__mro__:
@@ -159,23 +160,23 @@ def _of_class(kind: type) -> Iterator[_Name]:
         for name, value in vars(base).items():
             held = isinstance(value, FunctionType | torch.Tensor | list | tuple | dict)
             if held and name != "__init__":
-                yield _Name(name, value)
+                yield _Held(name, value)
 
 
-def _in_function(function: FunctionType) -> Iterator[_Name]:
+def _in_function(function: FunctionType) -> Iterator[_Held]:
     """The things that a function is closed over, has as defaults, or names among its globals."""
     name = function.__qualname__
     for variable, cell in zip(
         function.__code__.co_freevars, function.__closure__ or (), strict=True
     ):
         if is_filled(cell):
-            yield _Name(f"{name}: {variable}", cell.cell_contents)
+            yield _Held(f"{name}: {variable}", cell.cell_contents)
     for default in function.__defaults__ or ():
-        yield _Name(name, default)
+        yield _Held(name, default)
     for variable, default in (function.__kwdefaults__ or {}).items():
-        yield _Name(f"{name}: {variable}", default)
+        yield _Held(f"{name}: {variable}", default)
     for variable in _globals_of(function):
-        yield _Name(f"{name}: {variable}", function.__globals__[variable])
+        yield _Held(f"{name}: {variable}", function.__globals__[variable])
 
 
 def _globals_of(function: FunctionType) -> list[str]:

@@ -9,7 +9,6 @@ modules any more.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from ..profiling import ranged
 from .buffer_copies import BufferCopy, copy_of
 from .casting import CastLeaf, Policies, cast_leaf
 from .compile import CompiledForward
-from .copying import functions_of
+from .idle import Idle
 from .lazy_param import LazyParam
 from .references import references
 from .remat import recomputed
@@ -70,9 +69,7 @@ class Skeleton:
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
         self._wrap_units(anatomy)
-        # Functions too: whatever holds a module's forward may run it later
-        self._held = [*root.modules(), *functions_of(root)]
-        self._refs: list[int] = []  # references to each of `_held` while nothing runs
+        self._idle = Idle(root)
 
     def _wrap_units(self, anatomy: Anatomy) -> None:
         """Give the units' modules a forward that, from the outside in, is computed again in
@@ -108,20 +105,17 @@ class Skeleton:
 
         Call it after `__init__`, whose frame and caller still refer to the root.
         """
-        self._refs = self._count_refs()
+        self._idle.note()
         return self
-
-    def _count_refs(self) -> list[int]:
-        return list(map(sys.getrefcount, self._held))
 
     def is_free(self) -> bool:
         """Whether nothing but this skeleton refers to its modules and their functions."""
-        return self._count_refs() == self._refs
+        return self._idle.is_free()
 
     def bind(
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
     ) -> dict[str, BufferCopy]:
-        """Fill every place; buffers with copies, which are returned."""
+        """Fill every place; return the copies that are in the places of buffers."""
         self._params = params
         # Asked once per call, and not once per leaf
         kinds = {type(leaf) for leaf in params.values()}
@@ -183,7 +177,7 @@ class Skeleton:
             self._put_copies(buffers)
 
     def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, BufferCopy]:
-        """Copies in the places of buffers, since modules write to theirs; they are returned."""
+        """Put copies in the places of buffers, since modules write to theirs."""
         taken = {path: copy_of(buffer) for path, buffer in buffers.items()}
         tensors = {path: copied.tensor for path, copied in taken.items()}
         put(self._buffer_places, leaves_for(self._buffer_places, tensors))

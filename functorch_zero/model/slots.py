@@ -34,7 +34,7 @@ def tensors_in(places: Iterable[Place]) -> list[Any]:
 
 
 def put(places: Iterable[Place], values: Iterable[Any]) -> None:
-    """Fill the places, each with its value."""
+    """Fill the places, as many as there are values, in their order."""
     for place, value in zip(places, values, strict=True):
         place.held[place.attribute] = value
 
@@ -75,7 +75,6 @@ def entering(
     """
     by_entrance: dict[Entrance, list[Place]] = {}  # entrance -> its leaves' places here
     for place in places:
-        # Leaves given whole are there already; lazy ones come and go with the entrance
         leaf = leaves[place.leaf]
         if type(leaf) is LazyParam:
             by_entrance.setdefault(leaf.entrance, []).append(place)

@@ -60,10 +60,13 @@ def find_units(model: nn.Module, units: Units, slots: Iterable[Slot]) -> tuple[U
         homes[slot.leaf] = _common_parent(home, slot.module)
 
     drafts: dict[str, _Draft] = {}  # by the path of their module, in the order of their leaves
+    taken: set[str] = set()  # the chosen modules, and all around them
+    for path in chosen:
+        taken.update(ancestors(path))
     for leaf, param in model.named_parameters():
         # In a chosen unit, or else in a group that this module shares with no chosen one
         unit = _innermost(homes[leaf], chosen)
-        home = _largest_free(homes[leaf], chosen) if unit is None else unit
+        home = _largest_free(homes[leaf], taken) if unit is None else unit
         if home not in drafts:
             # The root's own leaves are no child's, so no neighbour takes them
             joinable = unit is None and home != ""
@@ -104,9 +107,9 @@ def choose_modules(
         entered.update(unit.modules)
         for path in unit.modules:
             around.update(ancestors(path)[1:])  # the module itself is not around itself
-    free = entered - around  # no other unit inside
+    without_units = entered - around  # no other unit inside
     if rule is True:
-        return frozenset(free)
+        return frozenset(without_units)
 
     # Any unit's module may be recomputed; what must be innermost is checked below
     chosen = {path for path in entered if matches(rule, model, path, model.get_submodule(path))}
@@ -119,7 +122,7 @@ def choose_modules(
         outer = min(chosen & around) or "the model"
         raise ValueError(
             f"{what}={rule!r} matches {outer!r}, which has other units inside: their collectives "
-            f"would be inside too. Remedy: choose among {', '.join(sorted(free))}"
+            f"would be inside too. Remedy: choose among {', '.join(sorted(without_units))}"
         )
     return frozenset(chosen)
 
@@ -157,12 +160,14 @@ def _innermost(path: str, chosen: set[str]) -> str | None:
     return None
 
 
-def _largest_free(path: str, chosen: set[str]) -> str:
+def _largest_free(path: str, taken: set[str]) -> str:
     """The outermost module around `path`, short of the root, that has no chosen unit in it; else
-    `path` itself."""
-    taken: set[str] = set()  # the chosen modules, and all around them
-    for chosen_path in chosen:
-        taken.update(ancestors(chosen_path))
+    `path` itself.
+
+    Args:
+        path: of the module that holds a leaf.
+        taken: the chosen modules, and all around them.
+    """
     # From the root inwards, so that the largest comes first
     for candidate in reversed(ancestors(path)):
         if candidate and candidate not in taken:

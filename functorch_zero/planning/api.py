@@ -132,7 +132,7 @@ def plan(
     axes = imagined_axes(
         rank, ranks, journal, shard_size, state_axes, swaps=over_gloo, same_data=same_data
     )
-    loss_scale = step.finite.scaling is not None
+    loss_scale = step.policy.scaling is not None
     stored_elsewhere = check_state_storage(state_storage) is not None
     options = Options(
         levels=levels,

@@ -148,4 +148,4 @@ def shard(
 
 def _scales(step: TrainStep | EvalStep | ProgramStep) -> bool:
     """Whether the step multiplies its loss by a scale, which changes between steps."""
-    return isinstance(step, TrainStep) and step.finite.scaling is not None
+    return isinstance(step, TrainStep) and step.policy.scaling is not None

@@ -164,7 +164,7 @@ def describe(step: AnyStep, state: State) -> Description:
     gather = step.options.gather if step.group.size > 1 else None
     rows = _rows(others, sharding.layout, plan, gather)
     rows += _rows_of_parts(step, state)
-    seams = [f"{name}={seam}" for name, seam in step.options.seams.items()]
+    seams = [f"{name}={seam}" for name, seam in step.options.printed_seams.items()]
     return Description(
         rows=tuple(rows),
         rank=step.group.rank,
@@ -206,7 +206,7 @@ def _describe_program(step: ShardedProgramStep, state: State) -> Description:
     others = tree_map(lambda x: None if is_on_engine(x) else x, state, is_leaf=is_on_engine)
     rest = [x for x in optree.tree_leaves(others) if isinstance(x, Tensor)]
     rows.append(_plain("(the rest)", rest))
-    seams = [f"{name}={seam}" for name, seam in step.options.seams.items()]
+    seams = [f"{name}={seam}" for name, seam in step.options.printed_seams.items()]
     return Description(
         rows=tuple(rows),
         rank=step.group.rank,

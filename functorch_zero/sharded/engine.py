@@ -81,15 +81,19 @@ class ShardedEngine:
         self._joined: dict[Any, Joined] = {}
         # Each combination of trees is gathered in an order of its own
         self._orders: dict[Any, PrefetchOrder] = {}
-        self._across: dict[int, Sharded] = {}  # by the id of its layout, which it keeps alive
+        self._across: dict[int, Sharded] = {}  # by the id of a layout, which the value keeps alive
         # Of each transform, by the id of such a layout: what its states are like; see `state_like`
         self._states_like: WeakKeyDictionary[Transform, dict[int, Any]] = WeakKeyDictionary()
 
     def __eq__(self, other: object) -> bool:
-        """Whether trees of both can be used together: they lie on one group, cut over one mesh."""
+        """Whether trees of both can be used together: they lie on one group, cut over one mesh.
+
+        The other options may differ: those of the first tree then hold for all.
+        """
         if not isinstance(other, ShardedEngine):
             return False
         mine, others = self.options.axes, other.options.axes
+        # A mesh is a group itself, so the same world has the same axes
         return mine.world is others.world and mine.both == others.both
 
     def __hash__(self) -> int:

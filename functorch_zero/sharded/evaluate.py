@@ -24,7 +24,7 @@ from .buffers import apart
 from .checks import check_batch, own_params, sharding_of
 from .failures import sharing_failures
 from .options import Options
-from .params import evaluated, make_unit_flats
+from .params import held_flats_of, make_unit_flats
 from .storage import fetched
 
 
@@ -33,7 +33,9 @@ class ShardedEvalStep:
 
     def __init__(self, step: EvalStep, options: Options):
         self.unsharded, self.options = step, options
-        self.order = PrefetchOrder(options.group)  # in which the last evaluation gathered units
+        self.gather_order = PrefetchOrder(
+            options.group
+        )  # in which the last evaluation gathered units
 
     @property
     def group(self) -> Group:
@@ -49,7 +51,7 @@ class ShardedEvalStep:
         metrics; and those of `publish`, where other params than the state's are chosen.
         """
         failures = sharing_failures(*self.options.axes.groups, call="evaluation", state=state)
-        with failures, self.order.forgotten_on_failure():
+        with failures, self.gather_order.forgotten_on_failure():
             sharding = sharding_of(state, self.options)
             layout, axes, gather = sharding.layout, self.options.axes, self.options.gather
             # Per bucket, as held between steps: (piece,) at level 3, else (numel,)
@@ -67,7 +69,13 @@ class ShardedEvalStep:
             # Without a reduction leaves bring no gradients: units are used and freed
             look = is_looked_at(next(self.unsharded.calls))
             run = Pass(
-                layout, units, None, device=device, order=self.order, overlap=overlap, look=look
+                layout,
+                units,
+                None,
+                device=device,
+                order=self.gather_order,
+                overlap=overlap,
+                look=look,
             )
             # The numbers that a training step draws from this state, so evaluations repeat
             with replayed(state.seed, state.step, axes.data.rank, device):
@@ -85,7 +93,7 @@ class ShardedEvalStep:
             )
             reminder = self.unsharded.reminder
             reminder.compare_ranks(batch, found.weight, report.mean_size, group.rank)
-            self.order.record(run.following.gathered, run.uses)
+            self.gather_order.record(run.following.gathered, run.uses)
             weight = None if found.weight is None else report.weight
             metrics = report.metrics
             metrics |= total_weight(self.unsharded.metrics, metrics, weight, group.rank)
@@ -94,8 +102,8 @@ class ShardedEvalStep:
 
     def _chosen_flats(self, state: State, layout: Layout, flats: list[Tensor]) -> list[Tensor]:
         """The flats of the params that `eval_step(params=...)` chooses by the optimizer's state, an
-        average say; as held between steps."""
+        average say; as held between steps. Collectives: those of `publish`."""
         pieces = pieces_of(flats, state.params.holding)
         opt_state = fetched(self.options.state_storage, state.opt_state)
         chosen = self.unsharded.chosen(opt_state, pieces.tree)
-        return evaluated(chosen, flats, layout, self.options.axes, self.options.gather)
+        return held_flats_of(chosen, flats, layout, self.options.axes, self.options.gather)

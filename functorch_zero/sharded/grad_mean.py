@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..layout.layout import Layout
-from ..step.loss import Outcome, as_weight, if_weighty
+from ..step.loss import Outcome, as_weight, unless_weightless
 from ..step.nonfinite import all_finite
 
 # float16's largest number is 65504, and from halfway to the next power of two it rounds up
@@ -49,7 +49,7 @@ class GradScale:
         """The bucket's packed gradients, scaled, in place where there is a factor."""
         if self.factor is not None:
             flat.mul_(self.factor)
-        return if_weighty(flat, self.weight)
+        return unless_weightless(flat, self.weight)
 
 
 class LossSeed(NamedTuple):

@@ -55,7 +55,8 @@ class Options:
     state_storage: StateStorage | None = None
 
     def describe(self) -> dict[str, Any]:
-        """The options as plain data, for comparing ranks. The levels are not among them."""
+        """The options as plain data, for comparing ranks. The levels are not among them:
+        `init` compares these first, since other options depend on them."""
         return {
             "donate": self.donate,
             "sync_buffers": self.sync_buffers,
@@ -65,13 +66,14 @@ class Options:
             "axes of the same data": self.axes.of_same_data,
             "state_axes": "both" if self.axes.both else "shard",
             "overlap": str(self.overlap),
-            **self.seams,
+            **self.printed_seams,
         }
 
     @property
-    def seams(self) -> dict[str, str]:
+    def printed_seams(self) -> dict[str, str]:
         """The objects that were given for seams, by the argument of `shard`, as they print."""
         given: dict[str, str] = {}
+        # The defaults are no seams: nothing was given
         if self.reduction is not SUMMED:
             given["reduction"] = _printed(self.reduction)
         if self.gather is not UNENCODED:

@@ -260,7 +260,7 @@ def _published_along(bucket: Bucket, axes: Axes) -> list[Group]:
     return shard + ([axes.replicate.group] if level.cuts_state and axes.both else [])
 
 
-def evaluated(
+def held_flats_of(
     chosen: PyTree[Tensor],
     flats: Sequence[Tensor],
     layout: Layout,

@@ -49,7 +49,8 @@ class ReductionParts:
     def __init__(self, reduction: Reduction, layout: Layout, axes: Axes):
         self._reduction, self._layout, self._axes = reduction, layout, axes
         self._piece_number = axes.piece_number
-        # A whole state has one piece of each place, and replicas would disagree about it
+        # A whole state holds each element once, and each replica keeps a value of its own for it:
+        # nothing says which to save
         if "pieces" in reduction.keeps.values() and axes.replicate.size > 1:
             raise NotImplementedError(
                 f"reduction={type(reduction).__name__} keeps pieces, and replicas of shards would "

@@ -33,7 +33,7 @@ from ..step.metrics import UpdateMetrics
 from ..step.nonfinite import NonFiniteState, all_finite
 from ..step.rng import replayed
 from ..step.state import State, TrainValue
-from ..step.train import TrainStep, with_measured
+from ..step.train import TrainStep, merged_metrics
 from ..step.weight_reminder import total_size
 from ..tree import PyTree
 from . import agreement
@@ -145,7 +145,7 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     # The one wait for the last reductions; from here on gradients are sums over ranks
     reduced, outcome = reduction.finish(), joined(outcomes)
     # `in_range` makes the host wait for the device, so it is asked only if the step looks
-    looks = run.step.finite.looks
+    looks = run.step.policy.looks
     overflown = looks and not in_range(reduced, run.layout, weighted=_weighted(outcome))
     return Local(reduced, reduction.kept, outcome, overflown, log)
 
@@ -168,7 +168,7 @@ def _on_micro_batch(
 
     def seed_of(outcome: Outcome) -> LossSeed:
         check_not_empty(batch, outcome.loss, outcome.weight, rank)
-        scale = run.step.finite.scale(state.finite)
+        scale = run.step.policy.scale(state.finite)
         return loss_seed_of(outcome, run.layout, axes.data.size, count, scale)
 
     # Ranks of the same data draw the same numbers, so they find the same loss
@@ -203,7 +203,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         MismatchError: ranks of the same data have found different losses or metrics.
         NonFiniteError: loss or gradients are not finite, and the step refuses that.
     """
-    outcome, policy, group = local.outcome, run.step.finite, run.options.group
+    outcome, policy, group = local.outcome, run.step.policy, run.options.group
     old, new, axes = run.state.buffers, outcome.buffers, run.options.axes
     check_synchronizable(old, new, run.options.sync_buffers, axes.data, group.rank)
     # In the order in which they are taken apart below; all ranks have as many buffers
@@ -244,7 +244,7 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     the level's gathers of the new params. One more for the norms, if metrics ask for them.
     """
     state, options = run.state, run.options
-    scale = run.step.finite.scale(state.finite)
+    scale = run.step.policy.scale(state.finite)
     # In place: these flats are the reduction's own
     to_means(local.reduced, agreed.weight if _weighted(local.outcome) else None, scale)
     # This rank's pieces: views of what is held
@@ -275,8 +275,8 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     else:
         measured.see("update_norm", lambda: tree_map(torch.zeros_like, grads.tree))
 
-    metrics = with_measured(agreed.metrics, measured.metrics(opt_state))
-    metrics = with_measured(metrics, run.step.finite.metrics(agreed.finite))
+    metrics = merged_metrics(agreed.metrics, measured.metrics(opt_state))
+    metrics = merged_metrics(metrics, run.step.policy.metrics(agreed.finite))
     # Last, since metrics are read off the state beside the params
     if agreed.fine:
         opt_state = run.updater.stored(opt_state, state.opt_state if options.donate else None)

@@ -60,7 +60,7 @@ class ShardedTrainStep:
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
         self.background = BackgroundTasks()
-        self.order = PrefetchOrder(options.group)  # in which the last step gathered units
+        self.gather_order = PrefetchOrder(options.group)  # in which the last step gathered units
         self._prepared: PreparedUpdate | None = None  # for the last layout
 
     @property
@@ -127,7 +127,7 @@ class ShardedTrainStep:
                 value=TrainValue(params=held, buffers=copies, opt_state=opt_state),
                 seed=None if seed is None else torch.tensor(seed),
                 sharding=sharding,
-                finite=self.unsharded.finite.init(),
+                finite=self.unsharded.policy.init(),
                 parts=parts,
             )
 
@@ -148,15 +148,16 @@ class ShardedTrainStep:
                 is still good.
         """
         failures = sharing_failures(*self.options.axes.groups, call="step", state=state)
-        with failures, self.order.forgotten_on_failure():
+        with failures, self.gather_order.forgotten_on_failure():
             # Up to `advance` an error leaves the state good: Note [before the first write]
             run = self._open(state, batch)
-            local = differentiate(run, self.order)
+            local = differentiate(run, self.gather_order)
             agreed = agree_on(run, local, self.background)
             return advance(run, local, agreed)
 
     def _open(self, state: State, batch: Any) -> Run:
-        """Check the state and the batch, and find the flats that the params lie in."""
+        """Check the state and the batch, and find the flats that the params lie in. Leaves that
+        were replaced since the last step are packed into new ones."""
         sharding = sharding_of(state, self.options)
         # Plans are made at the first step with a layout, and found again in later ones
         prepared = self._prepare(sharding.layout)
@@ -261,7 +262,7 @@ class ShardedTrainStep:
             "level": options.levels.describe(),
             "accumulate": step.accumulate,
             "metrics": list(step.metrics),
-            "finite": described(step.finite),
+            "finite": described(step.policy),
             "options": options.describe(),
             "optimizer": described(step.optimizer),
         }

@@ -27,8 +27,8 @@ from .loss import (
     check_metrics,
     check_weight,
     check_weight_value,
-    if_weighty,
     naming_batch,
+    unless_weightless,
 )
 from .metrics import check_names
 from .rng import replayed
@@ -78,7 +78,7 @@ class EvalStep:
         # A weightless batch has metrics 0, as in training
         metrics = {}
         for name, value in found.metrics.items():
-            metrics[name] = if_weighty(as_metric(value), found.weight)
+            metrics[name] = unless_weightless(as_metric(value), found.weight)
         weight = None if found.weight is None else as_weight(found.weight)
         return found.with_rows(metrics | total_weight(self.metrics, metrics, weight))
 

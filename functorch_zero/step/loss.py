@@ -68,14 +68,14 @@ def call_loss(
     aux = given or Aux()
     check_has_values({"loss": loss, **aux.metrics}, params, rank)
     # Without others, its own as the loss left them: written to, or replaced in their dict
-    left, what = aux.buffers, "Aux.buffers"
-    if left is None:
-        left, what = own, "the loss's buffers"
-    same_structure(buffers, left, what=what, rank=rank, remedy=_KEEP_BUFFERS)
-    _check_buffers(left, rank)
+    after, what = aux.buffers, "Aux.buffers"
+    if after is None:
+        after, what = own, "the loss's buffers"
+    same_structure(buffers, after, what=what, rank=rank, remedy=_KEEP_BUFFERS)
+    _check_buffers(after, rank)
     new = []
-    for copied, after in zip(copies, optree.tree_leaves(left), strict=True):
-        new.append(_next_buffer(copied, after, aux.weight))
+    for copied, buffer in zip(copies, optree.tree_leaves(after), strict=True):
+        new.append(_next_buffer(copied, buffer, aux.weight))
     return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight)
 
 
@@ -118,7 +118,7 @@ def _next_buffer(copied: BufferCopy, after: Tensor, weight: Tensor | float | Non
     nothing."""
     if not copied.is_changed(after):
         return copied.old
-    return if_weighty(_without_history(after), weight, otherwise=copied.old)
+    return unless_weightless(_without_history(after), weight, otherwise=copied.old)
 
 
 _KEEP_BUFFERS = "return the tree of buffers that the loss was given, with new leaves"
@@ -395,7 +395,7 @@ def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
     total: Tensor | None = None  # 0-d float64
     for value, outcome in zip(tensors, outcomes, strict=True):
         weight = as_weight(1.0 if outcome.weight is None else outcome.weight)
-        term = if_weighty(value, weight) * weight.to(value.device)
+        term = unless_weightless(value, weight) * weight.to(value.device)
         numerator = term if numerator is None else numerator + term
         total = weight if total is None else total + weight
     assert numerator is not None and total is not None
@@ -406,10 +406,10 @@ def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
     return mean.to(reduce(torch.promote_types, (value.dtype for value in tensors)))
 
 
-def if_weighty(
+def unless_weightless(
     value: Tensor, weight: Tensor | float | None, otherwise: Tensor | float = 0
 ) -> Tensor:
-    """The value, or `otherwise` where the weight is 0.
+    """The value, or `otherwise` where the weight is 0: a number, or a tensor of the value's shape.
 
     A product with the weight would not do: the loss of a batch without examples is a mean of
     nothing, a NaN, and 0 times a NaN is one.

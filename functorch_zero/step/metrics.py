@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import optree
 import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..optim.across import Across, sum_dtype, total_of
+from ..optim.across import Across, sum_dtype
 from ..optim.states import state_metrics
 from ..tree import PyTree
 
@@ -74,17 +73,13 @@ class UpdateMetrics:
         return wanted
 
     def _norms(self) -> dict[str, Tensor]:
-        """The norms asked for, 0-d, of whole trees. At most one collective, for all together."""
+        """The norms asked for, 0-d, of whole trees. One collective for all together, of one number
+        per norm; none if no norm was asked for."""
         if not self._squares:
             return {}
-        # One tree of sums per norm asked for, all in one collective
-        sums = self._across.sum(*self._squares.values())
-        if len(self._squares) == 1:
-            sums = (sums,)  # one tree in, one tree out
-        norms = {}
-        for name, tree in zip(self._squares, sums, strict=True):
-            norms[name] = total_of(optree.tree_leaves(tree)).sqrt()  # 0-d, of the whole tree
-        return norms
+        # `across` adds up the shares of leaves that are cut; others are whole on every rank
+        totals = self._across.totals([(tree,) for tree in self._squares.values()])
+        return {name: x.sqrt() for name, x in zip(self._squares, totals, strict=True)}
 
 
 def _square(x: Tensor) -> Tensor:

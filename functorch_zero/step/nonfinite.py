@@ -108,37 +108,38 @@ class NonFinitePolicy:
             good_steps=torch.zeros((), dtype=torch.int64),
         )
 
-    def scale(self, finite: NonFiniteState | None) -> float | None:
+    def scale(self, state: NonFiniteState | None) -> float | None:
         """The factor of the next loss; None: not scaled."""
-        return None if finite is None or finite.scale is None else float(finite.scale)
+        return None if state is None or state.scale is None else float(state.scale)
 
-    def next(self, finite: NonFiniteState | None, *, fine: bool) -> NonFiniteState | None:
+    def next(self, state: NonFiniteState | None, *, fine: bool) -> NonFiniteState | None:
         """For the next state, after a step that was finite or wasn't."""
-        if finite is None:
+        if state is None:
             return None
-        skipped = finite.skipped + (0 if fine else 1)
+        skipped = state.skipped + (0 if fine else 1)
         # Skipping without a scale: only the count goes on
-        if self.scaling is None or finite.scale is None or finite.good_steps is None:
-            return finite._replace(skipped=skipped)
+        if self.scaling is None or state.scale is None or state.good_steps is None:
+            return state._replace(skipped=skipped)
         # Every tensor is a new one, since the state given stays valid
-        no_steps = torch.zeros_like(finite.good_steps)
+        no_steps = torch.zeros_like(state.good_steps)
         # The gradients overflowed, or were no numbers at all: back off, and count anew
         if not fine:
-            smaller = finite.scale * self.scaling.backoff
+            smaller = state.scale * self.scaling.backoff
             return NonFiniteState(skipped, smaller.clamp(min=self.scaling.minimum), no_steps)
-        good_steps = finite.good_steps + 1
+        good_steps = state.good_steps + 1
         # Long enough without overflow: try a larger scale
         if int(good_steps) >= self.scaling.interval:
-            return NonFiniteState(skipped, finite.scale * self.scaling.growth, no_steps)
-        return NonFiniteState(skipped, finite.scale.clone(), good_steps)
+            return NonFiniteState(skipped, state.scale * self.scaling.growth, no_steps)
+        return NonFiniteState(skipped, state.scale.clone(), good_steps)
 
-    def metrics(self, finite: NonFiniteState | None) -> dict[str, Tensor]:
+    def metrics(self, state: NonFiniteState | None) -> dict[str, Tensor]:
         """The step's own metrics: the steps skipped so far, and the next loss's scale."""
-        if finite is None:
+        if state is None:
             return {}
-        found = {"skipped": finite.skipped.to(torch.get_default_dtype())}
-        if finite.scale is not None:
-            found["loss_scale"] = finite.scale.clone()
+        found = {"skipped": state.skipped.to(torch.get_default_dtype())}
+        if state.scale is not None:
+            # A tensor of its own: who writes to a metric must not change the state
+            found["loss_scale"] = state.scale.clone()
         return found
 
 

@@ -29,11 +29,11 @@ from .loss import (
     check_has_values,
     check_loss,
     dense,
-    if_weighty,
     independent,
     naming_args,
     nodes_behind,
     refuse_reentrant_checkpoints,
+    unless_weightless,
 )
 from .rng import next_stream
 from .state import State, check_not_on_meta
@@ -143,8 +143,8 @@ def _value_and_grad(
         return value, treedef.unflatten(grads)
     metrics = {}
     for name, given in aux.metrics.items():
-        metrics[name] = if_weighty(as_metric(given), aux.weight)
-    return (if_weighty(value, aux.weight), metrics), treedef.unflatten(grads)
+        metrics[name] = unless_weightless(as_metric(given), aux.weight)
+    return (unless_weightless(value, aux.weight), metrics), treedef.unflatten(grads)
 
 
 def _whole_grad(grad: Tensor | None, leaf: Tensor, aux: Aux | None) -> Tensor:
@@ -153,7 +153,7 @@ def _whole_grad(grad: Tensor | None, leaf: Tensor, aux: Aux | None) -> Tensor:
     if grad is None:
         return torch.zeros_like(leaf)
     grad = dense(grad)
-    return grad if aux is None else if_weighty(grad, aux.weight)
+    return grad if aux is None else unless_weightless(grad, aux.weight)
 
 
 def refuse_buffers(aux: Aux | None) -> None:

@@ -41,12 +41,12 @@ from .loss import (
     call_loss,
     check_weight_value,
     dense,
-    if_weighty,
     independent,
     joined,
     micro_batches,
     nodes_behind,
     refuse_reentrant_checkpoints,
+    unless_weightless,
     weighted_mean,
 )
 from .metrics import UpdateMetrics, check_names, check_reported
@@ -78,7 +78,7 @@ class TrainStep:
     trainable: Trainable = None
     accumulate: int = 1  # micro-batches per batch
     metrics: tuple[str, ...] = ()  # names of those wanted beside the loss's own
-    finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
+    policy: NonFinitePolicy = field(default_factory=NonFinitePolicy)
     reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class TrainStep:
             step=torch.zeros((), dtype=torch.int64),
             value=TrainValue(params, buffers, opt_state),
             seed=None if seed is None else torch.tensor(seed),
-            finite=self.finite.init(),
+            finite=self.policy.init(),
             trained=Trained.of(params),
         )
 
@@ -149,7 +149,7 @@ class TrainStep:
         for name, value in outcome.metrics.items():
             metrics[name] = as_metric(value)
         state, measured = self.update_measured(state, grads, outcome.buffers, outcome.loss)
-        return state, with_measured(metrics, measured)
+        return state, merged_metrics(metrics, measured)
 
     def loss_and_grads(
         self, state: State, batch: Any, part: int = 0
@@ -201,15 +201,15 @@ class TrainStep:
         # A batch that weighs nothing counts for nothing: a mean over no examples is a NaN
         metrics = {}
         for name, value in outcome.metrics.items():
-            metrics[name] = if_weighty(as_metric(value), outcome.weight)
-        loss = if_weighty(outcome.loss.detach(), outcome.weight)
+            metrics[name] = unless_weightless(as_metric(value), outcome.weight)
+        loss = unless_weightless(outcome.loss.detach(), outcome.weight)
         return grads, outcome._replace(loss=loss, metrics=metrics)
 
     def _gradients(self, state: State, params: PyTree[Tensor], outcome: Outcome) -> PyTree[Tensor]:
         """The gradients of the trained leaves, whole, in the leaves' dtypes; None where frozen."""
         trained_leaves, treedef = optree.tree_flatten(select(params, _with_grad(params)))
         # Backward begins with the loss scale, which is the same as to multiply the loss by it
-        scale = self.finite.scale(state.finite)
+        scale = self.policy.scale(state.finite)
         seed = None if scale is None else outcome.loss.new_full((), scale)
         # `allow_unused`: a leaf that this batch's loss doesn't reach gets zeros
         found = torch.autograd.grad(outcome.loss, trained_leaves, seed, allow_unused=True)
@@ -224,7 +224,7 @@ class TrainStep:
             if scale is not None:
                 # Divided again leaf by leaf, in the gradient's dtype
                 grad = grad / scale
-            grads.append(if_weighty(grad, outcome.weight))
+            grads.append(unless_weightless(grad, outcome.weight))
         return treedef.unflatten(grads)
 
     def update(self, state: State, grads: PyTree[Tensor], buffers: PyTree[Tensor]) -> State:
@@ -257,7 +257,7 @@ class TrainStep:
         measured.see("param_norm", lambda: params)
 
         # The counter and the scale go on also where the step is skipped
-        finite = self.finite.next(state.finite, fine=fine)
+        finite = self.policy.next(state.finite, fine=fine)
         next_state = state.replace(step=state.step + 1, finite=finite)
         if fine:
             # Updates have the params' structure, None where frozen
@@ -274,7 +274,7 @@ class TrainStep:
 
         # After the update: rates and factors are reported by the new state
         of_update = measured.metrics(next_state.opt_state)
-        return next_state, with_measured(of_update, self.finite.metrics(finite))
+        return next_state, merged_metrics(of_update, self.policy.metrics(finite))
 
     def _check_finite(self, state: State, grads: PyTree[Tensor], loss: Tensor | None) -> bool:
         """Whether the loss and all gradients are finite, or nobody wants to know.
@@ -283,13 +283,13 @@ class TrainStep:
             NonFiniteError: they are not, and the policy is "raise".
         """
         # "pass" never waits for the numbers
-        if not self.finite.looks:
+        if not self.policy.looks:
             return True
         tensors = optree.tree_leaves(grads)
         if loss is not None:
             tensors.append(loss)
         fine = all_finite(tensors)
-        if not fine and self.finite.nonfinite == "raise":
+        if not fine and self.policy.nonfinite == "raise":
             # 0.0: only gradients were at fault
             loss_value = 0.0 if loss is None else float(loss)
             found = not_finite(named_leaves(grads))
@@ -322,9 +322,10 @@ def train_step(
             reduce gradients once per step. Levels 2 and 3 do so in each micro-batch, unless
             `shard(reduce_gradients="once")`.
         metrics: names of more metrics of each step. "grad_norm", "update_norm" and "param_norm" are
-            of the trained leaves (sharded: one all-reduce of one number per leaf, for all three
+            of the trained leaves (sharded: one all-reduce of one number per norm, for all three
             together). The others are those that the optimizer's state reports: "learning_rate",
-            "clip_factor", "clip_norm", "skipped"; see `optim.state_metrics`.
+            "clip_factor", "clip_norm", "skipped" of `apply_if_finite`; see `optim.state_metrics`.
+            A step with nonfinite="skip" reports its own "skipped" unasked.
         nonfinite: the answer to a NaN or an infinity in the loss or a gradient, the same on all
             ranks: "raise" `NonFiniteError`, "skip" the step (params, buffers and optimizer state
             stay; the metric `skipped` counts), or "pass", which doesn't look. None: "skip" with a
@@ -355,16 +356,16 @@ def train_step(
     return TrainStep(loss_fn, optimizer, trainable, accumulate, names, policy)
 
 
-def with_measured(metrics: Metrics, measured: Metrics) -> Metrics:
+def merged_metrics(metrics: Metrics, others: Metrics) -> Metrics:
     """The metrics of two sources in one (the loss, the update, the policy for numbers that are not
-    finite); raises if both have a name."""
-    twice = sorted(set(metrics) & set(measured))
+    finite); raises if a name is in both."""
+    twice = sorted(set(metrics) & set(others))
     if twice:
         raise StructureError(
             f"two of the loss, train_step(metrics=...) and the step give metrics named {twice}. "
             "Remedy: rename one"
         )
-    return metrics | measured
+    return metrics | others
 
 
 def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tensor]:

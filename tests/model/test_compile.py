@@ -14,7 +14,7 @@ from torch.func import grad, vmap
 
 from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
-from functorch_zero.model.compile import check_options
+from functorch_zero.model.compile import options_for_torch
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.loss import Aux
@@ -224,7 +224,7 @@ def test_wrong_options() -> None:
 
 
 def test_inductor_is_told_to_draw_as_torch_does() -> None:
-    made = lambda **options: check_options(options, compiles=True)
+    made = lambda **options: options_for_torch(options, compiles=True)
     assert made()["options"] == {"fallback_random": True}
     assert made(options={"fallback_random": False})["options"] == {"fallback_random": False}
     of_mode = made(mode="max-autotune-no-cudagraphs")

@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, NamedTuple
 
 import pytest
@@ -518,3 +519,11 @@ def test_results_on_the_meta_device(what: str, level: int | None) -> None:
         run(None)
     else:
         run_ranks(run, 2)
+
+
+def test_a_callable_that_is_bound_by_hand_may_be_a_partial() -> None:
+    net = nn.Linear(2, 2)
+    net.act = MethodType(functools.partial(lambda by, module, x: x * by, 2.0), net)
+    apply, params, buffers = functionalize(net)
+    for _ in range(2):
+        assert apply(params, buffers, torch.ones(1, 2))[0].shape == (1, 2)

@@ -118,7 +118,7 @@ def walk_of_one_unit(group: Any) -> Walk:
     # Layouts remember what they have worked out, and step 3 asks no slow questions
     for _ in range(3):
         state, _ = step(state, torch.ones(4, 7))
-    step.order.record(())
+    step.gather_order.record(())
     walk = Walk()
     with walk.noting():
         step(state, torch.ones(4, 7))

@@ -404,7 +404,7 @@ def unsharded(case: Case) -> Run:
         run = run_whole(
             step, start, [{n: torch.cat([p[n] for p in some]) for n in some[0]} for some in parts]
         )
-    if step.finite.nonfinite == "raise":
+    if step.policy.nonfinite == "raise":
         with pytest.raises(NonFiniteError):
             step(run.states[-1], spoiled(4))
     return (
@@ -447,7 +447,7 @@ def sharded(case: Case, group: Any) -> Run:
             metrics |= fz.shard(evaluate, group=group, **placed(case))(state, parts[group.rank])
         whole = step.unshard(state)
         steps.append(Step(whole, [whole.buffers], metrics))
-    if step.unsharded.finite.nonfinite == "raise":
+    if step.unsharded.policy.nonfinite == "raise":
         with pytest.raises(NonFiniteError):
             own = parts[group.rank]
             # As large as the others, so that nobody is warned; but not empty
