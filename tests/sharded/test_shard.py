@@ -705,7 +705,7 @@ def test_an_update_of_another_structure() -> None:
 
 def test_what_shard_takes() -> None:
     step, _, _ = build()
-    with pytest.raises(TypeError, match="what train_step or eval_step made, got function"):
+    with pytest.raises(TypeError, match="eval_step or program_step made, got function"):
         shard(lambda state, batch: state, level=1, group=SingleRank())  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"level must be one of 0 \('replicated'\).*got 4"):
         shard(step, level=4, group=SingleRank())
