@@ -19,7 +19,6 @@ from functorch_zero import optim
 from functorch_zero.step.program_step import ProgramStep
 
 Batch = dict[str, Tensor]
-ROWS = 12  # of a batch, over all ranks
 STEPS = 3
 
 
@@ -45,6 +44,7 @@ class Case(NamedTuple):
     widths: dict[str, int]
     plain: Callable[..., Plain]
     dtypes: tuple[torch.dtype, ...] = ()  # that losses compute in, beside float64
+    rows: int = 60  # of a batch, over all ranks: 2, 3 and 5 divide it, into even parts
 
     def batches(self) -> list[Batch]:
         made = torch.Generator().manual_seed(7)
@@ -52,7 +52,7 @@ class Case(NamedTuple):
         for _ in range(STEPS):
             batch = {}
             for name, width in self.widths.items():
-                batch[name] = torch.randn(ROWS, width, generator=made, dtype=torch.float64)
+                batch[name] = torch.randn(self.rows, width, generator=made, dtype=torch.float64)
             found.append(batch)
         return found
 
@@ -310,7 +310,7 @@ def maml() -> Case:
     def init(params: Any) -> Trained:
         return Trained(params, adam.init(params))
 
-    return Case(fz.program_step(program, init=init), modules, {"tasks": 16}, plain)
+    return Case(fz.program_step(program, init=init), modules, {"tasks": 16}, plain, rows=30)
 
 
 # Reptile: three inner steps, and a part of the way that they went

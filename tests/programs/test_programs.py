@@ -9,9 +9,10 @@ import torch
 from optree import tree_map
 
 import functorch_zero as fz
-from functorch_zero.groups import run_ranks
+from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.programs.cases import CASES, OF_ONE_THREAD, Case
+from tests.tiers import crossed, tiers
 
 LEVELS = [0, 1, 2, 3]
 Result = tuple[dict[str, Any], list[Any]]  # the trees of the last value by name, all metrics
@@ -58,9 +59,41 @@ def test_one_process(name: str) -> None:
     check(case, run(case, case.step))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("level", LEVELS)
+def check_ranks(results: list[Result], case: Case) -> None:
+    for result in results:
+        check(case, result)
+
+
+# Each program at two levels in the quick tier, and each level with half of the programs
+@pytest.mark.parametrize(("name", "level"), crossed([*CASES], LEVELS))
 def test_ranks(name: str, level: int) -> None:
     case = CASES[name]()
-    for result in run_ranks(lambda group: on_rank(group, case, level), 2):
-        check(case, result)
+    check_ranks(run_ranks(lambda group: on_rank(group, case, level), 2), case)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize("level", tiers(thorough=LEVELS))
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_of_ranks(name: str, level: int, ranks: int) -> None:
+    case = CASES[name]()
+    check_ranks(run_ranks(lambda group: on_rank(group, case, level), ranks), case)
+
+
+@pytest.mark.parametrize(("name", "level"), crossed([*OF_ONE_THREAD], LEVELS, n=4))
+def test_one_thread(name: str, level: int) -> None:
+    case = OF_ONE_THREAD[name]()
+    check_ranks(run_ranks(lambda group: on_rank(group, case, level), 1), case)
+
+
+@pytest.mark.parametrize(("level", "ranks"), tiers(thorough=[(3, 2), (1, 3)], rows=True))
+def test_processes(level: int, ranks: int) -> None:
+    """All programs over gloo, one after the other on the same ranks."""
+    cases = [make() for make in (CASES | OF_ONE_THREAD).values()]
+
+    def on_ranks() -> list[Result]:
+        group = ProcessGroup()
+        return [on_rank(group, case, level) for case in cases]
+
+    for results in launch(on_ranks, ranks, start_method="fork", timeout=200):
+        for case, result in zip(cases, results, strict=True):
+            check(case, result)
