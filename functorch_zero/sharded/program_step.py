@@ -8,6 +8,7 @@ that all ranks have done the same.
 from __future__ import annotations
 
 import inspect
+import math
 import platform
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from ..layout.build import make_layout
 from ..layout.layout import Cut, Layout
 from ..layout.sharded_tree import Holding, ShardedTree, hold
 from ..layout.sharding import Sharding
+from ..model.untouched import is_looked_at
 from ..params import is_on_engine
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.loss import Metrics
@@ -39,6 +41,9 @@ from .engine import ShardedEngine, join_layouts, next_number
 from .failures import sharing_failures
 from .options import Options
 from .state import part_of_state
+
+
+_SMALL = 4096  # elements of a tensor that ranks compare in every step
 
 
 class ShardedProgramStep:
@@ -120,10 +125,12 @@ class ShardedProgramStep:
                 result = self.unsharded.program(state.value, *args)
             new, metrics = check_result(result, axes.world.rank)
             check_next_value(state.value, new, axes.world.rank)
+            number = int(state.step)
+            # Small tensors in every step, large ones now and then: their digests take time
+            limit = math.inf if is_looked_at(number) else _SMALL
+            rest = {path: leaf for path, leaf in _rest(new).items() if leaf.numel() <= limit}
             group = labelled(axes.world, "step/agreement")
-            failed = agree_on_results(
-                int(state.step), metrics, _rest(new), group, failed=self.background.failed()
-            )
+            failed = agree_on_results(number, metrics, rest, group, failed=self.background.failed())
             self.background.raise_if(failed)
             return state.replace(step=state.step + 1, value=new), metrics
 
