@@ -42,7 +42,6 @@ from .failures import sharing_failures
 from .options import Options
 from .state import part_of_state
 
-
 _SMALL = 4096  # elements of a tensor that ranks compare in every step
 
 
