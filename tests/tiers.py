@@ -36,13 +36,13 @@ def tiers(
     return [*quick, *marked(thorough, THOROUGH), *marked(full, FULL)]
 
 
-def thinned(values: Iterable[Any], n: int = 2, *, rows: bool = False) -> list[Any]:
+def thinned(values: Iterable[Any], n: int = 3, *, rows: bool = False) -> list[Any]:
     """Values for `parametrize`, or `rows`: every n-th is quick, the others are thorough."""
     values = [*values]
     return tiers(values[::n], [value for i, value in enumerate(values) if i % n], rows=rows)
 
 
-def crossed(*axes: Iterable[Any], n: int = 2) -> list[Any]:
+def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
     """Rows for `parametrize`: all combinations of the axes' values, one of n of them quick.
 
     Each value of an axis is among the quick rows, if the others have n combinations or more.
