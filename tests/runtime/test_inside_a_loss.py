@@ -50,6 +50,17 @@ class First(nn.Linear):
         return super().forward(x)
 
 
+class Calling(Net):
+    """The same, whose second unit is called by a function."""
+
+    def __init__(self, call: Callable[[nn.Linear, Tensor], Tensor]):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.second, torch.tanh(self.first(x)))
+
+
 class Product(torch.autograd.Function):
     """x (n, i), weight (o, i) -> (n, o)."""
 
@@ -103,6 +114,14 @@ def unsharded_leaf(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor
 
 def called_functionally(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return mean_square(functional_call(Net().double(), dict(params), (x,)))
+
+
+def child_called_functionally(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    def halved(module: nn.Linear, x: Tensor) -> Tensor:
+        return functional_call(module, {"weight": 0.5 * module.weight}, (x,))
+
+    inner = fz.functionalize(Calling(halved).double())[0]
+    return mean_square(out(inner, params, x)) + mean_square(out(apply, params, x))
 
 
 def custom_function(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
@@ -164,6 +183,9 @@ EQUAL: dict[str, Given] = {
     "operators on a param": penalty,
     '`fz.unshard(params["w"])`': unsharded_leaf,
     "`torch.func.functional_call(module, dict(params), x)`": called_functionally,
+    '`functional_call(self.child, {"weight": w}, x)` in a model\'s forward': (
+        child_called_functionally
+    ),
     "a custom `autograd.Function` with a param as argument": custom_function,
     "`torch.func.grad` and `vmap` by the input": torch_func,
     "`torch.autograd.grad(..., create_graph=True)` by the input": slope_penalty,
