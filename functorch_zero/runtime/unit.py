@@ -178,6 +178,9 @@ class UnitEntrance:
     def _use(self) -> Sequence[Tensor]:
         """The whole leaves, of the use that goes on or of a new one."""
         unit, around = self.unit, self.around
+        # Its flats hold other values by now, and other ranks no longer gather with this one
+        if around.over:
+            raise _outlived(unit.name)
         # Without an anchor no gradients are wanted; without grad mode none can flow
         tracked = around.anchor is not None and torch.is_grad_enabled()
         # Untracked leaves won't do where gradients are wanted: those need a node
@@ -280,6 +283,7 @@ class Pass:
         # uses, which is the same on every rank. See Note [direct uses].
         self._direct: dict[int, list[Tensor | None]] = {}
         self._loss_returned = False  # from then on, a backward is the pass's own
+        self.over = False  # whether it has ended, so that its lazy parameters are of no use
         # Until the loss returns, a backward inside of it gets its gradients unscaled
         self._scale: Scale = Unscaled()
         self._in_use: Use | None = None  # the one that backward is at,
@@ -575,7 +579,7 @@ class Pass:
             self.drop_leaves(unit)
             self._reshard(unit)
         self._check_resident()
-        self._in_use = None
+        self._in_use, self.over = None, True
 
     def drop_leaves(self, unit: UnitInPass) -> None:
         """The leaves of a use go. The loss must have left them as they were, without hooks."""
@@ -606,6 +610,7 @@ class Pass:
         cycle through autograd, which Python's collector doesn't see."""
         for unit in self._units:
             unit.leaves = None
+        self.over = True
 
     # Words for the other ranks: see Note [same uses] in `same_uses.py`
 
@@ -689,6 +694,18 @@ def _hooked(path: str) -> StructureError:
             "batch, where an unsharded step's sees that of the whole batch",
             path=path,
             remedy="change gradients in the optimizer: optim.chain(your_transform, ...)",
+        )
+    )
+
+
+def _outlived(unit: str) -> StructureError:
+    return StructureError(
+        explain(
+            "a sharded parameter was used after the loss that it was given to: it keeps no values",
+            path=unit,
+            expected="a use inside of that call of the loss",
+            remedy="keep a copy of the whole leaf, fz.unshard(param).detach().clone(); return a "
+            "number to log by fz.Aux(metrics=...); read state.params between steps",
         )
     )
 
