@@ -51,7 +51,6 @@ from .._torch_private import (
     in_custom_function,
     innermost_saved_tensors_hooks,
     next_node_number,
-    outside_transforms,
     running_node_number,
     storage_id,
     transforms_active,
@@ -60,7 +59,7 @@ from .._torch_private import (
 from ..errors import StructureError, explain
 from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
-from ..model.lazy_param import LazyParam, handed_out, make_lazy_param
+from ..model.lazy_param import LazyParam, handed_out, make_lazy_param, outside_modes
 from ..model.untouched import Untouched, changed_in_place
 from ..profiling import NOTHING
 from .prefetch import Overlap, PrefetchOrder
@@ -186,8 +185,8 @@ class UnitEntrance:
         # Untracked leaves won't do where gradients are wanted: those need a node
         if unit.leaves is not None and (unit.tracked or not tracked):
             return unit.leaves  # the use goes on
-        # Collectives and the node belong to the loss, not to a transform inside of it
-        with outside_transforms() if transforms_active() else NOTHING:
+        # Collectives and the node belong to the loss, not to a transform or a mode inside of it
+        with outside_modes():
             leaves: Sequence[Tensor]
             # A unit of frozen leaves alone needs no node: no gradients will come
             if tracked and unit.content.trained:
