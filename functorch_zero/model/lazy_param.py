@@ -145,8 +145,8 @@ class LazyParam(torch.Tensor):
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise StructureError(
                 "a sharded parameter can't be differentiated by hand inside a loss. "
-                "Remedy: make it whole first, `whole = fz.unshard(params)`, and differentiate by "
-                "that"
+                "Remedy: make it whole first, `whole = fz.unshard(params)`, compute with "
+                "`apply(whole, ...)`, and differentiate by that"
             )
         # Also those in lists and keywords; the operator then runs on whole leaves
         of_whole: dict[int, LazyParam] = {}  # by the id of its whole leaf

@@ -107,10 +107,22 @@ def run_pass(
 def _called(
     loss: Callable[[PyTree[Tensor]], Outcome], params: PyTree[Tensor], rank: int
 ) -> Outcome:
-    """The loss's outcome, with an error that explains where TorchScript was given a lazy param."""
+    """The loss's outcome, with an error that explains where TorchScript or `nn.Parameter` was given
+    a lazy param."""
     try:
         return loss(params)
     except RuntimeError as error:
+        if "Creating a Parameter" in str(error) and "LazyParam" in str(error):
+            raise StructureError(
+                explain(
+                    "nn.Parameter was given a sharded param in the loss",
+                    expected="a whole leaf",
+                    got="a LazyParam",
+                    rank=rank,
+                    remedy="give it fz.unshard(param). It makes a leaf of its own, so no gradient "
+                    "comes to the param",
+                )
+            ) from error
         if "TorchScript" not in str(error):
             raise
         raise StructureError(

@@ -159,6 +159,14 @@ def inner_step(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return torch.stack([after_a_step(row) for row in x]).mean()
 
 
+def whole_leaves(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    whole = fz.unshard(params)
+    made = mean_square(out(apply, whole, x)) + mean_square(out(apply, whole, 2 * x) - 1)
+    slopes = torch.autograd.grad(made, [*whole.values()], create_graph=True)
+    # A sum, which is linear in it: the mean over ranks is that of the whole batch
+    return made + sum((slope.sum() for slope in slopes), torch.zeros_like(made))
+
+
 def checkpointed(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return mean_square(checkpoint(lambda v: out(apply, params, v), x, use_reentrant=False))
 
@@ -191,6 +199,7 @@ EQUAL: dict[str, Given] = {
     "`torch.autograd.grad(..., create_graph=True)` by the input": slope_penalty,
     "`.backward()`, and then `x.grad`": own_backward,
     "`torch.func.grad` by whole leaves": inner_step,
+    "`torch.autograd.grad` by whole leaves": whole_leaves,
     "`torch.utils.checkpoint` with `use_reentrant=False`": checkpointed,
     "in-place operators on activations": in_place_on_activations,
     "random numbers": random_numbers,
@@ -283,6 +292,7 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
     '`params["w"].grad`': (doing(lambda weight, x: weight.grad), None, "sharded"),
     "`torch.autograd.grad` by a param": (by_a_param, None, "sharded"),
     "a transform of torch.func with params as its argument": (transformed, None, "sharded"),
+    '`nn.Parameter(params["w"])`': (doing(lambda weight, x: nn.Parameter(weight)), None, "sharded"),
     "a function of torch.jit with a param as its argument": (
         doing(lambda weight, x: scripted(weight)),
         None,
