@@ -282,6 +282,7 @@ class Pass:
         # uses, which is the same on every rank. See Note [direct uses].
         self._direct: dict[int, list[Tensor | None]] = {}
         self._loss_returned = False  # from then on, a backward is the pass's own
+        self.reached = False  # whether its backward has come to a trained leaf
         self.over = False  # whether it has ended, so that its lazy parameters are of no use
         # Until the loss returns, a backward inside of it gets its gradients unscaled
         self._scale: Scale = Unscaled()
@@ -452,6 +453,7 @@ class Pass:
             if not unit.depth:
                 self._reshard(unit)
             return
+        self.reached = True
         if use.number is not None:
             self._pass_by(use.number)
         # Those after it were passed by just now, so the last open use is this one
@@ -481,6 +483,7 @@ class Pass:
             if seen.units[leaf] not in self._direct:
                 raise _unseen(self._layout.leaves[leaf].path)
             self._direct[seen.units[leaf]][seen.numbers[leaf]] = grad
+            self.reached = True
         return (None,)  # nothing for the anchor
 
     def _pass_by(self, number: Number) -> None:

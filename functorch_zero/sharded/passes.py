@@ -83,17 +83,16 @@ def run_pass(
             if not one_pass.entered:
                 raise independent(rank)
             if look:
-                nodes = nodes_behind(outcome.loss)
-                refuse_reentrant_checkpoints(nodes, rank)
-                # Units were entered, and nothing of them led to the loss
-                if not nodes & {"EnterBackward", "HandOutBackward"}:
-                    raise independent(rank)
+                refuse_reentrant_checkpoints(nodes_behind(outcome.loss), rank)
             seed, scale = seed_of(outcome)
             # A backward until here was the loss's own; from here on it is the pass's
             one_pass.loss_ended(scale)
             with ranged("backward"):
                 # The anchor has no gradient: asking for it makes autograd run each unit's node
                 torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
+            # Units were entered, and nothing of them led to the loss
+            if not one_pass.reached:
+                raise independent(rank)
         # Uses that backward never reached get their zeros here
         one_pass.finish()
     except BaseException:

@@ -368,3 +368,31 @@ def test_refused(row: str, level: int) -> None:
 
     with pytest.raises(StructureError):
         run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("ranks_detached", [(0, 1), (1,)])
+def test_a_detached_loss_is_refused_at_every_call(level: int, ranks_detached: Any) -> None:
+    """Units are entered, and nothing of them leads to the loss: of a late step, too, and on one
+    rank alone."""
+
+    def run(group: Any) -> None:
+        apply, params, buffers = fz.functionalize(Net().double())
+        calls = 0
+
+        def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            made = out(apply, params, batch["x"])
+            if calls == 4 and group.rank in ranks_detached:
+                made = made.detach()
+            return mean_square(made * batch["x"].clone().requires_grad_()[:, :1])
+
+        step = fz.shard(fz.train_step(loss_fn, optim.sgd(0.05)), level=level, group=group)
+        state = step.init(params, buffers)
+        for _ in range(3):
+            state, _ = step(state, batches()[0])
+        step(state, batches()[0])
+
+    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+        run_ranks(run, 2)
