@@ -18,12 +18,12 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import map_tensors, outside_transforms
+from .._torch_private import map_tensors
 from ..errors import StructureError, explain
 from ..params import Params, UnitSpec
 from ..precision import Dtypes, Precision
 from ..tree import PATTERNS, PyTree, ancestors
-from .lazy_param import LazyParam, handed_out, make_lazy_param
+from .lazy_param import LazyParam, handed_out, make_lazy_param, outside_modes
 from .slots import Slot
 from .units import UnitRule, matches
 from .untouched import Untouched
@@ -246,8 +246,7 @@ class CastUnit:
         # Leaves cast without gradients won't do where gradients are wanted
         if self._leaves is None or (tracked and not self._tracked):
             self.close()
-            # A torch.func transform inside the loss must not wrap leaves that outlive it
-            with outside_transforms():
+            with outside_modes():
                 pairs = zip(self._stored, self._dtypes, strict=True)
                 self._leaves = [self._cast(leaf, dtypes) for leaf, dtypes in pairs]
             self._untouched = Untouched(self._leaves, look=self._look)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from itertools import compress
 from operator import not_
@@ -13,7 +13,12 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import make_wrapper, without_torch_function
+from .._torch_private import (
+    make_wrapper,
+    outside_transforms,
+    transforms_active,
+    without_torch_function,
+)
 from ..errors import StructureError
 from ..precision import Precision
 from ..tree import PyTree
@@ -79,6 +84,18 @@ METADATA = {
 }
 
 
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Around the making of whole leaves: they are of the loss, and not of a torch.func transform or
+    an inference mode inside of it, which they outlive. Gradients may be enabled."""
+    transformed, inference = transforms_active(), torch.is_inference_mode_enabled()
+    with (
+        outside_transforms() if transformed else nullcontext(),
+        torch.inference_mode(False) if inference else nullcontext(),
+    ):
+        yield
+
+
 class LazyParam(torch.Tensor):
     """A leaf that is not whole here yet. Its shape and dtype are the whole leaf's; a torch operator
     on it gathers it.
@@ -128,12 +145,24 @@ class LazyParam(torch.Tensor):
         if func is torch.autograd.grad or func is torch.autograd.backward:
             raise StructureError(
                 "a sharded parameter can't be differentiated by hand inside a loss. "
-                "Remedy: make it whole first, `whole = fz.unshard(params)`, and differentiate by "
-                "that"
+                "Remedy: make it whole first, `whole = fz.unshard(params)`, compute with "
+                "`apply(whole, ...)`, and differentiate by that"
             )
         # Also those in lists and keywords; the operator then runs on whole leaves
-        args, kwargs = tree_map(_make_whole, (args, kwargs))
-        return func(*args, **kwargs)
+        of_whole: dict[int, LazyParam] = {}  # by the id of its whole leaf
+
+        def whole(leaf: Any) -> Any:
+            if type(leaf) is not LazyParam:
+                return leaf
+            made = leaf.whole()
+            of_whole[id(made)] = leaf
+            return made
+
+        args, kwargs = tree_map(whole, (args, kwargs))
+        result = func(*args, **kwargs)
+        # `p.to(p.dtype)` is p itself, which has gradients even if this call was made without
+        itself = of_whole.get(id(result))
+        return result if itself is None else make_whole(itself)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -220,4 +249,6 @@ def _make_whole(leaf: Any) -> Any:
 def make_whole(tree: PyTree[Any]) -> PyTree[Any]:
     """The same tree with whole, differentiable leaves; leaves that are whole already stay as they
     are. At level 3 an all-gather per unit touched."""
-    return tree_map(_make_whole, tree)
+    # A leaf that is in hand has gradients, wherever it was taken in hand
+    with torch.enable_grad():
+        return tree_map(_make_whole, tree)

@@ -21,11 +21,14 @@ from .references import unshared_copy
 from .slots import Place, leaves_for, put, tensors_in
 
 
-def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callable[..., Any]:
+def recomputed(
+    forward: Callable[..., Any], params: Sequence[Place], buffers: Sequence[Place]
+) -> Callable[..., Any]:
     """The same function, computed again in backward, each time on the buffers of the first time.
 
     Args:
         forward: of a unit's module.
+        params: the places of the unit's leaves.
         buffers: the places of all buffers in it.
     """
 
@@ -35,7 +38,7 @@ def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callabl
         # Nothing is saved without gradients; torch.func refuses the hooks that checkpoint takes
         if not torch.is_grad_enabled() or transforms_active():
             return forward(*args, **kwargs)
-        return checkpoint(_Region(forward, buffers), *args, use_reentrant=False, **kwargs)
+        return checkpoint(_Region(forward, params, buffers), *args, use_reentrant=False, **kwargs)
 
     return run
 
@@ -43,8 +46,12 @@ def recomputed(forward: Callable[..., Any], buffers: Sequence[Place]) -> Callabl
 class _Region:
     """One call of a unit's forward, to be run once or more."""
 
-    def __init__(self, forward: Callable[..., Any], buffers: Sequence[Place]):
+    def __init__(
+        self, forward: Callable[..., Any], params: Sequence[Place], buffers: Sequence[Place]
+    ):
         self._forward = forward
+        # As they are now: functional_call may have put others in the places, for this call alone
+        self._params, self._leaves = params, tensors_in(params)
         self._places = buffers
         self._before: list[Tensor] | None = None  # the buffers as the first run found them
         self._given: tuple[Any, Any] = ((), {})  # and what it was given, but for the tensors
@@ -69,15 +76,17 @@ class _Region:
         args = tuple(map(_again, args, kept))
         kwargs = {name: _again(x, kept_by_name[name]) for name, x in kwargs.items()}
         # Those that training goes on with come back when this run is over
-        after = tensors_in(self._places)
+        after, leaves = tensors_in(self._places), tensors_in(self._params)
         copies: dict[str, Tensor] = {}  # by leaf: a buffer in several places stays one tensor
         for place, buffer in zip(self._places, self._before, strict=True):
             copies.setdefault(place.leaf, buffer.clone())
         put(self._places, leaves_for(self._places, copies))
+        put(self._params, self._leaves)
         try:
             return self._forward(*args, **kwargs)
         finally:
             put(self._places, after)
+            put(self._params, leaves)
 
 
 def _kept(argument: Any) -> Any:

@@ -65,6 +65,7 @@ class Skeleton:
         self._empty = tensors_in(self._all_places)  # tensors on the meta device
         self._params: Mapping[str, Any] = {}  # those of the call, by path
         self._put: list[Any] = []  # what the call has in the places of params
+        self._ours: dict[str, Any] = {}  # by path, what it has there now; see `entering`
         self._lazy = False  # whether the call's params have lazy ones, so that units are entered
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
@@ -92,7 +93,7 @@ class Skeleton:
                 module.forward = self._entering(path, inside, module.forward)
                 # Outermost, so that the second run enters the unit anew
                 if path in anatomy.remat:
-                    module.forward = recomputed(module.forward, self._buffers_in(module))
+                    module.forward = recomputed(module.forward, inside, self._buffers_in(module))
 
     def _buffers_in(self, module: nn.Module) -> list[Place]:
         """All places of the buffers of a module and of those inside it."""
@@ -116,7 +117,7 @@ class Skeleton:
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor]
     ) -> dict[str, BufferCopy]:
         """Fill every place; return the copies that are in the places of buffers."""
-        self._params = params
+        self._params, self._ours = params, dict(params)
         # Asked once per call, and not once per leaf
         kinds = {type(leaf) for leaf in params.values()}
         self._lazy = LazyParam in kinds
@@ -171,7 +172,7 @@ class Skeleton:
         """
         self._put = []
         if self.is_free():
-            self._params = {}
+            self._params, self._ours = {}, {}
             put(self._all_places, self._empty)
         else:
             self._put_copies(buffers)
@@ -216,7 +217,7 @@ class Skeleton:
             with ranged("forward", path or "root"):
                 # Asked at each call: one skeleton serves whole leaves and lazy ones
                 if self._lazy:
-                    run = entering(path, inside, self._params, forward)
+                    run = entering(path, inside, self._params, self._ours, forward)
                 return run(*args, **kwargs)
 
         return enter_and_run

@@ -60,7 +60,11 @@ def leaves_for(places: Iterable[Place], leaves: Mapping[str, Any]) -> list[Any]:
 
 
 def entering(
-    path: str, places: Iterable[Place], leaves: Mapping[str, Any], forward: Callable[..., Any]
+    path: str,
+    places: Iterable[Place],
+    leaves: Mapping[str, Any],
+    ours: dict[str, Any],
+    forward: Callable[..., Any],
 ) -> Callable[..., Any]:
     """The same function, run inside the entrances of the leaves that are used in it.
 
@@ -71,6 +75,9 @@ def entering(
         path: of the module whose `forward` it is.
         places: where the module and those inside it use the leaves of the module's unit.
         leaves: by path; those that are not lazy are in their places already.
+        ours: by path, what the library has in the leaf's places: the leaf, or a whole one that an
+            entrance around this one has put there. A place that holds anything else was filled by
+            somebody else, `torch.func.functional_call` say, and is left alone.
         forward: the function.
     """
     by_entrance: dict[Entrance, list[Place]] = {}  # entrance -> its leaves' places here
@@ -80,9 +87,9 @@ def entering(
             by_entrance.setdefault(leaf.entrance, []).append(place)
     for entrance, own in by_entrance.items():
         # Of the leaves, among the entrance's own
-        numbers = [leaves[place.leaf].number for place in own]
+        numbers = {place.leaf: leaves[place.leaf].number for place in own}
         # Each wraps the one before: all are entered when the function runs
-        forward = partial(_entered, entrance, path, own, numbers, forward)
+        forward = partial(_entered, entrance, path, own, numbers, ours, forward)
     return forward
 
 
@@ -90,7 +97,8 @@ def _entered(
     entrance: Entrance,
     path: str,
     places: Sequence[Place],
-    numbers: Sequence[int],
+    numbers: Mapping[str, int],
+    ours: dict[str, Any],
     forward: Callable[..., Any],
     /,
     *args: Any,
@@ -98,16 +106,19 @@ def _entered(
 ) -> Any:
     """Run inside the entrance, with its whole leaves of these numbers in the places meanwhile."""
     leaves = entrance.enter(path)
-    # The lazy ones, which come back whatever the function does
-    before = tensors_in(places)
-    whole = [leaves[number] for number in numbers]
+    places = [place for place in places if place.held[place.attribute] is ours[place.leaf]]
+    # The lazy ones mostly, which come back whatever the function does
+    before = {leaf: ours[leaf] for leaf in numbers}
+    whole = {leaf: leaves[number] for leaf, number in numbers.items()}
     try:
-        put(places, whole)
+        put(places, leaves_for(places, whole))
+        ours |= whole
         with entrance.watch():
             output = forward(*args, **kwargs)
-        check_kept(places, whole)
+        check_kept(places, leaves_for(places, whole))
         return output
     finally:
         # The lazy ones again, so that no place keeps gathered storage alive
-        put(places, before)
+        put(places, leaves_for(places, before))
+        ours |= before
         entrance.leave(path)

@@ -51,7 +51,6 @@ from .._torch_private import (
     in_custom_function,
     innermost_saved_tensors_hooks,
     next_node_number,
-    outside_transforms,
     running_node_number,
     storage_id,
     transforms_active,
@@ -60,7 +59,7 @@ from .._torch_private import (
 from ..errors import StructureError, explain
 from ..layout.flat_buffers import is_flat, pack
 from ..layout.layout import Layout, Unit, UnitContent
-from ..model.lazy_param import LazyParam, handed_out, make_lazy_param
+from ..model.lazy_param import LazyParam, handed_out, make_lazy_param, outside_modes
 from ..model.untouched import Untouched, changed_in_place
 from ..profiling import NOTHING
 from .prefetch import Overlap, PrefetchOrder
@@ -178,13 +177,16 @@ class UnitEntrance:
     def _use(self) -> Sequence[Tensor]:
         """The whole leaves, of the use that goes on or of a new one."""
         unit, around = self.unit, self.around
+        # Its flats hold other values by now, and other ranks no longer gather with this one
+        if around.over:
+            raise _outlived(unit.name)
         # Without an anchor no gradients are wanted; without grad mode none can flow
         tracked = around.anchor is not None and torch.is_grad_enabled()
         # Untracked leaves won't do where gradients are wanted: those need a node
         if unit.leaves is not None and (unit.tracked or not tracked):
             return unit.leaves  # the use goes on
-        # Collectives and the node belong to the loss, not to a transform inside of it
-        with outside_transforms() if transforms_active() else NOTHING:
+        # Collectives and the node belong to the loss, not to a transform or a mode inside of it
+        with outside_modes():
             leaves: Sequence[Tensor]
             # A unit of frozen leaves alone needs no node: no gradients will come
             if tracked and unit.content.trained:
@@ -280,6 +282,8 @@ class Pass:
         # uses, which is the same on every rank. See Note [direct uses].
         self._direct: dict[int, list[Tensor | None]] = {}
         self._loss_returned = False  # from then on, a backward is the pass's own
+        self.reached = False  # whether its backward has come to a trained leaf
+        self.over = False  # whether it has ended, so that its lazy parameters are of no use
         # Until the loss returns, a backward inside of it gets its gradients unscaled
         self._scale: Scale = Unscaled()
         self._in_use: Use | None = None  # the one that backward is at,
@@ -449,6 +453,7 @@ class Pass:
             if not unit.depth:
                 self._reshard(unit)
             return
+        self.reached = True
         if use.number is not None:
             self._pass_by(use.number)
         # Those after it were passed by just now, so the last open use is this one
@@ -478,6 +483,7 @@ class Pass:
             if seen.units[leaf] not in self._direct:
                 raise _unseen(self._layout.leaves[leaf].path)
             self._direct[seen.units[leaf]][seen.numbers[leaf]] = grad
+            self.reached = True
         return (None,)  # nothing for the anchor
 
     def _pass_by(self, number: Number) -> None:
@@ -575,7 +581,7 @@ class Pass:
             self.drop_leaves(unit)
             self._reshard(unit)
         self._check_resident()
-        self._in_use = None
+        self._in_use, self.over = None, True
 
     def drop_leaves(self, unit: UnitInPass) -> None:
         """The leaves of a use go. The loss must have left them as they were, without hooks."""
@@ -606,6 +612,7 @@ class Pass:
         cycle through autograd, which Python's collector doesn't see."""
         for unit in self._units:
             unit.leaves = None
+        self.over = True
 
     # Words for the other ranks: see Note [same uses] in `same_uses.py`
 
@@ -689,6 +696,18 @@ def _hooked(path: str) -> StructureError:
             "batch, where an unsharded step's sees that of the whole batch",
             path=path,
             remedy="change gradients in the optimizer: optim.chain(your_transform, ...)",
+        )
+    )
+
+
+def _outlived(unit: str) -> StructureError:
+    return StructureError(
+        explain(
+            "a sharded parameter was used after the loss that it was given to: it keeps no values",
+            path=unit,
+            expected="a use inside of that call of the loss",
+            remedy="keep a copy of the whole leaf, fz.unshard(param).detach().clone(); return a "
+            "number to log by fz.Aux(metrics=...); read state.params between steps",
         )
     )
 

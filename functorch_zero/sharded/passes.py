@@ -83,17 +83,16 @@ def run_pass(
             if not one_pass.entered:
                 raise independent(rank)
             if look:
-                nodes = nodes_behind(outcome.loss)
-                refuse_reentrant_checkpoints(nodes, rank)
-                # Units were entered, and nothing of them led to the loss
-                if not nodes & {"EnterBackward", "HandOutBackward"}:
-                    raise independent(rank)
+                refuse_reentrant_checkpoints(nodes_behind(outcome.loss), rank)
             seed, scale = seed_of(outcome)
             # A backward until here was the loss's own; from here on it is the pass's
             one_pass.loss_ended(scale)
             with ranged("backward"):
                 # The anchor has no gradient: asking for it makes autograd run each unit's node
                 torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
+            # Units were entered, and nothing of them led to the loss
+            if not one_pass.reached:
+                raise independent(rank)
         # Uses that backward never reached get their zeros here
         one_pass.finish()
     except BaseException:
@@ -107,10 +106,22 @@ def run_pass(
 def _called(
     loss: Callable[[PyTree[Tensor]], Outcome], params: PyTree[Tensor], rank: int
 ) -> Outcome:
-    """The loss's outcome, with an error that explains where TorchScript was given a lazy param."""
+    """The loss's outcome, with an error that explains where TorchScript or `nn.Parameter` was given
+    a lazy param."""
     try:
         return loss(params)
     except RuntimeError as error:
+        if "Creating a Parameter" in str(error) and "LazyParam" in str(error):
+            raise StructureError(
+                explain(
+                    "nn.Parameter was given a sharded param in the loss",
+                    expected="a whole leaf",
+                    got="a LazyParam",
+                    rank=rank,
+                    remedy="give it fz.unshard(param). It makes a leaf of its own, so no gradient "
+                    "comes to the param",
+                )
+            ) from error
         if "TorchScript" not in str(error):
             raise
         raise StructureError(

@@ -50,6 +50,17 @@ class First(nn.Linear):
         return super().forward(x)
 
 
+class Calling(Net):
+    """The same, whose second unit is called by a function."""
+
+    def __init__(self, call: Callable[[nn.Linear, Tensor], Tensor]):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.second, torch.tanh(self.first(x)))
+
+
 class Product(torch.autograd.Function):
     """x (n, i), weight (o, i) -> (n, o)."""
 
@@ -105,6 +116,14 @@ def called_functionally(apply: Apply, params: Any, buffers: Any, x: Tensor) -> T
     return mean_square(functional_call(Net().double(), dict(params), (x,)))
 
 
+def child_called_functionally(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    def halved(module: nn.Linear, x: Tensor) -> Tensor:
+        return functional_call(module, {"weight": 0.5 * module.weight}, (x,))
+
+    inner = fz.functionalize(Calling(halved).double())[0]
+    return mean_square(out(inner, params, x)) + mean_square(out(apply, params, x))
+
+
 def custom_function(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     hidden = torch.tanh(Product.apply(x, params["first.weight"]))
     made = Product.apply(hidden, params["second.weight"])
@@ -140,6 +159,14 @@ def inner_step(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return torch.stack([after_a_step(row) for row in x]).mean()
 
 
+def whole_leaves(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    whole = fz.unshard(params)
+    made = mean_square(out(apply, whole, x)) + mean_square(out(apply, whole, 2 * x) - 1)
+    slopes = torch.autograd.grad(made, [*whole.values()], create_graph=True)
+    # A sum, which is linear in it: the mean over ranks is that of the whole batch
+    return made + sum((slope.sum() for slope in slopes), torch.zeros_like(made))
+
+
 def checkpointed(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     return mean_square(checkpoint(lambda v: out(apply, params, v), x, use_reentrant=False))
 
@@ -164,11 +191,15 @@ EQUAL: dict[str, Given] = {
     "operators on a param": penalty,
     '`fz.unshard(params["w"])`': unsharded_leaf,
     "`torch.func.functional_call(module, dict(params), x)`": called_functionally,
+    '`functional_call(self.child, {"weight": w}, x)` in a model\'s forward': (
+        child_called_functionally
+    ),
     "a custom `autograd.Function` with a param as argument": custom_function,
     "`torch.func.grad` and `vmap` by the input": torch_func,
     "`torch.autograd.grad(..., create_graph=True)` by the input": slope_penalty,
     "`.backward()`, and then `x.grad`": own_backward,
     "`torch.func.grad` by whole leaves": inner_step,
+    "`torch.autograd.grad` by whole leaves": whole_leaves,
     "`torch.utils.checkpoint` with `use_reentrant=False`": checkpointed,
     "in-place operators on activations": in_place_on_activations,
     "random numbers": random_numbers,
@@ -261,6 +292,7 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
     '`params["w"].grad`': (doing(lambda weight, x: weight.grad), None, "sharded"),
     "`torch.autograd.grad` by a param": (by_a_param, None, "sharded"),
     "a transform of torch.func with params as its argument": (transformed, None, "sharded"),
+    '`nn.Parameter(params["w"])`': (doing(lambda weight, x: nn.Parameter(weight)), None, "sharded"),
     "a function of torch.jit with a param as its argument": (
         doing(lambda weight, x: scripted(weight)),
         None,
@@ -335,4 +367,32 @@ def test_refused(row: str, level: int) -> None:
         sharded(sharded.init(params, buffers), batch)
 
     with pytest.raises(StructureError):
+        run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("ranks_detached", [(0, 1), (1,)])
+def test_a_detached_loss_is_refused_at_every_call(level: int, ranks_detached: Any) -> None:
+    """Units are entered, and nothing of them leads to the loss: of a late step, too, and on one
+    rank alone."""
+
+    def run(group: Any) -> None:
+        apply, params, buffers = fz.functionalize(Net().double())
+        calls = 0
+
+        def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            made = out(apply, params, batch["x"])
+            if calls == 4 and group.rank in ranks_detached:
+                made = made.detach()
+            return mean_square(made * batch["x"].clone().requires_grad_()[:, :1])
+
+        step = fz.shard(fz.train_step(loss_fn, optim.sgd(0.05)), level=level, group=group)
+        state = step.init(params, buffers)
+        for _ in range(3):
+            state, _ = step(state, batches()[0])
+        step(state, batches()[0])
+
+    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
         run_ranks(run, 2)
