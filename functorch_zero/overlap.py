@@ -2,8 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import optree
 import torch
 from torch import Tensor
+
+from ._torch_private import storage_id
+from .errors import StructureError, explain
+from .tree import PyTree, paths
+
+
+def check_apart(tree: PyTree[Any]) -> None:
+    """Raise, naming both, if a trained leaf has elements in common with another leaf.
+
+    An optimizer in place would train both. A step copies leaves, and would part them.
+    """
+    leaves = optree.tree_leaves(tree)
+    for i, k in overlapping(leaves):
+        if leaves[i].requires_grad or leaves[k].requires_grad:
+            names = paths(tree)
+            raise StructureError(
+                explain(
+                    "a trained leaf shares elements with another leaf, and copies would part them",
+                    path=names[k],
+                    expected="elements of its own",
+                    got=f"elements of {names[i]}",
+                    remedy="pass one leaf, and use it twice in the loss; or pass a clone, which is "
+                    "trained apart",
+                )
+            )
+
+
+def overlapping(leaves: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """The pairs of leaves, by their positions, that have elements in common. Dense tensors only."""
+    found: dict[int, list[int]] = {}  # positions by storage
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+            found.setdefault(storage_id(leaf), []).append(i)
+    for near in found.values():
+        # In the order in which they lie: all leaves may be views of one flat
+        spans = sorted((*_bytes_of(leaves[i]), i) for i in near)
+        for n, (_, stop, i) in enumerate(spans):
+            for start, _, k in islice(spans, n + 1, None):
+                if start >= stop:  # and all further ones
+                    break
+                if overlap(leaves[i], leaves[k]):
+                    yield min(i, k), max(i, k)
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
