@@ -57,6 +57,11 @@ def has_grad_hooks(x: Tensor) -> bool:
 storage_id: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 
+# The negative of a tensor, as a view of it: the sign is a flag. In public only `imag` of a lazily
+# conjugated tensor makes one.
+neg_view: Callable[[Tensor], Tensor] = torch._neg_view
+
+
 # The functions that a tensor's gradient goes through, by number; None without any. In public, hooks
 # are only added.
 hooks_of: Callable[[Tensor], Any] = attrgetter("_backward_hooks")

@@ -171,6 +171,14 @@ def storages(tree: PyTree[Any]) -> set[int]:
     return {storage_id(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
 
 
+def is_lazy(x: Tensor) -> bool:
+    """Whether a tensor is lazily conjugated or negated: its values aren't those in its memory.
+
+    Its storage, offset and strides are the same as without. So whoever goes by places asks.
+    """
+    return x.is_conj() or x.is_neg()
+
+
 def has_values(x: Tensor) -> bool:
     """Whether a tensor has elements, and not only a shape and a dtype."""
     return not (x.is_meta or is_fake(x))

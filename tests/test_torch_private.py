@@ -57,6 +57,13 @@ def test_storage_id() -> None:
     assert private.storage_id(blank) != private.storage_id(other)
 
 
+def test_neg_view() -> None:
+    x = torch.arange(3.0)
+    negative = private.neg_view(x)
+    assert negative.is_neg() and negative.tolist() == [0, -1, -2]
+    assert private.storage_id(negative) == private.storage_id(x)
+
+
 def test_is_fake_and_its_mode() -> None:
     with private.FakeTensorMode():
         fake = torch.zeros(2, 3)

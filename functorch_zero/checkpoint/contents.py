@@ -73,7 +73,8 @@ class Part(NamedTuple):
 
     def flat(self) -> Tensor:
         """The elements, row by row (numel,): a view where they lie so, else a copy."""
-        return self.tensor.detach().reshape(-1)[self.first : self.first + self.numel]
+        flat = self.tensor.detach().reshape(-1)[self.first : self.first + self.numel]
+        return flat.resolve_conj().resolve_neg()
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ from ..errors import MismatchError, StructureError
 from ..layout.sharded_tree import ShardedTree
 from ..params import is_on_engine
 from ..step.state import State
-from ..tree import path_matches, paths
+from ..tree import is_lazy, path_matches, paths
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import check_sizes, latest
@@ -345,8 +345,8 @@ def blank_state(like: State, *, reuse: bool) -> State:
     """A state of the same structure whose values are to be overwritten, all of them.
 
     Leaves that are views of one flat are so again. With `reuse` they are `like`'s own tensors, with
-    three exceptions: scalars, since the step counter tells states apart; leaves that don't lie row
-    by row; a second use of the same storage.
+    three exceptions: scalars, since the step counter tells states apart; leaves whose values don't
+    lie row by row; a second use of the same storage.
     """
     leaves, treedef = optree.tree_flatten(like)
     flats: dict[int, Tensor] = {}  # by the id of the one that like's leaves are views of
@@ -355,7 +355,7 @@ def blank_state(like: State, *, reuse: bool) -> State:
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             made.append(leaf)
-        elif reuse and leaf.dim() and leaf.is_contiguous() and leaf.data_ptr() not in used:
+        elif reuse and _can_be_read_into(leaf) and leaf.data_ptr() not in used:
             # Donated storage is taken over once: a second leaf in it gets storage of its own
             if leaf.numel():
                 used.add(leaf.data_ptr())
@@ -381,6 +381,10 @@ def _blank(leaf: Tensor, flats: dict[int, Tensor]) -> Tensor:
     else:
         new = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     return new.requires_grad_() if leaf.requires_grad else new
+
+
+def _can_be_read_into(leaf: Tensor) -> bool:
+    return leaf.dim() > 0 and leaf.is_contiguous() and not is_lazy(leaf)
 
 
 def _is_plain_view(leaf: Tensor, base: Tensor) -> bool:

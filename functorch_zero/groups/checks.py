@@ -10,18 +10,18 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from ..tree import is_lazy
+
 
 def check_flat(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that isn't 1-D and contiguous: a collective moves its memory as it lies.
 
     A lazily conjugated or negated one has other values than lie there.
     """
-    # Conjugation and negation are flags on the tensor; the memory is as before
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.dim() == 1 and tensor.is_contiguous() and not is_lazy:
+    if tensor.dim() == 1 and tensor.is_contiguous() and not is_lazy(tensor):
         return
     got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-    if is_lazy:
+    if is_lazy(tensor):
         got += ", lazily conjugated or negated"
     raise ValueError(
         f"{name} must be 1-D and contiguous, got {got}. Remedy: pass a contiguous view of one dim, "

@@ -9,16 +9,19 @@ import optree
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._torch_private import storage_id
 from ..errors import DonatedError
+from ..tree import storages
 from .layout import Layout
 
 
 class Donations:
     """The states that have given their storage away. A state is known by its counters, 0-d tensors
-    which each step makes anew: its step number, and those of its optimizer."""
+    which each step makes anew: its step number, and those of its optimizer. They are known by their
+    storages, which detached ones have in common with them."""
 
     def __init__(self) -> None:
-        # Counter -> the number of its state; weak, so that counters go with their states
+        # A counter's storage -> the number of its state; weak, so that it goes with the state
         self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[type[Donations], tuple[()]]:
@@ -27,22 +30,22 @@ class Donations:
 
     def take(self, step: Tensor) -> None:
         """Note that the storage of this step's state is being reused."""
-        self._taken[step] = int(step)
+        self._taken[step.untyped_storage()] = int(step)
 
     def take_counters(self, step: Tensor, old: Any, new: Any) -> None:
         """Note the counters of that state's optimizer: those that the next state has others for."""
-        number = self._taken[step]
-        kept = {id(counter) for counter in _counters(new)}
+        number = self._taken[step.untyped_storage()]
+        kept = storages(_counters(new))
         for counter in _counters(old):
-            if id(counter) not in kept:
-                self._taken[counter] = number
+            if storage_id(counter) not in kept:
+                self._taken[counter.untyped_storage()] = number
 
     def check(self, step: Tensor, opt_state: Any) -> None:
         """Raise `DonatedError` if the storage of this state, or of its optimizer's state, has been
         taken."""
         for counter in (step, *_counters(opt_state)):
-            if counter in self._taken:
-                taken = self._taken[counter]
+            taken = self._taken.get(counter.untyped_storage())
+            if taken is not None:
                 raise DonatedError(
                     f"the state of step {taken} was donated to the step that made state "
                     f"{taken + 1}, and its storage holds that one now. Remedy: use the state it "

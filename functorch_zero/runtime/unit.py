@@ -50,6 +50,7 @@ from .._torch_private import (
     hooks_of,
     in_custom_function,
     innermost_saved_tensors_hooks,
+    neg_view,
     next_node_number,
     running_node_number,
     storage_id,
@@ -133,6 +134,8 @@ class SavedLeaf(NamedTuple):
     offset: int  # in elements of that dtype
     size: torch.Size
     stride: tuple[int, ...]
+    conj: bool  # lazily conjugated: as `w.conj()` and `w.mH` are
+    neg: bool  # lazily negated: as `w.conj().imag` is
 
 
 class SavedTensor(NamedTuple):
@@ -376,7 +379,8 @@ class Pass:
         assert unit.use is not None
         unit.use.saved += tensor.numel()  # elements; of an expanded view more than lie there
         offset: Any = tensor.storage_offset()
-        return SavedLeaf(unit.use, k, tensor.dtype, offset, tensor.size(), tensor.stride())
+        lazy = tensor.is_conj(), tensor.is_neg()
+        return SavedLeaf(unit.use, k, tensor.dtype, offset, tensor.size(), tensor.stride(), *lazy)
 
     def on_leave(self, unit: UnitInPass) -> None:
         """The calls of the unit's modules have returned: free its flats, unless they are wanted."""
@@ -438,7 +442,9 @@ class Pass:
 
         # A leaf may have been saved through a view in another dtype
         flat = flat if flat.dtype is ask.dtype else flat.view(ask.dtype)
-        return flat.as_strided(ask.size, ask.stride, ask.offset)
+        leaf = flat.as_strided(ask.size, ask.stride, ask.offset)
+        leaf = leaf.conj() if ask.conj else leaf
+        return neg_view(leaf) if ask.neg else leaf
 
     def on_backward(self, use: Use, grads: Grads) -> None:
         """Backward has come to the end of a use: its leaves' gradients, None for those without.

@@ -30,6 +30,7 @@ from ..optim.base import Transform
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
 from ..optim.state_checks import check_opt_state
+from ..overlap import check_apart
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
@@ -489,6 +490,7 @@ def shard_tree(
     options, axes = engine.options, engine.options.axes
     with sharing_failures(*axes.groups, call="shard_tree"), torch.no_grad():
         check_tensors(tree, "the tree")
+        check_apart(tree)
         if layout_like is not None:
             sharding = layout_like.sharding
             _check_like(tree, sharding.layout)

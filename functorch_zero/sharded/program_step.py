@@ -26,6 +26,7 @@ from ..layout.layout import Cut, Layout
 from ..layout.sharded_tree import Holding, ShardedTree, hold
 from ..layout.sharding import Sharding
 from ..model.untouched import is_looked_at
+from ..overlap import check_apart
 from ..params import is_on_engine
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.loss import Metrics
@@ -176,6 +177,7 @@ class ShardedProgramStep:
     def _layout_of(self, name: str, tree: Any) -> Layout:
         """The layout of an argument of `init`; the rule of levels sees its name before paths."""
         check_tensors(tree, name)
+        check_apart(tree)
 
         def cut(path: str, leaf: Tensor) -> Cut:
             return self.options.cut_of(f"{name}.{path}", leaf)

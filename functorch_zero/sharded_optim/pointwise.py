@@ -30,7 +30,7 @@ from ..layout.flat_buffers import Recall, cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
 from ..optim.across import Across, Pointwise, Tree
 from ..optim.base import Transform
-from ..tree import PyTree, has_values, same_structure, select, storages
+from ..tree import PyTree, has_values, is_lazy, same_structure, select, storages
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 # Elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
@@ -416,6 +416,7 @@ def _in_storages_of_their_own(made: Sequence[Tensor]) -> list[Tensor]:
     taken: set[int] = set()
     apart = []
     for x in made:
+        x = x.resolve_conj().resolve_neg()  # flats have their values in memory
         apart.append(x.clone() if storage_id(x) in taken else x)
         taken.add(storage_id(x))
     return apart
@@ -487,6 +488,7 @@ def _is_at(value: Tensor, target: Tensor) -> bool:
         _share(value, target)
         and value.storage_offset() == target.storage_offset()
         and value.stride() == target.stride()
+        and not is_lazy(value)
     )
 
 

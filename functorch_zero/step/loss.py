@@ -337,19 +337,35 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
         check_weight_value(weight, rank)
 
 
+# Gradients are multiplied by weights before they are summed over ranks, in float32 or less, whose
+# numbers end at 3e38 and lose digits below 1e-38
+LEAST_WEIGHT, MOST_WEIGHT = 1e-20, 1e20
+
+
 def check_weight_value(weight: Tensor | float | None, rank: int | None = None) -> None:
-    """Raise unless a weight is finite, and not negative. The host waits for a device's."""
+    """Raise unless a weight is 0, or a number in range. The host waits for a device's."""
     if weight is None or (isinstance(weight, Tensor) and not has_values(weight)):
         return
-    if 0 <= float(weight) < math.inf:
+    number = float(weight)
+    if number == 0 or LEAST_WEIGHT <= number <= MOST_WEIGHT:
         return
+    if not 0 <= number < math.inf:
+        raise StructureError(
+            explain(
+                "Aux.weight is no weight",
+                expected=">= 0, and finite",
+                got=number,
+                rank=rank,
+                remedy="count examples, or tokens; 0 counts for nothing",
+            )
+        )
     raise StructureError(
         explain(
-            "Aux.weight is no weight",
-            expected=">= 0, and finite",
-            got=float(weight),
+            "Aux.weight is out of range: gradients times weights would leave that of float32",
+            expected=f"0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
+            got=number,
             rank=rank,
-            remedy="count examples, or tokens; 0 counts for nothing",
+            remedy="divide all weights by the same number: only their ratio counts",
         )
     )
 

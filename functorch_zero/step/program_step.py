@@ -13,6 +13,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..overlap import check_apart
 from ..tree import paths, same_structure
 from .loss import Metrics, as_metric
 from .rng import streams
@@ -43,6 +44,8 @@ class ProgramStep:
         """
         step = torch.zeros((), dtype=torch.int64)
         own_seed = None if seed is None else torch.tensor(seed)
+        for arg in args:
+            check_apart(arg)
         # Copies, so that nobody who holds the tensors given can change the state
         own_args = tree_map(_copy, args)
         with torch.no_grad():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import optree
+import torch
 from optree import tree_map
 from torch import Tensor
 
@@ -104,16 +105,19 @@ class State:
         return self.value.opt_state
 
     def replace(self, **changes: Any) -> State:
-        """The state with other fields, its own or its value's.
+        """The state with other fields, its own or its value's. `step` and `seed` may be ints.
 
         >>> import torch
         >>> value = TrainValue({"w": torch.zeros(2)}, {}, ())
-        >>> state = State(torch.tensor(0), value, None).replace(step=torch.tensor(1), params={})
+        >>> state = State(torch.tensor(0), value, None).replace(step=1, params={})
         >>> int(state.step), state.params
         (1, {})
         """
         # Own fields first: a value may have fields of the same names
         own = {name: changes.pop(name) for name in _FIELDS if name in changes}
+        for name in ("step", "seed"):
+            if isinstance(own.get(name), int):
+                own[name] = torch.tensor(own[name])
         if changes:  # the rest are fields of the value
             value = own.get("value", self.value)
             own["value"] = value._replace(**changes)

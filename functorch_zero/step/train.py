@@ -24,6 +24,7 @@ from ..optim.across import Across
 from ..optim.arguments import check_is_transform
 from ..optim.base import Transform
 from ..optim.local import Local
+from ..overlap import check_apart
 from ..tree import (
     PyTree,
     check_tensors,
@@ -375,6 +376,7 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
         mask = mask_of(params, trainable)
         _check_floating(params, mask)
         params = tree_map(lambda p, train: p.detach().requires_grad_(train), params, mask)
+    check_apart(params)
     # A step that trains nothing would still run, and mislead
     if not any(p.requires_grad for p in optree.tree_leaves(params)):
         raise StructureError(

@@ -26,6 +26,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.evaluate import EvalStep, eval_step
 from functorch_zero.step.loss import Aux
+from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from tests.compare import (
     Run,
@@ -140,6 +141,40 @@ def test_a_donated_optimizer_state_is_refused_beside_other_params(level: int) ->
         assert int(state.step) == 3
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_donated_optimizer_state_is_refused_when_detached(level: int) -> None:
+    """Detached counters are other objects, with the counters' storage."""
+
+    def run(group: Any) -> None:
+        step, params, buffers = build()
+        sharded = shard(step, level=level, group=group)
+        state = sharded.init(params, buffers)
+        first = tree_map(Tensor.detach, state.opt_state)
+        for _ in range(2):
+            # Of the newest state nothing is taken
+            state = state.replace(opt_state=tree_map(Tensor.detach, state.opt_state))
+            state, _ = sharded(state, batch_for(group))
+        with pytest.raises(DonatedError, match="state of step 0 was donated"):
+            sharded(state.replace(opt_state=first), batch_for(group))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_step_and_seed_may_be_ints(level: int | None) -> None:
+    def run(group: Any) -> State:
+        step, params, buffers = build()
+        made: Any = step if level is None else shard(step, level=level, group=group)
+        batch = batch_for(group)
+        state, _ = made(made.init(params, buffers).replace(step=3, seed=7), batch)
+        tensors = made.init(params, buffers).replace(step=torch.tensor(3), seed=torch.tensor(7))
+        assert equal_trees(state, made(tensors, batch)[0])
+        assert int(state.step) == 4
+        return state
+
+    run_ranks(run, 1 if level is None else 2)
 
 
 @pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))

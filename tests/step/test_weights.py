@@ -134,6 +134,42 @@ def test_a_weight_is_a_constant() -> None:
 BAD = [-1.0, float("nan"), float("inf")]
 
 
+OUT_OF_RANGE = [1e-50, 1e-44, 1e-21, 1e21, 1e39]
+
+
+@pytest.mark.parametrize(("weight", "level"), crossed(OUT_OF_RANGE, [None, 0, 3]))
+def test_a_weight_is_in_range(weight: float, level: int | None) -> None:
+    """In float32 its product with a gradient would lose digits, or be infinite."""
+
+    def run(group: Any) -> None:
+        step: Any = fz.train_step(weighing([weight]), optim.sgd(0.1))
+        if level is not None:
+            step = fz.shard(step, level=level, group=group)
+        state = step.init(PARAMS)
+        with pytest.raises(StructureError, match=r"1e-20 to 1e\+20, got .*Remedy: divide all"):
+            step(state, BATCH[:1])
+
+    run_ranks(run, 1 if level is None else 2)
+
+
+@pytest.mark.parametrize("weight", [1e-20, 1e20])
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_the_ends_of_the_range(level: int, weight: float) -> None:
+    """Two ranks of one weight have the gradient that one rank has without."""
+
+    def run(group: Any) -> Tensor:
+        def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+            return (params["w"] * x).square().sum(), fz.Aux(weight=weight)
+
+        step = fz.shard(fz.train_step(loss_fn, optim.sgd(0.1)), level=level, group=group)
+        state = step.init({"w": torch.tensor([1e-3, 0.1, 10.0], requires_grad=True)})
+        state, _ = step(state, torch.ones(1))
+        return step.unshard(state).params["w"]
+
+    expected = torch.tensor([0.8e-3, 0.08, 8.0])
+    torch.testing.assert_close(run_ranks(run, 2)[0].detach(), expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("weight", BAD)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_weight_is_finite_and_not_negative(
