@@ -235,6 +235,31 @@ def independent(rank: int | None = None) -> StructureError:
     )
 
 
+def gradients(
+    loss: Tensor, leaves: Sequence[Tensor], seed: Tensor | None = None
+) -> list[Tensor | None]:
+    """The gradients of a loss, dense; None for a leaf that it doesn't reach.
+
+    A custom function may run modules again in its backward, by a backward of its own. The gradients
+    of that one go to the leaves' `.grad`, and count as well.
+
+    Args:
+        loss: 0-d.
+        leaves: of autograd's graph, of this call's own.
+        seed: 0-d, by which the gradients are multiplied; None: 1.
+    """
+    # A backward inside of the loss has left some, which are no part of its gradient
+    for leaf in leaves:
+        leaf.grad = None
+    grads = []
+    found = torch.autograd.grad(loss, leaves, seed, allow_unused=True)
+    for leaf, grad in zip(leaves, found, strict=True):
+        parts = [dense(part) for part in (grad, leaf.grad) if part is not None]
+        grads.append(sum(parts[1:], parts[0]) if parts else None)
+        leaf.grad = None
+    return grads
+
+
 def nodes_behind(loss: Tensor) -> set[str]:
     """The names of all nodes in the loss's graph, such as "AddmmBackward0"."""
     names, waiting, seen = set(), [loss.grad_fn], set[Any]()

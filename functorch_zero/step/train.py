@@ -40,7 +40,7 @@ from .loss import (
     as_metric,
     call_loss,
     check_weight_value,
-    dense,
+    gradients,
     if_weighty,
     independent,
     joined,
@@ -209,8 +209,7 @@ class TrainStep:
         # Backward begins with the loss scale, which is the same as to multiply the loss by it
         scale = self.finite.scale(state.finite)
         seed = None if scale is None else outcome.loss.new_full((), scale)
-        # `allow_unused`: a leaf that this batch's loss doesn't reach gets zeros
-        found = torch.autograd.grad(outcome.loss, trained_leaves, seed, allow_unused=True)
+        found = gradients(outcome.loss, trained_leaves, seed)
         # A loss that reaches no leaf at all is a mistake
         if all(grad is None for grad in found):
             raise independent()
@@ -218,7 +217,6 @@ class TrainStep:
         for leaf, grad in zip(trained_leaves, found, strict=True):
             if grad is None:
                 grad = torch.zeros_like(leaf)  # this batch's loss doesn't use the leaf
-            grad = dense(grad)
             if scale is not None:
                 # Divided again leaf by leaf, in the gradient's dtype
                 grad = grad / scale

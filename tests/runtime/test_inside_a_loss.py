@@ -75,6 +75,25 @@ class Unread(torch.autograd.Function):
         return 2 * grad, grad.sum().expand(ctx.shape)
 
 
+class RunAgain(torch.autograd.Function):
+    """x -> f(x); backward runs it again, and a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.f(x), grad)
+        return x.grad, None
+
+
 def out(apply: Apply, params: Any, x: Tensor) -> Tensor:
     return apply(params, {}, x)[0]
 
@@ -109,6 +128,11 @@ def custom_function(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tenso
     hidden = torch.tanh(Product.apply(x, params["first.weight"]))
     made = Product.apply(hidden, params["second.weight"])
     return mean_square(made) + mean_square(out(apply, params, x))
+
+
+def reversible(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    again = RunAgain.apply(x.clone().requires_grad_(), lambda v: out(apply, params, v))
+    return mean_square(again) + mean_square(out(apply, params, 2 * x))
 
 
 def torch_func(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
@@ -165,6 +189,7 @@ EQUAL: dict[str, Given] = {
     '`fz.unshard(params["w"])`': unsharded_leaf,
     "`torch.func.functional_call(module, dict(params), x)`": called_functionally,
     "a custom `autograd.Function` with a param as argument": custom_function,
+    "a custom `autograd.Function` that runs modules again in its backward": reversible,
     "`torch.func.grad` and `vmap` by the input": torch_func,
     "`torch.autograd.grad(..., create_graph=True)` by the input": slope_penalty,
     "`.backward()`, and then `x.grad`": own_backward,
