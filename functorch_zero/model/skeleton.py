@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .._torch_private import (
     buffers_dict,
+    has_backward_hooks,
     params_dict,
     transforms_active,
     without_torch_function,
@@ -25,7 +26,7 @@ from ..errors import StructureError, explain
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
-from .buffer_copies import BufferCopy, copy_of
+from .buffer_copies import BufferCopy, copy_of, note_kept
 from .casting import CastLeaf, Policies, cast_leaf
 from .compile import CompiledForward
 from .copying import functions_of
@@ -66,6 +67,7 @@ class Skeleton:
         self._empty = tensors_in(self._all_places)  # tensors on the meta device
         self._params: Mapping[str, Any] = {}  # those of the call, by path
         self._put: list[Any] = []  # what the call has in the places of params
+        self._hooked = any(map(has_backward_hooks, root.modules()))
         self._lazy = False  # whether the call's params have lazy ones, so that units are entered
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
@@ -180,7 +182,11 @@ class Skeleton:
             self._params = {}
             put(self._all_places, self._empty)
         else:
-            self._put_copies(buffers)
+            taken = self._put_copies(buffers)
+            # A hook runs in backward, and finds these
+            if self._hooked:
+                for path, copied in taken.items():
+                    note_kept(path, copied.tensor)
 
     def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, BufferCopy]:
         """Copies in the places of buffers, since modules write to theirs; they are returned."""
@@ -206,6 +212,7 @@ class Skeleton:
         new = dict(old)
         for path, buffer in found.items():
             if not taken[path].is_changed(buffer):
+                note_kept(path, taken[path].tensor)
                 continue
             if path in self._sharing and taken[path].is_surely_changed(buffer):
                 raise _parted(path, self._sharing[path])

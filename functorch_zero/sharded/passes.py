@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss
+from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import mark_policies
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
@@ -94,6 +95,7 @@ def run_pass(
             with ranged("backward"):
                 # The anchor has no gradient: asking for it makes autograd run each unit's node
                 torch.autograd.grad(outcome.loss, [one_pass.anchor], seed, allow_unused=True)
+            check_kept_in_backward(outcome.kept, rank)
         # Uses that backward never reached get their zeros here
         one_pass.finish()
     except BaseException:

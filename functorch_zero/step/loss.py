@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._torch_private import unwrapped
 from ..errors import FunctorchZeroError, StructureError, explain
-from ..model.buffer_copies import BufferCopy, copy_of
+from ..model.buffer_copies import BufferCopy, Kept, copy_of, note_kept, noting_kept
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
 from ..tree import PyTree, has_values, paths, same_structure
@@ -52,6 +52,7 @@ class Outcome(NamedTuple):
     buffers: PyTree[Tensor]  # the new ones, whole; the old ones where the batch weighs nothing
     metrics: Mapping[str, Tensor | float]  # 0-d each
     weight: Tensor | float | None  # >= 0; None: the loss gave none
+    kept: Sequence[Kept] = ()  # buffers that backward must not write to; () after it
 
 
 def call_loss(
@@ -62,7 +63,7 @@ def call_loss(
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
-    with naming_batch(batch):
+    with naming_batch(batch), noting_kept() as kept:
         result = loss_fn(params, own, batch)
     loss, given = check_loss(result, rank)
     aux = given or Aux()
@@ -74,9 +75,11 @@ def call_loss(
     same_structure(buffers, left, what=what, rank=rank, remedy=_KEEP_BUFFERS)
     _check_buffers(left, rank)
     new = []
-    for copied, after in zip(copies, optree.tree_leaves(left), strict=True):
+    for path, copied, after in zip(paths(buffers), copies, optree.tree_leaves(left), strict=True):
         new.append(_next_buffer(copied, after, aux.weight))
-    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight)
+        if new[-1] is copied.old:
+            note_kept(path, copied.tensor, kept)
+    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight, kept)
 
 
 @contextmanager

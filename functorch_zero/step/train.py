@@ -17,6 +17,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import CastParams
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
@@ -195,13 +196,14 @@ class TrainStep:
             cast.finish()
             untouched.check(params)
             grads = self._gradients(state, params, outcome)
+            check_kept_in_backward(outcome.kept)
 
         # A batch that weighs nothing counts for nothing: a mean over no examples is a NaN
         metrics = {}
         for name, value in outcome.metrics.items():
             metrics[name] = if_weighty(as_metric(value), outcome.weight)
         loss = if_weighty(outcome.loss.detach(), outcome.weight)
-        return grads, outcome._replace(loss=loss, metrics=metrics)
+        return grads, outcome._replace(loss=loss, metrics=metrics, kept=())
 
     def _gradients(self, state: State, params: PyTree[Tensor], outcome: Outcome) -> PyTree[Tensor]:
         """The gradients of the trained leaves, whole, in the leaves' dtypes; None where frozen."""

@@ -257,6 +257,24 @@ def scripted(weight: Tensor) -> Tensor:
     return weight.square().sum()
 
 
+class Largest(torch.autograd.Function):
+    """x -> x, and the largest gradient to a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, largest: Tensor) -> Tensor:
+        ctx.largest = largest
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.largest.copy_(grad.abs().max())
+        return grad, None
+
+
+def buffer_in_backward(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(Largest.apply(out(apply, params, x), buffers["largest"]))
+
+
 def reentrant(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     made = checkpoint(lambda v: out(apply, params, v), x, use_reentrant=True)
@@ -297,6 +315,11 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
         "sharded",
     ),
     "`torch.utils.checkpoint` with `use_reentrant=True`": (reentrant, None, EVERYWHERE),
+    "a buffer that is written to in backward, by a module's hook or a custom `autograd.Function`": (
+        buffer_in_backward,
+        None,
+        EVERYWHERE,
+    ),
     "a loss that depends on no trained leaf": (independent, None, EVERYWHERE),
     "a loss that is no scalar": (no_scalar, None, EVERYWHERE),
 }
@@ -310,6 +333,7 @@ def step_of(given: Given, change: Any = None) -> tuple[Any, Any, Any]:
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return given(apply, params, buffers, batch["x"])
 
+    buffers = {"largest": torch.zeros(())}  # of the loss's own
     return fz.train_step(loss_fn, optim.sgd(0.05, momentum=0.9)), params, buffers
 
 
