@@ -43,6 +43,13 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
+def version_counter(x: Tensor) -> Tensor:
+    """An empty tensor that counts the writes to another one, whose storage it doesn't keep."""
+    counter = x.detach()  # shares the counter and the storage
+    counter.data = x.new_empty(0)  # another storage, and the same counter
+    return counter
+
+
 def has_grad_hooks(x: Tensor) -> bool:
     """Whether `register_hook` or `register_post_accumulate_grad_hook` gave a tensor hooks.
 
@@ -127,6 +134,11 @@ def not_persistent(module: nn.Module) -> set[str]:
 def has_forward_pre_hooks(module: nn.Module) -> bool:
     """Whether hooks run before the module's forward. In public they are only registered."""
     return bool(module._forward_pre_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run in the module's backward. In public they are only registered."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 # ---- Trees ----

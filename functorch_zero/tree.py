@@ -171,7 +171,7 @@ def storages(tree: PyTree[Any]) -> set[int]:
     return {storage_id(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
 
 
-def is_lazy(x: Tensor) -> bool:
+def is_flagged(x: Tensor) -> bool:
     """Whether a tensor is lazily conjugated or negated: its values aren't those in its memory.
 
     Its storage, offset and strides are the same as without. So whoever goes by places asks.

@@ -162,6 +162,27 @@ def test_has_forward_pre_hooks() -> None:
     assert not private.has_forward_pre_hooks(model)
 
 
+def test_version_counter() -> None:
+    x = torch.ones(3)
+    before = private.version_of(x)
+    counter = private.version_counter(x)
+    assert counter.numel() == 0 and private.version_of(counter) == before
+    x[1:].add_(1)
+    assert private.version_of(counter) == private.version_of(x) == before + 1
+    assert private.storage_id(counter) != private.storage_id(x)
+
+
+def test_has_backward_hooks() -> None:
+    model = nn.Linear(2, 1)
+    model.register_forward_hook(lambda *args: None)
+    assert not private.has_backward_hooks(model)
+    for register in (model.register_full_backward_hook, model.register_full_backward_pre_hook):
+        handle = register(lambda *args: None)
+        assert private.has_backward_hooks(model)
+        handle.remove()
+        assert not private.has_backward_hooks(model)
+
+
 # ---- Trees ----
 
 

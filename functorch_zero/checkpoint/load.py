@@ -18,7 +18,7 @@ from ..errors import MismatchError, StructureError
 from ..layout.sharded_tree import ShardedTree
 from ..params import is_on_engine
 from ..step.state import State
-from ..tree import is_lazy, path_matches, paths
+from ..tree import is_flagged, path_matches, paths
 from .agreement import together
 from .block_io import Wanted, read_wanted
 from .catalogue import check_sizes, latest
@@ -384,7 +384,7 @@ def _blank(leaf: Tensor, flats: dict[int, Tensor]) -> Tensor:
 
 
 def _can_be_read_into(leaf: Tensor) -> bool:
-    return leaf.dim() > 0 and leaf.is_contiguous() and not is_lazy(leaf)
+    return leaf.dim() > 0 and leaf.is_contiguous() and not is_flagged(leaf)
 
 
 def _is_plain_view(leaf: Tensor, base: Tensor) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from ..tree import is_lazy
+from ..tree import is_flagged
 
 
 def check_flat(name: str, tensor: Tensor) -> None:
@@ -18,10 +18,10 @@ def check_flat(name: str, tensor: Tensor) -> None:
 
     A lazily conjugated or negated one has other values than lie there.
     """
-    if tensor.dim() == 1 and tensor.is_contiguous() and not is_lazy(tensor):
+    if tensor.dim() == 1 and tensor.is_contiguous() and not is_flagged(tensor):
         return
     got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-    if is_lazy(tensor):
+    if is_flagged(tensor):
         got += ", lazily conjugated or negated"
     raise ValueError(
         f"{name} must be 1-D and contiguous, got {got}. Remedy: pass a contiguous view of one dim, "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import base_of, storage_id
-from ..tree import PyTree, is_lazy
+from ..tree import PyTree, is_flagged
 from .layout import Bucket, Layout
 
 # Paths and leaves -> leaves with values, of the same shapes and dtypes
@@ -66,7 +66,7 @@ def is_flat(
         and leaf.layout == torch.strided
         and leaf.numel() == bucket.numel
         and leaf.is_contiguous()
-        and not is_lazy(leaf)
+        and not is_flagged(leaf)
         and leaf.dtype == (bucket.dtype if dtype is None else dtype)
     )
 
@@ -145,7 +145,7 @@ def _lie_in(
             return False
         if leaf.storage_offset() != offset or leaf.numel() != numel or not leaf.is_contiguous():
             return False
-        if is_lazy(leaf):
+        if is_flagged(leaf):
             return False
         offset += numel
     return True
@@ -232,7 +232,7 @@ def where_they_lie(leaves: Sequence[Tensor]) -> list[list[Any]]:
         [leaf.shape for leaf in leaves],
         [leaf.dtype for leaf in leaves],
         [leaf.is_contiguous() for leaf in leaves],
-        [is_lazy(leaf) for leaf in leaves],
+        [is_flagged(leaf) for leaf in leaves],
     ]
 
 

@@ -9,12 +9,16 @@ each other, a device's own comparison comes with its metrics, and costs no wait 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._torch_private import transforms_active, version_of
+from .._torch_private import transforms_active, version_counter, version_of
+from ..errors import StructureError, explain
 from ..tree import has_values
 
 
@@ -93,3 +97,52 @@ def _has_words(mask: Tensor) -> bool:
 def _version(tensor: Tensor) -> int | None:
     """How often it has been written to; tensors of inference mode don't count."""
     return None if tensor.is_inference() else version_of(tensor)
+
+
+class Kept(NamedTuple):
+    """A buffer that a loss has not changed: nobody reads its copy when the loss has returned."""
+
+    path: str
+    counter: Tensor  # without the copy's values, which may go
+    version: int  # when the loss had returned
+
+
+# Those of the loss that runs; None: nobody asks
+_KEPT: ContextVar[list[Kept] | None] = ContextVar("_KEPT", default=None)
+
+
+@contextmanager
+def noting_kept() -> Iterator[list[Kept]]:
+    """Around a loss: the list of the buffers that it keeps, which fills up meanwhile."""
+    kept: list[Kept] = []
+    token = _KEPT.set(kept)
+    try:
+        yield kept
+    finally:
+        _KEPT.reset(token)
+
+
+def note_kept(path: str, copy: Tensor, kept: list[Kept] | None = None) -> None:
+    """Note the copy of a buffer, whose values nobody will read; None: for the loss that runs."""
+    kept = _KEPT.get() if kept is None else kept
+    plain = type(copy) is Tensor and copy.layout == torch.strided and not copy.is_inference()
+    if kept is not None and plain and not transforms_active():
+        kept.append(Kept(path, version_counter(copy), version_of(copy)))
+
+
+def check_kept_in_backward(kept: Sequence[Kept], rank: int | None = None) -> None:
+    """Raise StructureError if backward has written to a buffer that the loss had kept."""
+    for path, counter, version in kept:
+        if version_of(counter) != version:
+            raise StructureError(
+                explain(
+                    "a buffer was written to in backward, when the loss had returned its buffers",
+                    path=path,
+                    expected="writes by forward",
+                    got="one by a hook, or by the backward of a custom autograd.Function",
+                    rank=rank,
+                    remedy="write it in forward. Numbers about gradients belong in the optimizer's "
+                    "state: optim.chain(your_transform, ...). A checkpoint of your own in a module "
+                    "with backward hooks: functionalize(remat=...)",
+                )
+            )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .._torch_private import (
     buffers_dict,
+    has_backward_hooks,
     params_dict,
     transforms_active,
     without_torch_function,
@@ -24,7 +25,7 @@ from ..errors import StructureError, explain
 from ..params import UnitSpec
 from ..precision import Precision
 from ..profiling import ranged
-from .buffer_copies import BufferCopy, copy_of
+from .buffer_copies import BufferCopy, copy_of, note_kept
 from .casting import CastLeaf, Policies, cast_leaf
 from .compile import CompiledForward
 from .idle import Idle
@@ -66,6 +67,7 @@ class Skeleton:
         self._params: Mapping[str, Any] = {}  # those of the call, by path
         self._put: list[Any] = []  # what the call has in the places of params
         self._ours: dict[str, Any] = {}  # by path, what it has there now; see `entering`
+        self._hooked = any(map(has_backward_hooks, root.modules()))
         self._lazy = False  # whether the call's params have lazy ones, so that units are entered
         # Casts go inside: a unit's inputs are cast after it is entered, in its compiled region
         anatomy.policies.cast_calls(root)
@@ -175,7 +177,11 @@ class Skeleton:
             self._params, self._ours = {}, {}
             put(self._all_places, self._empty)
         else:
-            self._put_copies(buffers)
+            taken = self._put_copies(buffers)
+            # A hook runs in backward, and finds these
+            if self._hooked:
+                for path, copied in taken.items():
+                    note_kept(path, copied.tensor)
 
     def _put_copies(self, buffers: Mapping[str, Tensor]) -> dict[str, BufferCopy]:
         """Put copies in the places of buffers, since modules write to theirs."""
@@ -201,6 +207,7 @@ class Skeleton:
         new = dict(old)
         for path, buffer in found.items():
             if not taken[path].is_changed(buffer):
+                note_kept(path, taken[path].tensor)
                 continue
             if path in self._sharing and taken[path].is_surely_changed(buffer):
                 raise _parted(path, self._sharing[path])

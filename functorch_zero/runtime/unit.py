@@ -103,6 +103,7 @@ class UnitInPass:
     use: Use | None = None  # the last one
     num_open = 0  # uses that backward has not come to
     storages: Sequence[int] = ()  # that those leaves lie in
+    is_reduced = False  # whether its gradients are on their way, in the layout's order
     recomputing = False  # whether it runs again for the backward of its last open use
 
     def __init__(self, index: int, unit: Unit, content: UnitContent, flats: UnitFlats):
@@ -326,9 +327,11 @@ class Pass:
             unit.recomputing = self._is_at_last_use_of(unit)
         elif tracked:
             self._open_use(unit)
-        elif unit.use is None:
-            # No gradients, and no use before: saved leaves still need a use to name
-            unit.use = Use(unit.index, None)
+        else:
+            self._keep_open_for_backward(unit)
+            if unit.use is None:
+                # No gradients, and no use before: saved leaves still need a use to name
+                unit.use = Use(unit.index, None)
         if unit.flats.here is None:
             self._unshard(unit)
         # In backward `on_first_use` and `on_backward` choose the moment
@@ -352,6 +355,13 @@ class Pass:
         self._open.append(unit.use)
         if unit.flats.transient and _hooked_by_others():
             unit.use.saved += 1  # backward will run the unit again
+
+    def _keep_open_for_backward(self, unit: UnitInPass) -> None:
+        """A unit is used without gradients. By a custom function it may be run again in backward,
+        and get gradients by a backward in there: its whole flats then wait for the pass's end."""
+        in_layout_order = self._reduction is not None and self._reduction.in_layout_order
+        if in_layout_order and unit.content.trained and in_custom_function():
+            unit.num_open += 1
 
     def open_direct_use(self, unit: UnitInPass) -> None:
         """A custom function reads the unit's leaves, and will give gradients to lazy parameters."""
@@ -527,6 +537,8 @@ class Pass:
     def _reduce(self, unit: UnitInPass, grads: Grads | None) -> None:
         """Pack a use's gradients into whole flats, and reduce them or add them up. None: zeros."""
         reduction, scale = self._reduction, self._scale
+        if unit.is_reduced:
+            raise _too_late(unit.name)
         # Before packing, so that the new flat takes the room that the oldest leaves
         if not reduction.in_layout_order:
             reduction.make_room(self._overlap.num_under_way)
@@ -557,6 +569,7 @@ class Pass:
     def _reduce_whole(self, unit: UnitInPass) -> None:
         """Start the reductions of a unit's gradients that have added up, whole."""
         reduction = self._reduction
+        unit.is_reduced = reduction.in_layout_order  # each unit once
         ready = [b for b in unit.content.trained if b in reduction.whole]
         if not ready and reduction.in_layout_order:  # other ranks may have some
             for b in unit.content.trained:
@@ -725,6 +738,19 @@ def _unseen(path: str) -> StructureError:
             "autograd.Function was given it, and its forward did not look at it",
             path=path,
             remedy="give the function a whole leaf, fz.unshard(params[...])",
+        )
+    )
+
+
+def _too_late(unit: str) -> StructureError:
+    return StructureError(
+        explain(
+            "a unit got gradients after they were reduced: a custom autograd.Function ran it in "
+            "its backward, and had not in its forward",
+            path=unit,
+            expected="each unit that backward runs again, run in the function's forward",
+            remedy="run it there, under torch.no_grad(), or use torch.utils.checkpoint with "
+            "use_reentrant=False",
         )
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..layout.layout import Layout
 from ..layout.sharded_tree import in_a_loss
+from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import mark_policies
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
@@ -93,6 +94,7 @@ def run_pass(
             # Units were entered, and nothing of them led to the loss
             if not one_pass.reached:
                 raise independent(rank)
+            check_kept_in_backward(outcome.kept, rank)
         # Uses that backward never reached get their zeros here
         one_pass.finish()
     except BaseException:

@@ -188,7 +188,7 @@ def _on_micro_batch(
         )
     # Detached: the graph of this micro-batch goes before the next begins
     metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
-    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics)
+    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=())
 
 
 def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:

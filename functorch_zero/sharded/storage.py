@@ -13,7 +13,7 @@ import optree
 from torch import Tensor
 
 from .._torch_private import base_of
-from ..tree import is_lazy
+from ..tree import is_flagged
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ def _home(leaf: Any) -> Tensor | None:
     # A view of anything but a flat of its own dtype moves alone
     base = base_of(leaf)
     lies_in_flat = base is not None and base.dim() == 1 and base.dtype == leaf.dtype
-    return base if lies_in_flat and not is_lazy(leaf) else leaf
+    return base if lies_in_flat and not is_flagged(leaf) else leaf
 
 
 def _in(homes: dict[int, Tensor], leaf: Any) -> Any:

@@ -30,7 +30,7 @@ from ..layout.flat_buffers import Recall, cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
 from ..optim.across import Across, Pointwise, Tree
 from ..optim.base import Transform
-from ..tree import PyTree, has_values, is_lazy, same_structure, select, storages
+from ..tree import PyTree, has_values, is_flagged, same_structure, select, storages
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
 # Elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
@@ -488,7 +488,7 @@ def _is_at(value: Tensor, target: Tensor) -> bool:
         _share(value, target)
         and value.storage_offset() == target.storage_offset()
         and value.stride() == target.stride()
-        and not is_lazy(value)
+        and not is_flagged(value)
     )
 
 

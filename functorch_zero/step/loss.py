@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._torch_private import unwrapped
 from ..errors import FunctorchZeroError, StructureError, explain
-from ..model.buffer_copies import BufferCopy, copy_of
+from ..model.buffer_copies import BufferCopy, Kept, copy_of, note_kept, noting_kept
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
 from ..tree import PyTree, has_values, paths, same_structure
@@ -52,6 +52,7 @@ class Outcome(NamedTuple):
     buffers: PyTree[Tensor]  # the new ones, whole; the old ones where the batch weighs nothing
     metrics: Mapping[str, Tensor | float]  # 0-d each
     weight: Tensor | float | None  # >= 0; None: the loss gave none
+    kept: Sequence[Kept] = ()  # buffers that backward must not write to; () after it
 
 
 def call_loss(
@@ -62,7 +63,7 @@ def call_loss(
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
-    with naming_batch(batch):
+    with naming_batch(batch), noting_kept() as kept:
         result = loss_fn(params, own, batch)
     loss, given = check_loss(result, rank)
     aux = given or Aux()
@@ -74,9 +75,11 @@ def call_loss(
     same_structure(buffers, after, what=what, rank=rank, remedy=_KEEP_BUFFERS)
     _check_buffers(after, rank)
     new = []
-    for copied, buffer in zip(copies, optree.tree_leaves(after), strict=True):
+    for path, copied, buffer in zip(paths(buffers), copies, optree.tree_leaves(after), strict=True):
         new.append(_next_buffer(copied, buffer, aux.weight))
-    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight)
+        if new[-1] is copied.old:
+            note_kept(path, copied.tensor, kept)
+    return Outcome(loss, treedef.unflatten(new), aux.metrics, aux.weight, kept)
 
 
 @contextmanager
@@ -233,6 +236,31 @@ def independent(rank: int | None = None) -> StructureError:
             "without detach or item",
         )
     )
+
+
+def gradients(
+    loss: Tensor, leaves: Sequence[Tensor], seed: Tensor | None = None
+) -> list[Tensor | None]:
+    """The gradients of a loss, dense; None for a leaf that it doesn't reach.
+
+    A custom function may run modules again in its backward, by a backward of its own. The gradients
+    of that one go to the leaves' `.grad`, and count as well.
+
+    Args:
+        loss: 0-d.
+        leaves: of autograd's graph, of this call's own.
+        seed: 0-d, by which the gradients are multiplied; None: 1.
+    """
+    # A backward inside of the loss has left some, which are no part of its gradient
+    for leaf in leaves:
+        leaf.grad = None
+    grads = []
+    found = torch.autograd.grad(loss, leaves, seed, allow_unused=True)
+    for leaf, grad in zip(leaves, found, strict=True):
+        parts = [dense(part) for part in (grad, leaf.grad) if part is not None]
+        grads.append(sum(parts[1:], parts[0]) if parts else None)
+        leaf.grad = None
+    return grads
 
 
 def nodes_behind(loss: Tensor) -> set[str]:

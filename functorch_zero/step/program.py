@@ -28,7 +28,7 @@ from .loss import (
     as_metric,
     check_has_values,
     check_loss,
-    dense,
+    gradients,
     independent,
     naming_args,
     nodes_behind,
@@ -130,7 +130,7 @@ def _value_and_grad(
         cast.finish()
         untouched.check(tree)
         # Nothing trained: no gradients to take, and `found` is empty
-        found = torch.autograd.grad(value, trained, allow_unused=True) if trained else ()
+        found = gradients(value, trained) if trained else []
     if all(grad is None for grad in found):
         raise independent()
 
@@ -152,7 +152,6 @@ def _whole_grad(grad: Tensor | None, leaf: Tensor, aux: Aux | None) -> Tensor:
     nothing."""
     if grad is None:
         return torch.zeros_like(leaf)
-    grad = dense(grad)
     return grad if aux is None else unless_weightless(grad, aux.weight)
 
 

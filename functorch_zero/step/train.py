@@ -17,6 +17,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import CastParams
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
@@ -41,7 +42,7 @@ from .loss import (
     as_metric,
     call_loss,
     check_weight_value,
-    dense,
+    gradients,
     independent,
     joined,
     micro_batches,
@@ -198,13 +199,14 @@ class TrainStep:
             cast.finish()
             untouched.check(params)
             grads = self._gradients(state, params, outcome)
+            check_kept_in_backward(outcome.kept)
 
         # A batch that weighs nothing counts for nothing: a mean over no examples is a NaN
         metrics = {}
         for name, value in outcome.metrics.items():
             metrics[name] = unless_weightless(as_metric(value), outcome.weight)
         loss = unless_weightless(outcome.loss.detach(), outcome.weight)
-        return grads, outcome._replace(loss=loss, metrics=metrics)
+        return grads, outcome._replace(loss=loss, metrics=metrics, kept=())
 
     def _gradients(self, state: State, params: PyTree[Tensor], outcome: Outcome) -> PyTree[Tensor]:
         """The gradients of the trained leaves, whole, in the leaves' dtypes; None where frozen."""
@@ -212,8 +214,7 @@ class TrainStep:
         # Backward begins with the loss scale, which is the same as to multiply the loss by it
         scale = self.policy.scale(state.finite)
         seed = None if scale is None else outcome.loss.new_full((), scale)
-        # `allow_unused`: a leaf that this batch's loss doesn't reach gets zeros
-        found = torch.autograd.grad(outcome.loss, trained_leaves, seed, allow_unused=True)
+        found = gradients(outcome.loss, trained_leaves, seed)
         # A loss that reaches no leaf at all is a mistake
         if all(grad is None for grad in found):
             raise independent()
@@ -221,7 +222,6 @@ class TrainStep:
         for leaf, grad in zip(trained_leaves, found, strict=True):
             if grad is None:
                 grad = torch.zeros_like(leaf)  # this batch's loss doesn't use the leaf
-            grad = dense(grad)
             if scale is not None:
                 # Divided again leaf by leaf, in the gradient's dtype
                 grad = grad / scale

@@ -86,6 +86,25 @@ class Unread(torch.autograd.Function):
         return 2 * grad, grad.sum().expand(ctx.shape)
 
 
+class RunAgain(torch.autograd.Function):
+    """x -> f(x); backward runs it again, and a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.f(x), grad)
+        return x.grad, None
+
+
 def out(apply: Apply, params: Any, x: Tensor) -> Tensor:
     return apply(params, {}, x)[0]
 
@@ -128,6 +147,11 @@ def custom_function(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tenso
     hidden = torch.tanh(Product.apply(x, params["first.weight"]))
     made = Product.apply(hidden, params["second.weight"])
     return mean_square(made) + mean_square(out(apply, params, x))
+
+
+def reversible(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    again = RunAgain.apply(x.clone().requires_grad_(), lambda v: out(apply, params, v))
+    return mean_square(again) + mean_square(out(apply, params, 2 * x))
 
 
 def torch_func(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
@@ -195,6 +219,7 @@ EQUAL: dict[str, Given] = {
         child_called_functionally
     ),
     "a custom `autograd.Function` with a param as argument": custom_function,
+    "a custom `autograd.Function` that runs modules again in its backward": reversible,
     "`torch.func.grad` and `vmap` by the input": torch_func,
     "`torch.autograd.grad(..., create_graph=True)` by the input": slope_penalty,
     "`.backward()`, and then `x.grad`": own_backward,
@@ -263,6 +288,24 @@ def scripted(weight: Tensor) -> Tensor:
     return weight.square().sum()
 
 
+class Largest(torch.autograd.Function):
+    """x -> x, and the largest gradient to a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, largest: Tensor) -> Tensor:
+        ctx.largest = largest
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.largest.copy_(grad.abs().max())
+        return grad, None
+
+
+def buffer_in_backward(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return mean_square(Largest.apply(out(apply, params, x), buffers["largest"]))
+
+
 def reentrant(apply: Apply, params: Any, buffers: Any, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     made = checkpoint(lambda v: out(apply, params, v), x, use_reentrant=True)
@@ -304,6 +347,11 @@ REFUSED: dict[str, tuple[Given, Any, str]] = {
         "sharded",
     ),
     "`torch.utils.checkpoint` with `use_reentrant=True`": (reentrant, None, EVERYWHERE),
+    "a buffer that is written to in backward, by a module's hook or a custom `autograd.Function`": (
+        buffer_in_backward,
+        None,
+        EVERYWHERE,
+    ),
     "a loss that depends on no trained leaf": (independent, None, EVERYWHERE),
     "a loss that is no scalar": (no_scalar, None, EVERYWHERE),
 }
@@ -317,6 +365,7 @@ def step_of(given: Given, change: Any = None) -> tuple[Any, Any, Any]:
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         return given(apply, params, buffers, batch["x"])
 
+    buffers = {"largest": torch.zeros(())}  # of the loss's own
     return fz.train_step(loss_fn, optim.sgd(0.05, momentum=0.9)), params, buffers
 
 

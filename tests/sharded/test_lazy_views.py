@@ -17,7 +17,7 @@ from functorch_zero.groups import CheckedGroup, SingleRank, run_ranks
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import State
 from functorch_zero.step.train import TrainStep
-from functorch_zero.tree import is_lazy
+from functorch_zero.tree import is_flagged
 from tests.tiers import crossed, thinned
 
 COMPLEX = torch.complex128
@@ -251,7 +251,7 @@ def test_saved_and_loaded(tmp_path: Path, level: int | None) -> None:
         return tree_map(lambda x: x.detach().conj() if x.is_complex() else x, state)
 
     state = turn(step(step.init(params), BATCHES[0])[0])
-    assert any(map(is_lazy, tree_leaves(state)))
+    assert any(map(is_flagged, tree_leaves(state)))
     expected = [x.clone() for x in tree_leaves(state)]
     checkpoint.save(tmp_path, step, state)
     loaded = checkpoint.load(tmp_path, step, like=turn(step.init(params))).state
