@@ -107,6 +107,65 @@ CALLS = {
     "optimizer: negative": Call(
         lambda: optim.adamw(-0.1), ValueError, r"learning_rate.*expected >= 0, got -0.1. Remedy"
     ),
+    "optimizer: a NaN": Call(
+        lambda: optim.adamw(float("nan")),
+        ValueError,
+        r"adamw's learning_rate is out of its range: expected >= 0, got nan. Remedy",
+    ),
+    "optimizer: a bool": Call(
+        lambda: optim.adamw(True), TypeError, r"learning_rate is no number.*got bool True. Remedy"
+    ),
+    "optimizer: several rates": Call(
+        lambda: optim.adamw(torch.tensor([1e-3, 1e-3])),
+        ValueError,
+        r"learning_rate has dims: expected .*0-d tensor, got shape \(2,\). Remedy: .*partition",
+    ),
+    "optimizer: a mean that grows": Call(
+        lambda: optim.adamw(0.1, b1=1.5),
+        ValueError,
+        r"adamw's b1 is out of its range: expected 0 <= x < 1, got 1.5. Remedy",
+    ),
+    "optimizer: a negative eps": Call(
+        lambda: optim.adam(0.1, eps=-1e-8), ValueError, r"adam's eps .*expected >= 0, got -1e-08"
+    ),
+    "optimizer: a negative decay": Call(
+        lambda: optim.adamw(0.1, weight_decay=-0.1),
+        ValueError,
+        r"adamw's weight_decay .*expected >= 0, got -0.1",
+    ),
+    "optimizer: a negative momentum": Call(
+        lambda: optim.sgd(0.1, momentum=-0.9), ValueError, r"sgd's momentum .*expected >= 0, got"
+    ),
+    "optimizer: a norm that ascends": Call(
+        lambda: optim.clip_by_global_norm(-1.0),
+        ValueError,
+        r"clip_by_global_norm's max_norm is out of its range: expected > 0, got -1.0. Remedy",
+    ),
+    "optimizer: torch's scheduler": Call(
+        lambda: optim.adamw(torch.optim.lr_scheduler.CosineAnnealingLR),
+        TypeError,
+        r"learning_rate is no number.*got type CosineAnnealingLR. Remedy: .*cosine_decay_schedule",
+    ),
+    "optimizer: a mask of a leaf": Call(
+        lambda: optim.adamw(0.1, mask=lambda leaf: leaf.ndim > 1),  # type: ignore[misc, arg-type]
+        TypeError,
+        r"mask.*expected \(path, leaf\), got .*<lambda>\(leaf\). Remedy",
+    ),
+    "schedule: text": Call(
+        lambda: optim.cosine_decay_schedule(1e-3, "10"),  # type: ignore[arg-type]
+        TypeError,
+        r"cosine_decay_schedule's decay_steps is no number.*got str '10'. Remedy",
+    ),
+    "schedule: it returns text": Call(
+        lambda: make(optimizer=optim.adamw(lambda count: "0.1")).init(PARAMS),
+        TypeError,
+        r"the result of the schedule .*<lambda> is no number.*got str '0.1'",
+    ),
+    "schedule: it returns several": Call(
+        lambda: make(optimizer=optim.adamw(lambda count: torch.ones(2))).init(PARAMS),
+        ValueError,
+        r"the result of the schedule .*has dims.*got shape \(2,\)",
+    ),
     "transform: a pair": Call(
         lambda: make(optimizer=PAIR),
         TypeError,
