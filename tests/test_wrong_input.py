@@ -236,12 +236,31 @@ CALLS = {
         StructureError,
         r"got list for params",
     ),
+    "apply: a sharded tree": Call(
+        lambda: APPLY(PIECES, {}, X),  # type: ignore[arg-type]
+        StructureError,
+        r"apply was given a sharded tree for params.*got ShardedTree. Remedy: .*frozen part",
+    ),
     "apply: numbers": Call(
         lambda: APPLY(dict.fromkeys(PARAMS, 1.0), {}, X),
         StructureError,
         r"path 0.weight, expected \(2, 3\), got float",
     ),
     "loss: none": Call(lambda: make(loss=1.0), TypeError, r"loss_fn must be a function .*float"),
+    "accumulate: a float": Call(
+        lambda: fz.train_step(loss_fn, optim.sgd(0.1), accumulate=2.0),  # type: ignore[arg-type]
+        TypeError,
+        r"accumulate is no number of micro-batches: expected an int, got float 2.0. Remedy",
+    ),
+    "trainable: of a leaf": Call(
+        lambda: fz.train_step(
+            loss_fn,
+            optim.sgd(0.1),
+            trainable=lambda leaf: True,  # type: ignore[misc, arg-type]
+        ),
+        TypeError,
+        r"trainable can't be called.*expected \(path, leaf\), got .*<lambda>\(leaf\). Remedy",
+    ),
     "group: a number": Call(
         lambda: fz.shard(make(), level=1, group=2),
         TypeError,
@@ -385,6 +404,8 @@ class Stepping(NamedTuple):
     loss: Any = loss_fn
     optimizer: Any = None
     levels: tuple[int | None, ...] = (None, 0, 3)
+    accumulate: int = 1
+    trainable: Any = None
 
 
 def first(step: Any, params: Any = PARAMS, buffers: Any = BUFFERS, batch: Any = X) -> Any:
@@ -591,12 +612,13 @@ STEPS = {
     "state: a dict": Stepping(
         lambda step: step(step.init(PARAMS).replace(params=PLAIN), X),
         StructureError,
-        r"structure.*(got a dict, on rank|in a Params in place of a dict).* Remedy: ",
+        r"(by a whole tree: .*got a dict, on rank|in a Params in place of a dict).* Remedy: ",
     ),
     "state: whole params": Stepping(
         lambda step: step(step.init(PARAMS).replace(params=PARAMS), X),
         StructureError,
-        r"state.params have another tree structure .*got a Params, on rank \d. Remedy",
+        r"replaced by a whole tree: expected a ShardedTree.*got a Params, on rank \d. "
+        r"Remedy: fz.shard_tree\(tree, layout_like=state.params\)",
         levels=(0, 3),
     ),
     "state: whole leaves": Stepping(
@@ -613,6 +635,50 @@ STEPS = {
         StructureError,
         r"a new buffer is no tensor: path n, got float.*Remedy",
         with_buffers(lambda b: {"n": 1.0}),
+    ),
+    "init: buffers first": Stepping(
+        lambda step: step.init({}, PARAMS),
+        StructureError,
+        r"params have no leaves: got a dict. Remedy: step.init\(params, buffers\)",
+    ),
+    "init: trainable chooses none": Stepping(
+        first,
+        StructureError,
+        r"trainable chose none: got leaves 0.weight, 0.bias, 2.weight, .... Remedy",
+        trainable=lambda path, leaf: path == "head",
+    ),
+    "batch: unequal rows": Stepping(
+        lambda step: first(step, batch={"x": X, "k": torch.ones(5)}),
+        StructureError,
+        r"unequal rows: path x, expected 5, as k has, got 2. Remedy: .*close over",
+        accumulate=2,
+    ),
+    "loss: a number": Stepping(
+        first,
+        StructureError,
+        r"not a scalar: .*got float.*Remedy: return the 0-d tensor itself, without .item\(\)",
+        lambda p, b, x: loss_fn(p, b, x).item(),
+    ),
+    "loss: a dict": Stepping(
+        first,
+        StructureError,
+        r"not a scalar: .*got dict.*Remedy: return the loss, or \(loss, fz.Aux",
+        lambda p, b, x: {"loss": loss_fn(p, b, x)},
+    ),
+    "loss: none": Stepping(
+        first, StructureError, r"got NoneType.*return the loss", lambda p, b, x: None
+    ),
+    "loss: a sharded teacher": Stepping(
+        first,
+        StructureError,
+        r"apply was given a sharded tree .*Remedy: make it an argument.*trainable=",
+        lambda p, b, x: loss_fn(p, b, x) + loss_fn(PIECES, b, x),
+    ),
+    "loss: written to": Stepping(
+        first,
+        StructureError,
+        r"changed in place.*(path 0.weight|got a write to a leaf of unit 0).*Remedy",
+        lambda p, b, x: loss_fn(p, b, x) + 0 * p["0.weight"].detach().zero_().sum(),
     ),
     "loss: of copies": Stepping(
         first,
@@ -717,7 +783,8 @@ STEPS = {
 def test_steps(name: str, level: int | None) -> None:
     row = STEPS[name]
     optimizer = optim.adamw(0.1) if row.optimizer is None else row.optimizer
-    whole = fz.train_step(row.loss, optimizer)
+    options: Any = {"accumulate": row.accumulate, "trainable": row.trainable}
+    whole = fz.train_step(row.loss, optimizer, **options)
     with pytest.raises(row.error, match=re.compile(row.words, re.DOTALL)):
         if level is None:
             row.run(whole)
@@ -778,6 +845,19 @@ def test_a_failing_program_names_its_arguments_but_no_sharded_trees(level: int |
     (note,) = caught.value.__notes__
     assert "1: (2, 3) torch.float64 on cpu, 2: (2, 3) torch.float64 on cpu" in note
     assert ("0.0.weight" in note) == (level is None)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_that_runs_backward_gets_a_note(level: int | None) -> None:
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        value = loss_fn(params, buffers, x)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        first(make(loss, level=level))
+    (note,) = caught.value.__notes__
+    assert "Remedy: return the loss without .backward()" in note
 
 
 @pytest.mark.parametrize("constructor", [optim.pointwise, optim.with_statistics])

@@ -21,7 +21,7 @@ from ..model.casting import CastParams
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.across import Across
-from ..optim.arguments import check_is_transform
+from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
 from ..optim.local import Local
 from ..tree import (
@@ -30,6 +30,7 @@ from ..tree import (
     mask_of,
     merge,
     named_leaves,
+    paths,
     same_structure,
     select,
 )
@@ -46,6 +47,7 @@ from .loss import (
     joined,
     micro_batches,
     nodes_behind,
+    noting_lost_graphs,
     refuse_reentrant_checkpoints,
     weighted_mean,
 )
@@ -82,6 +84,15 @@ class TrainStep:
     reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int):
+            raise TypeError(
+                explain(
+                    "accumulate is no number of micro-batches",
+                    expected="an int",
+                    got=f"{type(self.accumulate).__name__} {self.accumulate!r}",
+                    remedy="accumulate=int(...)",
+                )
+            )
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
 
@@ -212,7 +223,8 @@ class TrainStep:
         scale = self.finite.scale(state.finite)
         seed = None if scale is None else outcome.loss.new_full((), scale)
         # `allow_unused`: a leaf that this batch's loss doesn't reach gets zeros
-        found = torch.autograd.grad(outcome.loss, trained_leaves, seed, allow_unused=True)
+        with noting_lost_graphs():
+            found = torch.autograd.grad(outcome.loss, trained_leaves, seed, allow_unused=True)
         # A loss that reaches no leaf at all is a mistake
         if all(grad is None for grad in found):
             raise independent()
@@ -347,6 +359,8 @@ def train_step(
             f"{type(loss_fn).__name__}"
         )
     check_is_transform("optimizer", optimizer)
+    if callable(trainable):
+        check_takes(trainable, ("path", "leaf"), 2, by="trainable")
     if nonfinite is None:
         # A scale is found by letting gradients overflow, so such steps must be skipped
         nonfinite = "pass" if loss_scale is None else "skip"
@@ -376,12 +390,38 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
         params = tree_map(lambda p, train: p.detach().requires_grad_(train), params, mask)
     # A step that trains nothing would still run, and mislead
     if not any(p.requires_grad for p in optree.tree_leaves(params)):
-        raise StructureError(
-            "no leaf of params is trained: none has requires_grad. "
-            "Remedy: pass trainable=lambda path, leaf: True to train_step, or call "
-            "requires_grad_() on the leaves"
-        )
+        raise _nothing_trained(params, trainable)
     return params
+
+
+def _nothing_trained(params: PyTree[Tensor], trainable: Trainable) -> StructureError:
+    known = paths(params)
+    if not known:
+        return StructureError(
+            explain(
+                "params have no leaves",
+                got=f"a {type(params).__name__}",
+                remedy="step.init(params, buffers): params come first",
+            )
+        )
+    names = ", ".join([*known[:3], "..."] if len(known) > 3 else known)
+    if trainable is not None:
+        return StructureError(
+            explain(
+                "no leaf of params is trained: trainable chose none",
+                got=f"leaves {names}",
+                remedy="let trainable be true for the paths to train; fz.named_leaves(params) has "
+                "them all",
+            )
+        )
+    return StructureError(
+        explain(
+            "no leaf of params is trained: none has requires_grad",
+            got=f"leaves {names}",
+            remedy="pass trainable=lambda path, leaf: True to train_step, or call "
+            "requires_grad_() on the leaves",
+        )
+    )
 
 
 def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:
