@@ -848,6 +848,23 @@ def test_a_failing_program_names_its_arguments_but_no_sharded_trees(level: int |
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_states_print_shapes_and_no_values(level: int | None) -> None:
+    step = make(level=level)
+    state = step.init(PARAMS, BUFFERS)
+    place = "whole" if level is None else f"sharded, level {level}, rank 0"
+    assert repr(state).startswith(f"State(step 0, {place}; params: ")
+    assert "0.weight: (2, 3) torch.float64" in repr(state)
+    assert "opt_state: " in repr(state)
+    assert "and 8 more" in repr(state)  # of the optimizer's leaves
+    step(state, X)
+    # Donated: its optimizer's leaves are the next state's by now
+    assert ("donated to a step" in repr(state)) == (level is not None)
+    for text in (repr(state), repr(PIECES), repr(optim.adam(0.1).init(PIECES))):
+        assert "tensor(" not in text
+        assert len(text) < 1000
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_loss_that_runs_backward_gets_a_note(level: int | None) -> None:
     def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
         value = loss_fn(params, buffers, x)

@@ -19,7 +19,7 @@ from ..errors import FunctorchZeroError, StructureError, explain
 from ..model.buffer_copies import BufferCopy, copy_of
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
-from ..tree import PyTree, has_values, paths, same_structure
+from ..tree import PyTree, has_values, outline, paths, same_structure
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ def naming_batch(batch: Any, *, given_to: str = "loss") -> Iterator[None]:
     except FunctorchZeroError:
         raise
     except Exception as error:
-        # torch names an operator, and no leaf of the batch
-        error.add_note(f"The {given_to} was given this batch: {_outline(batch)}")
+        # torch names an operator, and no leaf of the batch. Sharded trees among it are no batch
+        own = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
+        error.add_note(f"The {given_to} was given this batch: {outline(own)}")
         raise
 
 
@@ -142,22 +143,6 @@ def _next_buffer(copied: BufferCopy, after: Tensor, weight: Tensor | float | Non
 
 
 _KEEP_BUFFERS = "return the tree of buffers that the loss was given, with new leaves"
-_LONGEST_OUTLINE = 12  # leaves of a batch
-
-
-def _outline(batch: Any) -> str:
-    """The batch's leaves, for an error: "x: (4, 3) torch.float32 on cpu, y: a str". Sharded trees
-    are left out."""
-    batch = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
-    found = []
-    for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
-        kind = f"a {type(leaf).__name__}"
-        if isinstance(leaf, Tensor):
-            kind = f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}"
-        found.append(f"{path or '(root)'}: {kind}")
-    rest = len(found) - _LONGEST_OUTLINE
-    more = [f"and {rest} more"] if rest > 0 else []
-    return ", ".join(found[:_LONGEST_OUTLINE] + more) or "no leaves"
 
 
 def _without_history(buffer: Tensor) -> Tensor:
