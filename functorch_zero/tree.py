@@ -158,6 +158,27 @@ def check_tensors(tree: PyTree[Any], what: str, *, dense: bool = True) -> None:
             )
 
 
+def outline(tree: PyTree[Any], *, most: int = 12) -> str:
+    """The tree's leaves without their values, for errors and prints; `most` of them.
+
+    >>> outline({"x": torch.ones(4, 3), "y": "text"})
+    'x: (4, 3) torch.float32 on cpu, y: a str'
+    """
+    found = []
+    nodes = optree.tree_leaves(tree, is_leaf=is_on_engine)
+    for path, node in zip(paths(tree, is_on_engine), nodes, strict=True):
+        kind = f"a {type(node).__name__}"
+        if isinstance(node, Tensor):
+            kind = f"{tuple(node.shape)} {node.dtype} on {node.device}"
+        if is_on_engine(node):
+            kind = repr(node)
+        name = path if path or is_on_engine(node) else "(root)"
+        found.append(f"{name}: {kind}" if name else kind)
+    rest = len(found) - most
+    more = [f"and {rest} more"] if rest > 0 else []
+    return ", ".join(found[:most] + more) or "no leaves"
+
+
 def is_plain(leaf: Any) -> bool:
     """Whether a leaf is a dense tensor without hooks. It may be of a subclass: a whole tree keeps
     its leaves' classes."""

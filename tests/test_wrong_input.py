@@ -107,6 +107,65 @@ CALLS = {
     "optimizer: negative": Call(
         lambda: optim.adamw(-0.1), ValueError, r"learning_rate.*expected >= 0, got -0.1. Remedy"
     ),
+    "optimizer: a NaN": Call(
+        lambda: optim.adamw(float("nan")),
+        ValueError,
+        r"adamw's learning_rate is out of its range: expected >= 0, got nan. Remedy",
+    ),
+    "optimizer: a bool": Call(
+        lambda: optim.adamw(True), TypeError, r"learning_rate is no number.*got bool True. Remedy"
+    ),
+    "optimizer: several rates": Call(
+        lambda: optim.adamw(torch.tensor([1e-3, 1e-3])),
+        ValueError,
+        r"learning_rate has dims: expected .*0-d tensor, got shape \(2,\). Remedy: .*partition",
+    ),
+    "optimizer: a mean that grows": Call(
+        lambda: optim.adamw(0.1, b1=1.5),
+        ValueError,
+        r"adamw's b1 is out of its range: expected 0 <= x < 1, got 1.5. Remedy",
+    ),
+    "optimizer: a negative eps": Call(
+        lambda: optim.adam(0.1, eps=-1e-8), ValueError, r"adam's eps .*expected >= 0, got -1e-08"
+    ),
+    "optimizer: a negative decay": Call(
+        lambda: optim.adamw(0.1, weight_decay=-0.1),
+        ValueError,
+        r"adamw's weight_decay .*expected >= 0, got -0.1",
+    ),
+    "optimizer: a negative momentum": Call(
+        lambda: optim.sgd(0.1, momentum=-0.9), ValueError, r"sgd's momentum .*expected >= 0, got"
+    ),
+    "optimizer: a norm that ascends": Call(
+        lambda: optim.clip_by_global_norm(-1.0),
+        ValueError,
+        r"clip_by_global_norm's max_norm is out of its range: expected > 0, got -1.0. Remedy",
+    ),
+    "optimizer: torch's scheduler": Call(
+        lambda: optim.adamw(torch.optim.lr_scheduler.CosineAnnealingLR),
+        TypeError,
+        r"learning_rate is no number.*got type CosineAnnealingLR. Remedy: .*cosine_decay_schedule",
+    ),
+    "optimizer: a mask of a leaf": Call(
+        lambda: optim.adamw(0.1, mask=lambda leaf: leaf.ndim > 1),  # type: ignore[misc, arg-type]
+        TypeError,
+        r"mask.*expected \(path, leaf\), got .*<lambda>\(leaf\). Remedy",
+    ),
+    "schedule: text": Call(
+        lambda: optim.cosine_decay_schedule(1e-3, "10"),  # type: ignore[arg-type]
+        TypeError,
+        r"cosine_decay_schedule's decay_steps is no number.*got str '10'. Remedy",
+    ),
+    "schedule: it returns text": Call(
+        lambda: make(optimizer=optim.adamw(lambda count: "0.1")).init(PARAMS),
+        TypeError,
+        r"the result of the schedule .*<lambda> is no number.*got str '0.1'",
+    ),
+    "schedule: it returns several": Call(
+        lambda: make(optimizer=optim.adamw(lambda count: torch.ones(2))).init(PARAMS),
+        ValueError,
+        r"the result of the schedule .*has dims.*got shape \(2,\)",
+    ),
     "transform: a pair": Call(
         lambda: make(optimizer=PAIR),
         TypeError,
@@ -177,12 +236,31 @@ CALLS = {
         StructureError,
         r"got list for params",
     ),
+    "apply: a sharded tree": Call(
+        lambda: APPLY(PIECES, {}, X),  # type: ignore[arg-type]
+        StructureError,
+        r"apply was given a sharded tree for params.*got ShardedTree. Remedy: .*frozen part",
+    ),
     "apply: numbers": Call(
         lambda: APPLY(dict.fromkeys(PARAMS, 1.0), {}, X),
         StructureError,
         r"path 0.weight, expected \(2, 3\), got float",
     ),
     "loss: none": Call(lambda: make(loss=1.0), TypeError, r"loss_fn must be a function .*float"),
+    "accumulate: a float": Call(
+        lambda: fz.train_step(loss_fn, optim.sgd(0.1), accumulate=2.0),  # type: ignore[arg-type]
+        TypeError,
+        r"accumulate is no number of micro-batches: expected an int, got float 2.0. Remedy",
+    ),
+    "trainable: of a leaf": Call(
+        lambda: fz.train_step(
+            loss_fn,
+            optim.sgd(0.1),
+            trainable=lambda leaf: True,  # type: ignore[misc, arg-type]
+        ),
+        TypeError,
+        r"trainable can't be called.*expected \(path, leaf\), got .*<lambda>\(leaf\). Remedy",
+    ),
     "group: a number": Call(
         lambda: fz.shard(make(), level=1, group=2),
         TypeError,
@@ -326,6 +404,8 @@ class Stepping(NamedTuple):
     loss: Any = loss_fn
     optimizer: Any = None
     levels: tuple[int | None, ...] = (None, 0, 3)
+    accumulate: int = 1
+    trainable: Any = None
 
 
 def first(step: Any, params: Any = PARAMS, buffers: Any = BUFFERS, batch: Any = X) -> Any:
@@ -532,12 +612,13 @@ STEPS = {
     "state: a dict": Stepping(
         lambda step: step(step.init(PARAMS).replace(params=PLAIN), X),
         StructureError,
-        r"structure.*(got a dict, on rank|in a Params in place of a dict).* Remedy: ",
+        r"(by a whole tree: .*got a dict, on rank|in a Params in place of a dict).* Remedy: ",
     ),
     "state: whole params": Stepping(
         lambda step: step(step.init(PARAMS).replace(params=PARAMS), X),
         StructureError,
-        r"state.params have another tree structure .*got a Params, on rank \d. Remedy",
+        r"replaced by a whole tree: expected a ShardedTree.*got a Params, on rank \d. "
+        r"Remedy: fz.shard_tree\(tree, layout_like=state.params\)",
         levels=(0, 3),
     ),
     "state: whole leaves": Stepping(
@@ -554,6 +635,50 @@ STEPS = {
         StructureError,
         r"a new buffer is no tensor: path n, got float.*Remedy",
         with_buffers(lambda b: {"n": 1.0}),
+    ),
+    "init: buffers first": Stepping(
+        lambda step: step.init({}, PARAMS),
+        StructureError,
+        r"params have no leaves: got a dict. Remedy: step.init\(params, buffers\)",
+    ),
+    "init: trainable chooses none": Stepping(
+        first,
+        StructureError,
+        r"trainable chose none: got leaves 0.weight, 0.bias, 2.weight, .... Remedy",
+        trainable=lambda path, leaf: path == "head",
+    ),
+    "batch: unequal rows": Stepping(
+        lambda step: first(step, batch={"x": X, "k": torch.ones(5)}),
+        StructureError,
+        r"unequal rows: path x, expected 5, as k has, got 2. Remedy: .*close over",
+        accumulate=2,
+    ),
+    "loss: a number": Stepping(
+        first,
+        StructureError,
+        r"not a scalar: .*got float.*Remedy: return the 0-d tensor itself, without .item\(\)",
+        lambda p, b, x: loss_fn(p, b, x).item(),
+    ),
+    "loss: a dict": Stepping(
+        first,
+        StructureError,
+        r"not a scalar: .*got dict.*Remedy: return the loss, or \(loss, fz.Aux",
+        lambda p, b, x: {"loss": loss_fn(p, b, x)},
+    ),
+    "loss: none": Stepping(
+        first, StructureError, r"got NoneType.*return the loss", lambda p, b, x: None
+    ),
+    "loss: a sharded teacher": Stepping(
+        first,
+        StructureError,
+        r"apply was given a sharded tree .*Remedy: make it an argument.*trainable=",
+        lambda p, b, x: loss_fn(p, b, x) + loss_fn(PIECES, b, x),
+    ),
+    "loss: written to": Stepping(
+        first,
+        StructureError,
+        r"changed in place.*(path 0.weight|got a write to a leaf of unit 0).*Remedy",
+        lambda p, b, x: loss_fn(p, b, x) + 0 * p["0.weight"].detach().zero_().sum(),
     ),
     "loss: of copies": Stepping(
         first,
@@ -658,7 +783,8 @@ STEPS = {
 def test_steps(name: str, level: int | None) -> None:
     row = STEPS[name]
     optimizer = optim.adamw(0.1) if row.optimizer is None else row.optimizer
-    whole = fz.train_step(row.loss, optimizer)
+    options: Any = {"accumulate": row.accumulate, "trainable": row.trainable}
+    whole = fz.train_step(row.loss, optimizer, **options)
     with pytest.raises(row.error, match=re.compile(row.words, re.DOTALL)):
         if level is None:
             row.run(whole)
@@ -719,6 +845,36 @@ def test_a_failing_program_names_its_arguments_but_no_sharded_trees(level: int |
     (note,) = caught.value.__notes__
     assert "1: (2, 3) torch.float64 on cpu, 2: (2, 3) torch.float64 on cpu" in note
     assert ("0.0.weight" in note) == (level is None)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_states_print_shapes_and_no_values(level: int | None) -> None:
+    step = make(level=level)
+    state = step.init(PARAMS, BUFFERS)
+    place = "whole" if level is None else f"sharded, level {level}, rank 0"
+    assert repr(state).startswith(f"State(step 0, {place}; params: ")
+    assert "0.weight: (2, 3) torch.float64" in repr(state)
+    assert "opt_state: " in repr(state)
+    assert "and 8 more" in repr(state)  # of the optimizer's leaves
+    step(state, X)
+    # Donated: its optimizer's leaves are the next state's by now
+    assert ("donated to a step" in repr(state)) == (level is not None)
+    for text in (repr(state), repr(PIECES), repr(optim.adam(0.1).init(PIECES))):
+        assert "tensor(" not in text
+        assert len(text) < 1000
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_that_runs_backward_gets_a_note(level: int | None) -> None:
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        value = loss_fn(params, buffers, x)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        first(make(loss, level=level))
+    (note,) = caught.value.__notes__
+    assert "Remedy: return the loss without .backward()" in note
 
 
 @pytest.mark.parametrize("constructor", [optim.pointwise, optim.with_statistics])

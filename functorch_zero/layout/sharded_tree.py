@@ -31,7 +31,7 @@ from .flat_buffers import (
     unpack,
     where_they_lie,
 )
-from .layout import Bucket
+from .layout import Bucket, Layout
 from .levels import level_of
 from .sharding import Sharding
 
@@ -98,12 +98,10 @@ class Holding:
         return self
 
     def __repr__(self) -> str:
-        sharding = self.sharding
-        level = "several levels" if sharding.level is None else f"level {sharding.level}"
         # optree prints this where trees of both forms are given to one `tree_map`
         pieces = "in pieces, as gradients are (fz.apply_updates adds them to params)"
         form = {"held": "as params are held", "pieces": pieces}[self.form]
-        return f"{form}, {level}, rank {sharding.rank}"
+        return f"{form}, {self.sharding}"
 
     def views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:
         """The bucket's leaves as views of its flat.
@@ -346,8 +344,19 @@ class ShardedTree(OnEngine):
         return getattr(self.tree, name)
 
     def __repr__(self) -> str:
-        tree = "donated to a step" if self._is_used_up else repr(self.tree)
-        return f"ShardedTree({tree}, {self.holding!r})"
+        """The whole leaves' shapes, without values: inside of a loss there are none to read."""
+        if self._is_used_up:
+            return f"ShardedTree(donated to a step, {self.holding!r})"
+        return f"ShardedTree({{{_shapes_of(self.sharding.layout)}}}, {self.holding!r})"
+
+
+def _shapes_of(layout: Layout, most: int = 4) -> str:
+    """The whole leaves by path: "w: (2, 3) torch.float32"; `most` of them."""
+    found = []
+    for leaf in layout.leaves[:most]:
+        found.append(f"{leaf.path or '(root)'}: {leaf.shape} {leaf.dtype}")
+    rest = len(layout.leaves) - most
+    return ", ".join(found + ([f"and {rest} more"] if rest > 0 else []))
 
 
 def _copied(flat: Tensor | None) -> Tensor | None:

@@ -75,6 +75,10 @@ class Sharding:
         ranks may share one."""
         return self.mesh[2]
 
+    def __str__(self) -> str:
+        level = "several levels" if self.level is None else f"level {self.level}"
+        return f"{level}, rank {self.rank}"
+
 
 def _flatten(sharding: Sharding) -> tuple[tuple[()], Any, tuple[()]]:
     # All of it is static: equal shardings make equal tree structures

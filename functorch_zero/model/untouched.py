@@ -57,7 +57,9 @@ class Untouched:
             if same and self._sums:
                 same = torch.equal(_sums_of(tensor), self._sums[i])
             if not same:
-                raise changed_in_place(where if isinstance(where, str) else paths(where)[i])
+                if isinstance(where, str):
+                    raise changed_in_place(unit=where)
+                raise changed_in_place(paths(where)[i])
 
 
 def _marks(tensor: Tensor) -> tuple[int, int | None]:
@@ -97,12 +99,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMNS = 61  # odd: rows of a leaf mostly have an even number of words, and so change columns
 
 
-def changed_in_place(path: str) -> StructureError:
-    """The error for a loss that writes to a leaf, or to a leaf of a unit."""
+def changed_in_place(path: str | None = None, *, unit: str | None = None) -> StructureError:
+    """The error for a loss that writes to a leaf, or to one of a unit's leaves."""
+    got = None if unit is None else f"a write to a leaf of unit {unit or 'root'}"
     return StructureError(
         explain(
             "a leaf of params was changed in place, and a step is a pure function",
             path=path,
+            got=got,
             remedy="make a new tensor, `p = p * 0.5` instead of `p *= 0.5` or `p.data = ...`; "
             "params are changed between steps, by tree_map on the state's",
         )

@@ -6,12 +6,35 @@ import inspect
 from collections.abc import Callable, Mapping
 from numbers import Real
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, NamedTuple, Union, get_args, get_origin
 
 import torch
+from torch import Tensor
 
 from ..errors import explain
 
+# Kinds of arguments that are numbers, by their annotation
+_NUMBERS = {"Number", "float", "int"}
+# Kinds beside which a number's place takes a function of the step, too
+_FUNCTIONS = {"Schedule", "Callable"}
+
+
+class _Range(NamedTuple):
+    """The values that an argument may have, in words and as a check that a NaN doesn't pass."""
+
+    words: str
+    has: Callable[[float], bool]
+
+
+_DECAY = _Range("0 <= x < 1", lambda x: 0 <= x < 1)
+_LIMIT = _Range("> 0", lambda x: x > 0)
+_POSITIVE = _Range(">= 0", lambda x: x >= 0)
+# By an argument's name, as torch.optim has them; others may have any value
+_RANGES = {
+    **dict.fromkeys(["b1", "b2", "b3", "beta3"], _DECAY),
+    **dict.fromkeys(["max_norm", "max_delta", "clipping"], _LIMIT),
+    **dict.fromkeys(["learning_rate", "eps", "eps_root", "momentum", "weight_decay"], _POSITIVE),
+}
 # Names of torch.optim -> ours
 _TORCH_NAMES = {"lr": "learning_rate", "betas": "b1 and b2", "rho": "decay", "alpha": "decay"}
 
@@ -34,12 +57,12 @@ def check_arguments(
 ) -> None:
     """Raise, naming the argument, unless numbers are numbers and transforms are transforms.
 
-    Those are the arguments that the factory annotates with Number or float, and with Transform
-    alone; Schedule or Callable beside Number lets functions pass. Others aren't checked.
+    Those are the arguments that the factory annotates with Number, float or int, and with Transform
+    alone; Schedule or Callable beside one lets functions pass. Others aren't checked.
 
     Raises:
         TypeError: an argument is of another kind.
-        ValueError: a learning rate is negative.
+        ValueError: a number has dims, or is out of its range.
     """
     for key, value in arguments.items():
         if key not in parameters:  # one of *args or **kwargs
@@ -49,20 +72,78 @@ def check_arguments(
             continue
         if kinds == {"Transform"}:
             check_is_transform(f"{name}'s {key}", value)
-        # Text that reads as a number is none
-        if kinds & {"Number", "float"} and not hasattr(value, "__float__"):
-            may_be_schedule = bool(kinds & {"Schedule", "Callable"})
-            if may_be_schedule and callable(value):
-                continue
-            raise TypeError(
-                explain(
-                    f"{name}'s {key} is no number",
-                    expected="a number or a schedule" if may_be_schedule else "a number",
-                    got=f"{type(value).__name__} {value!r:.80}",
-                    remedy="convert text with float(); params are given to `init`",
-                )
+        if not kinds & _NUMBERS or not kinds <= _NUMBERS | _FUNCTIONS | {
+            "Tensor",
+            "None",
+            "NoneType",
+        }:
+            continue
+        may_be_schedule = bool(kinds & _FUNCTIONS)
+        if may_be_schedule and callable(value) and not isinstance(value, type):
+            continue
+        check_number(f"{name}'s {key}", value, or_schedule=may_be_schedule)
+        # Without a flipped sign the caller's own sign counts
+        if key in _RANGES and arguments.get("flip_sign") is not False:
+            _check_range(f"{name}'s {key}", key, value, parameters[key].default)
+
+
+def check_number(what: str, value: Any, *, or_schedule: bool = False) -> None:
+    """Raise unless a value is one number: a Python one, or a 0-d tensor.
+
+    Raises:
+        TypeError: it is something else, such as text that reads as a number, or a bool.
+        ValueError: it has dims.
+    """
+    expected = "a number or a schedule" if or_schedule else "a number"
+    if not hasattr(value, "__float__") or isinstance(value, bool | type):
+        got = value.__name__ if isinstance(value, type) else f"{value!r:.80}"
+        raise TypeError(
+            explain(
+                f"{what} is no number",
+                expected=expected,
+                got=f"{type(value).__name__} {got}",
+                remedy=_remedy_for_no_number(value),
             )
-    _check_sign(name, arguments)
+        )
+    shape = tuple(getattr(value, "shape", ()))
+    if shape:
+        raise ValueError(
+            explain(
+                f"{what} has dims",
+                expected=f"{expected}, or a 0-d tensor",
+                got=f"shape {shape}",
+                remedy="one number for all leaves; optim.scale_by_label and optim.partition give "
+                "leaves numbers of their own",
+            )
+        )
+
+
+def _remedy_for_no_number(value: Any) -> str:
+    if isinstance(value, type | torch.optim.lr_scheduler.LRScheduler):
+        return "a function of the step, such as optim.cosine_decay_schedule(1e-3, decay_steps=100)"
+    return "convert text with float(); params are given to `init`"
+
+
+def _check_range(what: str, key: str, value: Any, default: Any) -> None:
+    """Raise ValueError for a number that an optimizer can't use, as torch.optim does: a rate that
+    ascends, a mean that grows, a NaN. A tensor's value is not read: it may be traced."""
+    if isinstance(value, Tensor) or not isinstance(value, Real):
+        return
+    allowed = _RANGES[key]
+    # A default of 1 makes sums of what else are means
+    if allowed.has(float(value)) or value == default:
+        return
+    remedy = "pass a number in this range"
+    if key == "learning_rate" and value < 0:
+        remedy = "updates descend already; to ascend, negate the loss"
+    raise ValueError(
+        explain(
+            f"{what} is out of its range",
+            expected=allowed.words,
+            got=value,
+            remedy=remedy,
+        )
+    )
 
 
 def _kinds(annotation: Any) -> set[str]:
@@ -74,18 +155,6 @@ def _kinds(annotation: Any) -> set[str]:
     kinds = get_args(annotation) if is_union else (annotation,)
     names = {getattr(kind, "__name__", "") for kind in kinds}
     return names | ({"None"} if NoneType in kinds else set())
-
-
-def _check_sign(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError for a rate that would ascend, or is a NaN."""
-    rate = arguments.get("learning_rate")
-    # Without a flipped sign the caller's own sign counts
-    if not isinstance(rate, Real) or arguments.get("flip_sign") is False or float(rate) >= 0:
-        return
-    remedy = "updates descend already; to ascend, negate the loss"
-    raise ValueError(
-        explain(f"{name}'s learning_rate is negative", expected=">= 0", got=rate, remedy=remedy)
-    )
 
 
 def check_is_transform(what: str, value: Any) -> None:

@@ -24,7 +24,7 @@ from ..params import engine_of
 from ..tree import PyTree, named_leaves, same_structure, storages
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
 from .apply_updates import apply_updates
-from .arguments import check_is_transform, check_takes
+from .arguments import check_is_transform, check_number, check_takes
 from .complex_leaves import has_complex, init_in_parts, refuse_complex, update_in_parts
 from .local import Local
 from .naming import Named
@@ -512,8 +512,20 @@ def _merge(run: tuple[Transform, ...]) -> Pointwise:
 
 def value_of(number: float | Tensor | Schedule, count: Tensor) -> Any:
     """A hyperparameter at step `count` (0-d int64): schedules are called with it, numbers are
-    themselves."""
-    return number(count) if callable(number) else number
+    themselves.
+
+    Raises:
+        TypeError: a schedule returns no number.
+        ValueError: it returns a number with dims.
+    """
+    if not callable(number):
+        return number
+    value = number(count)
+    # Python's floats need no look, and a compiled kernel has none
+    if not isinstance(value, float) and not torch.compiler.is_compiling():
+        name = getattr(number, "__qualname__", None) or getattr(number, "name", "a schedule")
+        check_number(f"the result of the schedule {name}", value)
+    return value
 
 
 def step_count() -> Tensor:

@@ -692,7 +692,7 @@ class Pass:
             self._gathered.pop(storage_id(flat), None)
         # Tensors of inference mode have no version, and are not compared
         if [*map(version_of, filterfalse(Tensor.is_inference, flats.here))] != flats.versions:
-            raise changed_in_place(unit.name)
+            raise changed_in_place(unit=unit.name)
         if unit.untouched is not None:
             unit.untouched.check(unit.name)
             unit.untouched = None

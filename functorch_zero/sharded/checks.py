@@ -108,7 +108,18 @@ def sharding_of(state: State, options: Options) -> Sharding:
     # Before the params are looked at: those of a donated state are used up
     sharding.donations.check(state.step, state.opt_state)
     params = state.params
-    if not isinstance(params, ShardedTree) or not _fits(params, sharding.layout):
+    if not isinstance(params, ShardedTree):
+        raise StructureError(
+            explain(
+                "state.params have been replaced by a whole tree",
+                expected="a ShardedTree, as in the state of `init`",
+                got=f"a {type(params).__name__}",
+                rank=options.group.rank,
+                remedy="fz.shard_tree(tree, layout_like=state.params), or step.shard_state(...) of "
+                "a whole state",
+            )
+        )
+    if not _fits(params, sharding.layout):
         raise StructureError(
             explain(
                 "state.params have another tree structure than those of `init`",

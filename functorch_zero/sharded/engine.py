@@ -469,7 +469,7 @@ def shard_tree(
 
     >>> from functorch_zero.groups import SingleRank
     >>> shard_tree({"w": torch.ones(2)}, level=3, group=SingleRank())
-    ShardedTree({'w': tensor([1., 1.])}, as params are held, level 3, rank 0)
+    ShardedTree({w: (2,) torch.float32}, as params are held, level 3, rank 0)
     """
     if (level is None) == (layout_like is None):
         raise StructureError("shard_tree takes either a level or layout_like, and not both")

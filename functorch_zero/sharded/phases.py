@@ -28,7 +28,15 @@ from ..optim.across import Across
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction, Kept
-from ..step.loss import Metrics, Outcome, as_metric, call_loss, joined, micro_batches
+from ..step.loss import (
+    Metrics,
+    Outcome,
+    as_metric,
+    call_loss,
+    joined,
+    micro_batches,
+    noting_lost_graphs,
+)
 from ..step.metrics import UpdateMetrics
 from ..step.nonfinite import NonFiniteState, all_finite
 from ..step.rng import replayed
@@ -172,7 +180,8 @@ def _on_micro_batch(
         return loss_seed_of(outcome, run.layout, axes.data.size, count, scale)
 
     # Ranks of the same data draw the same numbers, so they find the same loss
-    with replayed(state.seed, state.step, axes.data.rank, run.flats[0].device, i):
+    random = replayed(state.seed, state.step, axes.data.rank, run.flats[0].device, i)
+    with random, noting_lost_graphs():
         outcome = run_pass(
             loss,
             seed_of,

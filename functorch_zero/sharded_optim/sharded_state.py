@@ -13,6 +13,7 @@ from .._torch_private import register_in_torch
 from ..errors import StructureError
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine
+from ..tree import outline
 from .state_plan import StatePlan
 
 
@@ -82,7 +83,7 @@ class ShardedOptState(OnEngine):
         return ShardedOptState, (self.tree, self.holding)
 
     def __repr__(self) -> str:
-        return f"ShardedOptState({self.tree!r})"
+        return f"ShardedOptState({outline(self.tree, most=4)})"
 
 
 def _flatten(node: ShardedOptState) -> tuple[list[Any], StateHolding, tuple[str]]:

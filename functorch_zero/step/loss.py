@@ -19,7 +19,7 @@ from ..errors import FunctorchZeroError, StructureError, explain
 from ..model.buffer_copies import BufferCopy, Kept, copy_of, note_kept, noting_kept
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
-from ..tree import PyTree, has_values, paths, same_structure
+from ..tree import PyTree, has_values, outline, paths, same_structure
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,35 @@ def naming_batch(batch: Any, *, given_to: str = "loss") -> Iterator[None]:
     except FunctorchZeroError:
         raise
     except Exception as error:
-        # torch names an operator, and no leaf of the batch
-        error.add_note(f"The {given_to} was given this batch: {_outline(batch)}")
+        # torch names an operator, and no leaf of the batch. Sharded trees among it are no batch
+        own = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
+        error.add_note(f"The {given_to} was given this batch: {outline(own)}")
         raise
 
 
 def naming_args(args: tuple[Any, ...]) -> AbstractContextManager[None]:
     """The same around a program's loss: the arguments after its first are the batch."""
     return naming_batch(args[0] if len(args) == 1 else args)
+
+
+@contextmanager
+def noting_lost_graphs() -> Iterator[None]:
+    """Around the step's own backward: torch's error for a graph that is gone gets a note."""
+    try:
+        yield
+    except RuntimeError as error:
+        # With a note already, it is an error of the loss itself
+        if "backward through the graph a second time" in str(error) and not _notes_of(error):
+            error.add_note(
+                "The step runs backward itself, on the loss that it is given back, whose graph is "
+                "gone. Remedy: return the loss without .backward(); for x.grad, call it with "
+                "retain_graph=True, or on a graph of its own"
+            )
+        raise
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def _check_buffers(buffers: PyTree[Any], rank: int | None) -> None:
@@ -125,22 +146,6 @@ def _next_buffer(copied: BufferCopy, after: Tensor, weight: Tensor | float | Non
 
 
 _KEEP_BUFFERS = "return the tree of buffers that the loss was given, with new leaves"
-_LONGEST_OUTLINE = 12  # leaves of a batch
-
-
-def _outline(batch: Any) -> str:
-    """The batch's leaves, for an error: "x: (4, 3) torch.float32 on cpu, y: a str". Sharded trees
-    are left out."""
-    batch = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
-    found = []
-    for path, leaf in zip(paths(batch), optree.tree_leaves(batch), strict=True):
-        kind = f"a {type(leaf).__name__}"
-        if isinstance(leaf, Tensor):
-            kind = f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}"
-        found.append(f"{path or '(root)'}: {kind}")
-    rest = len(found) - _LONGEST_OUTLINE
-    more = [f"and {rest} more"] if rest > 0 else []
-    return ", ".join(found[:_LONGEST_OUTLINE] + more) or "no leaves"
 
 
 def _without_history(buffer: Tensor) -> Tensor:
@@ -172,14 +177,13 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
         got = type(loss).__name__
         if isinstance(loss, Tensor):
             got = f"shape {tuple(loss.shape)}, {loss.dtype}"
-        remedy = "reduce it, with .mean() for example"
         raise StructureError(
             explain(
                 "the loss is not a scalar",
                 expected="shape ()",
                 got=got,
                 rank=rank,
-                remedy=remedy,
+                remedy=_way_to_a_scalar(loss),
             )
         )
     # Without a graph backward would raise later, and say less
@@ -195,6 +199,14 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
             explain('a metric is called "loss", as the loss is', rank=rank, remedy="rename it")
         )
     return loss, aux
+
+
+def _way_to_a_scalar(loss: Any) -> str:
+    if isinstance(loss, Tensor):
+        return "reduce it, with .mean() for example, in a floating-point dtype"
+    if isinstance(loss, int | float):
+        return "return the 0-d tensor itself, without .item(): gradients are taken of it"
+    return "return the loss, or (loss, fz.Aux(metrics={...})) for other results"
 
 
 def check_has_values(results: Mapping[str, Any], params: PyTree[Any], rank: int | None) -> None:
@@ -404,6 +416,7 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
     if count == 1:
         return [batch]
     leaves, treedef = optree.tree_flatten(batch)
+    _check_rows(batch)
     parts_of = []  # per leaf, its `count` parts
     for path, leaf in zip(paths(batch), leaves, strict=True):
         parts_of.append(_parts(path, leaf, count))
@@ -411,6 +424,30 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
     for i in range(count):
         micro.append(treedef.unflatten([parts[i] for parts in parts_of]))
     return micro
+
+
+def _check_rows(batch: Any) -> None:
+    """Raise, naming the first leaf with another number of rows: its parts would belong to others'
+    rows."""
+    rows = {path: len(x) for path, x in _with_dims(batch)}
+    first = next(iter(rows), "")
+    for path, num in rows.items():
+        if num != rows[first]:
+            raise StructureError(
+                explain(
+                    "a batch is cut along dim 0 of its tensors, and these have unequal rows",
+                    path=path,
+                    expected=f"{rows[first]}, as {first} has",
+                    got=num,
+                    remedy="give each tensor a row per example; close over one that is no part of "
+                    "the batch, or pass it as a number or a 0-d tensor",
+                )
+            )
+
+
+def _with_dims(batch: Any) -> list[tuple[str, Tensor]]:
+    rows = zip(paths(batch), optree.tree_leaves(batch), strict=True)
+    return [(path, x) for path, x in rows if isinstance(x, Tensor) and x.dim() > 0]
 
 
 def _parts(path: str, leaf: Any, count: int) -> list[Any]:

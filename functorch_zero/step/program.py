@@ -7,7 +7,7 @@ arithmetic in one process, which every engine must equal.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +32,7 @@ from .loss import (
     independent,
     naming_args,
     nodes_behind,
+    noting_lost_graphs,
     refuse_reentrant_checkpoints,
     unless_weightless,
 )
@@ -129,8 +130,11 @@ def _value_and_grad(
         # Before backward, so that the error comes from the loss that wrote
         cast.finish()
         untouched.check(tree)
-        # Nothing trained: no gradients to take, and `found` is empty
-        found = gradients(value, trained) if trained else []
+        # Nothing trained: no gradients to take
+        found: Sequence[Tensor | None] = ()
+        if trained:
+            with noting_lost_graphs():
+                found = gradients(value, trained)
     if all(grad is None for grad in found):
         raise independent()
 

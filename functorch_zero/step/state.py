@@ -16,7 +16,7 @@ from ..errors import StructureError, explain
 from ..layout.sharding import Sharding
 from ..params import Params
 from ..precision import Precision
-from ..tree import PyTree, check_tensors, is_plain, paths
+from ..tree import PyTree, check_tensors, has_values, is_plain, outline, paths
 from .nonfinite import NonFiniteState
 
 
@@ -70,7 +70,7 @@ def _is_params(node: Any) -> bool:
     return isinstance(node, Params)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class State:
     """Everything that a run carries from one step to the next; a pytree.
 
@@ -103,6 +103,19 @@ class State:
     def opt_state(self) -> Any:
         """The optimizer's state: at levels 1 to 3 in pieces where it follows a param."""
         return self.value.opt_state
+
+    def __repr__(self) -> str:
+        """Its leaves' shapes, without values: those of a donated state are another state's."""
+        step = self.step
+        if isinstance(step, Tensor) and has_values(step) and step.dim() == 0:
+            step = int(step)  # type: ignore[assignment]
+        sharding = self.sharding
+        place = "whole" if sharding is None else f"sharded, {sharding}"
+        # By field, or else a model's params would leave no room for the rest
+        value = self.value
+        fields = value._asdict() if hasattr(value, "_asdict") else {"value": value}
+        parts = [f"{name}: {outline(node, most=4)}" for name, node in fields.items()]
+        return f"State(step {step}, {place}; {'; '.join(parts)})"
 
     def replace(self, **changes: Any) -> State:
         """The state with other fields, its own or its value's. `step` and `seed` may be ints.

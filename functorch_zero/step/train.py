@@ -22,7 +22,7 @@ from ..model.casting import CastParams
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.across import Across
-from ..optim.arguments import check_is_transform
+from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
 from ..optim.local import Local
 from ..overlap import check_apart
@@ -32,6 +32,7 @@ from ..tree import (
     mask_of,
     merge,
     named_leaves,
+    paths,
     same_structure,
     select,
 )
@@ -47,6 +48,7 @@ from .loss import (
     joined,
     micro_batches,
     nodes_behind,
+    noting_lost_graphs,
     refuse_reentrant_checkpoints,
     unless_weightless,
     weighted_mean,
@@ -84,6 +86,15 @@ class TrainStep:
     reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int):
+            raise TypeError(
+                explain(
+                    "accumulate is no number of micro-batches",
+                    expected="an int",
+                    got=f"{type(self.accumulate).__name__} {self.accumulate!r}",
+                    remedy="accumulate=int(...)",
+                )
+            )
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
 
@@ -214,7 +225,8 @@ class TrainStep:
         # Backward begins with the loss scale, which is the same as to multiply the loss by it
         scale = self.policy.scale(state.finite)
         seed = None if scale is None else outcome.loss.new_full((), scale)
-        found = gradients(outcome.loss, trained_leaves, seed)
+        with noting_lost_graphs():
+            found = gradients(outcome.loss, trained_leaves, seed)
         # A loss that reaches no leaf at all is a mistake
         if all(grad is None for grad in found):
             raise independent()
@@ -349,6 +361,8 @@ def train_step(
             f"{type(loss_fn).__name__}"
         )
     check_is_transform("optimizer", optimizer)
+    if callable(trainable):
+        check_takes(trainable, ("path", "leaf"), 2, by="trainable")
     if nonfinite is None:
         # A scale is found by letting gradients overflow, so such steps must be skipped
         nonfinite = "pass" if loss_scale is None else "skip"
@@ -379,12 +393,38 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
     check_apart(params)
     # A step that trains nothing would still run, and mislead
     if not any(p.requires_grad for p in optree.tree_leaves(params)):
-        raise StructureError(
-            "no leaf of params is trained: none has requires_grad. "
-            "Remedy: pass trainable=lambda path, leaf: True to train_step, or call "
-            "requires_grad_() on the leaves"
-        )
+        raise _nothing_trained(params, trainable)
     return params
+
+
+def _nothing_trained(params: PyTree[Tensor], trainable: Trainable) -> StructureError:
+    known = paths(params)
+    if not known:
+        return StructureError(
+            explain(
+                "params have no leaves",
+                got=f"a {type(params).__name__}",
+                remedy="step.init(params, buffers): params come first",
+            )
+        )
+    names = ", ".join([*known[:3], "..."] if len(known) > 3 else known)
+    if trainable is not None:
+        return StructureError(
+            explain(
+                "no leaf of params is trained: trainable chose none",
+                got=f"leaves {names}",
+                remedy="let trainable be true for the paths to train; fz.named_leaves(params) has "
+                "them all",
+            )
+        )
+    return StructureError(
+        explain(
+            "no leaf of params is trained: none has requires_grad",
+            got=f"leaves {names}",
+            remedy="pass trainable=lambda path, leaf: True to train_step, or call "
+            "requires_grad_() on the leaves",
+        )
+    )
 
 
 def _check_floating(params: PyTree[Tensor], mask: PyTree[bool]) -> None:

@@ -185,7 +185,7 @@ DIFFERENT: dict[str, Callable[[float], Any]] = {
     "a named schedule": lambda x: optim.sgd(falling(x)),
     "a mask": lambda x: optim.adamw(1.0, mask=lambda path, leaf: leaf.numel() > x),
     "a mask of values": lambda x: optim.masked(optim.scale(1.0), {"a": x == 1.5}),
-    "large tensors": lambda x: optim.scale(torch.arange(20.0).add(x)),
+    "large tensors": lambda x: optim.masked(optim.scale(1.0), {"a": torch.arange(20.0).add(x)}),
     "a factory": lambda x: optim.inject_hyperparams(lambda b: optim.scale(b * x))(0.1),
     "an injected argument": lambda x: optim.inject_hyperparams(optim.sgd)(x),
     "a keyword": lambda x: scale_twice(1.0, other=x),

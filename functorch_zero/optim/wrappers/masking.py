@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import StructureError, explain
 from ...tree import PyTree, merge, paths, select
 from ..across import Across, Shape
-from ..arguments import check_is_transform
+from ..arguments import check_is_transform, check_takes
 from ..arithmetic import Tree, on_leaf
 from ..base import EmptyState, Needs, Schedule, Transform, value_of
 from ..naming import named
@@ -37,6 +37,7 @@ def labeller(labels: Labels) -> Callable[[Tree, Across], PyTree[Any]]:
     if not callable(labels):
         # A tree says all by itself; its prefix is spread anew, which costs little
         return lambda params, across: _spread(labels, params)
+    check_takes(labels, ("path", "leaf"), 2, by="a mask's or labels' function")
 
     # Asked in every step, by nested wrappers for parts of the tree: a few trees are remembered
     @lru_cache(maxsize=16)
