@@ -16,6 +16,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from ..optim.random_numbers import mix
+
 _NO_PART = -1  # stands where a part of the batch does, in the stream of a program
 
 
@@ -51,7 +53,7 @@ def replayed(
         numbers = [int(seed), int(step), part, micro]
         if gradient:  # the first one's numbers are those of a training step
             numbers.append(gradient)
-        _seed_generators(_mix(*numbers), device)
+        _seed_generators(mix(*numbers), device)
         yield
 
 
@@ -110,16 +112,3 @@ def _seed_generators(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-
-
-def _mix(*numbers: int) -> int:
-    """One 63-bit seed of several numbers (splitmix64's finaliser, after each)."""
-    # Mixed, and not added: (step 1, rank 0) and (step 0, rank 1) must differ
-    mixed = 0
-    # Python's integers don't overflow: `&` keeps the arithmetic in 64 bits
-    for number in numbers:
-        mixed = (mixed + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        mixed ^= mixed >> 31
-    return mixed >> 1  # 63 bits: positive as a signed integer too
