@@ -57,6 +57,7 @@ from .schedules import (
 from .states import find_states, replace_states, state_metrics
 from .transforms.clipping import adaptive_grad_clip, clip, clip_by_global_norm
 from .transforms.momentum import ema, trace
+from .transforms.noise import add_noise
 from .transforms.scaling import (
     identity,
     nan_to_num,
@@ -132,6 +133,7 @@ __all__ += [
 __all__ += [
     "adaptive_grad_clip",
     "add_decayed_weights",
+    "add_noise",
     "clip",
     "clip_by_global_norm",
     "ema",

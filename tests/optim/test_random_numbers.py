@@ -234,3 +234,31 @@ def test_a_transform_that_draws_passes_the_check() -> None:
 def test_a_seed_made_of_values_of_leaves_is_refused() -> None:
     with pytest.raises(TransformError, match="reads values of leaves on the host"):
         check_claims(noisy(lambda updates: updates["w"].long().reshape(-1)[0]), WIDE)
+
+
+# ---- Noise ----
+
+
+def test_the_variance_of_added_noise() -> None:
+    """Neelakantan et al.: eta / (1 + t)**gamma, t from 0."""
+    params = {"w": torch.zeros(NUM, dtype=torch.float64)}
+    eta, gamma = 0.3, 0.55
+    transform, across = optim.add_noise(eta, gamma, seed=5), Local(params)
+    state, seen = transform.init(params, across), []
+    for t in range(4):
+        updates, state = transform.update(params, state, params, across)
+        # The estimate's standard deviation is sqrt(2 / NUM) of it
+        expected = eta / (1 + t) ** gamma
+        assert abs(updates["w"].var() / expected - 1) < 4 * math.sqrt(2 / NUM)
+        seen.append(updates["w"])
+    assert not any(correlated(a, b) for a, b in combinations(seen, 2))
+    assert (int(state.count), int(state.seed)) == (4, 5)
+
+
+def test_noise_is_added_to_the_updates() -> None:
+    params = {"w": torch.zeros(5, dtype=torch.bfloat16), "frozen": None}
+    transform, across = optim.add_noise(0.0, 1.0), Local(params)
+    updates = {"w": torch.arange(5.0).bfloat16(), "frozen": None}
+    got, _ = transform.update(updates, transform.init(params, across), params, across)
+    assert got["w"].dtype == torch.bfloat16
+    assert torch.equal(got["w"], updates["w"])
