@@ -310,7 +310,7 @@ RIGHT: dict[str, Callable[[], Transform]] = {
         lambda u, s: (tree_map(lambda x: seeded_noise(x, s)[0], u), s + 1),
     ),
     "noise by across": lambda: with_statistics(
-        lambda params: optim.base.step_count(),
+        lambda params: optim.step_count(),
         lambda u, n, p, across: (
             tree_map(torch.add, u, across.normal(u, seed=0, step=n)),
             n + 1,

@@ -223,7 +223,7 @@ def noisy(seed_of: Callable[[Any], Any] = lambda updates: 0) -> Transform:
             updates = tree_map(torch.add, updates, made)
         return updates, count + 1
 
-    return optim.with_statistics(lambda params: optim.base.step_count(), update)
+    return optim.with_statistics(lambda params: optim.step_count(), update)
 
 
 def test_a_transform_that_draws_passes_the_check() -> None:

@@ -62,7 +62,7 @@ def every_kind() -> Transform:
             updates = tree_map(torch.add, updates, drawn)
         return updates, count + 1
 
-    return optim.with_statistics(lambda params: optim.base.step_count(), update)
+    return optim.with_statistics(lambda params: optim.step_count(), update)
 
 
 TRANSFORMS: dict[str, Callable[[], Transform]] = {
