@@ -14,6 +14,7 @@ from .sharded.describe import describe
 from .sharded.engine import shard_tree
 from .sharded.failures import propagate_failures
 from .sharded.loop import any_rank, broadcast, equalize_batches
+from .step import random
 from .step.evaluate import eval_step
 from .step.loss import Aux
 from .step.nonfinite import LossScale
@@ -55,6 +56,7 @@ __all__ = [
     "plan",
     "program_step",
     "propagate_failures",
+    "random",
     "shard",
     "shard_tree",
     "testing",

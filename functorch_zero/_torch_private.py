@@ -95,6 +95,31 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+# ---- Random numbers ----
+
+
+def generator_of(seed: int, device: torch.device) -> torch.Generator:
+    """A generator that all 63 bits of a seed decide.
+
+    On the CPU, torch's own seeding looks at 32 bits, so that among 100,000 seeds two would make the
+    same numbers. The state's format has no public description: bytes, of which `_WORDS` are the
+    Mersenne twister's 624 words of 32 bits, each in an int64.
+    """
+    if device.type != "cpu":
+        return torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator("cpu")
+    state = generator.manual_seed(seed & 2**32 - 1).get_state()  # (5056,) uint8
+    of_high_bits = generator.manual_seed(seed >> 32).get_state()
+    # The sum: the twister is linear in bits, and so would be relations between exclusive ors
+    words = state[_WORDS].view(torch.int64)
+    words.add_(of_high_bits[_WORDS].view(torch.int64)).bitwise_and_(2**32 - 1)
+    generator.set_state(state)
+    return generator
+
+
+_WORDS = slice(24, 24 + 624 * 8)
+
+
 # ---- Modules ----
 
 

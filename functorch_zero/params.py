@@ -57,6 +57,11 @@ class OnEngine:
         """The engine of the ranks that hold it."""
         raise NotImplementedError
 
+    def extents(self) -> list[Any]:
+        """Of each leaf that is here, in order, the part of the whole leaf that it is: an
+        `Extent`."""
+        raise NotImplementedError
+
 
 def engine_of(*trees: Any) -> Engine | None:
     """The one engine of all trees that have one, or None: they are whole, on one process.

@@ -114,6 +114,36 @@ def test_has_grad_hooks() -> None:
         assert not private.has_grad_hooks(x)
 
 
+# ---- Random numbers ----
+
+
+def test_generator_of() -> None:
+    cpu = torch.device("cpu")
+
+    def drawn(seed: int) -> Tensor:
+        return torch.rand(1000, generator=private.generator_of(seed, cpu), dtype=torch.float64)
+
+    assert torch.equal(drawn(5), drawn(5))
+    # torch's own seeding takes 32 bits of a seed, which here would be the same
+    seeds = 5, 5 + 2**32, 5 + 2**62
+    own = [torch.rand(9, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    assert torch.equal(own[0], own[1]) and torch.equal(own[0], own[2])
+    made = torch.stack([drawn(seed) for seed in (*seeds, 6, 0)])
+    assert (torch.corrcoef(made) - torch.eye(5, dtype=torch.float64)).abs().max() < 0.15
+    assert (made.mean(1) - 0.5).abs().max() < 0.05
+
+
+def test_the_words_of_a_generators_state() -> None:
+    """The first is the seed, and the others follow as in the Mersenne twister's paper."""
+    state = torch.Generator().manual_seed(5).get_state()
+    words = state[private._WORDS].view(torch.int64).tolist()
+    expected = [5]
+    for n in range(1, 624):
+        before = expected[-1]
+        expected.append((1812433253 * (before ^ before >> 30) + n) % 2**32)
+    assert words == expected
+
+
 # ---- Modules ----
 
 

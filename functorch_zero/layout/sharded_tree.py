@@ -18,6 +18,7 @@ from .._torch_private import base_of, register_in_torch
 from ..errors import DonatedError, StructureError, explain
 from ..params import Engine, OnEngine
 from ..tree import PyTree
+from .extent import Extent
 from .flat_buffers import (
     Fill,
     cut,
@@ -127,6 +128,18 @@ class Holding:
         start = bucket.first(piece_number)
         # Leaves' parts only; every other size is padding
         return [(numel,) for numel in bucket.parts(start, start + bucket.piece)[1::2]]
+
+    def extents(self) -> list[Extent]:
+        """Per leaf in tree order, the part of it that is here."""
+        layout, piece_number = self.sharding.layout, self.sharding.piece_number
+        found = []
+        for b, k in layout.places:
+            bucket, number = layout.buckets[b], piece_number
+            # See Note [two cuts] in `layout`: where all ranks hold all, this is the whole leaf
+            if self.form == "held":
+                bucket, number = bucket.held, bucket.held_by(piece_number)
+            found.append(bucket.extent(k, number))
+        return found
 
     def find(self, leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         """The inverse of `views`: the flat that the leaves lie in, or a new one that they are
@@ -290,6 +303,12 @@ class ShardedTree(OnEngine):
                         remedy="set requires_grad before the tree is cut: it stays as it was then",
                     )
                 )
+
+    def extents(self) -> list[Extent]:
+        """Of each leaf that is here, in order, the part of the whole leaf that it is."""
+        self.check_leaves(some=True)
+        rows = zip(self._leaves(), self.holding.extents(), strict=True)
+        return [extent for leaf, extent in rows if leaf is not None]
 
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there

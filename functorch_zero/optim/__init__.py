@@ -9,6 +9,7 @@ from .base import (
     Transform,
     chain,
     pointwise,
+    step_count,
     with_statistics,
     with_whole_leaves,
     with_whole_tree,
@@ -57,6 +58,7 @@ from .schedules import (
 from .states import find_states, replace_states, state_metrics
 from .transforms.clipping import adaptive_grad_clip, clip, clip_by_global_norm
 from .transforms.momentum import ema, trace
+from .transforms.noise import add_noise
 from .transforms.scaling import (
     identity,
     nan_to_num,
@@ -97,6 +99,7 @@ __all__ = [
     "named",
     "named_chain",
     "pointwise",
+    "step_count",
     "with_statistics",
     "with_whole_leaves",
     "with_whole_tree",
@@ -132,6 +135,7 @@ __all__ += [
 __all__ += [
     "adaptive_grad_clip",
     "add_decayed_weights",
+    "add_noise",
     "clip",
     "clip_by_global_norm",
     "ema",

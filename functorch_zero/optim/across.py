@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..layout.extent import Extent
-from ..tree import PyTree, paths
+from ..tree import PyTree, paths, same_structure
+from .random_numbers import Kind, Number, draw_leaf, key_of
 
 Tree = PyTree[Tensor]
 Shape = tuple[int, ...]  # of a whole leaf; also some of its dims, in order
@@ -111,6 +112,7 @@ optree.register_pytree_node(
 _QUESTIONS = (
     *("extents", "sum", "mean", "norm", "max", "total", "dot", "dots"),
     *("sum_dim", "sum_dims", "max_dim", "max_dims", "spread"),
+    *("normal", "uniform", "rademacher"),
 )
 
 
@@ -208,6 +210,38 @@ class Across(ABC):
 
         Leaves without an answer are None in `tree`, and in the result.
         """
+
+    # Random numbers, as a function of seed, step, the leaf's path and the element's place in the
+    # whole leaf: the same however leaves are cut, and without communication
+
+    def normal(self, like: Tree, *, seed: Number, step: Number) -> Tree:
+        """Numbers of the standard normal distribution, shaped like params or updates.
+
+        They are drawn in float32, float64 or complex, and rounded to the leaf's dtype. See Note
+        [random numbers by block] in `random_numbers`.
+
+        Args:
+            like: a tree shaped like params. None leaves stay None; values are not read.
+            seed: an integer, or a 0-d integer tensor of the state. Another seed, another stream.
+            step: the number of the step, such as a count in the state. The same seed and step draw
+                the same numbers again.
+        """
+        return self._draw("normal", like, seed, step)
+
+    def uniform(self, like: Tree, *, seed: Number, step: Number) -> Tree:
+        """As `normal`, uniform in [0, 1). Rounding doesn't reach 1."""
+        return self._draw("uniform", like, seed, step)
+
+    def rademacher(self, like: Tree, *, seed: Number, step: Number) -> Tree:
+        """As `normal`, -1 or 1, each half of the time."""
+        return self._draw("rademacher", like, seed, step)
+
+    def _draw(self, kind: Kind, like: Tree, seed: Number, step: Number) -> Tree:
+        same_structure(self.extents, like, what=f"the tree of across.{kind}")
+        key = key_of(seed, step)
+        leaves, treedef = optree.tree_flatten(like)
+        rows = zip(paths(like), leaves, optree.tree_leaves(self.extents), strict=True)
+        return treedef.unflatten([draw_leaf(kind, key, *row) for row in rows])
 
     # For chains and wrappers
 

@@ -262,6 +262,7 @@ def agree_on_results(
     rest: Mapping[str, Tensor],
     group: Group,
     *,
+    num_draws: int,
     failed: bool,
 ) -> bool:
     """Raise, on every rank, unless all ranks' results of a program are equal to the bit. Returns
@@ -272,10 +273,12 @@ def agree_on_results(
         step: its number.
         metrics: by name, 0-d.
         rest: by path, the tensors of the value that every rank holds whole.
+        num_draws: of `fz.random`.
         failed: whether a background task of this rank has.
     """
     found = {f"metric {name!r}": float(value).hex() for name, value in metrics.items()}
     found |= {f"leaf {path!r}": digest for path, digest in content_digests(rest).items()}
+    found["the number of draws of fz.random"] = str(num_draws)
     log = f"step {step}", *found.items()
     digest = zlib.crc32(repr(log).encode()) % _NUM_DIGESTS
     sums = torch.tensor([digest, digest**2, failed], dtype=torch.float64)

@@ -121,7 +121,7 @@ class ShardedProgramStep:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="step", state=state), torch.no_grad():
             self.check_state(state)
-            with streams(state.seed, state.step, device_of(state.value)):
+            with streams(state.seed, state.step, device_of(state.value)) as running:
                 result = self.unsharded.program(state.value, *args)
             new, metrics = check_result(result, axes.world.rank)
             check_next_value(state.value, new, axes.world.rank)
@@ -130,7 +130,14 @@ class ShardedProgramStep:
             limit = math.inf if is_looked_at(number) else _SMALL
             rest = {path: leaf for path, leaf in _rest(new).items() if leaf.numel() <= limit}
             group = labelled(axes.world, "step/agreement")
-            failed = agree_on_results(number, metrics, rest, group, failed=self.background.failed())
+            failed = agree_on_results(
+                number,
+                metrics,
+                rest,
+                group,
+                num_draws=running.num_draws,
+                failed=self.background.failed(),
+            )
             self.background.raise_if(failed)
             return state.replace(step=state.step + 1, value=new), metrics
 

@@ -63,6 +63,13 @@ class ShardedOptState(OnEngine):
             )
         return self.holding.engine
 
+    def extents(self) -> list[Any]:
+        """Refused: not every leaf of a state is a part of a param."""
+        raise StructureError(
+            "an optimizer's state doesn't tell the places of its leaves' elements. Remedy: use the "
+            "params or the gradients instead"
+        )
+
     def __getitem__(self, key: Any) -> Any:
         return self.tree[key]
 

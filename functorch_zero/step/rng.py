@@ -3,7 +3,8 @@
 Note [streams of a program]: a program's own random numbers follow from the seed and the step alone,
 so that every rank draws the same. Those of its losses follow from the part of the batch, too, and
 from the number of the gradient in the step. `streams` counts the gradients of the step that runs;
-`value_and_grad` asks for the next one's stream.
+`value_and_grad` asks for the next one's stream. It also counts the draws of `random`, and gives
+each a key.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-_NO_PART = -1  # stands where a part of the batch does, in the stream of a program
+from ..errors import StructureError, explain
+from ..optim.random_numbers import key_of, mix
+
+# Where a part of the batch stands: in the stream of a program, and in the keys of its draws
+_NO_PART, _DRAW = -1, -2
 
 
 @contextmanager
@@ -51,7 +56,7 @@ def replayed(
         numbers = [int(seed), int(step), part, micro]
         if gradient:  # the first one's numbers are those of a training step
             numbers.append(gradient)
-        _seed_generators(_mix(*numbers), device)
+        _seed_generators(mix(*numbers), device)
         yield
 
 
@@ -65,15 +70,39 @@ class Streams:
     def __init__(self, seed: Tensor | None, step: Tensor):
         self._seed, self._step = seed, step
         self._gradients = count()
+        self._in_a_loss = False
+        self.num_draws = 0
 
     def of_program(self, device: torch.device) -> AbstractContextManager[None]:
         """The program's own: the same on every rank."""
         return replayed(self._seed, self._step, _NO_PART, device)
 
-    def of_next_gradient(self, part: int, device: torch.device) -> AbstractContextManager[None]:
+    @contextmanager
+    def of_next_gradient(self, part: int, device: torch.device) -> Iterator[None]:
         """The next gradient's, on this part of the batch."""
         gradient = next(self._gradients)
-        return replayed(self._seed, self._step, part, device, gradient=gradient)
+        outside, self._in_a_loss = self._in_a_loss, True
+        try:
+            with replayed(self._seed, self._step, part, device, gradient=gradient):
+                yield
+        finally:
+            self._in_a_loss = outside
+
+    def next_key(self) -> int:
+        """The key of the program's next draw: the same on every rank."""
+        # A loss may run again in backward, and would draw other numbers then
+        if self._in_a_loss:
+            raise StructureError(
+                explain(
+                    "fz.random was called inside of a loss",
+                    remedy="draw before fz.value_and_grad(loss)(params, noise), and give the loss "
+                    "what was drawn; or pass seed=",
+                )
+            )
+        if self._seed is None:
+            raise _no_stream("the running step has no seed")
+        self.num_draws += 1
+        return key_of(self._seed, self._step, _DRAW, self.num_draws)
 
 
 # Of the step that runs. A context variable, so that thread ranks each have their own.
@@ -81,13 +110,13 @@ _STREAMS: ContextVar[Streams | None] = ContextVar("_STREAMS", default=None)
 
 
 @contextmanager
-def streams(seed: Tensor | None, step: Tensor, device: torch.device) -> Iterator[None]:
+def streams(seed: Tensor | None, step: Tensor, device: torch.device) -> Iterator[Streams]:
     """Around a program: its random numbers, and those of the gradients that it takes."""
     own = Streams(seed, step)
     token = _STREAMS.set(own)
     try:
         with own.of_program(device):
-            yield
+            yield own
     finally:
         _STREAMS.reset(token)
 
@@ -97,6 +126,24 @@ def next_stream(part: int, device: torch.device) -> AbstractContextManager[None]
     as they come."""
     running = _STREAMS.get()
     return nullcontext() if running is None else running.of_next_gradient(part, device)
+
+
+def next_key() -> int:
+    """The key of the next draw of the step that runs."""
+    running = _STREAMS.get()
+    if running is None:
+        raise _no_stream("no step of fz.program_step runs")
+    return running.next_key()
+
+
+def _no_stream(why: str) -> StructureError:
+    return StructureError(
+        explain(
+            f"fz.random was called without a seed, and {why}",
+            remedy="pass seed=, and step=; or call it in a program whose step was given a seed, "
+            "step.init(..., seed=0)",
+        )
+    )
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
@@ -110,16 +157,3 @@ def _seed_generators(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-
-
-def _mix(*numbers: int) -> int:
-    """One 63-bit seed of several numbers (splitmix64's finaliser, after each)."""
-    # Mixed, and not added: (step 1, rank 0) and (step 0, rank 1) must differ
-    mixed = 0
-    # Python's integers don't overflow: `&` keeps the arithmetic in 64 bits
-    for number in numbers:
-        mixed = (mixed + number + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        mixed ^= mixed >> 31
-    return mixed >> 1  # 63 bits: positive as a signed integer too

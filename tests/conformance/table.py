@@ -281,6 +281,15 @@ POINTWISE: dict[str, Row] = {
     "scale_by_label": Row(
         lambda: finished(optim.scale_by_label({"matrix": 0.5, "vector": rate}, by_dims))
     ),
+    "add_noise": Row(lambda: finished(optim.add_noise(0.01, 0.55, seed=3)), Equality("bitwise")),
+    "add_noise, injected, and once more on some leaves": Row(
+        lambda: finished(
+            optim.chain(
+                optim.inject_hyperparams(optim.add_noise)(eta=0.01, gamma=0.55),
+                optim.masked(optim.add_noise(0.02, 0.55, seed=1), is_matrix),
+            )
+        )
+    ),
     "add_decayed_weights": Row(lambda: decayed(optim.scale_by_learning_rate(rate))),
     "clip": Row(lambda: finished(optim.clip(0.2))),
     "nan_to_num": Row(lambda: finished(optim.nan_to_num())),

@@ -309,6 +309,13 @@ RIGHT: dict[str, Callable[[], Transform]] = {
         lambda params: torch.zeros((), dtype=torch.int64),
         lambda u, s: (tree_map(lambda x: seeded_noise(x, s)[0], u), s + 1),
     ),
+    "noise by across": lambda: with_statistics(
+        lambda params: optim.step_count(),
+        lambda u, n, p, across: (
+            tree_map(torch.add, u, across.normal(u, seed=0, step=n)),
+            n + 1,
+        ),
+    ),
     "decay of matrices, by whole shape": lambda: with_statistics(
         lambda params: (),
         lambda u, s, p, across: (
@@ -383,6 +390,12 @@ def doubles() -> Any:
 def test_shard_refuses(lie: str) -> None:
     """By the question that it asks at `init`. The error names the author and the remedy."""
     with pytest.raises(TransformError, match=r"test_lies\.[\s\S]*Remedy: \w"):
+        check_claims(LIES[lie](), PARAMS)
+
+
+@pytest.mark.parametrize("lie", ["noise", "dropout", "stochastic rounding"])
+def test_the_remedy_for_torchs_random_numbers(lie: str) -> None:
+    with pytest.raises(TransformError, match=r"Remedy: across\.normal\(updates, seed="):
         check_claims(LIES[lie](), PARAMS)
 
 

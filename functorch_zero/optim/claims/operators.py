@@ -136,7 +136,10 @@ class Watch:
         # Refusals come before the operator runs, so nothing is changed by then
         kind = _kind_of(func)
         if kind.random:
-            remedy = "draw random numbers in a whole-leaf transform, from a seed in its state"
+            remedy = (
+                "across.normal(updates, seed=seed, step=count), or across.uniform or .rademacher, "
+                "with a count in the state (optim.with_statistics)"
+            )
             self.refuse(f"runs {func}, which draws random numbers", remedy)
         written = []
         # Arguments may be passed by position or by name

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from ..across import (
     without,
 )
 from ..local import Local, one_leaf
+from ..random_numbers import Kind, Number
 from .cuts import FIRST_PIECES, SECOND_PIECES, WHOLE, Cut, middle
 from .operators import Watch
 
@@ -152,6 +154,12 @@ class PretendedRank(Local):
 
         with self._watch.paused():
             return self._per_leaf(beside, tree, dim)
+
+    def _draw(self, kind: Kind, like: Tree, seed: Number, step: Number) -> Tree:
+        # Read before the pause: a seed made of values of leaves is refused
+        numbers = index(seed), index(step)
+        with self._watch.paused():
+            return super()._draw(kind, like, *numbers)
 
     def run_pointwise(
         self, part: Pointwise, updates: Tree, state: Any, params: Tree
