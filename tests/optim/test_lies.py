@@ -252,12 +252,24 @@ LIES: dict[str, Callable[[], Transform]] = {
         lambda p: p.new_zeros(p.shape[:1]), lambda u, s: (u, s + 1)
     ),
     "a dtype": lambda: leaves(lambda u, p: u * 2 if u.dtype == torch.float64 and u.ndim > 1 else u),
+    # Of magnitudes
+    "the first element, where it is large": lambda: leaves(
+        lambda u, p: (u.reshape(-1) + (u.reshape(-1)[:1] - 100).clamp(min=0)).reshape(u.shape)
+    ),
+    "ndim, where values are small": lambda: leaves(
+        lambda u, p: torch.where(u.abs() < 1e-3, u * u.ndim, u)
+    ),
     # Beside answers
     "answers by ndim": lambda: asks(lambda u, n: u / n if u.ndim >= 2 else u),
     "answers by numel": lambda: asks(lambda u, n: u / n * math.sqrt(max(u.numel(), 1))),
     "answers and a mean": lambda: asks(lambda u, n: (u - u.mean()) / n),
     "answers and a position": lambda: asks(lambda u, n: u * index(u) / n),
     # In place
+    "in_place of many elements": lambda: pointwise(
+        lambda p: (),
+        lambda u, s, p: (tree_map(lambda x: x * 1, u), s),
+        in_place=lambda u, s, p: (tree_map(lambda x: x.mul_(1 + (x.numel() > 99)), u), s),
+    ),
     "updates in place": lambda: leaves(lambda u, p: u.mul_(2)),
     "params in place": lambda: leaves(lambda u, p: u + p.mul_(0.9)),
     "data": lambda: leaves(lambda u, p: u + p.data.mul_(0.9)),
@@ -368,6 +380,20 @@ RIGHT: dict[str, Callable[[], Transform]] = {
     ),
     "a constant of its own": lambda: leaves(lambda u, p: u * torch.linspace(0, 1, 5).sum().to(u)),
     "a cached constant": lambda: remembers(lambda memory, u: u * memory.setdefault("two", 2.0)),
+    "a pointwise cube, clamped": lambda: leaves(lambda u, p: (u**3).clamp(-1, 1)),
+    "an exponential": lambda: leaves(lambda u, p: torch.expm1(u)),
+    "a norm by whole size": lambda: with_statistics(
+        lambda params: (),
+        lambda u, s, p, across: (
+            tree_map(
+                lambda x, n, e: x / (1 + n / math.sqrt(e.numel + 1)) if e.numel > 9 else x,
+                u,
+                across.norm(u),
+                across.extents,
+            ),
+            s,
+        ),
+    ),
     "a momentum": lambda: stateful(torch.zeros_like, lambda u, s: (s * 0.9 + u, s * 0.9 + u)),
     "another dtype of state": lambda: stateful(
         lambda p: torch.zeros_like(p, dtype=torch.float32),
@@ -416,6 +442,18 @@ CHANNELS_LAST = torch.zeros(2, 3, 2, 2).contiguous(memory_format=torch.channels_
 def test_what_shard_does_not_see(lie: str) -> None:
     """A test that fails where it does: then the docs may say so."""
     check_claims(UNSEEN_BY_SHARD[lie](), PARAMS)
+
+
+@pytest.mark.parametrize("threshold", [4096, 16384])
+def test_thresholds_above_the_elements_that_are_tried(threshold: int) -> None:
+    """Larger ones are not seen, and the docs say so."""
+    lie = leaves(lambda u, p: u * 2 if u.numel() >= threshold else u)
+    params = {"w": torch.zeros(128, 128)}
+    if threshold > 4096:
+        check_claims(lie, params)
+        return
+    with pytest.raises(TransformError):
+        check_claims(lie, params)
 
 
 def loss_fn(params: Any, buffers: Any, x: Tensor) -> Tensor:

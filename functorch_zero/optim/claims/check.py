@@ -23,10 +23,11 @@ from ..across import Pointwise
 from ..base import Needs, Transform
 from .cuts import FIRST_PIECES, Cut, CutTest, alone, is_refusal
 from .operators import Watch
-from .pretended import PretendedRank, Silent, block_of
+from .pretended import MOST, PretendedRank, Silent, block_of
 
 # Steps of a test: the first, the second (some updates treat the first differently), and a late one
 NUM_STEPS = 3
+MAGNITUDES = (1e4, 1e-6)  # of values that are tried, beside those near 1
 MOST_LEAVES = 64  # leaves: wrappers are run on all leaves of a tree that has no more
 # The round-off allowed, relative to a leaf's largest value: kernels compute a tensor's last few
 # elements in another way, a sigmoid's, say
@@ -109,8 +110,13 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     for part in simple_parts(transform):
         if part.plain is not None:
             _check_pointwise(part, hostile_leaves(), torch.float32, operators=True)
+            # Some lie where values are large, or small
+            for magnitude in MAGNITUDES:
+                _check_pointwise(part, hostile_leaves(), torch.float64, magnitude=magnitude)
             for dtype in (torch.float32, torch.float64):
                 _check_in_place(part.plain, dtype, name_of(part))
+            # Once on as many elements as are tried of a leaf
+            _check_in_place(part.plain, torch.float32, name_of(part), size=MOST)
         # Given params, these run below, on leaves that they are meant for
         elif params is None and part.needs > Needs.POINTWISE:
             _check_across(part, hostile_leaves() | {"scalar": torch.empty((), device="meta")})
@@ -174,24 +180,32 @@ def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[
     _check_across(transform, params)
 
 
-def _draw(tree: PyTree[Tensor], dtype: torch.dtype | None = None) -> tuple[Any, list[Any]]:
+def _draw(
+    tree: PyTree[Tensor], dtype: torch.dtype | None = None, magnitude: float = 1
+) -> tuple[Any, list[Any]]:
     """Random params and the updates of each step, a block per leaf, of this dtype or its own."""
     # Seeded, so that all ranks come to one verdict without communication
     g = torch.Generator().manual_seed(0)
 
     def block(x: Tensor) -> Tensor:
-        return torch.randn(block_of(tuple(x.shape)), generator=g).to(dtype or x.dtype)
+        drawn = torch.randn(block_of(tuple(x.shape)), generator=g)
+        return (magnitude * drawn).to(dtype or x.dtype)
 
     params = tree_map(block, tree)
     return params, [tree_map(block, tree) for _ in range(NUM_STEPS)]
 
 
 def _check_pointwise(
-    transform: Transform, tree: PyTree[Tensor], dtype: torch.dtype, *, operators: bool = False
+    transform: Transform,
+    tree: PyTree[Tensor],
+    dtype: torch.dtype,
+    *,
+    operators: bool = False,
+    magnitude: float = 1,
 ) -> None:
     """A pointwise author's functions as they are, on whole leaves, in pieces, and joined."""
     assert transform.plain is not None
-    params, updates = _draw(tree, dtype)
+    params, updates = _draw(tree, dtype, magnitude)
     watch = Watch(name_of(transform))
     # Without an `across`: the functions are given leaves, pieces and joined leaves as they come
     part = alone(transform.plain)
@@ -248,12 +262,11 @@ def difference_of(expected: Tensor, got: Tensor) -> str | None:
     return f"element {i} is {want} and {have}"
 
 
-def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str) -> None:
+def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str, size: int = 3) -> None:
     """`in_place` gives the bits of `update`, and writes to nothing but updates and state that
-    follows a param."""
+    follows a param. `size`: elements of the one param."""
     if part.in_place is None:
         return
-    size = 3  # of the one param
     wrote = f"{name}: in_place writes over params, or over a state leaf that follows none"
     differs = f"{name}: in_place and update differ, in {dtype}"
     g = torch.Generator().manual_seed(0)
