@@ -430,6 +430,15 @@ def of(optimizer: Any) -> Callable[[Any], Any]:
     return run
 
 
+def of_other_rule(step: Any) -> Any:
+    """The state of the same step, but for the leaves that are trained."""
+    sharded = isinstance(step, ShardedTrainStep)
+    rule = lambda path, leaf: path.endswith("weight")
+    whole = fz.train_step(loss_fn, optim.adamw(0.1), trainable=rule)
+    other = fz.shard(whole, level=step.level, group=step.group) if sharded else whole
+    return other.init(PARAMS)
+
+
 def of_other_net(step: Any) -> Any:
     return step(step.init(PARAMS).replace(opt_state=step.init(DEEPER).opt_state), X)
 
@@ -653,6 +662,12 @@ STEPS = {
         r"unequal rows: path x, expected 5, as k has, got 2. Remedy: .*close over",
         accumulate=2,
     ),
+    "state: of a step that trains others": Stepping(
+        lambda step: step(of_other_rule(step), X),
+        StructureError,
+        r"trains other leaves: path 0.weight, expected frozen, got trained.*Remedy: .*own init",
+        trainable=lambda path, leaf: path.endswith("bias"),
+    ),
     "loss: a number": Stepping(
         first,
         StructureError,
@@ -845,6 +860,27 @@ def test_a_failing_program_names_its_arguments_but_no_sharded_trees(level: int |
     (note,) = caught.value.__notes__
     assert "1: (2, 3) torch.float64 on cpu, 2: (2, 3) torch.float64 on cpu" in note
     assert ("0.0.weight" in note) == (level is None)
+
+
+BIASES = {id(p) for path, p in PARAMS.items() if path.endswith("bias")}
+RULES: dict[str, Any] = {
+    "identity": lambda path, leaf: id(leaf) in BIASES,
+    "values": lambda path, leaf: bool(leaf.sum() > 0),
+    "grad": lambda path, leaf: leaf.requires_grad,
+    "shape": lambda path, leaf: leaf.ndim == 2,
+    "tree": tree_map(lambda p: p.ndim == 2, PARAMS),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_of_trained_leaves_that_their_own_states_follow(rule: str, level: int | None) -> None:
+    step: Any = fz.train_step(loss_fn, optim.adamw(0.1), trainable=RULES[rule])
+    if level is not None:
+        step = fz.shard(step, level=level, group=SingleRank())
+    state = step.init(PARAMS)
+    for _ in range(2):
+        state, _ = step(state.replace(params=tree_map(torch.detach, state.params)), X)
 
 
 @pytest.mark.parametrize("level", LEVELS)

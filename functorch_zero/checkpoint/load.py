@@ -258,13 +258,17 @@ def check_match(
         text += f"; and {len(problems) - 5} more"
     # A hint: most such errors come from another optimizer
     if None not in (manifest.optimizer, optimizer) and manifest.optimizer != optimizer:
-        text += f". Its optimizer was {manifest.optimizer}, the present one is {optimizer}"
+        text += (
+            f". Its optimizer was {manifest.optimizer}, the present one is {optimizer}. To keep "
+            'the weights and begin the optimizer anew: allow_missing="opt_state.**", '
+            'allow_extra="opt_state.**"'
+        )
     raise StructureError(text)
 
 
 def some_of(names: Iterable[str]) -> str:
-    """The first names, and the number of the others."""
-    listed = sorted(names)
+    """The first names, those of params before others, and the number of the rest."""
+    listed = sorted(names, key=lambda name: (not name.startswith("params."), name))
     text = ", ".join(listed[:5])
     if len(listed) > 5:
         text += f" and {len(listed) - 5} more"

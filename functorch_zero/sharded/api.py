@@ -115,7 +115,13 @@ def shard(
             of `sharded.storage.StateStorage`. None: it lies beside the params.
 
     Volume per rank and step, in units of the params' bytes times (N-1)/N: levels 0, 1 and 2: 2;
-    level 3: at most 3, 2 when not resharding. After Rajbhandari et al., "ZeRO" (2020).
+    level 3: at most 3, 2 when not resharding. With k micro-batches: level 2 k + 1, level 3 at most
+    3 k. Short buckets are padded to a multiple of the ranks.
+
+    The result is the unsharded step's where the loss is a mean over its batch, or returns its
+    weight (`fz.Aux`). BatchNorm and dropout see each rank's own part.
+
+    After Rajbhandari et al., "ZeRO" (2020).
     """
     if not isinstance(step, TrainStep | EvalStep | ProgramStep):
         raise TypeError(

@@ -19,6 +19,7 @@ from ..groups.protocol import Group
 from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, hold
 from ..model.deferred_init import DeferredInit
+from ..model.untouched import is_looked_at
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
 from ..runtime.prefetch import PrefetchOrder
@@ -34,7 +35,7 @@ from ..step.state import (
     marked,
     trained,
 )
-from ..step.train import TrainStep, mark_trainable, optimizer_view
+from ..step.train import TrainStep, check_trained, mark_trainable, optimizer_view
 from ..tree import PyTree, check_tensors, content_digests, paths, select
 from ..version import __version__
 from .agreement import agree
@@ -162,6 +163,8 @@ class ShardedTrainStep:
         # Plans are made at the first step with a layout, and found again in later ones
         prepared = self._prepare(sharding.layout)
         prepared.check_state(state.opt_state, self.group.rank)
+        if is_looked_at(int(state.step)):
+            self._check_trained(sharding.layout)
         # Leaves that were replaced since the last step are packed here, into new flats, which the
         # loss is given then
         params = own_params(state, self.group.rank)
@@ -180,6 +183,16 @@ class ShardedTrainStep:
             updater=prepared,
             parts=prepared.parts,
         )
+
+    def _check_trained(self, layout: Layout) -> None:
+        """Raise if this step's `trainable` chooses other leaves than the state trains."""
+        if self.unsharded.trainable is None:
+            return
+        leaves = [
+            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves
+        ]
+        whole = layout.treedef.unflatten(leaves)
+        check_trained(self.unsharded.trainable, whole, layout.trainable, self.group.rank)
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies. Leaves in pieces are all-gathered,

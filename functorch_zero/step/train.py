@@ -156,6 +156,8 @@ class TrainStep:
         check_leaves(state.params)
         check_policies(state)
         check_not_on_meta(state.params, batch)
+        if is_looked_at(int(state.step)):
+            check_trained(self.trainable, state.params, trained(state))
         # The step in two halves: gradients of a loss, and an update by them
         grads, outcome = self.loss_and_grads(state, batch)
         metrics = {"loss": outcome.loss.detach()}
@@ -395,6 +397,45 @@ def mark_trainable(params: PyTree[Tensor], trainable: Trainable) -> PyTree[Tenso
     if not any(p.requires_grad for p in optree.tree_leaves(params)):
         raise _nothing_trained(params, trainable)
     return params
+
+
+def check_trained(
+    trainable: Trainable, params: PyTree[Tensor], mask: PyTree[bool], rank: int | None = None
+) -> None:
+    """Raise, naming a leaf, if a step's rule chooses other leaves than its state says are trained:
+    the state is another step's.
+
+    Args:
+        trainable: the step's. A function sees meta tensors, so one that goes by values or by
+            identity can't be asked again; those choose all leaves then, or none, or raise.
+        params: tensors of the whole leaves' shapes and dtypes.
+        mask: the leaves that the state says are trained.
+    """
+    if trainable is None:
+        return
+    metas = tree_map(
+        lambda p, on: torch.empty_like(p, device="meta", requires_grad=on), params, mask
+    )
+    try:
+        asked = optree.tree_leaves(mask_of(metas, trainable))
+    except (RuntimeError, NotImplementedError):
+        return
+    known = optree.tree_leaves(mask)
+    if callable(trainable) and (all(asked) or not any(asked)):
+        return
+    for path, wanted, found in zip(paths(params), asked, known, strict=True):
+        if bool(wanted) != found:
+            raise StructureError(
+                explain(
+                    "the state is of a step that trains other leaves",
+                    path=path,
+                    expected="trained" if wanted else "frozen",
+                    got="trained" if found else "frozen",
+                    rank=rank,
+                    remedy="call this step's own init, and carry the params over: "
+                    "state.replace(params=other.params)",
+                )
+            )
 
 
 def _nothing_trained(params: PyTree[Tensor], trainable: Trainable) -> StructureError:

@@ -52,7 +52,9 @@ HINT = (
 AMPLIFIED = (
     "Round-off makes a difference of this size in the unsharded step too: model or optimizer "
     "amplify round-off here (sums that cancel, a matrix without full rank, an eps that is too "
-    "small). Remedy: other data, a larger eps, or allow_round_off=True."
+    "small, a leaf whose true gradient is zero, such as the bias of attention's keys). Remedy: "
+    "float64 by model.double(), no such biases, a larger eps, or allow_round_off=True "
+    "(docs/testing.md, Limits)."
 )
 
 
