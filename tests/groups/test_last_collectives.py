@@ -104,7 +104,15 @@ def test_both_axes_of_a_mesh_are_in_one_ring() -> None:
         assert [entry.number for entry in plain] == list(range(1, len(plain) + 1))
         reduced = [tuple(entry.ranks) for entry in plain if entry.label.endswith("/reduce")]
         assert reduced.index(column) == len(reduced) // 2, "at the end, over the replicas"
-        assert [str(entry) for entry in plain] == [str(entry) for entry in checked]
+        assert told(plain) == told(checked)
+
+
+def told(entries: list[Entry]) -> list[str]:
+    """Without the numbers, and the comparison of uses, which a checked group has no need of."""
+    lines = [
+        f"{entry.label}: {entry.kind} of {entry.num_elements} on {entry.ranks}" for entry in entries
+    ]
+    return [line for line in lines if not line.startswith("loss/uses")]
 
 
 def test_entries_keep_no_tensor_alive() -> None:
