@@ -116,13 +116,13 @@ def choose_modules(
     if not chosen:
         raise ValueError(
             f"{what}={rule!r} matches no module that is a unit. Remedy: choose among "
-            f"{', '.join(sorted(entered))}; {PATTERNS}"
+            f"{_listed(entered)}; {PATTERNS}"
         )
     if innermost and chosen & around:
         outer = min(chosen & around) or "the model"
         raise ValueError(
             f"{what}={rule!r} matches {outer!r}, which has other units inside: their collectives "
-            f"would be inside too. Remedy: choose among {', '.join(sorted(without_units))}"
+            f"would be inside too. Remedy: choose among {_listed(without_units)}"
         )
     return frozenset(chosen)
 
@@ -209,3 +209,8 @@ def _one_is_small(a: _Draft, b: _Draft) -> bool:
     """Whether one of two is so small that a gather of its own doesn't pay."""
     smaller, larger = sorted((a.num_elements, b.num_elements))
     return smaller * SMALL <= larger
+
+
+def _listed(names: set[str]) -> str:
+    """Modules' paths for an error. The model's own is empty, which would not show."""
+    return ", ".join(name or '"" (the root)' for name in sorted(names))

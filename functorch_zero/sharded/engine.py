@@ -214,8 +214,7 @@ class ShardedEngine:
             # This rank's own part of all that is not sharded
             batch = [node for node in given if not _is_sharded(node)]
             # This rank's part of the batch is its own; ranks of the same data draw alike
-            part, device = self.options.axes.data.rank, trees[0].flats()[0].device
-            with next_stream(part, device):
+            with next_stream(self.options.axes.data.rank, _device_of(trees)):
                 value, reduced = self._differentiate(
                     call, _name_of(loss), trees, joined, order, batch
                 )
@@ -421,6 +420,12 @@ def _trained_on_meta(layout: Layout) -> PyTree[Tensor | None]:
         for leaf in layout.leaves
     ]
     return layout.treedef.unflatten(leaves)
+
+
+def _device_of(trees: Sequence[ShardedTree]) -> torch.device:
+    """Of the first flat; the CPU, where trees have none."""
+    flats = trees[0].flats()
+    return flats[0].device if flats else torch.device("cpu")
 
 
 def _is_sharded(node: Any) -> bool:

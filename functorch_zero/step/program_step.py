@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import StructureError, explain
 from ..overlap import check_apart
 from ..tree import paths, same_structure
-from .loss import Metrics, as_metric
+from .loss import Metrics, as_metric, check_metrics
 from .rng import streams
 from .state import State, Trained, check_state
 
@@ -166,6 +166,7 @@ def check_result(result: Any, rank: int | None = None) -> tuple[Any, Metrics]:
             )
         )
     value, given = result
+    check_metrics(given, rank)
     metrics = {}
     for name, metric in given.items():
         metrics[name] = as_metric(metric)

@@ -273,14 +273,14 @@ def test_an_evaluation_with_no_weight_for_a_mean_is_refused(weight: float) -> No
     step = train_step(lambda p, b, x: (p["w"] * x).sum(), optim.sgd(0.1))
     params = {"w": torch.ones(2, requires_grad=True)}
     evaluate = eval_step(lambda p, b, x: Aux(metrics={"a": 1.0}, weight=weight))
-    with pytest.raises(StructureError, match=r"expected >= 0, got .*Remedy"):
+    with pytest.raises(StructureError, match=r"expected >= 0, .*got .*Remedy"):
         evaluate(step.init(params), None)
 
     def run(group: Any) -> None:
         state = shard(step, level=1, group=group).init(params)
         shard(evaluate, level=1, group=group)(state, torch.ones(2))
 
-    with pytest.raises(StructureError, match=r"expected >= 0, got .*Remedy"):
+    with pytest.raises(StructureError, match=r"expected >= 0, .*got .*Remedy"):
         run_ranks(run, 2)
 
 
