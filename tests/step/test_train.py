@@ -19,7 +19,7 @@ from functorch_zero.groups.single import SingleRank
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.evaluate import eval_step
-from functorch_zero.step.loss import Aux, as_metric
+from functorch_zero.step.loss import Aux
 from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from functorch_zero.tree import named_leaves
@@ -264,7 +264,7 @@ def test_eval_step() -> None:
     with pytest.raises(TypeError, match="metrics by name"):
         eval_step(lambda p, b, x: 1.0)(state, None)
     with pytest.raises(StructureError, match="0-d"):
-        as_metric(torch.ones(2))
+        eval_step(lambda p, b, x: {"a": torch.ones(2)})(state, None)
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
