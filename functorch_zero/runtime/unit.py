@@ -190,7 +190,8 @@ class UnitEntrance:
         if unit.leaves is not None and (unit.tracked or not tracked):
             return unit.leaves  # the use goes on
         # Collectives and the node belong to the loss, not to a transform or a mode inside of it
-        with outside_modes():
+        in_a_mode = transforms_active() or torch.is_inference_mode_enabled()
+        with outside_modes() if in_a_mode else NOTHING:
             leaves: Sequence[Tensor]
             # A unit of frozen leaves alone needs no node: no gradients will come
             if tracked and unit.content.trained:

@@ -824,7 +824,7 @@ def test_params_in_another_tree_are_refused(level: int) -> None:
             lambda s: fz.describe(sharded, s),
         ):
             with pytest.raises(
-                StructureError, match=r"another tree structure.*got a dict.*tree_map"
+                StructureError, match=r"replaced by a whole tree.*got a dict.*layout_like"
             ):
                 use(other)
 
