@@ -8,8 +8,9 @@ operators (`operators`), and runs it again on the same elements cut otherwise (`
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import optree
@@ -27,7 +28,7 @@ from .pretended import MOST, PretendedRank, Silent, block_of
 
 # Steps of a test: the first, the second (some updates treat the first differently), and a late one
 NUM_STEPS = 3
-MAGNITUDES = (1e4, 1e-6)  # of values that are tried, beside those near 1
+MAGNITUDES = (1e4, 1e-6)  # of values that are tried, leaf by leaf in turn, beside those near 1
 MOST_LEAVES = 64  # leaves: wrappers are run on all leaves of a tree that has no more
 # The round-off allowed, relative to a leaf's largest value: kernels compute a tensor's last few
 # elements in another way, a sigmoid's, say
@@ -110,9 +111,7 @@ def check_claims(transform: Transform, params: PyTree[Tensor] | None = None) -> 
     for part in simple_parts(transform):
         if part.plain is not None:
             _check_pointwise(part, hostile_leaves(), torch.float32, operators=True)
-            # Some lie where values are large, or small
-            for magnitude in MAGNITUDES:
-                _check_pointwise(part, hostile_leaves(), torch.float64, magnitude=magnitude)
+            _check_magnitudes(part, hostile_leaves())
             for dtype in (torch.float32, torch.float64):
                 _check_in_place(part.plain, dtype, name_of(part))
             # Once on as many elements as are tried of a leaf
@@ -181,31 +180,39 @@ def _check_as_a_whole(transform: Transform, params: PyTree[Tensor], few: PyTree[
 
 
 def _draw(
-    tree: PyTree[Tensor], dtype: torch.dtype | None = None, magnitude: float = 1
+    tree: PyTree[Tensor],
+    dtype: torch.dtype | None = None,
+    magnitudes: Sequence[float] = (1,),
 ) -> tuple[Any, list[Any]]:
-    """Random params and the updates of each step, a block per leaf, of this dtype or its own."""
+    """Random params and the updates of each step, a block per leaf, of this dtype or its own.
+    Leaves have the magnitudes in turn."""
     # Seeded, so that all ranks come to one verdict without communication
-    g = torch.Generator().manual_seed(0)
+    g, turn = torch.Generator().manual_seed(0), itertools.cycle(magnitudes)
 
     def block(x: Tensor) -> Tensor:
         drawn = torch.randn(block_of(tuple(x.shape)), generator=g)
-        return (magnitude * drawn).to(dtype or x.dtype)
+        return (next(turn) * drawn).to(dtype or x.dtype)
 
     params = tree_map(block, tree)
     return params, [tree_map(block, tree) for _ in range(NUM_STEPS)]
 
 
+def _check_magnitudes(transform: Transform, tree: PyTree[Tensor]) -> None:
+    """A pointwise author's functions on whole leaves and in pieces, where values are large and
+    small."""
+    assert transform.plain is not None
+    # In float64, where round-off hides least
+    params, updates = _draw(tree, torch.float64, MAGNITUDES)
+    watch = Watch(name_of(transform))
+    CutTest(alone(transform.plain), params, updates, watch, difference_of).check()
+
+
 def _check_pointwise(
-    transform: Transform,
-    tree: PyTree[Tensor],
-    dtype: torch.dtype,
-    *,
-    operators: bool = False,
-    magnitude: float = 1,
+    transform: Transform, tree: PyTree[Tensor], dtype: torch.dtype, *, operators: bool = False
 ) -> None:
     """A pointwise author's functions as they are, on whole leaves, in pieces, and joined."""
     assert transform.plain is not None
-    params, updates = _draw(tree, dtype, magnitude)
+    params, updates = _draw(tree, dtype)
     watch = Watch(name_of(transform))
     # Without an `across`: the functions are given leaves, pieces and joined leaves as they come
     part = alone(transform.plain)
