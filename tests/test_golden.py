@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.fixtures.golden import CASES, RANKS, Golden, read, short
+from tests.tiers import thinned
 
 CALLS, PEAKS = read("calls.json"), read("peaks.json")
 SAME_TORCH = PEAKS.pop("torch") == torch.__version__.partition("+")[0]
@@ -22,7 +23,7 @@ def test_every_case_has_its_numbers() -> None:
     assert CALLS.keys() == PEAKS.keys() == CASES.keys(), REMEDY
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, 2))
 def test_calls_and_peaks(name: str) -> None:
     golden = Golden(CASES[name])
     assert short(golden.calls) == CALLS[name], REMEDY

@@ -119,7 +119,8 @@ def assert_sharded_equals_unsharded(
     ...     return ((params["w"] - x) ** 2).mean()
     >>> step = train_step(loss_fn, optim.adamw(0.1))
     >>> params = {"w": torch.zeros(5, dtype=torch.float64, requires_grad=True)}
-    >>> assert_sharded_equals_unsharded(step, params, {}, [torch.arange(30.0).view(6, 5)] * 2)
+    >>> batches = [torch.arange(30.0).view(6, 5)] * 2
+    >>> assert_sharded_equals_unsharded(step, params, {}, batches, levels=(1, 3), ranks=(2,))
     """
     _check_is_unsharded(step)
     for name, given in (("batches", batches), ("levels", levels), ("ranks", ranks)):

@@ -299,11 +299,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ranks", tiers([1], [2]))  # each imports torch
+@pytest.mark.parametrize("ranks", tiers(thorough=[1, 2]))  # each imports torch
 def test_spawned_ranks(ranks: int) -> None:
     assert launch(dist.get_rank, ranks, timeout=60.0) == [*range(ranks)]
 
 
+@THOROUGH
 def test_a_script_that_torchrun_started(tmp_path: Path) -> None:
     """Its environment is all that matters of torchrun; the number of ranks is torchrun's, not the
     script's."""

@@ -116,7 +116,7 @@ def stateful(**options: Any) -> tuple[Any, Any, Any]:
     return train_step(loss_fn, optim.sgd(0.1, momentum=0.9), accumulate=2), params, buffers
 
 
-@pytest.mark.parametrize("remat", tiers([True], [False]))
+@pytest.mark.parametrize("remat", tiers(thorough=[True, False]))
 def test_buffers_and_dropout(remat: bool) -> None:
     """BatchNorm, a buffer that is replaced and one that is read, dropout (this backend draws as
     eager does)."""

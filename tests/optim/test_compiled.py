@@ -71,7 +71,7 @@ def check_levels(cases):
 
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize(
-    "cases", tiers([[(0.5, (3,))]], [[(0.5, (0, 1, 3)), (0.75, (2,))]]), ids=len
+    "cases", tiers(thorough=[[(0.5, (3,))], [(0.5, (0, 1, 3)), (0.75, (2,))]]), ids=len
 )
 def test_a_compiled_chain_is_the_chain_at_every_level(cases):
     once_per_chain = [len(cases)]  # for all levels, ranks and sizes

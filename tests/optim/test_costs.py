@@ -98,7 +98,7 @@ def plan_for(optimizer: Transform, state: fz.State) -> StatePlan:
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    tiers([(name, 1) for name in [*TABLE][::6]], [(name, 2) for name in TABLE], rows=True),
+    tiers([(name, 1) for name in [*TABLE][::11]], [(name, 2) for name in TABLE], rows=True),
 )
 def test_state_and_traffic(name: str, layers: int, base: Callable[[int, Size], list[Call]]) -> None:
     optimizer, level = TABLE[name].make(), level_of(name)

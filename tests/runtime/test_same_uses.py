@@ -227,7 +227,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("variant", "level", "accumulate"), crossed(VARIANTS, ["2", "3", "mixed"], (1, 2), n=3)
+    ("variant", "level", "accumulate"), crossed(VARIANTS, ["2", "3", "mixed"], (1, 2), n=6)
 )
 def test_layers_dropped_by_a_common_seed(variant: str, level: str, accumulate: int) -> None:
     """Each step uses other layers, the same on all ranks."""

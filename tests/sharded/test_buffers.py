@@ -252,7 +252,7 @@ def in_place(weighted: bool, **options: Any) -> tuple[Any, Any, Any]:
         [1, 2, 3],
         ["mean", "rank0", "local"],
         [{}, {"accumulate": 2}, {"weighted": True}, {"weighted": True, "accumulate": 2}],
-        n=6,
+        n=12,
     ),
 )
 def test_buffers_written_in_place(level: int, ranks: int, rule: Any, options: Any) -> None:

@@ -424,7 +424,7 @@ EACH_ONCE = [*zip(FAULTS, PHASES, strict=True)]
 
 @pytest.mark.parametrize(
     ("fault", "phase"),
-    tiers(EACH_ONCE, [case for case in LOST if case not in EACH_ONCE], rows=True),
+    tiers(EACH_ONCE[::2], [case for case in LOST if case not in EACH_ONCE[::2]], rows=True),
 )
 def test_a_rank_is_lost_in_a_phase(fault: str, phase: str) -> None:
     """S3. The others say in which unit and phase, within the group's time limit."""

@@ -11,7 +11,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.strategies import public_functions
-from tests.tiers import crossed, tiers
+from tests.tiers import crossed, thinned, tiers
 
 
 def zeros(params):
@@ -120,7 +120,7 @@ TRANSFORMS = [author(make) for author in AUTHORS for make in CONSTRUCTORS]
 )
 @pytest.mark.parametrize("levels", tiers([(0, 3)], [(1, 2)]), ids=str)
 @pytest.mark.parametrize(
-    "kept", [*TRANSFORMS, whole_leaf_keeps_update(), swaps_its_state_in_place()]
+    "kept", thinned([*TRANSFORMS, whole_leaf_keeps_update(), swaps_its_state_in_place()], 2)
 )
 def test_donation_does_not_change_what_a_transform_keeps(kept, levels, ranks, mask):
     torch.manual_seed(0)
