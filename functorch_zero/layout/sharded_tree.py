@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_private import base_of, register_in_torch
+from .._torch_private import base_of, register_in_torch, storage_id
 from ..errors import DonatedError, StructureError, explain
 from ..params import Engine, OnEngine
 from ..tree import PyTree
@@ -65,8 +65,8 @@ class Holding:
             params are: 1-D pieces at every level, those of level 0 being all of the leaf.
         engine: answers for the tree on its ranks. Not compared, and not pickled.
         number: of the tree among those that the engine has cut, from 1; 0 has none. Not compared.
-        donated: the flats that a step has taken from the tree, weakly, and from whatever `tree_map`
-            has made of it on the same storage; none yet. Not compared.
+        donated: the storages of flats that a step has taken from the tree, weakly, and from
+            whatever `tree_map` has made of it there; none yet. Not compared.
     """
 
     sharding: Sharding
@@ -247,12 +247,12 @@ class ShardedTree(OnEngine):
             # In bucket order; all None, or none
             own: list[Any] = [leaves[n] for n in bucket.leaves]
             flats.append(None if own[0] is None else self.holding.find(own, bucket))
-        if any(flat in self.holding.donated for flat in flats if flat is not None):
-            raise _donated()
+        if to_write:
+            # A flat in the leaves' own storage, or a part of it, may be another tree's, too
+            taken = {storage_id(leaf) for leaf in leaves if leaf is not None}
+            return [flat if flat is None else _apart(flat, taken) for flat in flats]
         # Copies are not remembered: the leaves may be written to
         bases = {id(base_of(leaf)) for leaf in leaves if leaf is not None}
-        if to_write:
-            return [_copied(flat) if id(flat) in bases else flat for flat in flats]
         if all(flat is None or id(flat) in bases for flat in flats):
             self._known = _Known(flats, own=False)
             self._known.remember(leaves)
@@ -325,13 +325,26 @@ class ShardedTree(OnEngine):
         made = ShardedTree(self._tree, replace(self.holding, donated=WeakIdKeyDictionary()))
         made._known = self._known
         for flat in flats:
-            self.holding.donated[flat] = None
+            self.holding.donated[flat.untyped_storage()] = None
         self._tree, self._known, self._is_used_up = None, None, True
         return made
 
     def _check_not_used_up(self) -> None:
-        if self._is_used_up:
+        # A step has taken flats of a tree that this one was made of: few trees come here
+        if self._is_used_up or (self.holding.donated and self._lies_in_donated_flats()):
             raise _donated()
+
+    def _lies_in_donated_flats(self) -> bool:
+        known = self._known
+        leaves = known.flats if known is not None and known.leaves is None else self._leaves()
+        donated = self.holding.donated
+        return any(leaf is not None and leaf.untyped_storage() in donated for leaf in leaves)
+
+    def cut_by(self, sharding: Sharding) -> ShardedTree:
+        """The same leaves under another sharding, which is equal."""
+        made = ShardedTree(self._tree, replace(self.holding, sharding=sharding))
+        made._known = self._known
+        return made
 
     def pieces(self) -> ShardedTree:
         """The same in the form of pieces: views, of the trained leaves; None elsewhere."""
@@ -378,8 +391,9 @@ def _shapes_of(layout: Layout, most: int = 4) -> str:
     return ", ".join(found + ([f"and {rest} more"] if rest > 0 else []))
 
 
-def _copied(flat: Tensor | None) -> Tensor | None:
-    return None if flat is None else flat.clone()
+def _apart(flat: Tensor, taken: set[int]) -> Tensor:
+    """The flat, or a copy where its storage is among those."""
+    return flat.clone() if storage_id(flat) in taken else flat
 
 
 def _donated() -> DonatedError:

@@ -143,8 +143,11 @@ def own_params(state: State, rank: int) -> ShardedTree:
     assert sharding is not None
     theirs, ours = params.sharding.layout, sharding.layout
     # By identity first: comparing layouts takes longer
-    if theirs is ours or theirs == ours:
+    if theirs is ours:
         return params  # type: ignore[no-any-return]
+    params.flats()  # which raises where a step has taken its storage
+    if theirs == ours:
+        return params.cut_by(sharding)  # type: ignore[no-any-return]
     holding = replace(params.holding, sharding=sharding, donated=WeakIdKeyDictionary())
     if params.holding == holding:
         return ShardedTree(tree_map(torch.clone, params.tree), holding)

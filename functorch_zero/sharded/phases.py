@@ -256,9 +256,6 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
     scale = run.step.policy.scale(state.finite)
     # In place: these flats are the reduction's own
     to_means(local.reduced, agreed.weight if _weighted(local.outcome) else None, scale)
-    # This rank's pieces: views of what is held
-    view = pieces_of(run.flats, state.params.holding)
-    grads = grads_like(view, local.reduced)
     buffers = _next_buffers(run, local.outcome, agreed)
     params, opt_state = state.params, state.opt_state
     # From here on the given state is used up: see Note [before the first write]
@@ -266,6 +263,9 @@ def advance(run: Run, local: Local, agreed: Agreed) -> tuple[State, Metrics]:
         buffers = apart(buffers, run.flats)
         run.sharding.donations.take(state.step)
         params = params.handed_on(run.flats)
+    # This rank's pieces: views of what is held
+    view = pieces_of(run.flats, params.holding)
+    grads = grads_like(view, local.reduced)
 
     # Norms of gradients and params are taken before the update, which may write over both
     measured = UpdateMetrics(run.step.metrics, run.updater.across)

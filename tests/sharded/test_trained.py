@@ -19,7 +19,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import checkpoint, optim
-from functorch_zero.errors import StructureError
+from functorch_zero.errors import DonatedError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.tiers import crossed
@@ -301,3 +301,51 @@ def test_params_of_another_level_are_refused() -> None:
 
     for before, after in itertools.permutations(range(4), 2):
         run_ranks(lambda group, b=before, a=after: run(group, b, a), 2)
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_tree_map_made_of_donated_params_is_refused(level: int, read: bool) -> None:
+    """On the same storage, whether it was read before or not."""
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return ((params["w"] - x) ** 2).mean()
+
+    def run(group: Any) -> None:
+        first = {"w": torch.zeros(6, dtype=torch.float64).requires_grad_()}
+        x = torch.ones(6, dtype=torch.float64)
+        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=level, group=group)
+        other = fz.shard(fz.train_step(loss, optim.sgd(0.2)), level=level, group=group)
+        state, second = step.init(first), other.init(first)
+        alias = tree_map(Tensor.detach, state.params)
+        if read:
+            fz.unshard(alias)
+        step(state, x)
+        for use in (
+            lambda: fz.unshard(alias),
+            lambda: alias["w"],
+            lambda: other(second.replace(params=alias), x),
+        ):
+            with pytest.raises(DonatedError):
+                use()
+
+    run_ranks(run, 2)
+
+
+def test_leaves_that_a_caller_joined_are_not_written_over() -> None:
+    """One vector of the caller's own, of which each leaf is a part."""
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return sum(((leaf - x) ** 2).mean() for leaf in params.values())
+
+    def run(group: Any) -> None:
+        first = {n: torch.zeros(8, dtype=torch.float64).requires_grad_() for n in "ab"}
+        step = fz.shard(fz.train_step(loss, optim.sgd(0.1)), level=3, group=group)
+        state = step.init(first)
+        leaves, treedef = optree.tree_flatten(state.params)
+        joined = torch.cat(leaves)
+        params = treedef.unflatten(joined.split([leaf.numel() for leaf in leaves]))
+        step(state.replace(params=params), torch.ones(8, dtype=torch.float64))
+        assert not joined.any()
+
+    run_ranks(run, 2)
