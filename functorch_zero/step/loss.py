@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
 
@@ -198,7 +198,21 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
         raise StructureError(
             explain('a metric is called "loss", as the loss is', rank=rank, remedy="rename it")
         )
-    return loss, aux
+    return loss, replace(aux, metrics=constants(aux.metrics), weight=constant(aux.weight))
+
+
+def constants(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics, each in no graph, with values of its own."""
+    return {name: constant(value) for name, value in metrics.items()}
+
+
+def constant(value: Any) -> Any:
+    """A metric or a weight in no graph. A 0-d param is copied: a sharded one keeps no values after
+    the loss, and the whole leaf would keep its unit's memory."""
+    if type(value) is LazyParam:
+        with torch.no_grad():
+            return value.whole().detach().clone()
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _way_to_a_scalar(loss: Any) -> str:
