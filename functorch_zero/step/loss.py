@@ -386,7 +386,7 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
                 remedy="detach it, with weight.detach()",
             )
         )
-    # A device's is looked at where the host waits for it anyway: in the ranks' agreement
+    # A device's is looked at in the steps that ask slow questions
     if not _on_device(weight):
         check_weight_value(weight, rank)
 
@@ -401,18 +401,9 @@ def check_weight_value(weight: Tensor | float | None, rank: int | None = None) -
     if weight is None or (isinstance(weight, Tensor) and not has_values(weight)):
         return
     number = float(weight)
+    check_total_weight(number, rank)
     if number == 0 or LEAST_WEIGHT <= number <= MOST_WEIGHT:
         return
-    if not 0 <= number < math.inf:
-        raise StructureError(
-            explain(
-                "Aux.weight is no weight",
-                expected=">= 0, and finite",
-                got=number,
-                rank=rank,
-                remedy="count examples, or tokens; 0 counts for nothing",
-            )
-        )
     raise StructureError(
         explain(
             "Aux.weight is out of range: gradients times weights would leave that of float32",
@@ -422,6 +413,21 @@ def check_weight_value(weight: Tensor | float | None, rank: int | None = None) -
             remedy="divide all weights by the same number: only their ratio counts",
         )
     )
+
+
+def check_total_weight(total: float, rank: int | None = None) -> None:
+    """Raise unless a sum of weights can divide. No gradient is multiplied by it, so that it may lie
+    out of a weight's range."""
+    if not 0 <= total < math.inf:
+        raise StructureError(
+            explain(
+                "Aux.weight is no weight",
+                expected=">= 0, and finite",
+                got=total,
+                rank=rank,
+                remedy="count examples, or tokens; 0 counts for nothing",
+            )
+        )
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
