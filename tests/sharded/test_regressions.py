@@ -357,3 +357,30 @@ def test_a_param_can_be_a_metric_and_a_frozen_one_the_weight(level: int, call: s
 
     for metrics in (run(None), *run_ranks(run, 2)):
         assert metrics == {"temperature": 1.5, "share": 2.0}
+
+
+@pytest.mark.parametrize("way", ["a step", "shard_state", "a step, and init reads values"])
+def test_a_state_from_elsewhere_is_checked_without_a_second_one(way: str) -> None:
+    """It would take the memory once more. Where `init` reads values, nothing is checked."""
+    seen: list[str] = []  # the devices that `init` was called on
+
+    def init(params: Any) -> Any:
+        seen.append(params["w"].device.type)
+        if way.endswith("values"):
+            float(params["w"].sum())
+        return tree_map(torch.zeros_like, params)
+
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        return updates, state
+
+    def step() -> Any:
+        return train_step(square, optim.with_statistics(init, update))
+
+    state = step().init({"w": trained(4)})
+    assert seen == ["cpu"]
+    # Another step, which has not made this state
+    if way == "shard_state":
+        run_ranks(lambda group: shard(step(), level=1, group=group).shard_state(state), 1)
+    else:
+        step()(state, None)
+    assert seen[1] == "meta" and seen.count("cpu") == 1
