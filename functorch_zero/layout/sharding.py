@@ -18,10 +18,12 @@ from .layout import Layout
 class Donations:
     """The states that have given their storage away. A state is known by its counters, 0-d tensors
     which each step makes anew: its step number, and those of its optimizer. They are known by their
-    storages, which detached ones have in common with them."""
+    places in their storages, which detached ones have in common with them; a counter may be one
+    entry of a table."""
 
     def __init__(self) -> None:
-        # A counter's storage -> the number of its state; weak, so that it goes with the state
+        # A counter's storage -> by offset there, in bytes, the number of its state; weak, so that
+        # it goes with the state
         self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[type[Donations], tuple[()]]:
@@ -30,21 +32,22 @@ class Donations:
 
     def take(self, step: Tensor) -> None:
         """Note that the storage of this step's state is being reused."""
-        self._taken[step.untyped_storage()] = int(step)
+        self._note(step, int(step))
 
     def take_counters(self, step: Tensor, old: Any, new: Any) -> None:
         """Note the counters of that state's optimizer: those that the next state has others for."""
-        number = self._taken[step.untyped_storage()]
+        number = self._number_of(step)
+        assert number is not None
         kept = storages(_counters(new))
         for counter in _counters(old):
             if storage_id(counter) not in kept:
-                self._taken[counter.untyped_storage()] = number
+                self._note(counter, number)
 
     def check(self, step: Tensor, opt_state: Any) -> None:
         """Raise `DonatedError` if the storage of this state, or of its optimizer's state, has been
         taken."""
         for counter in (step, *_counters(opt_state)):
-            taken = self._taken.get(counter.untyped_storage())
+            taken = self._number_of(counter)
             if taken is not None:
                 raise DonatedError(
                     f"the state of step {taken} was donated to the step that made state "
@@ -52,6 +55,19 @@ class Donations:
                     "returned, keep a copy with tree_map(torch.clone, state), or shard with "
                     "donate=False"
                 )
+
+    def _note(self, counter: Tensor, number: int) -> None:
+        self._taken.setdefault(counter.untyped_storage(), {})[_offset(counter)] = number
+
+    def _number_of(self, counter: Tensor) -> int | None:
+        """The number of the donated state that this counter is of; None: of no donated one."""
+        numbers: dict[int, int] = self._taken.get(counter.untyped_storage(), {})
+        return numbers.get(_offset(counter))
+
+
+def _offset(counter: Tensor) -> int:
+    """In bytes, from where its storage begins."""
+    return int(counter.storage_offset()) * counter.element_size()
 
 
 def _counters(opt_state: Any) -> list[Tensor]:

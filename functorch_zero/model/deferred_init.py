@@ -35,6 +35,8 @@ class DeferredInit:
         self._modules = dict(self._model.named_modules())
         # Of each leaf and buffer, the place of its name first; a tied one has several
         self._places: dict[str, list[_Place]] = {}
+        # Of each module, the places in it and in those inside it, each with its leaf's name
+        self._inside: dict[str, list[tuple[str, _Place]]] = {path: [] for path in self._modules}
         # Tied tensors come once, under their first name
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         names = {id(tensor): name for name, tensor in named}
@@ -42,8 +44,10 @@ class DeferredInit:
             for held in (params_dict(module), buffers_dict(module)):
                 for attribute, meta in held.items():
                     if meta is not None:
-                        place = _Place(path, held, attribute, meta)
-                        self._places.setdefault(names[id(meta)], []).append(place)
+                        name, place = names[id(meta)], _Place(path, held, attribute, meta)
+                        self._places.setdefault(name, []).append(place)
+                        for around in ancestors(path):
+                            self._inside[around].append((name, place))
 
     def fill(self, tree: PyTree[Tensor]) -> PyTree[Tensor]:
         """The tree with values for leaves on the meta device, whole; others stay as they are.
@@ -111,6 +115,9 @@ class DeferredInit:
         module = self._modules[path]
         reset = _own_reset(module)
         initialiser = self._initialiser_of(path)
+        # Most modules around others have nothing to say, and are large
+        if reset is None and initialiser is None and self._init is None:
+            return
         initialisation = Initialisation(path, self._device)
         # Seeded per module, so that a leaf's values don't depend on which others are made
         with (
@@ -144,15 +151,17 @@ class DeferredInit:
         leaf is initialised once, in the place that it is named after.
         """
         before: list[tuple[_Place, Tensor]] = []
-        for first, *others in self._places.values():
-            meta = first.meta
-            unwanted = initialisation.unwanted(meta, partial(_blank, meta, self._device))
-            for place in (first, *others):
-                x = place.get()
-                tied_elsewhere = place is not first and place.module == path
-                if tied_elsewhere or (x.is_meta and _is_inside(place.module, path)):
-                    before.append((place, x))
-                    place.put(unwanted)
+        unwanted: dict[str, Tensor] = {}  # one per leaf, in all its places
+        for name, place in self._inside[path]:
+            first, x = self._places[name][0], place.get()
+            tied_elsewhere = place is not first and place.module == path
+            if not (tied_elsewhere or x.is_meta):
+                continue
+            if name not in unwanted:
+                make = partial(_blank, first.meta, self._device)
+                unwanted[name] = initialisation.unwanted(first.meta, make)
+            before.append((place, x))
+            place.put(unwanted[name])
         # Without `finally`: on an error `_make` clears all places
         yield
         for place, x in before:
@@ -294,11 +303,6 @@ def _num_arguments(method: Any) -> int | None:
         if positional and p.default is p.empty:
             required += 1
     return required
-
-
-def _is_inside(path: str, around: str) -> bool:
-    """Whether a module is another, or lies inside it, by their paths."""
-    return not around or path == around or path.startswith(f"{around}.")
 
 
 def _depth(path: str) -> int:

@@ -132,7 +132,7 @@ class Transform(Named):
                 )
                 raise
             across = Local(view)
-            self.check_whole(state, view, across, what="the optimizer's state")
+            self.check_whole(state, view, what="the optimizer's state")
             return self.update_fn(updates, state, view, across)
 
     def init_whole(self, params: PyTree[Tensor], across: Across) -> Any:
@@ -141,22 +141,30 @@ class Transform(Named):
         self._remember(outline_of((params, state)))
         return state
 
-    def check_whole(self, state: Any, params: PyTree[Tensor], across: Across, *, what: str) -> None:
+    def check_whole(self, state: Any, params: PyTree[Tensor], *, what: str) -> None:
         """Raise unless `init` makes such a state of these params, in one process: another
         transform's may have the same leaves, and another net's be broadcast.
 
+        An `init` that can't run on the meta device can't tell.
+
         Args:
             state: the one to check.
-            params, across: the trained leaves, None elsewhere, and the answers about them.
+            params: the trained leaves, None elsewhere.
             what: the state's name, for the error.
         """
         outline = outline_of((params, state))
         if outline in self.known:
             return
-        # A state from elsewhere, a checkpoint say: only `init` can tell. What it draws is undone.
+        # A state from elsewhere, a checkpoint say: only `init` can tell. On the meta device a
+        # second state takes no memory. What `init` draws elsewhere is undone.
         devices = {leaf.device for leaf in optree.tree_leaves(params) if leaf.is_cuda}
+        metas = tree_map(lambda p: torch.empty_like(p, device="meta"), params)
         with torch.random.fork_rng(devices=devices):
-            check_opt_state(self.init_fn(params, across), state, what=what)
+            try:
+                expected = self.init_fn(metas, Local(metas))
+            except Exception:
+                expected = state  # it asks for values, or for a device
+        check_opt_state(expected, state, what=what)
         self._remember(outline)
 
     def _remember(self, outline: Any) -> None:

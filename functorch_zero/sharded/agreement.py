@@ -24,7 +24,7 @@ from ..groups.mesh import ONLY_COPY, Copy
 from ..groups.protocol import Group
 from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
-from ..step.loss import as_metric, check_weight_value
+from ..step.loss import as_metric, check_total_weight
 from ..step.nonfinite import not_finite, refusal
 from ..tree import content_digests
 
@@ -65,7 +65,8 @@ def average(
 
     Args:
         metrics: this rank's, by name; 0-d tensors on any device, or numbers.
-        weight: of this rank's part of the batch, 0-d; None: all parts count the same.
+        weight: of this rank's part of the batch, 0-d, the sum of its micro-batches'; None: all
+            parts count the same.
         log: the step, and the collectives that this rank has started since.
         flags: this rank's, a 0-d bool tensor where a device knows; any one rank raises a flag for
             all.
@@ -81,7 +82,7 @@ def average(
     raised = [next(told) if isinstance(flag, Tensor) else flag for flag in flags]
     own_weight = 1.0 if weight is None else float(weight)  # Python's, a float64
     # Here the host knows a device's, too; an error on one rank becomes one on all
-    check_weight_value(own_weight, group.rank)
+    check_total_weight(own_weight, group.rank)
     # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
     weighted = [number * own_weight if own_weight else 0.0 for number in numbers]
     found = dict(zip(values, numbers, strict=True))  # unweighted, for comparing copies

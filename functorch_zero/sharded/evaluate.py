@@ -16,6 +16,7 @@ from ..model.untouched import is_looked_at
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..step.evaluate import EvalStep, call_eval, total_weight
+from ..step.loss import check_weight_value
 from ..step.rng import replayed
 from ..step.state import State
 from ..step.weight_reminder import total_size
@@ -86,6 +87,8 @@ class ShardedEvalStep:
                         self.unsharded.fn, params, state.buffers, batch, self.group.rank
                     )
             run.finish()
+            if look:
+                check_weight_value(found.weight, self.group.rank)
             group = labelled(self.group, "evaluation/metrics")
             size = total_size(batch)
             report = agreement.average(

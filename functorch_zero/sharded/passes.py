@@ -16,7 +16,13 @@ from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction
 from ..runtime.unit import Pass
-from ..step.loss import Outcome, independent, nodes_behind, refuse_reentrant_checkpoints
+from ..step.loss import (
+    Outcome,
+    check_weight_value,
+    independent,
+    nodes_behind,
+    refuse_reentrant_checkpoints,
+)
 from ..tree import PyTree
 from .grad_mean import LossSeed
 from .options import Options
@@ -85,6 +91,7 @@ def run_pass(
                 raise independent(rank)
             if look:
                 refuse_reentrant_checkpoints(nodes_behind(outcome.loss), rank)
+                check_weight_value(outcome.weight, rank)
             seed, scale = seed_of(outcome)
             # A backward until here was the loss's own; from here on it is the pass's
             one_pass.loss_ended(scale)

@@ -215,10 +215,10 @@ class ShardedTrainStep:
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
         check_policies(state)
-        view, across = optimizer_view(state.params, trained(state))
+        view, _ = optimizer_view(state.params, trained(state))
         with torch.no_grad():
             optimizer = self.unsharded.optimizer
-            optimizer.check_whole(state.opt_state, view, across, what="state.opt_state")
+            optimizer.check_whole(state.opt_state, view, what="state.opt_state")
             layout = self.options.layout_of(marked(state))
             prepared = self._prepare(layout)
             sharding = self.options.sharding(layout)

@@ -27,6 +27,8 @@ from .loss import (
     check_metrics,
     check_weight,
     check_weight_value,
+    constant,
+    constants,
     naming_batch,
     unless_weightless,
 )
@@ -145,7 +147,7 @@ def call_eval(fn: Any, params: Any, buffers: Any, batch: Any, rank: int | None =
     if isinstance(result, Mapping):
         check_metrics(result, rank)
         check_has_values(result, params, rank)
-        return Evaluated(result, None, rows)
+        return Evaluated(constants(result), None, rows)
     if not isinstance(result, Aux):
         got = type(result).__name__
         raise TypeError(
@@ -164,7 +166,7 @@ def call_eval(fn: Any, params: Any, buffers: Any, batch: Any, rank: int | None =
                 "rate of 0",
             )
         )
-    return Evaluated(result.metrics, result.weight, rows)
+    return Evaluated(constants(result.metrics), constant(result.weight), rows)
 
 
 def total_weight(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
 
@@ -198,7 +198,21 @@ def check_loss(result: Any, rank: int | None = None) -> tuple[Tensor, Aux | None
         raise StructureError(
             explain('a metric is called "loss", as the loss is', rank=rank, remedy="rename it")
         )
-    return loss, aux
+    return loss, replace(aux, metrics=constants(aux.metrics), weight=constant(aux.weight))
+
+
+def constants(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics, each in no graph, with values of its own."""
+    return {name: constant(value) for name, value in metrics.items()}
+
+
+def constant(value: Any) -> Any:
+    """A metric or a weight in no graph. A 0-d param is copied: a sharded one keeps no values after
+    the loss, and the whole leaf would keep its unit's memory."""
+    if type(value) is LazyParam:
+        with torch.no_grad():
+            return value.whole().detach().clone()
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _way_to_a_scalar(loss: Any) -> str:
@@ -372,7 +386,7 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
                 remedy="detach it, with weight.detach()",
             )
         )
-    # A device's is looked at where the host waits for it anyway: in the ranks' agreement
+    # A device's is looked at in the steps that ask slow questions
     if not _on_device(weight):
         check_weight_value(weight, rank)
 
@@ -387,18 +401,9 @@ def check_weight_value(weight: Tensor | float | None, rank: int | None = None) -
     if weight is None or (isinstance(weight, Tensor) and not has_values(weight)):
         return
     number = float(weight)
+    check_total_weight(number, rank)
     if number == 0 or LEAST_WEIGHT <= number <= MOST_WEIGHT:
         return
-    if not 0 <= number < math.inf:
-        raise StructureError(
-            explain(
-                "Aux.weight is no weight",
-                expected=">= 0, and finite",
-                got=number,
-                rank=rank,
-                remedy="count examples, or tokens; 0 counts for nothing",
-            )
-        )
     raise StructureError(
         explain(
             "Aux.weight is out of range: gradients times weights would leave that of float32",
@@ -408,6 +413,21 @@ def check_weight_value(weight: Tensor | float | None, rank: int | None = None) -
             remedy="divide all weights by the same number: only their ratio counts",
         )
     )
+
+
+def check_total_weight(total: float, rank: int | None = None) -> None:
+    """Raise unless a sum of weights can divide. No gradient is multiplied by it, so that it may lie
+    out of a weight's range."""
+    if not 0 <= total < math.inf:
+        raise StructureError(
+            explain(
+                "Aux.weight is no weight",
+                expected=">= 0, and finite",
+                got=total,
+                rank=rank,
+                remedy="count examples, or tokens; 0 counts for nothing",
+            )
+        )
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:

@@ -17,6 +17,7 @@ from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.model import deferred_init as module
 from functorch_zero.model.deferred_init import deferred_init
 from functorch_zero.model.functionalize import functionalize
+from functorch_zero.model.initialisation import Initialisation
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, ConvNet
@@ -255,6 +256,25 @@ def test_what_nobody_initialised_is_an_error_that_names_it(what: str, path: str)
 
     made = step.init(params, buffers, values=deferred_init(model, init=init))
     assert ({**made.params, **made.buffers}[path] == 5).all()
+
+
+def test_a_module_is_initialised_by_a_look_at_its_own_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of the model's, for each module, would be quadratic in the model."""
+    made: list[Tensor] = []
+    unwanted = Initialisation.unwanted
+
+    def counted(self: Initialisation, meta: Tensor, make: Callable[[], Tensor]) -> Any:
+        made.append(meta)
+        return unwanted(self, meta, make)
+
+    monkeypatch.setattr(Initialisation, "unwanted", counted)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2, 3 + i) for i in range(5)))
+    weight = model[3].weight
+    deferred_init(model).fill({"3": {"weight": weight}})
+    assert [tuple(meta.shape) for meta in made] == [(6,)]  # its bias
 
 
 def test_another_models_leaves_are_an_error() -> None:

@@ -321,3 +321,66 @@ def test_only_contiguous_pieces_of_one_dtype_are_taken_for_views_of_a_flat() -> 
     layout = make_layout({"w": torch.zeros(8)}, 1, trainable=lambda path, leaf: True)
     strided = torch.arange(16.0)[::2]
     assert flat_of_pieces([strided], layout.buckets[0], 0)[:8].tolist() == strided.tolist()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("call", ["step", "accumulated", "program", "evaluation"])
+def test_a_param_can_be_a_metric_and_a_frozen_one_the_weight(level: int, call: str) -> None:
+    params = {
+        "w": trained(6),
+        "temperature": torch.tensor(1.5, requires_grad=True),
+        "share": torch.tensor(2.0),
+    }
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+        value = ((params["w"] ** 2).sum() * params["temperature"] * x).mean()
+        metrics = {"temperature": params["temperature"], "share": params["share"]}
+        return value, fz.Aux(metrics=metrics, weight=params["share"])
+
+    def run(group: fz.Group | None) -> dict[str, float]:
+        step: Any = fz.train_step(
+            loss, optim.sgd(0.1), accumulate=2 if call == "accumulated" else 1
+        )
+        evaluation: Any = fz.eval_step(lambda p, b, x: loss(p, b, x)[1])
+        if group is not None:
+            step = fz.shard(step, level=level, group=group)
+            evaluation = fz.shard(evaluation, level=level, group=group)
+        state, x = step.init(params), torch.ones(2)
+        if call == "program":
+            (_, metrics), _ = fz.value_and_grad(lambda p, x: loss(p, None, x))(state.params, x)
+        elif call == "evaluation":
+            metrics = evaluation(state, x)
+        else:
+            _, metrics = step(state, x)
+        assert not any(value.requires_grad for value in metrics.values())
+        return {name: float(metrics[name]) for name in ("temperature", "share")}
+
+    for metrics in (run(None), *run_ranks(run, 2)):
+        assert metrics == {"temperature": 1.5, "share": 2.0}
+
+
+@pytest.mark.parametrize("way", ["a step", "shard_state", "a step, and init reads values"])
+def test_a_state_from_elsewhere_is_checked_without_a_second_one(way: str) -> None:
+    """It would take the memory once more. Where `init` reads values, nothing is checked."""
+    seen: list[str] = []  # the devices that `init` was called on
+
+    def init(params: Any) -> Any:
+        seen.append(params["w"].device.type)
+        if way.endswith("values"):
+            float(params["w"].sum())
+        return tree_map(torch.zeros_like, params)
+
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        return updates, state
+
+    def step() -> Any:
+        return train_step(square, optim.with_statistics(init, update))
+
+    state = step().init({"w": trained(4)})
+    assert seen == ["cpu"]
+    # Another step, which has not made this state
+    if way == "shard_state":
+        run_ranks(lambda group: shard(step(), level=1, group=group).shard_state(state), 1)
+    else:
+        step()(state, None)
+    assert seen[1] == "meta" and seen.count("cpu") == 1

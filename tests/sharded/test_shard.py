@@ -144,6 +144,24 @@ def test_a_donated_optimizer_state_is_refused_beside_other_params(level: int) ->
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_donated_step_number_may_be_an_entry_of_a_table(level: int) -> None:
+    """The other entries are of states that nothing was taken of."""
+
+    def run(group: Any) -> None:
+        step, params, buffers = build()
+        sharded = shard(step, level=level, group=group)
+        steps = torch.arange(3)
+        state = sharded.init(params, buffers)
+        for i in range(3):
+            state, _ = sharded(state.replace(step=steps[i]), batch_for(group))
+            assert int(state.step) == i + 1
+        with pytest.raises(DonatedError, match="state of step 1 was donated"):
+            sharded(state.replace(step=steps[1]), batch_for(group))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_donated_optimizer_state_is_refused_when_detached(level: int) -> None:
     """Detached counters are other objects, with the counters' storage."""
 

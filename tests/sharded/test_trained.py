@@ -11,6 +11,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -349,3 +350,27 @@ def test_leaves_that_a_caller_joined_are_not_written_over() -> None:
         assert not joined.any()
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("way", ["by identity", "by numpy"])
+def test_a_rule_that_cannot_be_asked_again(way: str, level: int | None) -> None:
+    """Its answers at init hold: a step asks again with tensors without values."""
+    params = values()
+    flags = {id(leaf): name != FROZEN for name, leaf in params.items()}
+
+    def chosen(path: str, leaf: Tensor) -> bool:
+        if way == "by identity":
+            return flags[id(leaf)]
+        return not np.array_equal(leaf.detach().numpy(), params[FROZEN].numpy())
+
+    def run(group: Any) -> Any:
+        step: Any = fz.train_step(loss_fn, optim.sgd(0.1), trainable=chosen)
+        if level is not None:
+            step = fz.shard(step, level=level, group=group)
+        state, _ = step(step.init(params), batches()[0])
+        return state.params if level is None else step.unshard(state).params
+
+    new = run_ranks(run, 1 if level is None else 2)[0]
+    for name, old in params.items():
+        assert torch.equal(new[name].detach(), old) == (name == FROZEN)

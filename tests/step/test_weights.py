@@ -170,6 +170,42 @@ def test_the_ends_of_the_range(level: int, weight: float) -> None:
     torch.testing.assert_close(run_ranks(run, 2)[0].detach(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("level", [None, 0, 1, 2, 3])
+def test_a_sum_of_weights_may_leave_the_range(level: int | None) -> None:
+    """Each micro-batch's weight is in it."""
+
+    def run(group: Any) -> float:
+        step: Any = fz.train_step(weighing([1e20, 1e20]), optim.sgd(0.1), accumulate=2)
+        if level is not None:
+            step = fz.shard(step, level=level, group=group)
+        return float(step(step.init(PARAMS), BATCH)[1]["value"])
+
+    for got in run_ranks(run, 1 if level is None else 2):
+        assert got == pytest.approx(sum(VALUES) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("call", ["step", "evaluation", "program"])
+def test_a_devices_weight_is_in_range_where_steps_look(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "_on_device", lambda weight: isinstance(weight, Tensor))
+    given = weighing([torch.tensor(1e21)])
+
+    def run(group: Any) -> None:
+        step = fz.shard(fz.train_step(given, optim.sgd(0.1)), level=3, group=group)
+        evaluation = fz.shard(fz.eval_step(lambda p, b, x: given(p, b, x)[1]), group=group, level=3)
+        state = step.init(PARAMS)
+        with pytest.raises(StructureError, match=r"1e-20 to 1e\+20, got .*Remedy: divide all"):
+            if call == "step":
+                step(state, BATCH[:1])
+            elif call == "evaluation":
+                evaluation(state, BATCH[:1])
+            else:
+                fz.value_and_grad(lambda p, x: given(p, {}, x))(state.params, BATCH[:1])
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.parametrize("weight", BAD)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_weight_is_finite_and_not_negative(
