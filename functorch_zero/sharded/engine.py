@@ -187,7 +187,8 @@ class ShardedEngine:
         numbers = [i for i, node in enumerate(given) if _is_sharded(node)]  # among all given
         trees: list[ShardedTree] = [given[i] for i in numbers]
         # Per sharded tree: whether its gradients are asked for; those in `args` are read only
-        trained = [i < num_trained for i in numbers]
+        asked = [i < num_trained for i in numbers]
+        trained = [on and not t.holding.read_only for on, t in zip(asked, trees, strict=True)]
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
@@ -219,9 +220,14 @@ class ShardedEngine:
                     call, _name_of(loss), trees, joined, order, batch
                 )
             grads = []
-            for sharded, first, on in zip(trees, joined.first_buckets, trained, strict=True):
-                if on:
+            for i, sharded in enumerate(trees):
+                if trained[i]:
+                    first = joined.first_buckets[i]
                     grads.append(grads_like(sharded.pieces(), reduced, first))
+                elif asked[i]:  # as of a whole tree: None for leaves that are not trained
+                    holding = replace(sharded.holding, form="pieces")
+                    none = [None] * len(sharded.sharding.layout.buckets)
+                    grads.append(ShardedTree.of_flats(none, holding))
         return value, optree.tree_structure(tree, is_leaf=_is_sharded).unflatten(grads)
 
     def _differentiate(

@@ -11,6 +11,7 @@ import inspect
 import math
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -95,6 +96,7 @@ class ShardedProgramStep:
             own = [cut.get(name, arg) for name, arg in given.items()]
             value = self.unsharded.first_value(*own)
             check_value(value, axes.world.rank)
+            value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)
             sharding = self._sharding(layouts)
             self._form = _Form.of(value, sharding)
             # The rest of the value lies on every rank, and nothing would show that it differs
@@ -139,6 +141,8 @@ class ShardedProgramStep:
                 failed=self.background.failed(),
             )
             self.background.raise_if(failed)
+            # A leaf stays trained, or not, as `init` has made it
+            new = tree_map(_trained_like, state.value, new, is_leaf=is_on_engine)
             return state.replace(step=state.step + 1, value=new), metrics
 
     def unshard(self, state: State) -> State:
@@ -199,7 +203,10 @@ class ShardedProgramStep:
     def _cut(self, tree: Any, layout: Layout) -> ShardedTree:
         """This rank's part of a whole tree: copies."""
         number = next_number(self.group)
-        return hold(tree, self.options.sharding(layout), engine=self.engine, number=number)
+        made = hold(tree, self.options.sharding(layout), engine=self.engine, number=number)
+        # For `init` alone, so that what it makes of them tells, as whole leaves do
+        tree_map(lambda leaf, on: leaf.requires_grad_(on), made.tree, layout.trainable)
+        return made
 
     def _sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
         """The static part of a state: of all trees that `init` was given."""
@@ -297,15 +304,54 @@ def _whole(node: Any) -> Any:
 
 def _trained(node: Any) -> Any:
     """Per leaf of a node, whether it is trained."""
-    if isinstance(node, ShardedTree):
-        return node.sharding.layout.trainable
+    if isinstance(node, ShardedTree) and node.holding.form == "held":
+        return node.trained
     return tree_map(lambda leaf: False, node)
+
+
+def _known_as_trained(node: Any) -> Any:
+    """A node of the value of `init`, whose leaves don't require grad; it says whether they are
+    trained. The same for whole trees: a clone that is made without gradients isn't."""
+    if isinstance(node, Tensor):
+        return node.detach()
+    if not isinstance(node, ShardedTree) or node.holding.form != "held":
+        return tree_map(_detached, node)
+    holding, layout = node.holding, node.sharding.layout
+    if not node.is_made_of_flats:
+        leaves = zip(optree.tree_leaves(node), layout.leaves, strict=True)
+        rows = [(spec.path, leaf.requires_grad) for leaf, spec in leaves if spec.trainable]
+        if len({on for _, on in rows}) > 1:
+            raise StructureError(
+                explain(
+                    "init has made a tree of which some leaves are trained, and others aren't",
+                    path=next(path for path, on in rows if not on),
+                    expected="requires_grad=True, as of the tree's other leaves",
+                    got="requires_grad=False",
+                    rank=node.sharding.rank,
+                    remedy="set requires_grad in the tree that init is given, or change all of "
+                    "its leaves alike",
+                )
+            )
+        holding = replace(holding, read_only=bool(rows) and not rows[0][1])
+    # Other views of the same flats
+    return ShardedTree.of_flats(node.flats(), holding)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _trained_like(before: Any, after: Any) -> Any:
+    if isinstance(before, ShardedTree) and isinstance(after, ShardedTree):
+        return after.as_read_only(before.holding.read_only)
+    return after
 
 
 def _part_like(holding: Holding | StateHolding | None, whole: Any, piece_number: int) -> Any:
     """This rank's part of a whole tree, cut as a node of `init`: copies."""
     if isinstance(holding, Holding):
-        return hold(whole, holding.sharding, engine=holding.engine, number=holding.number)
+        part = hold(whole, holding.sharding, engine=holding.engine, number=holding.number)
+        return part.as_read_only(holding.read_only)
     if isinstance(holding, StateHolding):
         layout = holding.sharding.layout
         return ShardedOptState(part_of_state(whole, holding.plan, layout, piece_number), holding)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import MismatchError, PeerError
+from functorch_zero.errors import MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
@@ -289,3 +289,72 @@ def test_describe() -> None:
         assert where["gen_opt"] == where["disc_opt"] == "1/2"
         assert description.nbytes < whole.nbytes
         assert "program_step(gan)" in str(description)
+
+
+class Averaged(NamedTuple):
+    params: Any
+    ema: Any
+
+
+def test_a_copy_that_init_makes_is_read_only_as_a_whole_one_is() -> None:
+    def first(params: Any) -> Averaged:
+        return Averaged(params, tree_map(torch.clone, params))
+
+    def loss(trees: Any, x: Tensor) -> Tensor:
+        params, ema = trees
+        return (apply_noisy(params, x) - 0.5 * apply_noisy(ema, x)).square().mean()
+
+    num_found: list[int] = []
+
+    def program(value: Averaged, x: Tensor) -> Any:
+        loss_value, (grads, of_ema) = fz.value_and_grad(loss)((value.params, value.ema), x)
+        num_found.append(len(optree.tree_leaves(of_ema)))
+        params = fz.apply_updates(value.params, tree_map(lambda g: -0.1 * g, grads))
+        # The params come first, and give the tree its kind; the average is still read only
+        ema = tree_map(lambda p, e: 0.5 * (e + p), params, value.ema)
+        return Averaged(params, ema), {"loss": loss_value}
+
+    def alone(value: Averaged, x: Tensor) -> Any:
+        return value, {"loss": fz.value_and_grad(loss)((value.ema, value.ema), x)[0]}
+
+    step = fz.program_step(program, init=first)
+    x = batches(1)[0]["noise"]
+    oracle = step.init(first_noisy)
+    for _ in range(2):
+        oracle, _ = step(oracle, x)
+    with pytest.raises(StructureError) as whole:
+        fz.program_step(alone, init=first)(oracle, x)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_noisy)
+        assert not any(leaf.requires_grad for leaf in optree.tree_leaves(state))
+        state, _ = sharded(state, part(x, group))
+        state = sharded.shard_state(sharded.unshard(state))
+        state, _ = sharded(state, part(x, group))
+        other = fz.shard(fz.program_step(alone, init=first), level=3, group=group)
+        with pytest.raises(StructureError) as caught:
+            other(other.init(first_noisy), part(x, group))
+        return sharded.unshard(state), str(caught.value)
+
+    for state, text in run_ranks(run, 2):
+        assert_equal_values(oracle.value, state.value)
+        assert state.trained == oracle.trained
+        for one, other in zip(*map(optree.tree_leaves, (oracle, state)), strict=True):
+            assert one.requires_grad == other.requires_grad
+        assert text[:20] == str(whole.value)[:20]
+    assert set(num_found) == {0}
+
+
+def test_init_that_freezes_some_leaves_of_a_tree_is_refused() -> None:
+    def first(params: Any) -> Any:
+        leaves, treedef = optree.tree_flatten(params)
+        return treedef.unflatten([leaves[0].clone(), *leaves[1:]])
+
+    step = fz.program_step(lambda value: (value, {}), init=first)
+
+    def run(group: Any) -> None:
+        with pytest.raises(StructureError, match="some leaves are trained"):
+            fz.shard(step, level=3, group=group).init(first_noisy)
+
+    run_ranks(run, 2)
