@@ -100,7 +100,7 @@ class ShardedProgramStep:
             sharding = self._sharding(layouts)
             self._form = _Form.of(value, sharding)
             # The rest of the value lies on every rank, and nothing would show that it differs
-            agree(group, {"value": paths(value), "values": content_digests(_rest(value))})
+            agree(group, {"value": paths(value), "values": _digests(_rest(value))})
             return State(
                 step=torch.zeros((), dtype=torch.int64),
                 value=value,
@@ -130,12 +130,12 @@ class ShardedProgramStep:
             number = int(state.step)
             # Small tensors in every step, large ones now and then: their digests take time
             limit = math.inf if is_looked_at(number) else _SMALL
-            rest = {path: leaf for path, leaf in _rest(new).items() if leaf.numel() <= limit}
+            rest = {path: leaf for path, leaf in _rest(new).items() if _numel(leaf) <= limit}
             group = labelled(axes.world, "step/agreement")
             failed = agree_on_results(
                 number,
                 metrics,
-                rest,
+                _digests(rest),
                 group,
                 num_draws=running.num_draws,
                 failed=self.background.failed(),
@@ -288,11 +288,22 @@ def _is_tree(arg: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(arg))
 
 
-def _rest(value: Any) -> dict[str, Tensor]:
-    """By path, the tensors of a value that every rank holds whole."""
+def _rest(value: Any) -> dict[str, Any]:
+    """By path, the tensors and numbers of a value that every rank holds whole."""
     leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
     rows = zip(paths(value, is_on_engine), leaves, strict=True)
-    return {path: leaf for path, leaf in rows if isinstance(leaf, Tensor)}
+    return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
+
+
+def _numel(leaf: Any) -> int:
+    return leaf.numel() if isinstance(leaf, Tensor) else 1
+
+
+def _digests(rest: Mapping[str, Any]) -> dict[str, str]:
+    """Of each leaf by path: equal where values are equal to the bit. Of numbers, themselves."""
+    numbers = {path: repr(leaf) for path, leaf in rest.items() if not isinstance(leaf, Tensor)}
+    tensors = {path: leaf for path, leaf in rest.items() if isinstance(leaf, Tensor)}
+    return numbers | content_digests(tensors)
 
 
 def _whole(node: Any) -> Any:

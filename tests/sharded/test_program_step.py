@@ -223,6 +223,29 @@ def own_rank(x: Tensor) -> Tensor:
     return x.double().sum()
 
 
+@pytest.mark.parametrize("where", ["init", "step"])
+def test_numbers_that_differ_between_ranks_are_refused(where: str) -> None:
+    def run(group: Any) -> str:
+        def first(params: Any) -> Any:
+            return {"params": params, "rate": 0.1 + group.rank * (where == "init")}
+
+        def program(value: Any, x: Tensor) -> Any:
+            return {**value, "rate": value["rate"] + group.rank}, {}
+
+        sharded = fz.shard(fz.program_step(program, init=first), level=3, group=group)
+        if where == "step":
+            state = sharded.init(first_noisy)
+        with pytest.raises(MismatchError) as caught:
+            if where == "init":
+                sharded.init(first_noisy)
+            else:
+                sharded(state, batches(1)[0]["noise"])
+        return str(caught.value)
+
+    for text in run_ranks(run, 2):
+        assert "rate" in text and "0.1" in text and "1.1" in text
+
+
 @pytest.mark.parametrize("what", ["metric", "leaf"])
 def test_results_that_differ_between_ranks_are_refused(what: str) -> None:
     class Value(NamedTuple):
