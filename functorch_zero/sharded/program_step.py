@@ -27,15 +27,23 @@ from ..layout.layout import Cut, Layout
 from ..layout.sharded_tree import Holding, ShardedTree, hold
 from ..layout.sharding import Sharding
 from ..model.untouched import is_looked_at
+from ..optim.state_checks import check_opt_state
 from ..overlap import check_apart
 from ..params import is_on_engine
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.loss import Metrics
-from ..step.program_step import ProgramStep, check_next_value, check_result, check_value, device_of
+from ..step.program_step import (
+    ProgramStep,
+    check_next_value,
+    check_result,
+    check_value,
+    device_of,
+    leaf_form,
+)
 from ..step.rng import streams
 from ..step.state import State, Trained
 from ..step.state import check_state as check_is_state
-from ..tree import check_tensors, content_digests, paths
+from ..tree import check_tensors, content_digests, paths, same_structure
 from ..version import __version__
 from .agreement import agree, agree_on_results
 from .background import BackgroundTasks
@@ -44,6 +52,7 @@ from .failures import sharing_failures
 from .options import Options
 from .state import part_of_state
 
+_OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
 _SMALL = 4096  # elements of a tensor that ranks compare in every step
 
 
@@ -165,6 +174,7 @@ class ShardedProgramStep:
 
         The parts are cut as those of the last `init`, which every rank has called before.
         """
+        check_is_state(state)
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
         if self._form is None:
@@ -174,10 +184,9 @@ class ShardedProgramStep:
             )
         form, piece_number = self._form, self.options.axes.piece_number
         with torch.no_grad():
-            parts = [
-                _part_like(node, whole, piece_number)
-                for node, whole in zip(form.nodes, form.subtrees(state.value), strict=True)
-            ]
+            wholes = form.subtrees(state.value, self.group.rank)
+            rows = zip(form.paths, form.nodes, wholes, strict=True)
+            parts = [_part_like(path, node, whole, piece_number) for path, node, whole in rows]
         return State(
             step=state.step.clone(),
             value=form.treedef.unflatten(parts),
@@ -267,16 +276,29 @@ class _Form(NamedTuple):
 
     sharding: Sharding  # of the state
     treedef: Any  # down to the nodes
-    nodes: list[Holding | StateHolding | None]  # None: a leaf that every rank holds
+    paths: list[str]  # of the nodes
+    nodes: list[Any]  # Holding or StateHolding; of a leaf that every rank holds, its `leaf_form`
 
     @classmethod
     def of(cls, value: Any, sharding: Sharding) -> _Form:
         leaves, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        return cls(sharding, treedef, [getattr(leaf, "holding", None) for leaf in leaves])
+        nodes = [leaf.holding if is_on_engine(leaf) else leaf_form(leaf) for leaf in leaves]
+        return cls(sharding, treedef, paths(value, is_on_engine), nodes)
 
-    def subtrees(self, whole: Any) -> list[Any]:
+    def subtrees(self, whole: Any, rank: int) -> list[Any]:
         """Of a whole value, the trees in place of the nodes."""
-        found: list[Any] = self.treedef.flatten_up_to(whole)
+        try:
+            found: list[Any] = self.treedef.flatten_up_to(whole)
+        except ValueError as error:
+            raise StructureError(
+                explain(
+                    "the whole state's value has another structure than the one of init",
+                    expected=self.treedef,
+                    got=f"a {type(whole).__name__}: {error}",
+                    rank=rank,
+                    remedy=_OF_THIS_PROGRAM,
+                )
+            ) from error
         return found
 
 
@@ -358,12 +380,79 @@ def _trained_like(before: Any, after: Any) -> Any:
     return after
 
 
-def _part_like(holding: Holding | StateHolding | None, whole: Any, piece_number: int) -> Any:
-    """This rank's part of a whole tree, cut as a node of `init`: copies."""
+def _part_like(path: str, holding: Any, whole: Any, piece_number: int) -> Any:
+    """This rank's part of a whole tree, cut as a node of `init`: copies.
+
+    Args:
+        path: of the node, for errors.
+        holding: its own; of a leaf that every rank holds, its `leaf_form`.
+    """
     if isinstance(holding, Holding):
+        _check_like(path, holding, whole)
+        if holding.form == "pieces":
+            given = _with_none(holding, whole)
+            device = next(leaf.device for leaf in given if leaf is not None)
+            filled = [
+                # Where a leaf is frozen there is none
+                torch.zeros(spec.shape, dtype=spec.dtype, device=device) if leaf is None else leaf
+                for spec, leaf in zip(holding.sharding.layout.leaves, given, strict=True)
+            ]
+            held = hold(filled, holding.sharding, engine=holding.engine, number=holding.number)
+            return held.pieces()
         part = hold(whole, holding.sharding, engine=holding.engine, number=holding.number)
         return part.as_read_only(holding.read_only)
     if isinstance(holding, StateHolding):
-        layout = holding.sharding.layout
+        layout, rank = holding.sharding.layout, holding.sharding.rank
+        like = _whole_like(holding)
+        check_opt_state(like, whole, rank, what=f"the whole state's {path}")
         return ShardedOptState(part_of_state(whole, holding.plan, layout, piece_number), holding)
+    if leaf_form(whole) != holding:
+        raise _unlike(path, holding, leaf_form(whole), None)
     return whole.clone() if isinstance(whole, Tensor) else whole
+
+
+def _check_like(path: str, holding: Holding, whole: Any) -> None:
+    """Raise unless a whole tree has the structure, shapes and dtypes of a sharded one."""
+    layout, rank = holding.sharding.layout, holding.sharding.rank
+    expected = layout.trainable
+    if holding.form == "pieces":
+        expected = tree_map(lambda on: on or None, expected)
+    what = f"the whole state's {path or 'value'}"
+    same_structure(expected, whole, what=what, rank=rank, remedy=_OF_THIS_PROGRAM)
+    for spec, leaf in zip(layout.leaves, _with_none(holding, whole), strict=True):
+        wanted, got = (spec.shape, spec.dtype), leaf_form(leaf)
+        if leaf is not None and got != wanted:
+            raise _unlike(f"{path}.{spec.path}".strip("."), wanted, got, rank)
+
+
+def _with_none(holding: Holding, whole: Any) -> list[Any]:
+    """The leaves of a whole tree in the layout's order; None stands for itself."""
+    leaves: list[Any] = holding.sharding.layout.treedef.flatten_up_to(whole)
+    return leaves
+
+
+def _whole_like(holding: StateHolding) -> Any:
+    """The structure of the whole state of an optimizer, for `check_opt_state`. On meta, in their
+    shapes, the leaves that belong to a param; others may have any."""
+    outline: list[Any] = []
+    for leaf in holding.plan.leaves:
+        if leaf.kind == "replicated":
+            outline.append(leaf.kind)
+            continue
+        follows = leaf.kind == "follows"
+        shape = holding.sharding.layout.leaves[leaf.leaf].shape if follows else leaf.shape
+        outline.append(torch.empty(shape, device="meta"))
+    return holding.plan.treedef.unflatten(outline)
+
+
+def _unlike(path: str, expected: Any, got: Any, rank: int | None) -> StructureError:
+    return StructureError(
+        explain(
+            "a leaf of the whole state has another shape or dtype than in init",
+            path=path,
+            expected=expected,
+            got=got,
+            rank=rank,
+            remedy=_OF_THIS_PROGRAM,
+        )
+    )

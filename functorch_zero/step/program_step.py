@@ -180,7 +180,7 @@ def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:
     same_structure(old, new, what="the program's next value", rank=rank, remedy=remedy)
     leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
     for n, (before, after) in enumerate(leaves):
-        expected, got = _form(before), _form(after)
+        expected, got = leaf_form(before), leaf_form(after)
         if expected != got:
             raise StructureError(
                 explain(
@@ -194,7 +194,7 @@ def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:
             )
 
 
-def _form(leaf: Any) -> Any:
+def leaf_form(leaf: Any) -> Any:
     """A leaf's shape and dtype; of a number its type."""
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
 

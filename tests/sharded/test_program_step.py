@@ -381,3 +381,53 @@ def test_init_that_freezes_some_leaves_of_a_tree_is_refused() -> None:
             fz.shard(step, level=3, group=group).init(first_noisy)
 
     run_ranks(run, 2)
+
+
+def test_a_whole_state_of_another_net_is_refused() -> None:
+    step = fz.program_step(gan, init=init)
+    _, wider = model((4, 8, 1), 2)
+    whole = step.init(first_gen, first_disc)
+    other_net = step.init(first_gen, wider)
+    fewer = {path: leaf for path, leaf in first_disc.items() if "bias" not in path}
+    wrong = {
+        "disc.layers.0.weight": whole.replace(disc=other_net.value.disc),
+        "disc_opt": whole.replace(disc_opt=other_net.value.disc_opt),
+        "torch.float32": whole.replace(disc=tree_map(Tensor.float, whole.value.disc)),
+        "bias": whole.replace(disc=fz.Params(fewer, first_disc.units)),
+        "num_updates": whole.replace(num_updates=torch.zeros(2)),
+        "another structure": whole.replace(value=whole.value[:2]),
+    }
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_gen, first_disc)
+        for words, given in wrong.items():
+            with pytest.raises(StructureError, match=r"(?s)expected.*got.*Remedy") as caught:
+                sharded.shard_state(given)
+            assert words in str(caught.value)
+        with pytest.raises(TypeError, match="a state is what"):
+            sharded.shard_state(whole.value)
+        assert_equal_values(sharded.unshard(state), sharded.unshard(sharded.shard_state(whole)))
+
+    run_ranks(run, 2)
+
+
+def test_a_value_with_a_tree_in_pieces_goes_whole_and_back() -> None:
+    def first(params: Any) -> Any:
+        _, grads = fz.value_and_grad(lambda p, x: apply_noisy(p, x).sum())(
+            params, torch.ones(1, 3).double()
+        )
+        return {"params": params, "momentum": grads}
+
+    frozen = tree_map(lambda x: x.detach().clone().requires_grad_(x.dim() > 1), first_noisy)
+    step = fz.program_step(lambda value: (value, {}), init=first)
+    expected = step.init(frozen)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.shard_state(sharded.unshard(sharded.init(frozen)))
+        state, _ = sharded(state)
+        return sharded.unshard(state)
+
+    for state in run_ranks(run, 2):
+        assert_equal_values(expected.value, state.value)
