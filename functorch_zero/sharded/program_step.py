@@ -7,7 +7,6 @@ that all ranks have done the same.
 
 from __future__ import annotations
 
-import inspect
 import math
 import platform
 from collections.abc import Mapping
@@ -37,8 +36,10 @@ from ..step.program_step import (
     check_next_value,
     check_result,
     check_value,
+    copy_of,
     device_of,
     leaf_form,
+    named_args,
 )
 from ..step.rng import streams
 from ..step.state import State, Trained
@@ -93,7 +94,7 @@ class ShardedProgramStep:
         """
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="init"), torch.no_grad():
-            given = inspect.signature(self.unsharded.first_value).bind(*args).arguments
+            given = named_args(self.unsharded.first_value, args)
             trees = {name: arg for name, arg in given.items() if _is_tree(arg)}
             self.options.levels.check(trees)
             layouts = {name: self._layout_of(name, tree) for name, tree in trees.items()}
@@ -102,7 +103,8 @@ class ShardedProgramStep:
             agree(group, self._facts(trees, layouts, seed))
 
             cut = {name: self._cut(tree, layouts[name]) for name, tree in trees.items()}
-            own = [cut.get(name, arg) for name, arg in given.items()]
+            # Copies of all that isn't cut, too: nobody who holds it can change the state
+            own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
             value = self.unsharded.first_value(*own)
             check_value(value, axes.world.rank)
             value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)

@@ -431,3 +431,37 @@ def test_a_value_with_a_tree_in_pieces_goes_whole_and_back() -> None:
 
     for state in run_ranks(run, 2):
         assert_equal_values(expected.value, state.value)
+
+
+def test_single_tensors_given_to_init_are_copied() -> None:
+    def first(params: Any, scale: Tensor) -> Any:
+        return {"params": params, "scale": scale}
+
+    step = fz.program_step(lambda value: (value, {}), init=first)
+
+    def run(group: Any) -> float:
+        scale = torch.ones(())
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_noisy, scale)
+        scale.fill_(5.0)
+        return float(sharded(state)[0].value["scale"])
+
+    assert run_ranks(run, 2) == [1.0, 1.0]
+
+
+def test_init_names_its_trees() -> None:
+    def many(*trees: Any) -> Any:
+        return trees
+
+    def by_name(params: Any, **more: Any) -> Any:
+        return params
+
+    def messages(step: Any) -> str:
+        with pytest.raises(TypeError, match="needs a name") as caught:
+            step.init(first_noisy)
+        return str(caught.value)
+
+    for init_fn, name in ((many, "*trees"), (by_name, "**more")):
+        step = fz.program_step(lambda value: (value, {}), init=init_fn)
+        texts = run_ranks(lambda group, s=step: messages(fz.shard(s, level=0, group=group)), 2)
+        assert all(name in text for text in [messages(step), *texts])
