@@ -31,7 +31,7 @@ from ..optim.claims.check import check_claims
 from ..optim.naming import described
 from ..optim.state_checks import check_opt_state
 from ..overlap import check_apart
-from ..runtime.prefetch import PrefetchOrder
+from ..runtime.prefetch import PrefetchOrder, PrefetchOrders
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
@@ -81,7 +81,7 @@ class ShardedEngine:
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
         # Each combination of trees is gathered in an order of its own
-        self._orders: dict[Any, PrefetchOrder] = {}
+        self.orders = PrefetchOrders(options.axes.world)
         self._across: dict[int, Sharded] = {}  # by the id of a layout, which the value keeps alive
         # Of each transform, by the id of such a layout: what its states are like; see `state_like`
         self._states_like: WeakKeyDictionary[Transform, dict[int, Any]] = WeakKeyDictionary()
@@ -319,8 +319,7 @@ class ShardedEngine:
         key = (*map(id, layouts), *trained)  # n ids, then n flags
         if key not in self._joined:
             self._joined[key] = join_layouts(layouts, trained)
-            self._orders[key] = PrefetchOrder(self.options.axes.world)
-        return self._joined[key], self._orders[key]
+        return self._joined[key], self.orders.of(key)
 
     def _across_of(self, layout: Layout) -> Sharded:
         """The answers about the trained leaves. Nothing is donated: trees have many owners."""

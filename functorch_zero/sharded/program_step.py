@@ -68,6 +68,7 @@ class ShardedProgramStep:
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
         self.background = BackgroundTasks()
+        self.gather_order = self.engine.orders  # of all gradients of the program
         self._form: _Form | None = None  # of the last state that `init` has made
 
     @property
@@ -132,7 +133,9 @@ class ShardedProgramStep:
                 rank.
         """
         axes = self.options.axes
-        with sharing_failures(*axes.groups, call="step", state=state), torch.no_grad():
+        failures = sharing_failures(*axes.groups, call="step", state=state)
+        # A rank may fail in another gradient than this one
+        with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             self.check_state(state)
             with streams(state.seed, state.step, device_of(state.value)) as running:
                 result = self.unsharded.program(state.value, *args)

@@ -465,3 +465,24 @@ def test_init_names_its_trees() -> None:
         step = fz.program_step(lambda value: (value, {}), init=init_fn)
         texts = run_ranks(lambda group, s=step: messages(fz.shard(s, level=0, group=group)), 2)
         assert all(name in text for text in [messages(step), *texts])
+
+
+def test_a_failure_between_steps_is_told() -> None:
+    step = fz.program_step(gan, init=init)
+    (batch,) = batches(1)
+    expected, _ = step(step.init(first_gen, first_disc), batch)
+    expected, _ = step(expected, batch)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_gen, first_disc)
+        with pytest.raises((OSError, PeerError)), fz.propagate_failures(sharded):
+            state, _ = sharded(state, part(batch, group))
+            if group.rank == 1:
+                raise OSError("a file is lost")
+            sharded(state, part(batch, group))
+        state, _ = sharded(state, part(batch, group))
+        return sharded.unshard(state)
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(expected, whole)
