@@ -14,6 +14,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
+from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
 
@@ -486,3 +487,26 @@ def test_a_failure_between_steps_is_told() -> None:
 
     for whole in run_ranks(run, 2):
         assert_equal_values(expected, whole)
+
+
+def test_an_optimizers_state_is_read_as_a_whole_one() -> None:
+    one = optim.scale_by_learning_rate(0.1)
+    two = optim.chain(one, optim.scale_by_learning_rate(0.2))
+
+    def seen(params: Any) -> Any:
+        alone, both = one.init(params), two.init(params)
+        changed = alone._replace(count=alone.count + 1)
+        assert type(changed) is type(alone)
+        found = optim.find_states(alone, ScaleByLearningRateState)
+        return (
+            [optim.state_metrics(state) for state in (alone, both, {"a": both})],
+            [int(changed.count), sorted(changed._asdict()), len(found)],
+        )
+
+    def run(group: Any) -> Any:
+        return seen(fz.shard_tree(first_noisy, level=3, group=group))
+
+    expected = seen(first_noisy)
+    assert [len(metrics) for metrics in expected[0]] == [1, 2, 2]
+    for found in run_ranks(run, 2):
+        assert found == expected
