@@ -330,6 +330,11 @@ class ShardedTree(OnEngine):
         """Whether this library has made the tree; not `tree_map`."""
         return self._known is not None and self._known.own
 
+    @property
+    def are_leaves_cut(self) -> bool:
+        """Whether somebody has read the leaves, which are cut from flats when that happens."""
+        return self._known is None or self._known.leaves is not None
+
     def as_read_only(self, read_only: bool) -> ShardedTree:
         """The same leaves in a tree that is read only, or isn't."""
         if read_only == self.holding.read_only:

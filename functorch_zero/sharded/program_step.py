@@ -137,10 +137,10 @@ class ShardedProgramStep:
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             self.check_state(state)
-            with streams(state.seed, state.step, device_of(state.value)) as running:
+            with streams(state.seed, state.step, _device_of(state.value)) as running:
                 result = self.unsharded.program(state.value, *args)
             new, metrics = check_result(result, axes.world.rank)
-            check_next_value(state.value, new, axes.world.rank)
+            check_next_value(*_without_uncut(state.value, new), axes.world.rank)
             number = int(state.step)
             # Small tensors in every step, large ones now and then: their digests take time
             limit = math.inf if is_looked_at(number) else _SMALL
@@ -373,6 +373,32 @@ def _known_as_trained(node: Any) -> Any:
         holding = replace(holding, read_only=bool(rows) and not rows[0][1])
     # Other views of the same flats
     return ShardedTree.of_flats(node.flats(), holding)
+
+
+def _device_of(value: Any) -> torch.device:
+    """The device of a value's first held tree, of which no leaf is cut; else of a tensor."""
+    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
+        if isinstance(node, ShardedTree) and node.holding.form == "held" and (own := node.flats()):
+            device: torch.device = own[0].device
+            return device
+    return device_of(value)
+
+
+def _without_uncut(old: Any, new: Any) -> tuple[Any, Any]:
+    """Both values, with None where the new one's tree has flats that fit, and no leaves yet. To
+    compare its leaves would cut them."""
+    before, treedef = optree.tree_flatten(old, is_leaf=is_on_engine)
+    after, other = optree.tree_flatten(new, is_leaf=is_on_engine)
+    if treedef != other:
+        return old, new
+    for n, (one, two) in enumerate(zip(before, after, strict=True)):
+        if not (isinstance(one, ShardedTree) and isinstance(two, ShardedTree)):
+            continue
+        # In pieces the flats may be of another dtype
+        fits = two.holding == one.holding and one.holding.form == "held"
+        if fits and not two.are_leaves_cut:
+            before[n] = after[n] = None
+    return treedef.unflatten(before), treedef.unflatten(after)
 
 
 def _detached(leaf: Any) -> Any:

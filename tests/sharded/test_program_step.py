@@ -510,3 +510,15 @@ def test_an_optimizers_state_is_read_as_a_whole_one() -> None:
     assert [len(metrics) for metrics in expected[0]] == [1, 2, 2]
     for found in run_ranks(run, 2):
         assert found == expected
+
+
+def test_a_step_does_not_cut_the_leaves_of_its_result() -> None:
+    step = fz.program_step(gan, init=init)
+    (batch,) = batches(1)
+
+    def run(group: Any) -> list[bool]:
+        sharded = fz.shard(step, level=2, group=group)
+        state, _ = sharded(sharded.init(first_gen, first_disc), part(batch, group))
+        return [state.value.gen.are_leaves_cut, state.value.disc.are_leaves_cut]
+
+    assert run_ranks(run, 2) == [[False, False]] * 2
