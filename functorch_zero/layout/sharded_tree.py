@@ -67,6 +67,8 @@ class Holding:
         number: of the tree among those that the engine has cut, from 1; 0 has none. Not compared.
         donated: the storages of flats that a step has taken from the tree, weakly, and from
             whatever `tree_map` has made of it there; none yet. Not compared.
+        read_only: whether no leaf is trained, although the layout trains some: a program's average
+            of its params, say, which is cut as they are. Not compared.
     """
 
     sharding: Sharding
@@ -76,6 +78,7 @@ class Holding:
     donated: WeakIdKeyDictionary = field(
         default_factory=WeakIdKeyDictionary, compare=False, repr=False
     )
+    read_only: bool = field(default=False, compare=False, repr=False, kw_only=True)
 
     def __eq__(self, other: object) -> bool:
         """Whether the leaves are of the same elements, so that `tree_map` may pair them."""
@@ -92,7 +95,7 @@ class Holding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the engine, which is bound to this process's groups and connections
-        return Holding, (self.sharding, self.form)
+        return _holding_without_engine, (self.sharding, self.form, self.read_only)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Holding:
         """Itself: copies of a tree lie on the ranks that the tree lies on."""
@@ -150,6 +153,10 @@ class Holding:
         if level_of(bucket).cuts_params:
             return flat_of_pieces(leaves, bucket.held, bucket.held_by(piece_number))
         return flat_of_leaves(leaves, bucket)
+
+
+def _holding_without_engine(sharding: Sharding, form: Form, read_only: bool) -> Holding:
+    return Holding(sharding, form, read_only=read_only)
 
 
 class ShardedTree(OnEngine):
@@ -309,6 +316,32 @@ class ShardedTree(OnEngine):
         self.check_leaves(some=True)
         rows = zip(self._leaves(), self.holding.extents(), strict=True)
         return [extent for leaf, extent in rows if leaf is not None]
+
+    @property
+    def trained(self) -> PyTree[bool]:
+        """Per leaf, whether it is trained."""
+        layout = self.sharding.layout
+        if self.holding.read_only:
+            return layout.treedef.unflatten([False] * len(layout.leaves))
+        return layout.trainable
+
+    @property
+    def is_made_of_flats(self) -> bool:
+        """Whether this library has made the tree; not `tree_map`."""
+        return self._known is not None and self._known.own
+
+    @property
+    def are_leaves_cut(self) -> bool:
+        """Whether somebody has read the leaves, which are cut from flats when that happens."""
+        return self._known is None or self._known.leaves is not None
+
+    def as_read_only(self, read_only: bool) -> ShardedTree:
+        """The same leaves in a tree that is read only, or isn't."""
+        if read_only == self.holding.read_only:
+            return self
+        made = ShardedTree(self._tree, replace(self.holding, read_only=read_only))
+        made._known = self._known
+        return made
 
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there

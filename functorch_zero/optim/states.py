@@ -9,6 +9,7 @@ import optree
 from optree import tree_map
 from torch import Tensor
 
+from ..params import is_on_engine
 from ..tree import PyTree
 from .base import step_count
 
@@ -58,7 +59,8 @@ def state_metrics(state: Any) -> dict[str, Tensor]:
 
 def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The states inside that report, with their paths."""
-    if hasattr(state, "report"):
+    # A sharded node answers for what is inside, which is looked at next
+    if not is_on_engine(state) and hasattr(state, "report"):
         yield path, state
     # A leaf of the state: nothing is inside
     if isinstance(state, Tensor) or optree.tree_is_leaf(state):
@@ -68,7 +70,7 @@ def _reporting(state: Any, path: str) -> Iterator[tuple[str, Any]]:
     fields = getattr(state, "_fields", None) if isinstance(state, tuple) else None
     for child, entry in zip(children, entries, strict=True):
         name = fields[entry] if fields else entry
-        yield from _reporting(child, f"{path}.{name}".lstrip("."))
+        yield from _reporting(child, f"{path}.{name}".strip("."))
 
 
 def find_states(state: Any, kind: type[State]) -> list[State]:

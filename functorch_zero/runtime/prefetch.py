@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..groups.forwarding import all_say, era_of
 from ..groups.protocol import Group
@@ -87,7 +87,7 @@ class PrefetchOrder:
         """A pass has gathered these units, in this order, and compared these uses. None: it had
         nothing to compare."""
         if self._era != era_of(self._group):
-            self._forget()
+            self.forget()
         self._units = tuple(units)  # a copy: the pass goes on appending to its list
         if uses is not None:
             self._uses = uses.words
@@ -113,12 +113,37 @@ class PrefetchOrder:
         try:
             yield
         except BaseException:
-            self._forget()  # an interrupt, too, may come between two gathers
+            self.forget()  # an interrupt, too, may come between two gathers
             raise
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let the next pass begin without an order."""
         self._units, self._uses, self._untrusted = (), None, 0
         self._era = era_of(self._group)
+
+
+class PrefetchOrders:
+    """The orders of several passes, by key, which are forgotten together."""
+
+    def __init__(self, group: Group):
+        self._group = group
+        self._by_key: dict[Any, PrefetchOrder] = {}
+
+    def of(self, key: Any) -> PrefetchOrder:
+        """The order of one pass: the same one each time."""
+        if key not in self._by_key:
+            self._by_key[key] = PrefetchOrder(self._group)
+        return self._by_key[key]
+
+    @contextmanager
+    def forgotten_on_failure(self) -> Iterator[None]:
+        """Forget all orders when the code inside fails."""
+        try:
+            yield
+        except BaseException:
+            for order in self._by_key.values():
+                order.forget()
+            raise
 
 
 class Following:

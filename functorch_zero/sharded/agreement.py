@@ -26,7 +26,6 @@ from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
 from ..step.loss import as_metric, check_total_weight
 from ..step.nonfinite import not_finite, refusal
-from ..tree import content_digests
 
 # Compared by identity: it says that no metric lies on an accelerator
 _CPU = torch.device("cpu")
@@ -260,7 +259,7 @@ def _bits(found: Mapping[str, float]) -> list[str]:
 def agree_on_results(
     step: int,
     metrics: Mapping[str, Tensor],
-    rest: Mapping[str, Tensor],
+    rest: Mapping[str, str],
     group: Group,
     *,
     num_draws: int,
@@ -273,12 +272,12 @@ def agree_on_results(
     Args:
         step: its number.
         metrics: by name, 0-d.
-        rest: by path, the tensors of the value that every rank holds whole.
+        rest: by path, digests of the leaves of the value that every rank holds whole.
         num_draws: of `fz.random`.
         failed: whether a background task of this rank has.
     """
     found = {f"metric {name!r}": float(value).hex() for name, value in metrics.items()}
-    found |= {f"leaf {path!r}": digest for path, digest in content_digests(rest).items()}
+    found |= {f"leaf {path!r}": digest for path, digest in rest.items()}
     found["the number of draws of fz.random"] = str(num_draws)
     log = f"step {step}", *found.items()
     digest = zlib.crc32(repr(log).encode()) % _NUM_DIGESTS

@@ -31,7 +31,7 @@ from ..optim.claims.check import check_claims
 from ..optim.naming import described
 from ..optim.state_checks import check_opt_state
 from ..overlap import check_apart
-from ..runtime.prefetch import PrefetchOrder
+from ..runtime.prefetch import PrefetchOrder, PrefetchOrders
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
@@ -81,7 +81,7 @@ class ShardedEngine:
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
         # Each combination of trees is gathered in an order of its own
-        self._orders: dict[Any, PrefetchOrder] = {}
+        self.orders = PrefetchOrders(options.axes.world)
         self._across: dict[int, Sharded] = {}  # by the id of a layout, which the value keeps alive
         # Of each transform, by the id of such a layout: what its states are like; see `state_like`
         self._states_like: WeakKeyDictionary[Transform, dict[int, Any]] = WeakKeyDictionary()
@@ -187,7 +187,8 @@ class ShardedEngine:
         numbers = [i for i, node in enumerate(given) if _is_sharded(node)]  # among all given
         trees: list[ShardedTree] = [given[i] for i in numbers]
         # Per sharded tree: whether its gradients are asked for; those in `args` are read only
-        trained = [i < num_trained for i in numbers]
+        asked = [i < num_trained for i in numbers]
+        trained = [on and not t.holding.read_only for on, t in zip(asked, trees, strict=True)]
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
@@ -219,9 +220,14 @@ class ShardedEngine:
                     call, _name_of(loss), trees, joined, order, batch
                 )
             grads = []
-            for sharded, first, on in zip(trees, joined.first_buckets, trained, strict=True):
-                if on:
+            for i, sharded in enumerate(trees):
+                if trained[i]:
+                    first = joined.first_buckets[i]
                     grads.append(grads_like(sharded.pieces(), reduced, first))
+                elif asked[i]:  # as of a whole tree: None for leaves that are not trained
+                    holding = replace(sharded.holding, form="pieces")
+                    none = [None] * len(sharded.sharding.layout.buckets)
+                    grads.append(ShardedTree.of_flats(none, holding))
         return value, optree.tree_structure(tree, is_leaf=_is_sharded).unflatten(grads)
 
     def _differentiate(
@@ -313,8 +319,7 @@ class ShardedEngine:
         key = (*map(id, layouts), *trained)  # n ids, then n flags
         if key not in self._joined:
             self._joined[key] = join_layouts(layouts, trained)
-            self._orders[key] = PrefetchOrder(self.options.axes.world)
-        return self._joined[key], self._orders[key]
+        return self._joined[key], self.orders.of(key)
 
     def _across_of(self, layout: Layout) -> Sharded:
         """The answers about the trained leaves. Nothing is donated: trees have many owners."""

@@ -62,7 +62,7 @@ def propagate_failures(step: Any) -> Iterator[None]:
                 state, metrics = step(state, batch)
 
     Args:
-        step: a sharded train or eval step.
+        step: a sharded train or eval step, or a program's.
     """
     # The others forget their order of gathers in the step that fails, so this rank must, too
     forgetting = step.gather_order.forgotten_on_failure()

@@ -46,7 +46,7 @@ def all_gather_params(params: ShardedTree, axes: Axes) -> PyTree[Tensor]:
     )
     # The state's own flats are among them, so leaves are copied
     return tree_map(
-        lambda p, train: p.detach().clone().requires_grad_(train), whole, layout.trainable
+        lambda p, train: p.detach().clone().requires_grad_(train), whole, params.trained
     )
 
 

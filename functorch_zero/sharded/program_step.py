@@ -7,10 +7,10 @@ that all ranks have done the same.
 
 from __future__ import annotations
 
-import inspect
 import math
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -26,15 +26,25 @@ from ..layout.layout import Cut, Layout
 from ..layout.sharded_tree import Holding, ShardedTree, hold
 from ..layout.sharding import Sharding
 from ..model.untouched import is_looked_at
+from ..optim.state_checks import check_opt_state
 from ..overlap import check_apart
 from ..params import is_on_engine
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..step.loss import Metrics
-from ..step.program_step import ProgramStep, check_next_value, check_result, check_value, device_of
+from ..step.program_step import (
+    ProgramStep,
+    check_next_value,
+    check_result,
+    check_value,
+    copy_of,
+    device_of,
+    leaf_form,
+    named_args,
+)
 from ..step.rng import streams
 from ..step.state import State, Trained
 from ..step.state import check_state as check_is_state
-from ..tree import check_tensors, content_digests, paths
+from ..tree import check_tensors, content_digests, paths, same_structure
 from ..version import __version__
 from .agreement import agree, agree_on_results
 from .background import BackgroundTasks
@@ -43,6 +53,7 @@ from .failures import sharing_failures
 from .options import Options
 from .state import part_of_state
 
+_OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
 _SMALL = 4096  # elements of a tensor that ranks compare in every step
 
 
@@ -57,6 +68,7 @@ class ShardedProgramStep:
         self.unsharded, self.options = step, options
         self.engine = ShardedEngine(options)
         self.background = BackgroundTasks()
+        self.gather_order = self.engine.orders  # of all gradients of the program
         self._form: _Form | None = None  # of the last state that `init` has made
 
     @property
@@ -83,7 +95,7 @@ class ShardedProgramStep:
         """
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="init"), torch.no_grad():
-            given = inspect.signature(self.unsharded.first_value).bind(*args).arguments
+            given = named_args(self.unsharded.first_value, args)
             trees = {name: arg for name, arg in given.items() if _is_tree(arg)}
             self.options.levels.check(trees)
             layouts = {name: self._layout_of(name, tree) for name, tree in trees.items()}
@@ -92,13 +104,15 @@ class ShardedProgramStep:
             agree(group, self._facts(trees, layouts, seed))
 
             cut = {name: self._cut(tree, layouts[name]) for name, tree in trees.items()}
-            own = [cut.get(name, arg) for name, arg in given.items()]
+            # Copies of all that isn't cut, too: nobody who holds it can change the state
+            own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
             value = self.unsharded.first_value(*own)
             check_value(value, axes.world.rank)
+            value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)
             sharding = self._sharding(layouts)
             self._form = _Form.of(value, sharding)
             # The rest of the value lies on every rank, and nothing would show that it differs
-            agree(group, {"value": paths(value), "values": content_digests(_rest(value))})
+            agree(group, {"value": paths(value), "values": _digests(_rest(value))})
             return State(
                 step=torch.zeros((), dtype=torch.int64),
                 value=value,
@@ -119,26 +133,30 @@ class ShardedProgramStep:
                 rank.
         """
         axes = self.options.axes
-        with sharing_failures(*axes.groups, call="step", state=state), torch.no_grad():
+        failures = sharing_failures(*axes.groups, call="step", state=state)
+        # A rank may fail in another gradient than this one
+        with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             self.check_state(state)
-            with streams(state.seed, state.step, device_of(state.value)) as running:
+            with streams(state.seed, state.step, _device_of(state.value)) as running:
                 result = self.unsharded.program(state.value, *args)
             new, metrics = check_result(result, axes.world.rank)
-            check_next_value(state.value, new, axes.world.rank)
+            check_next_value(*_without_uncut(state.value, new), axes.world.rank)
             number = int(state.step)
             # Small tensors in every step, large ones now and then: their digests take time
             limit = math.inf if is_looked_at(number) else _SMALL
-            rest = {path: leaf for path, leaf in _rest(new).items() if leaf.numel() <= limit}
+            rest = {path: leaf for path, leaf in _rest(new).items() if _numel(leaf) <= limit}
             group = labelled(axes.world, "step/agreement")
             failed = agree_on_results(
                 number,
                 metrics,
-                rest,
+                _digests(rest),
                 group,
                 num_draws=running.num_draws,
                 failed=self.background.failed(),
             )
             self.background.raise_if(failed)
+            # A leaf stays trained, or not, as `init` has made it
+            new = tree_map(_trained_like, state.value, new, is_leaf=is_on_engine)
             return state.replace(step=state.step + 1, value=new), metrics
 
     def unshard(self, state: State) -> State:
@@ -161,6 +179,7 @@ class ShardedProgramStep:
 
         The parts are cut as those of the last `init`, which every rank has called before.
         """
+        check_is_state(state)
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
         if self._form is None:
@@ -170,10 +189,9 @@ class ShardedProgramStep:
             )
         form, piece_number = self._form, self.options.axes.piece_number
         with torch.no_grad():
-            parts = [
-                _part_like(node, whole, piece_number)
-                for node, whole in zip(form.nodes, form.subtrees(state.value), strict=True)
-            ]
+            wholes = form.subtrees(state.value, self.group.rank)
+            rows = zip(form.paths, form.nodes, wholes, strict=True)
+            parts = [_part_like(path, node, whole, piece_number) for path, node, whole in rows]
         return State(
             step=state.step.clone(),
             value=form.treedef.unflatten(parts),
@@ -199,7 +217,10 @@ class ShardedProgramStep:
     def _cut(self, tree: Any, layout: Layout) -> ShardedTree:
         """This rank's part of a whole tree: copies."""
         number = next_number(self.group)
-        return hold(tree, self.options.sharding(layout), engine=self.engine, number=number)
+        made = hold(tree, self.options.sharding(layout), engine=self.engine, number=number)
+        # For `init` alone, so that what it makes of them tells, as whole leaves do
+        tree_map(lambda leaf, on: leaf.requires_grad_(on), made.tree, layout.trainable)
+        return made
 
     def _sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
         """The static part of a state: of all trees that `init` was given."""
@@ -260,16 +281,29 @@ class _Form(NamedTuple):
 
     sharding: Sharding  # of the state
     treedef: Any  # down to the nodes
-    nodes: list[Holding | StateHolding | None]  # None: a leaf that every rank holds
+    paths: list[str]  # of the nodes
+    nodes: list[Any]  # Holding or StateHolding; of a leaf that every rank holds, its `leaf_form`
 
     @classmethod
     def of(cls, value: Any, sharding: Sharding) -> _Form:
         leaves, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
-        return cls(sharding, treedef, [getattr(leaf, "holding", None) for leaf in leaves])
+        nodes = [leaf.holding if is_on_engine(leaf) else leaf_form(leaf) for leaf in leaves]
+        return cls(sharding, treedef, paths(value, is_on_engine), nodes)
 
-    def subtrees(self, whole: Any) -> list[Any]:
+    def subtrees(self, whole: Any, rank: int) -> list[Any]:
         """Of a whole value, the trees in place of the nodes."""
-        found: list[Any] = self.treedef.flatten_up_to(whole)
+        try:
+            found: list[Any] = self.treedef.flatten_up_to(whole)
+        except ValueError as error:
+            raise StructureError(
+                explain(
+                    "the whole state's value has another structure than the one of init",
+                    expected=self.treedef,
+                    got=f"a {type(whole).__name__}: {error}",
+                    rank=rank,
+                    remedy=_OF_THIS_PROGRAM,
+                )
+            ) from error
         return found
 
 
@@ -281,11 +315,22 @@ def _is_tree(arg: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(arg))
 
 
-def _rest(value: Any) -> dict[str, Tensor]:
-    """By path, the tensors of a value that every rank holds whole."""
+def _rest(value: Any) -> dict[str, Any]:
+    """By path, the tensors and numbers of a value that every rank holds whole."""
     leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
     rows = zip(paths(value, is_on_engine), leaves, strict=True)
-    return {path: leaf for path, leaf in rows if isinstance(leaf, Tensor)}
+    return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
+
+
+def _numel(leaf: Any) -> int:
+    return leaf.numel() if isinstance(leaf, Tensor) else 1
+
+
+def _digests(rest: Mapping[str, Any]) -> dict[str, str]:
+    """Of each leaf by path: equal where values are equal to the bit. Of numbers, themselves."""
+    numbers = {path: repr(leaf) for path, leaf in rest.items() if not isinstance(leaf, Tensor)}
+    tensors = {path: leaf for path, leaf in rest.items() if isinstance(leaf, Tensor)}
+    return numbers | content_digests(tensors)
 
 
 def _whole(node: Any) -> Any:
@@ -297,16 +342,148 @@ def _whole(node: Any) -> Any:
 
 def _trained(node: Any) -> Any:
     """Per leaf of a node, whether it is trained."""
-    if isinstance(node, ShardedTree):
-        return node.sharding.layout.trainable
+    if isinstance(node, ShardedTree) and node.holding.form == "held":
+        return node.trained
     return tree_map(lambda leaf: False, node)
 
 
-def _part_like(holding: Holding | StateHolding | None, whole: Any, piece_number: int) -> Any:
-    """This rank's part of a whole tree, cut as a node of `init`: copies."""
+def _known_as_trained(node: Any) -> Any:
+    """A node of the value of `init`, whose leaves don't require grad; it says whether they are
+    trained. The same for whole trees: a clone that is made without gradients isn't."""
+    if isinstance(node, Tensor):
+        return node.detach()
+    if not isinstance(node, ShardedTree) or node.holding.form != "held":
+        return tree_map(_detached, node)
+    holding, layout = node.holding, node.sharding.layout
+    if not node.is_made_of_flats:
+        leaves = zip(optree.tree_leaves(node), layout.leaves, strict=True)
+        rows = [(spec.path, leaf.requires_grad) for leaf, spec in leaves if spec.trainable]
+        if len({on for _, on in rows}) > 1:
+            raise StructureError(
+                explain(
+                    "init has made a tree of which some leaves are trained, and others aren't",
+                    path=next(path for path, on in rows if not on),
+                    expected="requires_grad=True, as of the tree's other leaves",
+                    got="requires_grad=False",
+                    rank=node.sharding.rank,
+                    remedy="set requires_grad in the tree that init is given, or change all of "
+                    "its leaves alike",
+                )
+            )
+        holding = replace(holding, read_only=bool(rows) and not rows[0][1])
+    # Other views of the same flats
+    return ShardedTree.of_flats(node.flats(), holding)
+
+
+def _device_of(value: Any) -> torch.device:
+    """The device of a value's first held tree, of which no leaf is cut; else of a tensor."""
+    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
+        if isinstance(node, ShardedTree) and node.holding.form == "held" and (own := node.flats()):
+            device: torch.device = own[0].device
+            return device
+    return device_of(value)
+
+
+def _without_uncut(old: Any, new: Any) -> tuple[Any, Any]:
+    """Both values, with None where the new one's tree has flats that fit, and no leaves yet. To
+    compare its leaves would cut them."""
+    before, treedef = optree.tree_flatten(old, is_leaf=is_on_engine)
+    after, other = optree.tree_flatten(new, is_leaf=is_on_engine)
+    if treedef != other:
+        return old, new
+    for n, (one, two) in enumerate(zip(before, after, strict=True)):
+        if not (isinstance(one, ShardedTree) and isinstance(two, ShardedTree)):
+            continue
+        # In pieces the flats may be of another dtype
+        fits = two.holding == one.holding and one.holding.form == "held"
+        if fits and not two.are_leaves_cut:
+            before[n] = after[n] = None
+    return treedef.unflatten(before), treedef.unflatten(after)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _trained_like(before: Any, after: Any) -> Any:
+    if isinstance(before, ShardedTree) and isinstance(after, ShardedTree):
+        return after.as_read_only(before.holding.read_only)
+    return after
+
+
+def _part_like(path: str, holding: Any, whole: Any, piece_number: int) -> Any:
+    """This rank's part of a whole tree, cut as a node of `init`: copies.
+
+    Args:
+        path: of the node, for errors.
+        holding: its own; of a leaf that every rank holds, its `leaf_form`.
+    """
     if isinstance(holding, Holding):
-        return hold(whole, holding.sharding, engine=holding.engine, number=holding.number)
+        _check_like(path, holding, whole)
+        if holding.form == "pieces":
+            given = _with_none(holding, whole)
+            device = next(leaf.device for leaf in given if leaf is not None)
+            filled = [
+                # Where a leaf is frozen there is none
+                torch.zeros(spec.shape, dtype=spec.dtype, device=device) if leaf is None else leaf
+                for spec, leaf in zip(holding.sharding.layout.leaves, given, strict=True)
+            ]
+            held = hold(filled, holding.sharding, engine=holding.engine, number=holding.number)
+            return held.pieces()
+        part = hold(whole, holding.sharding, engine=holding.engine, number=holding.number)
+        return part.as_read_only(holding.read_only)
     if isinstance(holding, StateHolding):
-        layout = holding.sharding.layout
+        layout, rank = holding.sharding.layout, holding.sharding.rank
+        like = _whole_like(holding)
+        check_opt_state(like, whole, rank, what=f"the whole state's {path}")
         return ShardedOptState(part_of_state(whole, holding.plan, layout, piece_number), holding)
+    if leaf_form(whole) != holding:
+        raise _unlike(path, holding, leaf_form(whole), None)
     return whole.clone() if isinstance(whole, Tensor) else whole
+
+
+def _check_like(path: str, holding: Holding, whole: Any) -> None:
+    """Raise unless a whole tree has the structure, shapes and dtypes of a sharded one."""
+    layout, rank = holding.sharding.layout, holding.sharding.rank
+    expected = layout.trainable
+    if holding.form == "pieces":
+        expected = tree_map(lambda on: on or None, expected)
+    what = f"the whole state's {path or 'value'}"
+    same_structure(expected, whole, what=what, rank=rank, remedy=_OF_THIS_PROGRAM)
+    for spec, leaf in zip(layout.leaves, _with_none(holding, whole), strict=True):
+        wanted, got = (spec.shape, spec.dtype), leaf_form(leaf)
+        if leaf is not None and got != wanted:
+            raise _unlike(f"{path}.{spec.path}".strip("."), wanted, got, rank)
+
+
+def _with_none(holding: Holding, whole: Any) -> list[Any]:
+    """The leaves of a whole tree in the layout's order; None stands for itself."""
+    leaves: list[Any] = holding.sharding.layout.treedef.flatten_up_to(whole)
+    return leaves
+
+
+def _whole_like(holding: StateHolding) -> Any:
+    """The structure of the whole state of an optimizer, for `check_opt_state`. On meta, in their
+    shapes, the leaves that belong to a param; others may have any."""
+    outline: list[Any] = []
+    for leaf in holding.plan.leaves:
+        if leaf.kind == "replicated":
+            outline.append(leaf.kind)
+            continue
+        follows = leaf.kind == "follows"
+        shape = holding.sharding.layout.leaves[leaf.leaf].shape if follows else leaf.shape
+        outline.append(torch.empty(shape, device="meta"))
+    return holding.plan.treedef.unflatten(outline)
+
+
+def _unlike(path: str, expected: Any, got: Any, rank: int | None) -> StructureError:
+    return StructureError(
+        explain(
+            "a leaf of the whole state has another shape or dtype than in init",
+            path=path,
+            expected=expected,
+            got=got,
+            rank=rank,
+            remedy=_OF_THIS_PROGRAM,
+        )
+    )

@@ -86,6 +86,15 @@ class ShardedOptState(OnEngine):
             raise AttributeError(name)
         return getattr(self.tree, name)
 
+    def _replace(self, **changes: Any) -> ShardedOptState:
+        """Of a NamedTuple: the state with other fields."""
+        return ShardedOptState(self.tree._replace(**changes), self.holding)
+
+    def _asdict(self) -> dict[str, Any]:
+        """Of a NamedTuple: its fields by name."""
+        fields: dict[str, Any] = self.tree._asdict()
+        return fields
+
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardedOptState, (self.tree, self.holding)
 

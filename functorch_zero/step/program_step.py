@@ -3,6 +3,7 @@ of its sharded form."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +45,10 @@ class ProgramStep:
         """
         step = torch.zeros((), dtype=torch.int64)
         own_seed = None if seed is None else torch.tensor(seed)
-        for arg in args:
+        for arg in named_args(self.first_value, args).values():
             check_apart(arg)
         # Copies, so that nobody who holds the tensors given can change the state
-        own_args = tree_map(_copy, args)
+        own_args = tree_map(copy_of, args)
         with torch.no_grad():
             value = self.first_value(*own_args)
         check_value(value)
@@ -76,8 +77,8 @@ def program_step(program: Program, *, init: Callable[..., Any]) -> ProgramStep:
         program: `(value, *args) -> (value, metrics)`, pure. The value is any pytree: trees of
             params, optimizers' states, counters. It takes gradients by `fz.value_and_grad` and
             updates by transforms, as many as it likes. Metrics are 0-d tensors or numbers by name.
-        init: `(*args) -> value`, the first one. It is given trees of whole leaves, sharded: trees
-            that are cut already.
+        init: `(first_tree, ...) -> value`, the first one, with a parameter per tree. It is given
+            trees of whole leaves, sharded: trees that are cut already.
 
     >>> from typing import NamedTuple
     >>> import functorch_zero as fz
@@ -114,10 +115,28 @@ def _marked(leaf: Any, on: bool) -> Any:
     return leaf.detach().requires_grad_(on) if isinstance(leaf, Tensor) else leaf
 
 
-def _copy(leaf: Any) -> Any:
+def copy_of(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def named_args(first_value: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments of a program's `init`, by the names of its parameters, which say how sharded
+    trees are cut."""
+    signature = inspect.signature(first_value)
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(
+                explain(
+                    "a program's init takes any number of arguments, and each tree needs a name, "
+                    "by which it is given its level",
+                    expected="a parameter per tree: init(gen, disc)",
+                    got=f"init{signature}, with {parameter}",
+                    remedy="name the parameters, or pass one tree that holds them all",
+                )
+            )
+    return signature.bind(*args).arguments
 
 
 def device_of(value: Any) -> torch.device:
@@ -180,7 +199,7 @@ def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:
     same_structure(old, new, what="the program's next value", rank=rank, remedy=remedy)
     leaves = zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)
     for n, (before, after) in enumerate(leaves):
-        expected, got = _form(before), _form(after)
+        expected, got = leaf_form(before), leaf_form(after)
         if expected != got:
             raise StructureError(
                 explain(
@@ -194,7 +213,7 @@ def check_next_value(old: Any, new: Any, rank: int | None = None) -> None:
             )
 
 
-def _form(leaf: Any) -> Any:
+def leaf_form(leaf: Any) -> Any:
     """A leaf's shape and dtype; of a number its type."""
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
 

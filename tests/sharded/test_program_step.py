@@ -12,8 +12,9 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import MismatchError, PeerError
+from functorch_zero.errors import MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
+from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP
 
@@ -223,6 +224,29 @@ def own_rank(x: Tensor) -> Tensor:
     return x.double().sum()
 
 
+@pytest.mark.parametrize("where", ["init", "step"])
+def test_numbers_that_differ_between_ranks_are_refused(where: str) -> None:
+    def run(group: Any) -> str:
+        def first(params: Any) -> Any:
+            return {"params": params, "rate": 0.1 + group.rank * (where == "init")}
+
+        def program(value: Any, x: Tensor) -> Any:
+            return {**value, "rate": value["rate"] + group.rank}, {}
+
+        sharded = fz.shard(fz.program_step(program, init=first), level=3, group=group)
+        if where == "step":
+            state = sharded.init(first_noisy)
+        with pytest.raises(MismatchError) as caught:
+            if where == "init":
+                sharded.init(first_noisy)
+            else:
+                sharded(state, batches(1)[0]["noise"])
+        return str(caught.value)
+
+    for text in run_ranks(run, 2):
+        assert "rate" in text and "0.1" in text and "1.1" in text
+
+
 @pytest.mark.parametrize("what", ["metric", "leaf"])
 def test_results_that_differ_between_ranks_are_refused(what: str) -> None:
     class Value(NamedTuple):
@@ -289,3 +313,212 @@ def test_describe() -> None:
         assert where["gen_opt"] == where["disc_opt"] == "1/2"
         assert description.nbytes < whole.nbytes
         assert "program_step(gan)" in str(description)
+
+
+class Averaged(NamedTuple):
+    params: Any
+    ema: Any
+
+
+def test_a_copy_that_init_makes_is_read_only_as_a_whole_one_is() -> None:
+    def first(params: Any) -> Averaged:
+        return Averaged(params, tree_map(torch.clone, params))
+
+    def loss(trees: Any, x: Tensor) -> Tensor:
+        params, ema = trees
+        return (apply_noisy(params, x) - 0.5 * apply_noisy(ema, x)).square().mean()
+
+    num_found: list[int] = []
+
+    def program(value: Averaged, x: Tensor) -> Any:
+        loss_value, (grads, of_ema) = fz.value_and_grad(loss)((value.params, value.ema), x)
+        num_found.append(len(optree.tree_leaves(of_ema)))
+        params = fz.apply_updates(value.params, tree_map(lambda g: -0.1 * g, grads))
+        # The params come first, and give the tree its kind; the average is still read only
+        ema = tree_map(lambda p, e: 0.5 * (e + p), params, value.ema)
+        return Averaged(params, ema), {"loss": loss_value}
+
+    def alone(value: Averaged, x: Tensor) -> Any:
+        return value, {"loss": fz.value_and_grad(loss)((value.ema, value.ema), x)[0]}
+
+    step = fz.program_step(program, init=first)
+    x = batches(1)[0]["noise"]
+    oracle = step.init(first_noisy)
+    for _ in range(2):
+        oracle, _ = step(oracle, x)
+    with pytest.raises(StructureError) as whole:
+        fz.program_step(alone, init=first)(oracle, x)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_noisy)
+        assert not any(leaf.requires_grad for leaf in optree.tree_leaves(state))
+        state, _ = sharded(state, part(x, group))
+        state = sharded.shard_state(sharded.unshard(state))
+        state, _ = sharded(state, part(x, group))
+        other = fz.shard(fz.program_step(alone, init=first), level=3, group=group)
+        with pytest.raises(StructureError) as caught:
+            other(other.init(first_noisy), part(x, group))
+        return sharded.unshard(state), str(caught.value)
+
+    for state, text in run_ranks(run, 2):
+        assert_equal_values(oracle.value, state.value)
+        assert state.trained == oracle.trained
+        for one, other in zip(*map(optree.tree_leaves, (oracle, state)), strict=True):
+            assert one.requires_grad == other.requires_grad
+        assert text[:20] == str(whole.value)[:20]
+    assert set(num_found) == {0}
+
+
+def test_init_that_freezes_some_leaves_of_a_tree_is_refused() -> None:
+    def first(params: Any) -> Any:
+        leaves, treedef = optree.tree_flatten(params)
+        return treedef.unflatten([leaves[0].clone(), *leaves[1:]])
+
+    step = fz.program_step(lambda value: (value, {}), init=first)
+
+    def run(group: Any) -> None:
+        with pytest.raises(StructureError, match="some leaves are trained"):
+            fz.shard(step, level=3, group=group).init(first_noisy)
+
+    run_ranks(run, 2)
+
+
+def test_a_whole_state_of_another_net_is_refused() -> None:
+    step = fz.program_step(gan, init=init)
+    _, wider = model((4, 8, 1), 2)
+    whole = step.init(first_gen, first_disc)
+    other_net = step.init(first_gen, wider)
+    fewer = {path: leaf for path, leaf in first_disc.items() if "bias" not in path}
+    wrong = {
+        "disc.layers.0.weight": whole.replace(disc=other_net.value.disc),
+        "disc_opt": whole.replace(disc_opt=other_net.value.disc_opt),
+        "torch.float32": whole.replace(disc=tree_map(Tensor.float, whole.value.disc)),
+        "bias": whole.replace(disc=fz.Params(fewer, first_disc.units)),
+        "num_updates": whole.replace(num_updates=torch.zeros(2)),
+        "another structure": whole.replace(value=whole.value[:2]),
+    }
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_gen, first_disc)
+        for words, given in wrong.items():
+            with pytest.raises(StructureError, match=r"(?s)expected.*got.*Remedy") as caught:
+                sharded.shard_state(given)
+            assert words in str(caught.value)
+        with pytest.raises(TypeError, match="a state is what"):
+            sharded.shard_state(whole.value)
+        assert_equal_values(sharded.unshard(state), sharded.unshard(sharded.shard_state(whole)))
+
+    run_ranks(run, 2)
+
+
+def test_a_value_with_a_tree_in_pieces_goes_whole_and_back() -> None:
+    def first(params: Any) -> Any:
+        _, grads = fz.value_and_grad(lambda p, x: apply_noisy(p, x).sum())(
+            params, torch.ones(1, 3).double()
+        )
+        return {"params": params, "momentum": grads}
+
+    frozen = tree_map(lambda x: x.detach().clone().requires_grad_(x.dim() > 1), first_noisy)
+    step = fz.program_step(lambda value: (value, {}), init=first)
+    expected = step.init(frozen)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.shard_state(sharded.unshard(sharded.init(frozen)))
+        state, _ = sharded(state)
+        return sharded.unshard(state)
+
+    for state in run_ranks(run, 2):
+        assert_equal_values(expected.value, state.value)
+
+
+def test_single_tensors_given_to_init_are_copied() -> None:
+    def first(params: Any, scale: Tensor) -> Any:
+        return {"params": params, "scale": scale}
+
+    step = fz.program_step(lambda value: (value, {}), init=first)
+
+    def run(group: Any) -> float:
+        scale = torch.ones(())
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_noisy, scale)
+        scale.fill_(5.0)
+        return float(sharded(state)[0].value["scale"])
+
+    assert run_ranks(run, 2) == [1.0, 1.0]
+
+
+def test_init_names_its_trees() -> None:
+    def many(*trees: Any) -> Any:
+        return trees
+
+    def by_name(params: Any, **more: Any) -> Any:
+        return params
+
+    def messages(step: Any) -> str:
+        with pytest.raises(TypeError, match="needs a name") as caught:
+            step.init(first_noisy)
+        return str(caught.value)
+
+    for init_fn, name in ((many, "*trees"), (by_name, "**more")):
+        step = fz.program_step(lambda value: (value, {}), init=init_fn)
+        texts = run_ranks(lambda group, s=step: messages(fz.shard(s, level=0, group=group)), 2)
+        assert all(name in text for text in [messages(step), *texts])
+
+
+def test_a_failure_between_steps_is_told() -> None:
+    step = fz.program_step(gan, init=init)
+    (batch,) = batches(1)
+    expected, _ = step(step.init(first_gen, first_disc), batch)
+    expected, _ = step(expected, batch)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(first_gen, first_disc)
+        with pytest.raises((OSError, PeerError)), fz.propagate_failures(sharded):
+            state, _ = sharded(state, part(batch, group))
+            if group.rank == 1:
+                raise OSError("a file is lost")
+            sharded(state, part(batch, group))
+        state, _ = sharded(state, part(batch, group))
+        return sharded.unshard(state)
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(expected, whole)
+
+
+def test_an_optimizers_state_is_read_as_a_whole_one() -> None:
+    one = optim.scale_by_learning_rate(0.1)
+    two = optim.chain(one, optim.scale_by_learning_rate(0.2))
+
+    def seen(params: Any) -> Any:
+        alone, both = one.init(params), two.init(params)
+        changed = alone._replace(count=alone.count + 1)
+        assert type(changed) is type(alone)
+        found = optim.find_states(alone, ScaleByLearningRateState)
+        return (
+            [optim.state_metrics(state) for state in (alone, both, {"a": both})],
+            [int(changed.count), sorted(changed._asdict()), len(found)],
+        )
+
+    def run(group: Any) -> Any:
+        return seen(fz.shard_tree(first_noisy, level=3, group=group))
+
+    expected = seen(first_noisy)
+    assert [len(metrics) for metrics in expected[0]] == [1, 2, 2]
+    for found in run_ranks(run, 2):
+        assert found == expected
+
+
+def test_a_step_does_not_cut_the_leaves_of_its_result() -> None:
+    step = fz.program_step(gan, init=init)
+    (batch,) = batches(1)
+
+    def run(group: Any) -> list[bool]:
+        sharded = fz.shard(step, level=2, group=group)
+        state, _ = sharded(sharded.init(first_gen, first_disc), part(batch, group))
+        return [state.value.gen.are_leaves_cut, state.value.disc.are_leaves_cut]
+
+    assert run_ranks(run, 2) == [[False, False]] * 2
