@@ -23,7 +23,7 @@ SMALL_LM = ["--size", "tiny", "--steps", "6"]
 RunExample = Callable[..., str]
 
 
-@pytest.fixture(params=tiers([run_in_fork], [run_script]), ids=["fork", "script"])
+@pytest.fixture(params=tiers([run_in_fork], full=[run_script]), ids=["fork", "script"])
 def run_example(request: pytest.FixtureRequest, tmp_path: Path) -> RunExample:
     """The output of an example, by its file's name and options."""
     return lambda name, *options: request.param(EXAMPLES / name, *options, folder=tmp_path).check()

@@ -56,7 +56,7 @@ def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
 
 
 def drawn(
-    *strategies: Any, quick: int = 12, thorough: int = 48, full: int = 500, **named: Any
+    *strategies: Any, quick: int = 12, thorough: int = 24, full: int = 500, **named: Any
 ) -> Callable[[Test], Test]:
     """Hypothesis's `given`, with a number of examples per tier.
 

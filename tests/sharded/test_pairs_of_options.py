@@ -537,7 +537,7 @@ def test_pairs(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("seed", tiers([0], range(1, 4), range(4, 44)))
+@pytest.mark.parametrize("seed", tiers([0], [1], range(2, 44)))
 def test_as_many_as_go_together(seed: int) -> None:
     """The first without the compiler, beside which all else is quick."""
     rng, chosen = random.Random(seed), Case((), 2, 1, None, "sgd")
@@ -549,7 +549,7 @@ def test_as_many_as_go_together(seed: int) -> None:
     check(drawn_case(chosen.names, rng.choice))
 
 
-@pytest.mark.parametrize("pairs", tiers([[*PAIRS][::5]], [[*PAIRS]]), ids=len)
+@pytest.mark.parametrize("pairs", tiers([[*PAIRS][::5]], [[*PAIRS][::2]], [[*PAIRS]]), ids=len)
 def test_nothing_else_is_refused(pairs: list[tuple[str, str]]) -> None:
     """At construction, at any level."""
     group = CountingGroup(2)
