@@ -103,7 +103,7 @@ class ImaginedStep:
         whole = nullcontext() if self._only_buckets else self.live
         with whole:
             run = self._open(params, buffers, batch)
-            # The step uses up the tree that it is given, as donated; the plan only counts its leaves
+            # The step uses up the tree that it is given, as donated; the plan counts leaves alone
             state: State = tree_map(lambda x: x, run.state.replace(params=run.state.params.tree))
         with whole, _uncompiled():
             last_order = self._order_before(run, order)
