@@ -16,9 +16,10 @@ from .sharded.failures import propagate_failures
 from .sharded.loop import any_rank, broadcast, equalize_batches
 from .step import random
 from .step.evaluate import eval_step
+from .step.hvp import hvp
 from .step.loss import Aux
 from .step.nonfinite import LossScale
-from .step.program import dot, unshard, value_and_grad
+from .step.program import dot, unshard, value_and_grad, zero_updates
 from .step.program_step import program_step
 from .step.state import State
 from .step.train import train_step
@@ -50,6 +51,7 @@ __all__ = [
     "eval_step",
     "functionalize",
     "groups",
+    "hvp",
     "launch",
     "named_leaves",
     "optim",
@@ -63,6 +65,7 @@ __all__ = [
     "train_step",
     "unshard",
     "value_and_grad",
+    "zero_updates",
 ]
 
 

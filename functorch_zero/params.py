@@ -44,6 +44,10 @@ class Engine(Protocol):
         """The inner product of two trees in pieces, one 0-d tensor."""
         ...
 
+    def zero_updates(self, params: Any) -> Any:
+        """Updates in pieces that change nothing."""
+        ...
+
     def unshard(self, tree: Any) -> Any:
         """The whole tree, on every rank."""
         ...

@@ -163,6 +163,15 @@ class ShardedEngine:
             self._check_pieces(b, a)
             return self._across_of(a.sharding.layout).dot(a.tree, b.tree)
 
+    def zero_updates(self, params: ShardedTree) -> ShardedTree:
+        """Zeros in pieces for trained leaves, None elsewhere. No communication."""
+        self._check_held(params)
+        if params.holding.read_only:
+            return _no_updates(params)
+        view = params.pieces()
+        zeros = [None if flat is None else torch.zeros_like(flat) for flat in view.flats()]
+        return ShardedTree.of_flats(zeros, view.holding)
+
     def unshard(self, tree: ShardedTree | ShardedOptState) -> PyTree[Tensor]:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket; of an
         optimizer's state one collective per leaf that is not here whole."""
@@ -225,9 +234,7 @@ class ShardedEngine:
                     first = joined.first_buckets[i]
                     grads.append(grads_like(sharded.pieces(), reduced, first))
                 elif asked[i]:  # as of a whole tree: None for leaves that are not trained
-                    holding = replace(sharded.holding, form="pieces")
-                    none = [None] * len(sharded.sharding.layout.buckets)
-                    grads.append(ShardedTree.of_flats(none, holding))
+                    grads.append(_no_updates(sharded))
         return value, optree.tree_structure(tree, is_leaf=_is_sharded).unflatten(grads)
 
     def _differentiate(
@@ -407,6 +414,12 @@ def join_layouts(
     num_ranks = layouts[0].num_ranks
     joined = Layout(num_ranks, tuple(leaves), tuple(units), tuple(buckets), treedef)
     return Joined(joined, first_buckets, tuple(layouts))
+
+
+def _no_updates(params: ShardedTree) -> ShardedTree:
+    """A tree of updates whose leaves are None."""
+    none = [None] * len(params.sharding.layout.buckets)
+    return ShardedTree.of_flats(none, replace(params.holding, form="pieces"))
 
 
 def _follows(state: ShardedOptState, params: ShardedTree) -> bool:

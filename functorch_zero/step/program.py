@@ -80,16 +80,27 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """
 
     def run(tree: Any, *args: Any) -> tuple[Any, Any]:
-        # Sharded trees among tree or args decide for all: one engine answers
-        engine = engine_of(tree, args)
-        if engine is not None:
-            return engine.value_and_grad(loss, tree, args)
-        look = is_looked_at(_next_call_of(loss))
-        # Part 0: one process has all of the batch
-        with next_stream(0, _device_of(tree)):
-            return _value_and_grad(loss, tree, args, look=look)
+        return differentiate(loss, tree, args, counted=loss)
 
     return run
+
+
+def differentiate(
+    loss: Callable[..., Any], tree: Any, args: tuple[Any, ...], *, counted: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """A loss and its gradients; see `value_and_grad`.
+
+    `counted`: the user's own function, whose calls are counted: a loss made of it may be new in
+    each call.
+    """
+    # Sharded trees among tree or args decide for all: one engine answers
+    engine = engine_of(tree, args)
+    if engine is not None:
+        return engine.value_and_grad(loss, tree, args)
+    look = is_looked_at(_next_call_of(counted))
+    # Part 0: one process has all of the batch
+    with next_stream(0, _device_of(tree)):
+        return _value_and_grad(loss, tree, args, look=look)
 
 
 def _device_of(tree: Any) -> torch.device:
@@ -188,6 +199,22 @@ def dot(a: Any, b: Any) -> Tensor:
         return product
     same_structure(a, b, what="the second tree", remedy=_LIKE)
     return Local(a).dot(a, b)
+
+
+def zero_updates(params: Any) -> Any:
+    """Updates that change nothing: zeros for trained leaves, None elsewhere.
+
+    Sharded they are in pieces, as gradients and updates are. So a program's `init` makes moments of
+    its own of them, and `fz.random` draws vectors like them. No communication.
+
+    >>> frozen = torch.ones(3)
+    >>> zero_updates({"w": torch.ones(2, requires_grad=True), "frozen": frozen})
+    {'w': tensor([0., 0.]), 'frozen': None}
+    """
+    engine = engine_of(params)
+    if engine is None:
+        return tree_map(lambda p: torch.zeros_like(p) if p.requires_grad else None, params)
+    return tree_map(engine.zero_updates, params, is_leaf=is_on_engine)
 
 
 def unshard(tree: PyTree[Any]) -> PyTree[Any]:

@@ -524,6 +524,72 @@ def mean_flow() -> Case:
     return Case(fz.program_step(program, init=init), modules, widths, plain)
 
 
-CASES = {f.__name__: f for f in (gan, sam, pcgrad, maml, reptile, byol, ppo)}
+# AdaHessian: the Hessian's diagonal by Hutchinson's estimate, in every other step
+
+
+class AdaHessian(NamedTuple):
+    params: Any
+    mean: Any  # of gradients
+    squares: Any  # of the diagonal
+    num_steps: Tensor
+
+
+def adahessian() -> Case:
+    modules = {"params": net(12, 4, 6, 2)}
+    forward = applied(modules["params"])
+    b1, b2, every = 0.9, 0.99, 2
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        return F.mse_loss(forward(params, batch["x"]), batch["y"])
+
+    def init(params: Any) -> AdaHessian:
+        zeros = fz.zero_updates(params)
+        return AdaHessian(params, zeros, zeros, torch.zeros((), dtype=torch.int64))
+
+    def program(value: AdaHessian, batch: Batch) -> Any:
+        t, squares = int(value.num_steps), value.squares
+        if t % every == 0:
+            z = fz.random.rademacher(value.mean, seed=5, step=t)
+            found, grads, hz = fz.hvp(loss)(value.params, z, batch)
+            squares = tree_map(lambda s, z, h: b2 * s + (1 - b2) * (z * h) ** 2, squares, z, hz)
+        else:
+            found, grads = fz.value_and_grad(loss)(value.params, batch)
+        mean = tree_map(lambda m, g: b1 * m + (1 - b1) * g, value.mean, grads)
+        first, second = 1 - b1 ** (t + 1), 1 - b2 ** (t // every + 1)
+        updates = tree_map(
+            lambda m, s: -0.05 * (m / first) / ((s / second).sqrt() + 0.01), mean, squares
+        )
+        params = fz.apply_updates(value.params, updates)
+        return AdaHessian(params, mean, squares, value.num_steps + 1), {"loss": found}
+
+    def plain(batches: list[Batch], params: nn.Module) -> Plain:
+        """Yao et al., "AdaHessian" (2021), the diagonal as it is, without spatial averaging."""
+        leaves, metrics = dict(params.named_parameters()), []
+        means = {name: torch.zeros_like(p) for name, p in leaves.items()}
+        squares = {name: torch.zeros_like(p) for name, p in leaves.items()}
+        num_estimates = 0
+        for t, batch in enumerate(batches):
+            found = F.mse_loss(params(batch["x"]), batch["y"])
+            grads = torch.autograd.grad(found, [*leaves.values()], create_graph=True)
+            if t % every == 0:
+                num_estimates += 1
+                # Signs alone are the library's, so that they are those of the program
+                signs = fz.random.rademacher(leaves, seed=5, step=t)
+                curved = torch.autograd.grad(grads, [*leaves.values()], [*signs.values()])
+                for name, h in zip(leaves, curved, strict=True):
+                    squares[name].mul_(b2).add_((1 - b2) * (signs[name] * h).square())
+            with torch.no_grad():
+                for (name, p), g in zip(leaves.items(), grads, strict=True):
+                    means[name].mul_(b1).add_((1 - b1) * g)
+                    root = (squares[name] / (1 - b2**num_estimates)).sqrt()
+                    p -= 0.05 * (means[name] / (1 - b1 ** (t + 1))) / (root + 0.01)
+            metrics.append({"loss": found.detach()})
+        return Plain({"params": params}, metrics)
+
+    step = fz.program_step(program, init=init)
+    return Case(step, modules, {"x": 4, "y": 2}, plain)
+
+
+CASES = {f.__name__: f for f in (gan, sam, pcgrad, maml, reptile, byol, ppo, adahessian)}
 # Torch's forward-mode levels are the process's, so ranks that are threads can't use them
 OF_ONE_THREAD = {f.__name__: f for f in (mean_flow,)}

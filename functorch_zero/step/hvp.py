@@ -1,0 +1,199 @@
+"""Hessian-vector products of a loss, on whole or sharded trees.
+
+Note [slope]: the slope of a loss along a vector is the inner product of its gradient and the
+vector. The slope's gradient by the params is the Hessian times the vector; by the vector it is the
+loss's gradient. So one gradient of the slope gives both. It is taken as that of any loss: a mean
+over ranks, at every level, by weights. The gradient inside of it is one by whole leaves, with a
+graph, and so the outer backward goes through forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import optree
+import torch
+from optree import tree_map
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..optim.apply_updates import apply_updates
+from ..params import engine_of, is_on_engine
+from ..tree import PyTree, paths, same_structure
+from .loss import Aux, check_loss, dense, independent
+from .program import differentiate, refuse_buffers, unshard
+
+_VALUE = "(loss)"  # the loss among the slope's metrics
+_LIKE = "pass a tree like the gradients, as fz.zero_updates(params) is"
+
+
+def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
+    """The function that gives a loss, its gradients, and its Hessian times a vector.
+
+    `hvp(loss)(params, vector, *args)` gives `(value, grads, product)`, or
+    `((value, metrics), grads, product)`. Value and gradients are those of `value_and_grad(loss)`.
+    The vector is a tree like the gradients, and so is the product: None where a leaf is frozen and,
+    sharded, in pieces. The product is H times the vector, H the Hessian by the trained leaves of
+    the mean over ranks.
+
+    The product is exact: backward runs through forward and backward, which needs operators with
+    second derivatives. Meanwhile each rank holds params, gradients and vector whole, at every
+    level. The vector travels as params do, and is rounded as they are by their `Precision`.
+
+    Collectives: those of one `value_and_grad` of two trees, the params and the vector. At levels 1
+    and 2 one all-gather of the vector per trained bucket before.
+
+    Raises:
+        StructureError: as for `value_and_grad`; the vector is not like the gradients; a custom
+            function runs a backward of its own in its backward.
+
+    >>> def loss(params, x):
+    ...     return (params["w"] ** 3).sum() * x
+    >>> params = {"w": torch.tensor([1.0, 2.0], requires_grad=True)}
+    >>> value, grads, product = hvp(loss)(params, {"w": torch.tensor([1.0, 10.0])}, 2.0)
+    >>> value, grads, product
+    (tensor(18.), {'w': tensor([ 6., 24.])}, {'w': tensor([ 12., 240.])})
+    """
+
+    def run(params: Any, vector: Any, *args: Any) -> tuple[Any, Any, Any]:
+        has_aux = False  # known once the loss has returned: whether the caller wants metrics
+
+        # Under the loss's name, which ranks compare
+        @wraps(loss, updated=())
+        def slope_of(trees: tuple[Any, Any], *args: Any) -> tuple[Tensor, Aux]:
+            nonlocal has_aux
+            own, along = trees
+            leaves = _Watched(unshard(own))
+            value, aux = check_loss(loss(leaves.tree, *args))
+            refuse_buffers(aux)
+            has_aux = aux is not None
+            given = aux or Aux()
+            metrics = {_VALUE: value.detach(), **given.metrics}
+            slope = _inner_product(leaves.gradients_of(value), along)
+            return slope, Aux(metrics=metrics, weight=given.weight)
+
+        with _noting_first_derivatives():
+            held = _held_like(params, vector)
+            found, of_slope = differentiate(slope_of, (params, held), args, counted=loss)
+        (_, metrics), (product, grads) = found, of_slope
+        value = metrics.pop(_VALUE)
+        return ((value, metrics) if has_aux else value), grads, product
+
+    return run
+
+
+class _Watched:
+    """Whole leaves for a loss whose gradient is taken inside of another one.
+
+    A custom function may run modules again in its backward, by a backward of its own. Its gradients
+    would pass by the gradient that is being taken, and nothing would tell.
+
+    Args:
+        whole: leaves of the outer gradient's graph.
+    """
+
+    def __init__(self, whole: PyTree[Tensor]):
+        self._inside = False  # whether the inner gradient is being taken
+        self.tree = tree_map(self._view_of, whole)
+
+    def _view_of(self, leaf: Tensor) -> Tensor:
+        view = leaf.view_as(leaf)
+        # The inner gradient ends at the view, before its node
+        if view.grad_fn is not None:
+            view.grad_fn.register_prehook(self._refuse)
+        return view
+
+    def _refuse(self, grads: Any) -> None:
+        if self._inside:
+            raise StructureError(
+                explain(
+                    "fz.hvp met a custom autograd.Function that runs a backward of its own in its "
+                    "backward, of which no second derivative can be taken",
+                    remedy="let the loss run those modules without the function, in fz.hvp alone",
+                )
+            )
+
+    def gradients_of(self, value: Tensor) -> list[Tensor | None]:
+        """The gradients of a loss by the trained leaves, whole, in a graph; None: not reached."""
+        trained = [leaf for leaf in optree.tree_leaves(self.tree) if leaf.requires_grad]
+        self._inside = True
+        found: Sequence[Tensor | None] = ()
+        if trained:
+            found = torch.autograd.grad(value, trained, create_graph=True, allow_unused=True)
+        self._inside = False
+        return [*found]
+
+
+def _inner_product(grads: Sequence[Tensor | None], along: PyTree[Tensor]) -> Tensor:
+    """The real inner product of the trained leaves' gradients and a vector, 0-d.
+
+    The vector's leaves become whole one by one, between the products. So backward, which takes the
+    newest node first, is done with each of them before it comes to the next.
+    """
+    total: Tensor | None = None
+    trained = [leaf for leaf in optree.tree_leaves(along) if leaf.requires_grad]
+    for grad, lazy in zip(grads, trained, strict=True):
+        # On every rank, also where its loss doesn't reach the leaf
+        direction = unshard(lazy)
+        if grad is None:
+            continue
+        # Of a complex leaf, real and imaginary parts are coordinates of their own
+        term = (dense(grad).conj() * direction).real.sum()
+        total = term if total is None else total + term
+    if total is None:
+        raise independent()
+    return total
+
+
+def _held_like(params: Any, vector: Any) -> Any:
+    """The vector in the form of the params: zeros where it has None, and trained where they are."""
+    zeros = tree_map(lambda p: torch.zeros_like(p, requires_grad=p.requires_grad), params)
+    if engine_of(params, vector) is not None:
+        return tree_map(apply_updates, zeros, vector, is_leaf=is_on_engine)
+    same_structure(params, vector, what="the vector", none_is_leaf=True, remedy=_LIKE)
+    vectors = optree.tree_leaves(vector, none_is_leaf=True)
+    for path, leaf, along in zip(paths(params), optree.tree_leaves(params), vectors, strict=True):
+        _check_vector(path, leaf, along)
+    return apply_updates(zeros, vector)
+
+
+def _check_vector(path: str, leaf: Tensor, along: Any) -> None:
+    """Raise unless a leaf of the vector is None, or a tensor like a trained leaf."""
+    if along is None:
+        return
+    expected = tuple(leaf.shape) if leaf.requires_grad else None
+    got = tuple(along.shape) if isinstance(along, Tensor) else type(along).__name__
+    if got != expected:
+        raise StructureError(
+            explain(
+                "a leaf of the vector is not like the gradient's",
+                path=path,
+                expected=f"shape {expected}" if leaf.requires_grad else "None: the leaf is frozen",
+                got=got,
+                remedy=_LIKE,
+            )
+        )
+
+
+# Words of torch's errors about operators and functions that have no second derivative
+_ONCE = ("derivative for aten::", "once_differentiable", "double backward")
+
+
+@contextmanager
+def _noting_first_derivatives() -> Iterator[None]:
+    """Around both gradients: torch's error for an operator without a second derivative gets a
+    note."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(words in str(error) for words in _ONCE):
+            error.add_note(
+                "fz.hvp differentiates the loss twice. Remedy: use an operator with second "
+                "derivatives; for attention, call it under torch.nn.attention.sdpa_kernel("
+                "torch.nn.attention.SDPBackend.MATH), and for modules under torch.compile the "
+                "modules themselves"
+            )
+        raise

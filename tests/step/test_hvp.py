@@ -1,0 +1,180 @@
+"""Hessian-vector products of whole trees, beside torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optree import tree_map
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import functorch_zero as fz
+from functorch_zero.errors import StructureError
+from functorch_zero.testing.equality import assert_equal_values
+from tests.models import MLP, ZOO
+
+torch.manual_seed(0)
+MODEL = MLP().double()
+APPLY, PARAMS, _ = fz.functionalize(MODEL)
+X = torch.randn(6, 7, dtype=torch.float64)
+VECTOR = tree_map(torch.randn_like, fz.zero_updates(PARAMS))
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    return APPLY(params, {}, x)[0].square().mean()
+
+
+def test_equals_torch_autograd_functional() -> None:
+    names = [name for name, _ in MODEL.named_parameters()]
+
+    def plain(*leaves: Tensor) -> Tensor:
+        named = dict(zip(names, leaves, strict=True))
+        return torch.func.functional_call(MODEL, named, (X,)).square().mean()
+
+    leaves = tuple(leaf.detach() for leaf in MODEL.parameters())
+    along = tuple(VECTOR[name] for name in names)
+    expected, of_hessian = torch.autograd.functional.hvp(plain, leaves, along)
+    value, grads, product = fz.hvp(loss)(PARAMS, VECTOR, X)
+    assert_equal_values(expected, value)
+    assert_equal_values(dict(zip(names, of_hessian, strict=True)), dict(product))
+    assert_equal_values((value, grads), fz.value_and_grad(loss)(PARAMS, X), grade="bitwise")
+    assert all(leaf.grad is None and leaf.requires_grad for leaf in PARAMS.values())
+
+
+def test_metrics_and_weights() -> None:
+    def with_aux(params: Any, x: Tensor, weight: float) -> Any:
+        return loss(params, x), fz.Aux(metrics={"loss of x": x.sum()}, weight=weight)
+
+    (value, metrics), grads, product = fz.hvp(with_aux)(PARAMS, VECTOR, X, 3.0)
+    expected = fz.hvp(loss)(PARAMS, VECTOR, X)
+    assert_equal_values(expected, (value, grads, product), grade="bitwise")
+    assert_equal_values(metrics, {"loss of x": X.sum()}, grade="bitwise")
+    # A batch that weighs nothing counts for nothing, even where it is the mean of nothing
+    (value, _), grads, product = fz.hvp(with_aux)(PARAMS, VECTOR, X[:0], 0.0)
+    assert value == 0
+    assert_equal_values(fz.zero_updates(PARAMS), grads, grade="bitwise")
+    assert_equal_values(fz.zero_updates(PARAMS), product, grade="bitwise")
+
+
+def test_frozen_leaves_and_missing_directions() -> None:
+    params = tree_map(lambda p: p.detach().requires_grad_(p.dim() == 2), PARAMS)
+    vector = tree_map(lambda p: p.new_ones(p.shape) if p.dim() == 2 else None, params)
+    _, grads, product = fz.hvp(loss)(params, vector, X)
+    assert grads["norm.bias"] is None and product["norm.bias"] is None
+    # Without a direction in one leaf: as with zeros in it
+    path = "layers.0.weight"
+    other = fz.Params({**vector, path: None}, params.units)
+    zeros = fz.Params({**vector, path: torch.zeros_like(params[path])}, params.units)
+    found, expected = fz.hvp(loss)(params, other, X), fz.hvp(loss)(params, zeros, X)
+    assert_equal_values(expected, found, grade="bitwise")
+
+
+def test_complex_leaves() -> None:
+    """Real and imaginary parts are coordinates of their own."""
+    z = torch.randn(4, dtype=torch.complex128)
+    along = torch.randn(4, dtype=torch.complex128)
+
+    def of_complex(params: Any) -> Tensor:
+        return (params["z"] ** 3).abs().square().sum() + params["z"].imag.pow(3).sum()
+
+    def of_parts(parts: Tensor) -> Tensor:
+        return of_complex({"z": torch.view_as_complex(parts)})
+
+    parts = torch.view_as_real(z)
+    expected = torch.autograd.functional.hvp(of_parts, parts, torch.view_as_real(along))[1]
+    _, _, product = fz.hvp(of_complex)({"z": z.clone().requires_grad_()}, {"z": along})
+    assert_equal_values(torch.view_as_complex(expected), product["z"])
+
+
+def test_a_loss_without_curvature() -> None:
+    params = {"w": torch.ones(3, requires_grad=True), "unused": torch.ones(2, requires_grad=True)}
+    vector = {"w": torch.ones(3), "unused": torch.ones(2)}
+    _, grads, product = fz.hvp(lambda p: 2 * p["w"].sum())(params, vector)
+    zeros = {"w": torch.zeros(3), "unused": torch.zeros(2)}
+    assert_equal_values({"w": torch.full((3,), 2.0), "unused": zeros["unused"]}, grads)
+    assert_equal_values(zeros, product)
+
+
+def test_a_vector_unlike_the_gradients_is_refused() -> None:
+    wide = fz.Params({**VECTOR, "norm.bias": torch.ones(1, dtype=torch.float64)}, VECTOR.units)
+    with pytest.raises(StructureError, match=r"norm.bias.*\(5,\).*\(1,\).*zero_updates"):
+        fz.hvp(loss)(PARAMS, wide, X)
+    with pytest.raises(StructureError, match=r"the vector.*norm.bias"):
+        fz.hvp(loss)(PARAMS, {k: v for k, v in VECTOR.items() if k != "norm.bias"}, X)
+    frozen = tree_map(lambda p: p.detach().requires_grad_(p.dim() == 2), PARAMS)
+    with pytest.raises(StructureError, match=r"layers.0.bias.*None: the leaf is frozen"):
+        fz.hvp(loss)(frozen, VECTOR, X)
+
+
+def test_a_loss_that_uses_no_param_is_refused() -> None:
+    other = torch.ones((), requires_grad=True)
+    with pytest.raises(StructureError, match="does not depend on any trained leaf"):
+        fz.hvp(lambda params, x: other * x.sum())(PARAMS, VECTOR, X)
+
+
+class RunsAgain(torch.autograd.Function):
+    """As reversible layers do: runs a module again in its backward, and goes back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            made: Tensor = run(x)
+            return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            own = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.run(own), grad)
+        return None, own.grad
+
+
+def reversible(params: Any, x: Tensor) -> Tensor:
+    first = torch.tanh(x @ params["layers.0.weight"].T).requires_grad_()
+    made: Tensor = RunsAgain.apply(lambda x: x @ params["layers.1.weight"].T, first)  # type: ignore[no-untyped-call]
+    return made.square().mean()
+
+
+def test_a_backward_inside_of_a_custom_functions_backward_is_refused() -> None:
+    fz.value_and_grad(reversible)(PARAMS, X)  # once it may
+    with pytest.raises(StructureError, match=r"fz.hvp met a custom autograd.Function"):
+        fz.hvp(reversible)(PARAMS, VECTOR, X)
+
+
+def test_an_operator_without_a_second_derivative_is_explained() -> None:
+    def attend(params: Any, x: Tensor) -> Tensor:
+        q = (x @ params["w"]).view(1, 2, 4, 8)
+        return F.scaled_dot_product_attention(q, q, q).square().sum()
+
+    params = {"w": torch.randn(8, 8, requires_grad=True)}
+    vector, x = fz.zero_updates(params), torch.randn(8, 8)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError) as caught:
+        fz.hvp(attend)(params, vector, x)
+    assert "SDPBackend.MATH" in "".join(caught.value.__notes__)
+    with sdpa_kernel(SDPBackend.MATH):
+        fz.hvp(attend)(params, vector, x)
+
+
+def test_recomputed_units() -> None:
+    """Activations that are made again in backward, by `functionalize(remat=...)`."""
+    case = ZOO["gpt"]
+    torch.manual_seed(0)
+    model = case.model().double()
+    (batch,) = case.batches(1, 4)
+    found = []
+    for remat in (None, case.units):
+        apply, params, _ = fz.functionalize(model, units=case.units, remat=remat)
+
+        def loss(params: Any, batch: Any, apply: Any = apply) -> Tensor:
+            return case.criterion(apply(params, {}, batch["x"])[0], batch["y"])
+
+        vector = fz.random.normal(fz.zero_updates(params), seed=1)
+        with sdpa_kernel(SDPBackend.MATH):
+            found.append(fz.hvp(loss)(params, vector, batch))
+    assert_equal_values(found[0], found[1])
