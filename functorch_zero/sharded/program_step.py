@@ -51,6 +51,7 @@ from .background import BackgroundTasks
 from .engine import ShardedEngine, join_layouts, next_number
 from .failures import sharing_failures
 from .options import Options
+from .refit import agree_on_refit, carried, check_same_ranks
 from .state import part_of_state
 
 _OF_THIS_PROGRAM = "pass a whole state of this program, whose init was given the same trees"
@@ -119,6 +120,28 @@ class ShardedProgramStep:
                 seed=None if seed is None else torch.tensor(seed),
                 sharding=sharding,
             )
+
+    def refit(self, state: State, *args: Any) -> State:
+        """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole
+        ones.
+
+        Collectives: those of `init`, one exchange, and one all-to-all per dtype, by which elements
+        travel whose rank changes.
+
+        Raises:
+            StructureError: the state lies on other ranks, or a leaf has another shape or dtype.
+            MismatchError: ranks refit other states.
+        """
+        axes = self.options.axes
+        failures = sharing_failures(*axes.groups, call="refit", state=state)
+        with failures, torch.no_grad():
+            check_is_state(state)
+            check_same_ranks(state, self.options)
+            agree_on_refit(state, _rest(state.value), self.options)
+            fresh = self.init(*args, seed=None)
+            group = labelled(axes.optimizer, "refit")
+            value = carried(fresh.value, state.value, group, "the value")
+            return fresh.replace(step=state.step.clone(), seed=state.seed, value=value)
 
     def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
         """One step of the program on this rank's part of the batch; the state given stays valid.

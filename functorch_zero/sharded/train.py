@@ -23,9 +23,12 @@ from ..model.untouched import is_looked_at
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
 from ..runtime.prefetch import PrefetchOrder
+from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics
 from ..step.metrics import check_reported
+from ..step.refit import carried as carried_whole
+from ..step.refit import check_values
 from ..step.state import (
     State,
     TrainValue,
@@ -36,7 +39,7 @@ from ..step.state import (
     trained,
 )
 from ..step.train import TrainStep, check_trained, mark_trainable, optimizer_view
-from ..tree import PyTree, check_tensors, content_digests, paths, select
+from ..tree import PyTree, check_tensors, content_digests, named_leaves, paths, select
 from ..version import __version__
 from .agreement import agree
 from .background import BackgroundTasks
@@ -46,6 +49,7 @@ from .failures import sharing_failures
 from .options import Options
 from .parts import ReductionParts
 from .phases import Run, advance, agree_on, differentiate
+from .refit import agree_on_refit, carried, first_parts
 from .state import lay_out_state, shard_state, unshard_state
 from .update import PreparedUpdate
 
@@ -188,10 +192,7 @@ class ShardedTrainStep:
         """Raise if this step's `trainable` chooses other leaves than the state trains."""
         if self.unsharded.trainable is None:
             return
-        leaves = [
-            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in layout.leaves
-        ]
-        whole = layout.treedef.unflatten(leaves)
+        whole = _without_values(layout)
         check_trained(self.unsharded.trainable, whole, layout.trainable, self.group.rank)
 
     def unshard(self, state: State) -> State:
@@ -224,6 +225,85 @@ class ShardedTrainStep:
             sharding = self.options.sharding(layout)
             number = next_number(self.group)
             return shard_state(state, prepared, sharding, self._piece_number, self.engine, number)
+
+    def refit(
+        self,
+        state: State,
+        params: PyTree[Tensor] | None = None,
+        buffers: PyTree[Tensor] | None = None,
+    ) -> State:
+        """Another step's state as one of this step, as `TrainStep.refit` makes it of whole ones.
+
+        Both steps have the same level and ranks. Every rank passes the same params; those that the
+        state has may be on the meta device. Collectives: two exchanges, which compare them, and
+        one all-to-all per dtype of params and of the optimizer's state, by which elements travel
+        whose rank changes; and those that the optimizer's `init` asks for.
+
+        Raises:
+            NotImplementedError: a reduction keeps tensors between steps.
+        """
+        failures = sharing_failures(*self.options.axes.groups, call="refit", state=state)
+        with failures, torch.no_grad():
+            before = sharding_of(state, self.options)
+            past = PreparedUpdate(self.unsharded, before.layout, self.options)
+            past.check_state(state.opt_state, self.group.rank)
+            if state.parts is not None:
+                raise _parts_stay(self.options)
+            if params is None:
+                params = _without_values(before.layout)
+            params = mark_trainable(params, self.unsharded.trainable)
+            layout = self.options.layout_of(params)
+            self._agree_on_new(state, before.layout, params, buffers)
+            check_claims(self.unsharded.optimizer, select(params, layout.trainable))
+
+            axis = labelled(self.options.axes.optimizer, "refit")
+            sharding = self.options.sharding(layout)
+            first = first_parts(params, sharding, self.engine, next_number(self.group))
+            old_params = own_params(state, self.group.rank)
+            old_params.check_leaves()
+            held = carried(first, old_params, axis, "params")
+            # First states of new leaves follow from the params as they are now
+            prepared = self._prepare(layout)
+            fresh = self.unsharded.optimizer.init(held.pieces().tree, prepared.across)
+            check_reported(self.unsharded.metrics, fresh)
+            opt_state = carried(
+                ShardedOptState(fresh, StateHolding(sharding, prepared.plan)),
+                ShardedOptState(past.fetched(state.opt_state), StateHolding(before, past.plan)),
+                axis,
+                "the optimizer's state",
+            ).tree
+            finite = self.unsharded.policy.init()
+            return State(
+                step=state.step.clone(),
+                value=TrainValue(
+                    params=held,
+                    buffers=carried_whole(
+                        state.buffers if buffers is None else buffers, state.buffers, "buffers"
+                    ),
+                    opt_state=prepared.stored(opt_state),
+                ),
+                seed=tree_map(torch.clone, state.seed),
+                sharding=sharding,
+                finite=carried_whole(finite, state.finite, "the policy's state"),
+            )
+
+    def _agree_on_new(
+        self,
+        state: State,
+        before: Layout,
+        params: PyTree[Tensor],
+        buffers: PyTree[Tensor] | None,
+    ) -> None:
+        """Raise on every rank, unless all refit one state to the same params and buffers."""
+        agree_on_refit(state, named_leaves(state.buffers), self.options)
+        known = {leaf.path for leaf in before.leaves}
+        new = {path: leaf for path, leaf in named_leaves(params).items() if path not in known}
+        check_values(new, "params", self.group.rank)
+        buffers = {} if buffers is None else buffers
+        check_tensors(buffers, "buffers", dense=False)
+        layout = self.options.layout_of(params)
+        facts = self._facts(layout, new, buffers, None)
+        agree(labelled(self.group, "refit/agreement"), facts)
 
     def parts(self, layout: Layout) -> ReductionParts:
         """The kinds of a state's parts, and the tensors that the reduction keeps in them."""
@@ -294,6 +374,23 @@ class ShardedTrainStep:
             "seed": seed,
         }
         return facts
+
+
+def _without_values(layout: Layout) -> PyTree[Tensor]:
+    """The whole leaves of a layout on the meta device, which say whether they are trained."""
+    leaves = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.trainable)
+        for leaf in layout.leaves
+    ]
+    return layout.treedef.unflatten(leaves)
+
+
+def _parts_stay(options: Options) -> NotImplementedError:
+    return NotImplementedError(
+        f"reduction={type(options.reduction).__name__} keeps tensors between steps, and refit "
+        "can't cut them anew. Remedy: refit the whole state, whose first ones are made by "
+        "step.shard_state(step.unsharded.refit(other.unshard(state).replace(parts=None)))"
+    )
 
 
 def _shapes_and_dtypes(tree: PyTree[Tensor]) -> dict[str, Any]:

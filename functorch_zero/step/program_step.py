@@ -17,8 +17,9 @@ from ..errors import StructureError, explain
 from ..overlap import check_apart
 from ..tree import paths, same_structure
 from .loss import Metrics, as_metric, check_metrics
+from .refit import carried
 from .rng import streams
-from .state import State, Trained, check_state
+from .state import State, Trained, check_whole_state
 
 Program = Callable[..., tuple[Any, Mapping[str, Any]]]
 
@@ -54,14 +55,24 @@ class ProgramStep:
         check_value(value)
         return State(step=step, value=value, seed=own_seed, trained=Trained.of(value))
 
+    def refit(self, state: State, *args: Any) -> State:
+        """Another program's state as one of this program: leaves of the value keep what they are
+        where the state's value has a leaf of that path, and all others are those of `init(*args)`.
+        Step number and seed go on. The state given stays valid.
+
+        An optimizer whose first state follows from values of params takes those of `args`.
+
+        Raises:
+            StructureError: a leaf has another shape or dtype than before.
+        """
+        check_whole_state(state)
+        fresh = self.init(*args, seed=None)
+        value = carried(fresh.value, state.value, "the value")
+        return fresh.replace(step=state.step, seed=state.seed, value=value)
+
     def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
         """One step of the program; the state given stays valid."""
-        check_state(state)
-        if state.sharding is not None:
-            raise StructureError(
-                "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` "
-                "first"
-            )
+        check_whole_state(state)
         value = as_trained(state)
         with streams(state.seed, state.step, device_of(value)), torch.no_grad():
             new, metrics = check_result(self.program(value, *args))

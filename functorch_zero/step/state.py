@@ -203,6 +203,15 @@ def check_state(state: Any) -> None:
         )
 
 
+def check_whole_state(state: Any) -> None:
+    """Raise unless `state` is a State that isn't sharded."""
+    check_state(state)
+    if state.sharding is not None:
+        raise StructureError(
+            "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` first"
+        )
+
+
 def check_policies(state: State) -> None:
     """Raise, naming the first leaf, if a whole state's params have lost their policies."""
     known = () if state.trained is None else state.trained.policies

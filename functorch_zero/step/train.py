@@ -55,6 +55,7 @@ from .loss import (
 )
 from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
+from .refit import carried
 from .rng import replayed
 from .state import (
     State,
@@ -64,7 +65,7 @@ from .state import (
     check_not_on_meta,
     check_params,
     check_policies,
-    check_state,
+    check_whole_state,
     marked,
     trained,
 )
@@ -145,14 +146,43 @@ class TrainStep:
             trained=Trained.of(params),
         )
 
+    def refit(
+        self,
+        state: State,
+        params: PyTree[Tensor] | None = None,
+        buffers: PyTree[Tensor] | None = None,
+    ) -> State:
+        """Another step's state as one of this step, which trains other leaves or has more of them.
+
+        Leaves of params, of buffers and of the optimizer's state keep their values where the state
+        has a leaf of that path. All others begin as `init` makes them, from the params as they are
+        now. Step number, seed and loss scale go on. The state given stays valid.
+
+        Args:
+            state: of a step with this step's optimizer.
+            params: whole leaves, as for `init`; values count only where the state has no such leaf.
+                None: the state's own.
+            buffers: the same of buffers.
+
+        Raises:
+            StructureError: the optimizer's state is another one's, or a leaf has another shape or
+                dtype than before.
+        """
+        check_whole_state(state)
+        view, _ = optimizer_view(state.params, trained(state))
+        self.optimizer.check_whole(state.opt_state, view, what="state.opt_state")
+        # Detached leaves of the state still say whether they are trained
+        params = marked(state) if params is None else carried(params, state.params, "params")
+        if buffers is not None:
+            buffers = carried(buffers, state.buffers, "buffers")
+        fresh = self.init(params, state.buffers if buffers is None else buffers, seed=None)
+        opt_state = carried(fresh.opt_state, state.opt_state, "the optimizer's state")
+        finite = carried(fresh.finite, state.finite, "the policy's state")
+        return fresh.replace(step=state.step, seed=state.seed, opt_state=opt_state, finite=finite)
+
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step on a whole batch; the state given stays valid."""
-        check_state(state)
-        if state.sharding is not None:
-            raise StructureError(
-                "an unsharded step was given a sharded state. Remedy: `sharded.unshard(state)` "
-                "first"
-            )
+        check_whole_state(state)
         check_leaves(state.params)
         check_policies(state)
         check_not_on_meta(state.params, batch)

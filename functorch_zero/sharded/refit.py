@@ -1,0 +1,249 @@
+"""A sharded value carried over to another cut: only elements whose rank changes are sent.
+
+Note [moves]: ranks know, from the layouts and plans, which range of each leaf each of them holds
+before and after. A rank keeps the elements that it has already. The others come from the first rank
+that has them, in one all-to-all per dtype. Every rank goes through leaves, receivers and runs in
+one order, so runs need no labels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..groups import labelled
+from ..groups.protocol import Group
+from ..layout.layout import Bucket
+from ..layout.levels import level_of
+from ..layout.sharded_tree import Holding, ShardedTree
+from ..layout.sharding import Sharding
+from ..params import Engine, is_on_engine
+from ..sharded_optim.mail import Mail
+from ..sharded_optim.sharded_state import ShardedOptState
+from ..sharded_optim.state_plan import StateLeaf
+from ..step.refit import Form, check_values, kept
+from ..step.state import State
+from ..tree import PyTree, paths
+from .agreement import agree
+from .options import Options
+from .state import lay_out_state
+
+Range = tuple[int, int]  # [start, stop) of a flattened whole leaf
+
+
+class Part(NamedTuple):
+    """This rank's part of a leaf, and the parts of all ranks of the optimizer's axis."""
+
+    tensor: Any  # (n,), or whole in its own shape; a number is itself
+    form: Form  # of the whole leaf
+    ranges: Sequence[Range]  # by rank
+
+
+class Run(NamedTuple):
+    """Elements of a leaf that one rank has, and another one wants."""
+
+    source: int
+    start: int
+    stop: int
+
+
+def check_same_ranks(state: State, options: Options) -> None:
+    """Raise unless a state is sharded, and lies on the ranks of these options."""
+    got = None if state.sharding is None else (state.sharding.rank, state.sharding.mesh)
+    if got != (options.place.rank, options.place.mesh):
+        raise StructureError(
+            explain(
+                "refit was given a state of other ranks",
+                expected=options.place,
+                got="a whole state" if state.sharding is None else state.sharding,
+                rank=options.group.rank,
+                remedy="step.shard_state(step.unsharded.refit(whole, ...)), where whole is "
+                "unsharded by the step that made the state",
+            )
+        )
+
+
+def agree_on_refit(state: State, rest: Mapping[str, Any], options: Options) -> None:
+    """Raise `MismatchError` on every rank, unless all refit one state. One exchange.
+
+    Args:
+        rest: by path, leaves of its value that every rank has.
+    """
+    assert state.sharding is not None
+    facts = {
+        "step": int(state.step),
+        "layout before": state.sharding.layout.describe(),
+        "other leaves": {path: repr(Form.of(leaf)) for path, leaf in rest.items()},
+    }
+    agree(labelled(options.axes.world, "refit/agreement"), facts)
+
+
+def first_parts(params: PyTree[Tensor], sharding: Sharding, engine: Engine, number: int) -> Any:
+    """This rank's part of whole leaves, of which some may be on the meta device: copies."""
+    layout = sharding.layout
+    made = []
+    for leaf, (b, k) in zip(optree.tree_leaves(params), layout.places, strict=True):
+        bucket = layout.buckets[b]
+        extent = bucket.held.extent(k, bucket.held_by(sharding.piece_number))
+        if level_of(bucket).cuts_params:
+            leaf = leaf.reshape(-1)[extent.in_leaf]
+        made.append(leaf.detach().clone())
+    return ShardedTree(layout.treedef.unflatten(made), Holding(sharding, "held", engine, number))
+
+
+def carried(new: PyTree[Any], old: PyTree[Any], group: Group, what: str) -> PyTree[Any]:
+    """The new value with the old one's elements where the paths are the same, in tensors of its
+    own. One all-to-all per dtype of elements that travel.
+
+    Args:
+        new: of sharded trees, optimizers' states and leaves that every rank has. Params that the
+            old value has may be on the meta device.
+        old: the same, over the same ranks.
+        group: the optimizer's axis.
+        what: the value's name, for errors.
+    """
+    ours, theirs = _parts(new, group.size), _parts(old, group.size)
+    forms = [{path: part.form for path, part in parts.items()} for parts in (ours, theirs)]
+    names = kept(forms[0], forms[1], what, group.rank)
+    leaves = {path: part.tensor for path, part in ours.items()}
+    moving = defaultdict(list)  # by dtype
+    for path in names:
+        if isinstance(theirs[path].tensor, Tensor):
+            moving[theirs[path].form.dtype].append(path)
+        else:
+            leaves[path] = theirs[path].tensor
+    for dtype in moving:
+        pairs = [(theirs[path], ours[path]) for path in moving[dtype]]
+        leaves |= zip(moving[dtype], _moved(pairs, group), strict=True)
+    check_values(leaves, what, group.rank)
+    return _laid_out(optree.tree_structure(new).unflatten([*leaves.values()]))
+
+
+def _moved(pairs: Sequence[tuple[Part, Part]], group: Group) -> list[Tensor]:
+    """This rank's parts of leaves of one dtype after the move. One all-to-all, if any travels."""
+    here, mail, like = group.rank, Mail(group), None
+    for i, (old, new) in enumerate(pairs):
+        for receiver in range(group.size):
+            for run in _runs(old.ranges, new.ranges[receiver], receiver):
+                if run.source == receiver:
+                    continue
+                # On the device of what travels: counters may lie on another one
+                like = old.tensor.new_empty(0, dtype=old.form.dtype) if like is None else like
+                if run.source == here:
+                    mail.send(receiver, _cut(old, here, run))
+                if receiver == here:
+                    mail.expect(run.source, (i, run.start), run.stop - run.start)
+    arrived: Mapping[Any, list[Tensor]] = {} if like is None else mail.exchange(like)
+    moved = []
+    for i, (old, new) in enumerate(pairs):
+        parts = [old.tensor.new_empty(0)]  # `torch.cat` takes no empty list
+        for run in _runs(old.ranges, new.ranges[here], here):
+            own = run.source == here
+            parts += [_cut(old, here, run)] if own else arrived[i, run.start]
+        moved.append(torch.cat(parts).view(new.tensor.shape))
+    return moved
+
+
+def _cut(part: Part, rank: int, run: Run) -> Tensor:
+    """A run of a rank's part (n,)."""
+    first, _ = part.ranges[rank]
+    flat: Tensor = part.tensor.detach().reshape(-1)
+    return flat[run.start - first : run.stop - first]
+
+
+def _runs(old: Sequence[Range], wanted: Range, receiver: int) -> Iterator[Run]:
+    """The runs that a range is made of after the move, in order, each from one rank; see Note
+    [moves]."""
+    here, stop = wanted
+    own_start, own_stop = old[receiver]
+    while here < stop:
+        if own_start <= here < own_stop:
+            source, end = receiver, own_stop
+        else:
+            source = next(r for r, (start, end) in enumerate(old) if start <= here < end)
+            end = old[source][1]
+            if here < own_start < own_stop:
+                end = min(end, own_start)
+        end = min(end, stop)
+        yield Run(source, here, end)
+        here = end
+
+
+def _parts(value: PyTree[Any], num_ranks: int) -> dict[str, Part]:
+    """The leaves of a value by path, in flatten order."""
+    found: list[Part] = []
+    for node in optree.tree_leaves(value, is_leaf=is_on_engine):
+        if isinstance(node, ShardedTree):
+            found += _parts_of_tree(node, num_ranks)
+        elif isinstance(node, ShardedOptState):
+            found += _parts_of_state(node, num_ranks)
+        else:
+            found.append(_everywhere(node, num_ranks))
+    return dict(zip(paths(value), found, strict=True))
+
+
+def _parts_of_tree(node: ShardedTree, num_ranks: int) -> Iterator[Part]:
+    layout = node.sharding.layout
+    leaves = layout.treedef.flatten_up_to(node.tree)
+    for leaf, spec, (b, k) in zip(leaves, layout.leaves, layout.places, strict=True):
+        if leaf is None:  # in pieces, of a frozen leaf
+            continue
+        bucket = layout.buckets[b]
+        ranges = []
+        for rank in range(num_ranks):
+            # See Note [two cuts] in `layout`
+            if node.holding.form == "held":
+                ranges.append(_range_in(bucket.held, k, bucket.held_by(rank)))
+            else:
+                ranges.append(_range_in(bucket, k, rank))
+        yield Part(leaf, Form(spec.shape, leaf.dtype), ranges)
+
+
+def _range_in(bucket: Bucket, k: int, piece_number: int) -> Range:
+    extent = bucket.extent(k, piece_number)
+    return extent.start, extent.stop
+
+
+def _parts_of_state(node: ShardedOptState, num_ranks: int) -> Iterator[Part]:
+    leaves, layout = optree.tree_leaves(node.tree), node.holding.sharding.layout
+    for leaf, plan in zip(leaves, node.holding.plan.leaves, strict=True):
+        if plan.kind == "follows":
+            b, k = layout.places[plan.leaf]
+            ranges = [_range_in(layout.buckets[b], k, rank) for rank in range(num_ranks)]
+            yield Part(leaf, Form(layout.leaves[plan.leaf].shape, leaf.dtype), ranges)
+        elif plan.kind == "owned":
+            yield Part(leaf, Form(plan.shape, plan.dtype), _at_owner(plan, num_ranks))
+        else:
+            yield _everywhere(leaf, num_ranks)
+
+
+def _at_owner(plan: StateLeaf, num_ranks: int) -> list[Range]:
+    return [(0, prod(plan.shape) if rank == plan.owner else 0) for rank in range(num_ranks)]
+
+
+def _everywhere(leaf: Any, num_ranks: int) -> Part:
+    """A leaf that every rank has."""
+    numel = leaf.numel() if isinstance(leaf, Tensor) else 0
+    return Part(leaf, Form.of(leaf), [(0, numel)] * num_ranks)
+
+
+def _laid_out(value: PyTree[Any]) -> PyTree[Any]:
+    """The same with leaves as views of flats, as `init` makes them."""
+
+    def lay_out(node: Any) -> Any:
+        if isinstance(node, ShardedTree):
+            return ShardedTree.of_flats(node.flats(), node.holding)
+        if isinstance(node, ShardedOptState):
+            sharding, plan = node.holding.sharding, node.holding.plan
+            made = lay_out_state(node.tree, plan, sharding.layout, sharding.piece_number)
+            return ShardedOptState(made, node.holding)
+        return node
+
+    return optree.tree_map(lay_out, value, is_leaf=is_on_engine)
