@@ -23,7 +23,14 @@ from ..errors import StructureError, explain
 from ..optim.apply_updates import apply_updates
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree, paths, same_structure
-from .loss import Aux, check_loss, dense, independent
+from .loss import (
+    Aux,
+    check_loss,
+    dense,
+    independent,
+    nodes_behind,
+    refuse_reentrant_checkpoints,
+)
 from .program import differentiate, refuse_buffers, unshard
 
 _VALUE = "(loss)"  # the loss among the slope's metrics
@@ -69,6 +76,7 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
             leaves = _Watched(unshard(own))
             value, aux = check_loss(loss(leaves.tree, *args))
             refuse_buffers(aux)
+            refuse_reentrant_checkpoints(nodes_behind(value))
             has_aux = aux is not None
             given = aux or Aux()
             metrics = {_VALUE: value.detach(), **given.metrics}

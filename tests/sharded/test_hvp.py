@@ -146,6 +146,32 @@ def test_precision(level: int) -> None:
         assert_equal_values(expected, found, grade="bitwise")
 
 
+@pytest.mark.parametrize("level", [0, 3])
+def test_recomputed_units_and_a_tree_that_is_read(level: int) -> None:
+    torch.manual_seed(0)
+    model = MLP((3, 5, 4)).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def product(remat: Any, group: Any = None) -> Any:
+        apply, student, _ = fz.functionalize(model, units=torch.nn.Linear, remat=remat)
+        teacher = tree_map(lambda p: p.detach() + 0.2, student)
+
+        def loss(student: Any, teacher: Any, x: Tensor) -> Tensor:
+            return (apply(student, {}, x)[0] * apply(teacher, {}, x)[0]).square().mean()
+
+        own = x
+        if group is not None:
+            student = fz.shard_tree(student, level=level, group=group)
+            teacher = fz.shard_tree(teacher, level=3, group=group)
+            own = x.chunk(group.size)[group.rank]
+        vector = fz.random.normal(fz.zero_updates(student), seed=1)
+        return [fz.unshard(tree) for tree in fz.hvp(loss)(student, vector, teacher, own)[1:]]
+
+    expected = product(None)
+    for found in run_ranks(lambda group: product(torch.nn.Linear, group), 2):
+        assert_equal_values(expected, found)
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from optree import tree_map
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import functorch_zero as fz
 from functorch_zero.errors import StructureError
@@ -145,6 +146,22 @@ def test_a_backward_inside_of_a_custom_functions_backward_is_refused() -> None:
     fz.value_and_grad(reversible)(PARAMS, X)  # once it may
     with pytest.raises(StructureError, match=r"fz.hvp met a custom autograd.Function"):
         fz.hvp(reversible)(PARAMS, VECTOR, X)
+
+
+def test_a_reentrant_checkpoint_is_refused() -> None:
+    """Its params would get no gradient, beside others that do."""
+
+    def checkpointed(params: Any, x: Tensor, reentrant: bool) -> Tensor:
+        x = x.clone().requires_grad_()
+        inside = checkpoint(lambda x: loss(params, x), x, use_reentrant=reentrant)
+        return inside + params["norm.bias"].square().sum()
+
+    for _ in range(4):  # at every call, not only at those that look closely
+        with pytest.raises(StructureError, match="use_reentrant=False"):
+            fz.hvp(checkpointed)(PARAMS, VECTOR, X, True)
+    found = fz.hvp(checkpointed)(PARAMS, VECTOR, X, False)[2]
+    plain = fz.hvp(loss)(PARAMS, VECTOR, X)[2]
+    assert_equal_values(plain["layers.0.weight"], found["layers.0.weight"])
 
 
 def test_an_operator_without_a_second_derivative_is_explained() -> None:
