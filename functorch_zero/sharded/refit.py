@@ -8,9 +8,11 @@ one order, so runs need no labels.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -129,9 +131,12 @@ def carried(new: PyTree[Any], old: PyTree[Any], group: Group, what: str) -> PyTr
 def _moved(pairs: Sequence[tuple[Part, Part]], group: Group) -> list[Tensor]:
     """This rank's parts of leaves of one dtype after the move. One all-to-all, if any travels."""
     here, mail, like = group.rank, Mail(group), None
+    own: list[list[Run]] = []  # per leaf, the runs that this rank's part is made of, in order
     for i, (old, new) in enumerate(pairs):
-        for receiver in range(group.size):
-            for run in _runs(old.ranges, new.ranges[receiver], receiver):
+        holders = _Holders(old.ranges)
+        own.append([*holders.runs(new.ranges[here], here)])
+        for receiver, wanted in enumerate(new.ranges):
+            for run in holders.runs(wanted, receiver):
                 if run.source == receiver:
                     continue
                 # On the device of what travels: counters may lie on another one
@@ -144,9 +149,8 @@ def _moved(pairs: Sequence[tuple[Part, Part]], group: Group) -> list[Tensor]:
     moved = []
     for i, (old, new) in enumerate(pairs):
         parts = [old.tensor.new_empty(0)]  # `torch.cat` takes no empty list
-        for run in _runs(old.ranges, new.ranges[here], here):
-            own = run.source == here
-            parts += [_cut(old, here, run)] if own else arrived[i, run.start]
+        for run in own[i]:
+            parts += [_cut(old, here, run)] if run.source == here else arrived[i, run.start]
         moved.append(torch.cat(parts).view(new.tensor.shape))
     return moved
 
@@ -158,22 +162,34 @@ def _cut(part: Part, rank: int, run: Run) -> Tensor:
     return flat[run.start - first : run.stop - first]
 
 
-def _runs(old: Sequence[Range], wanted: Range, receiver: int) -> Iterator[Run]:
-    """The runs that a range is made of after the move, in order, each from one rank; see Note
-    [moves]."""
-    here, stop = wanted
-    own_start, own_stop = old[receiver]
-    while here < stop:
-        if own_start <= here < own_stop:
-            source, end = receiver, own_stop
-        else:
-            source = next(r for r, (start, end) in enumerate(old) if start <= here < end)
-            end = old[source][1]
-            if here < own_start < own_stop:
-                end = min(end, own_start)
-        end = min(end, stop)
-        yield Run(source, here, end)
-        here = end
+class _Holders:
+    """The ranks that hold a leaf before the move: ranges that are apart, or equal on several."""
+
+    def __init__(self, ranges: Sequence[Range]):
+        self._ranges = ranges
+        first: dict[Range, int] = {}  # the first rank that holds it
+        for rank, (start, stop) in enumerate(ranges):
+            if start < stop:
+                first.setdefault((start, stop), rank)
+        self._sorted = sorted((start, stop, rank) for (start, stop), rank in first.items())
+
+    def runs(self, wanted: Range, receiver: int) -> Iterator[Run]:
+        """The runs that a rank's range is made of after the move, in order; see Note [moves]."""
+        start, stop = wanted
+        own_start, own_stop = self._ranges[receiver]
+        while start < stop:
+            if own_start <= start < own_stop:
+                source, end = receiver, own_stop
+            else:
+                # The last one that begins here or before
+                k = bisect_right(self._sorted, start, key=itemgetter(0)) - 1
+                _, end, source = self._sorted[k]
+                # Up to the elements that the receiver has
+                if start < own_start < own_stop:
+                    end = min(end, own_start)
+            end = min(end, stop)
+            yield Run(source, start, end)
+            start = end
 
 
 def _parts(value: PyTree[Any], num_ranks: int) -> dict[str, Part]:

@@ -18,6 +18,7 @@ from functorch_zero.runtime.reduce import Summed
 from functorch_zero.testing.equality import assert_equal_values
 from functorch_zero.tree import named_leaves
 from tests.models import MLP
+from tests.sharded.test_seams import OnDisk
 from tests.tiers import crossed, thinned, tiers
 
 LEVELS = [0, 1, 2, 3, {"": 3, "layers.1": 1}]
@@ -428,6 +429,25 @@ def test_a_reduction_that_keeps_tensors_goes_by_whole_states() -> None:
 
     for found in run_ranks(run, 2):
         assert_equal_values(second.refit(first.init(PARAMS)), found, grade="bitwise")
+
+
+def test_state_that_lies_elsewhere(tmp_path: Any) -> None:
+    first, second = steps_of("adamw")
+
+    def run(group: Any) -> None:
+        folder = tmp_path / str(group.rank)
+        folder.mkdir()
+        storage = OnDisk(folder)
+        before, after = (
+            fz.shard(step, level=2, group=group, state_storage=storage) for step in (first, second)
+        )
+        state, _ = before(before.init(PARAMS), part(X[0], group))
+        made = after.refit(state)
+        expected = second.refit(before.unshard(state))
+        assert_equal_values(expected, after.unshard(made), grade="bitwise")
+        after(made, part(X[1], group))
+
+    run_ranks(run, 2)
 
 
 def test_a_donated_state_is_refused() -> None:
