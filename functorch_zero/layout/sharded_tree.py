@@ -314,7 +314,8 @@ class ShardedTree(OnEngine):
     def extents(self) -> list[Extent]:
         """Of each leaf that is here, in order, the part of the whole leaf that it is."""
         self.check_leaves(some=True)
-        rows = zip(self._leaves(), self.holding.extents(), strict=True)
+        leaves = self.sharding.layout.treedef.flatten_up_to(self.tree)  # cut, if nobody has
+        rows = zip(leaves, self.holding.extents(), strict=True)
         return [extent for leaf, extent in rows if leaf is not None]
 
     @property
