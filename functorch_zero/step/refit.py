@@ -24,6 +24,9 @@ class Form(NamedTuple):
             return cls(tuple(leaf.shape), leaf.dtype)
         return cls(None, type(leaf).__name__)
 
+    def __str__(self) -> str:
+        return f"{self.dtype}" if self.shape is None else f"shape {self.shape}, {self.dtype}"
+
 
 def kept(
     new: Mapping[str, Form], old: Mapping[str, Form], what: str, rank: int | None = None

@@ -171,6 +171,11 @@ class TrainStep:
         check_whole_state(state)
         view, _ = optimizer_view(state.params, trained(state))
         self.optimizer.check_whole(state.opt_state, view, what="state.opt_state")
+        if state.parts is not None:
+            raise StructureError(
+                "refit can't keep the tensors of a reduction, which belong to buckets. Remedy: "
+                "refit(state.replace(parts=None)), and they begin anew"
+            )
         # Detached leaves of the state still say whether they are trained
         params = marked(state) if params is None else carried(params, state.params, "params")
         if buffers is not None:
