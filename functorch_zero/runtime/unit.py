@@ -18,7 +18,9 @@ that their losses use the same units: see Note [same uses] in `same_uses.py`.
 Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is
 ready. So when it runs a node, uses that are newer have been passed by if they have no gradients by
 then. A use's own number tells: it begins with that of the next node, and its place among the open
-ones sets apart uses without a node between them.
+ones sets apart uses without a node between them. Each thread counts nodes by itself. So a pass runs
+its backward in the thread that runs the loss. By default torch runs that of a GPU's tensors in a
+thread of the device, which would number the nodes of a backward inside of the loss from its own.
 
 Note [direct uses]: a custom `autograd.Function` that is given a lazy parameter outside of its unit
 reads the whole leaf, and autograd has the gradient for the lazy parameter itself. It comes to the
