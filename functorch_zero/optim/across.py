@@ -398,7 +398,7 @@ def sums_of(factors: Factors) -> list[Tensor]:
 def total_of(sums: Sequence[Tensor]) -> Tensor:
     """The sum of 0-d tensors, in the widest of their dtypes, 0-d."""
     if not sums:
-        return torch.zeros(())  # float32, on the CPU: no leaf says otherwise
+        return torch.zeros((), device="cpu")  # float32, on the CPU: no leaf says otherwise
     # One kernel over all of them, in the leaves' order: equal sums give equal bits on every rank
     dtype = widest_dtype(sums)
     return torch.stack([x.to(dtype) for x in sums]).sum()
