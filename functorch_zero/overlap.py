@@ -63,7 +63,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     if a.itemsize != b.itemsize:
         return True
     # Columns of one matrix, say, lie between one another
-    taken = torch.zeros(max(a_stop, b_stop) // a.itemsize, dtype=torch.bool)
+    taken = torch.zeros(max(a_stop, b_stop) // a.itemsize, dtype=torch.bool, device="cpu")
     taken.as_strided(*_strided(a)).fill_(True)
     return bool(taken.as_strided(*_strided(b)).any())
 

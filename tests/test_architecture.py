@@ -418,3 +418,38 @@ def test_import_is_quick() -> None:
 def test_import_shows_no_warning() -> None:
     command = [sys.executable, "-W", "error", "-c", "import functorch_zero"]
     subprocess.run(command, check=True, timeout=60)
+
+
+# torch's functions that make tensors on the default device, where they aren't told another
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "logspace", "ones",
+    "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+
+
+def made_on_the_default_device(source: str) -> list[int]:
+    """The lines of calls of torch's factories that name no device."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        names = {keyword.arg for keyword in node.keywords}
+        if is_torchs and node.func.attr in FACTORIES and "device" not in names:
+            found.append(node.lineno)
+    return found
+
+
+def test_tensors_are_made_on_a_named_device() -> None:
+    """Under a user's `torch.set_default_device("cuda")`, counters and seeds would lie on the GPU,
+    and each read of one would wait for it."""
+    models = ROOT / "testing" / "models.py"  # as users write them
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in modules()
+        for line in made_on_the_default_device(path.read_text())
+        if path != models
+    ]
+    assert not found, f"device= is missing: {found}"
+    source = "x = torch.zeros(3)\ny = torch.zeros(3, device=x.device)\nz = x.new_zeros(3)"
+    assert made_on_the_default_device(source) == [1]

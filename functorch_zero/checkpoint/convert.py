@@ -216,7 +216,7 @@ def _write(path: Path, tensors: Sequence[Named], manifest: Manifest, folder: Pat
 def read_leaf(manifest: Manifest, number: int, folder: Path) -> Tensor:
     """One leaf, whole and flat, on the CPU."""
     leaf = manifest.leaves[number]
-    whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype])  # (numel,), on the CPU
+    whole = torch.empty(leaf.numel, dtype=DTYPES[leaf.dtype], device="cpu")  # (numel,)
     # Every piece of the leaf, whichever rank wrote it
     for file, pieces in manifest.pieces_of_leaves[number]:
         runs = []

@@ -150,7 +150,7 @@ def read_tensor(folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dt
     from torch.distributed.checkpoint.state_dict_loader import load
 
     # The target: DCP reads in place, whatever the saved sharding
-    whole = torch.empty(shape, dtype=dtype)
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
     with _alone(folder):
         # no_dist: each rank reads by itself, and no group of torch's is used
         load({name: whole}, checkpoint_id=folder, no_dist=True)

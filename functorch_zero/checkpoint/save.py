@@ -18,8 +18,9 @@ from ..groups.protocol import Group
 from ..groups.single import SingleRank
 from ..step.state import State
 from .contents import ShardedStep, Step, donates, group_of
+from .device_reads import DeviceReads
 from .save_job import SaveJob
-from .snapshot import Progress, Snapshot, snapshot_of
+from .snapshot import Progress, Snapshot, devices_of, snapshot_of
 
 PathLike = str | os.PathLike[str]
 
@@ -91,9 +92,11 @@ def async_save(root: PathLike, step: Step, state: State, *, user: Any = None) ->
         taken, snapshot = snapshot, None
         return taken
 
+    job = SaveJob(Path(root), savers.group, take)
     # Without a snapshot the job only tells the other ranks why
-    progress = Progress() if snapshot is None else snapshot.progress
-    return savers.start(SaveJob(Path(root), savers.group, take), progress)
+    if snapshot is None:
+        return savers.start(job.run, Progress())
+    return savers.start(DeviceReads(devices_of(snapshot)).around(job.run), snapshot.progress)
 
 
 def wait_for_saves(step: Step) -> None:
@@ -114,8 +117,6 @@ class Saving:
         self._job: Callable[[], Path] | None = job  # None once it runs: it holds the snapshot
         self._folder: Path | None = None  # its result,
         self._error: BaseException | None = None  # or this
-        # A new thread would begin on device 0
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(target=self._run, name="functorch_zero save", daemon=False)
 
     @property
@@ -157,8 +158,6 @@ class Saving:
         job, self._job = self._job, None
         assert job is not None
         try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
             self._folder = job()
         except BaseException as error:
             self._error = error
@@ -200,8 +199,8 @@ class _Savers:
         """Whether the save has failed, and nobody was told."""
         return self._pending is not None and self._pending.failed and not self._pending.told
 
-    def start(self, job: SaveJob, progress: Progress) -> Saving:
-        self._pending = saving = Saving(job.run, progress)
+    def start(self, job: Callable[[], Path], progress: Progress) -> Saving:
+        self._pending = saving = Saving(job, progress)
         saving.start(here=self._here)
         return saving
 

@@ -95,6 +95,11 @@ def snapshot_of(step: Step, state: State, user: Any) -> Snapshot:
     )
 
 
+def devices_of(snapshot: Snapshot) -> set[torch.device]:
+    """The GPUs on which its tensors lie."""
+    return {part.tensor.device for part in snapshot.parts if part.tensor.is_cuda}
+
+
 def checked_user(user: Any) -> Any:
     """The user's own data, which must come back from JSON as it went in.
 

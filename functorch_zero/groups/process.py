@@ -56,8 +56,9 @@ class ProcessGroup:
 
     All these ranks must make it, in the same order among the groups that they make; it costs one
     barrier and one small all-gather. It communicates over a torch group of its own, so that `fail`
-    can destroy it without touching the caller's. A collective that takes longer than `timeout`
-    (seconds, or a timedelta) fails.
+    can destroy it without touching the caller's. Where the caller's has no backend for the CPU, as
+    of `init_process_group("nccl")`, its own has gloo there, for flags and exchanges. A collective
+    that takes longer than `timeout` (seconds, or a timedelta) fails.
 
     Attributes:
         rank: this rank's number, from 0 to size - 1.
@@ -99,8 +100,8 @@ class ProcessGroup:
         self._closed = False  # by `close`: there is no way back
         refuse_collectives_in_transforms()
         self._parent = parent = torch_distributed.parent_group(group)
-        # Device type -> backend, {"cpu": "gloo"}
-        self._backends = torch_distributed.backends_of(parent)
+        # Device type -> backend, {"cpu": "gloo"}; the CPU has one always
+        self._backends = torch_distributed.own_backends(parent)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self.ranks = dist.get_process_group_ranks(parent)
         self._torch_group: dist.ProcessGroup | None = None  # None: one rank, or this rank has left
@@ -440,15 +441,13 @@ class ProcessGroup:
         return Then(work, lambda: fold_pair(first, second, out=tensor))
 
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
-        """All ranks' `part`s (k,), in rank order, (N * k,), on the CPU like `part`. They go by way
-        of a device on which this group's backend works. `kind` names the collective in errors."""
+        """All ranks' `part`s (k,), in rank order, (N * k,), on the CPU like `part`. `kind` names
+        the collective in errors."""
         if self.size == 1:
             return part
-        # The CPU where a backend works there, else the one device type that has one: the only key
-        device = torch.device("cpu") if "cpu" in self._backends else torch.device(*self._backends)
-        out = torch.empty(self.size * part.numel(), dtype=part.dtype, device=device)
-        self._gather(kind, out, part.to(device)).wait()
-        return out.cpu()
+        out = torch.empty(self.size * part.numel(), dtype=part.dtype, device="cpu")
+        self._gather(kind, out, part).wait()
+        return out
 
     def _backend(self, tensor: Tensor) -> str:
         """The backend for the tensor's device: "gloo" or "nccl", say."""

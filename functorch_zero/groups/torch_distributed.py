@@ -115,6 +115,20 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, backend in parts}
 
 
+def own_backends(parent: dist.ProcessGroup) -> dict[str, str]:
+    """The backends of a group of our own: the parent's, and gloo for the CPU where it has none.
+
+    Flags, failures and saves go from host to host, and a group for NCCL alone can't carry them.
+    """
+    backends = backends_of(parent)
+    return backends if "cpu" in backends else {"cpu": "gloo"} | backends
+
+
+def _config_of(backends: dict[str, str]) -> str:
+    """The same as torch writes it: "cpu:gloo,cuda:nccl"."""
+    return ",".join(f"{device}:{backend}" for device, backend in backends.items())
+
+
 def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """A new torch group of the parent's ranks, in their order; every one of them calls it, and
     nobody else."""
@@ -126,8 +140,9 @@ def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
         options["sort_ranks"] = False
     if len(ranks) < dist.get_world_size():
         options["use_local_synchronization"] = True
-    if backends_of(parent) != backends_of(_world_group()):
-        options["backend"] = str(dist.get_backend_config(parent))
+    backends = own_backends(parent)
+    if backends != backends_of(_world_group()):
+        options["backend"] = _config_of(backends)
     made = dist.new_group(ranks, **options)
     assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
     return made
@@ -143,7 +158,7 @@ def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dis
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
     # By torch's internals: no public function takes a name; see Note [eras] in `process`
-    backend = c10d.Backend(str(dist.get_backend_config(parent)))
+    backend = c10d.Backend(_config_of(own_backends(parent)))
     made, _ = c10d._new_process_group_helper(
         len(ranks),
         dist.get_rank(parent),

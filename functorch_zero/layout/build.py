@@ -14,7 +14,13 @@ from ..precision import Dtypes, Precision, short
 from ..tree import PyTree, paths
 from .layout import Bucket, Cut, Layout, LeafSpec, Unit
 
-ALIGNMENT = 64  # bytes; a leaf, and a rank's piece, start at a multiple of it
+# Bytes that a leaf starts at a multiple of, in each dtype that its flat takes. Libraries for GPUs
+# choose a matrix product's kernel by alignment, and others round otherwise. torch's allocators give
+# 512 bytes, but a leaf that starts inside of a flat is only aligned to its start there.
+LEAF_ALIGNMENT = 256
+# Bytes that a rank's piece starts at a multiple of. Pieces are only copied and updated, and more
+# would pad small buckets for many ranks.
+PIECE_ALIGNMENT = 64
 LARGE = 2**23  # bytes; leaves of at least this size get a bucket of their own (levels 2 and 3)
 
 
@@ -176,13 +182,21 @@ def _stands_alone(spec: LeafSpec) -> bool:
         return False
     # A bucket's flat has its padding at the end, so a leaf without any is the flat
     is_large = spec.numel * spec.dtype.itemsize >= LARGE
-    needs_padding = spec.numel % (_alignment(spec.dtype) * spec.cut.num_pieces) != 0
+    needs_padding = spec.numel % (_piece_alignment(spec.dtype) * spec.cut.num_pieces) != 0
     return is_large and not needs_padding
 
 
-def _alignment(dtype: torch.dtype) -> int:
+def _leaf_alignment(spec: LeafSpec) -> int:
+    """In elements, the same in all dtypes of the bucket's flats."""
+    dtypes = [spec.dtype]
+    if spec.dtypes is not None:
+        dtypes += [spec.dtypes.gather, spec.dtypes.compute, spec.dtypes.reduce]
+    return LEAF_ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
+
+
+def _piece_alignment(dtype: torch.dtype) -> int:
     """In elements."""
-    return max(1, ALIGNMENT // dtype.itemsize)
+    return PIECE_ALIGNMENT // dtype.itemsize
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -198,13 +212,12 @@ def _bucket(
         has_levels: whether the unit has buckets of several levels, so that names say which.
     """
     first = specs[numbers[0]]  # all leaves of a bucket agree with it in kind
-    alignment = _alignment(first.dtype)
     offsets, end = [], 0  # in elements
     for n in numbers:
-        offsets.append(end)
-        end += _round_up(specs[n].numel, alignment)
-    # Pieces are equal, and aligned themselves
-    whole = _round_up(end, first.cut.num_pieces * alignment)  # elements, padding included
+        offsets.append(_round_up(end, _leaf_alignment(first)))
+        end = offsets[-1] + specs[n].numel
+    # Pieces are equal, and aligned themselves; in elements, padding included
+    whole = _round_up(end, first.cut.num_pieces * _piece_alignment(first.dtype))
     kind = _kind_in_words(first, has_levels=has_levels)
     name = f"{unit or 'root'}[{kind}]"  # "" is the root's own name
     shapes = tuple(specs[n].shape for n in numbers)

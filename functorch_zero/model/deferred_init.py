@@ -19,6 +19,7 @@ from .._torch_private import buffers_dict, params_dict, version_of
 from ..errors import StructureError, explain
 from ..tree import PyTree, ancestors, paths
 from .copying import without_values
+from .generators import seeded
 from .initialisation import Initialisation
 
 Init = Callable[[str, nn.Module], Any]
@@ -275,7 +276,6 @@ def _seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
     are as before afterwards."""
     digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
     number = int.from_bytes(digest[:8]) >> 1  # 63 bits: positive as a signed integer
-    devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
     numpy = sys.modules.get("numpy")  # an initialiser that draws from it has imported it
     pythons, numpys = random.getstate(), numpy and numpy.random.get_state()
     try:
@@ -283,8 +283,7 @@ def _seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
         if numpy:
             numpy.random.seed(number >> 31)  # it takes 32 bits
         # Tensors that initialisers make themselves come on this device too
-        with torch.random.fork_rng(devices=devices), device:
-            torch.manual_seed(number)
+        with seeded(number, device), device:
             yield
     finally:
         random.setstate(pythons)

@@ -23,6 +23,7 @@ from .._torch_private import (
     without_torch_function,
 )
 from ..errors import StructureError, explain
+from .generators import is_seeded
 from .lazy_param import METADATA
 
 
@@ -138,8 +139,8 @@ class Initialisation(TorchDispatchMode):
             if not isinstance(x, torch.Generator) or x in self._generators:
                 continue
             self._generators.add(x)
-            if x is torch.default_generator or x in torch.cuda.default_generators:
-                continue  # seeded for this module
+            if is_seeded(x, self._device):
+                continue  # for this module
             as_seeded = torch.Generator(x.device).manual_seed(x.initial_seed())
             if not torch.equal(x.get_state(), as_seeded.get_state()):
                 raise StructureError(

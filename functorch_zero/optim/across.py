@@ -398,7 +398,7 @@ def sums_of(factors: Factors) -> list[Tensor]:
 def total_of(sums: Sequence[Tensor]) -> Tensor:
     """The sum of 0-d tensors, in the widest of their dtypes, 0-d."""
     if not sums:
-        return torch.zeros(())  # float32, on the CPU: no leaf says otherwise
+        return torch.zeros((), device="cpu")  # float32, on the CPU: no leaf says otherwise
     # One kernel over all of them, in the leaves' order: equal sums give equal bits on every rank
     dtype = widest_dtype(sums)
     return torch.stack([x.to(dtype) for x in sums]).sum()
@@ -433,11 +433,17 @@ def with_ones(shape: Shape, dims: Shape) -> Shape:
 
 
 def state_elsewhere(part: WholeLeaf, leaf: Tensor, extent: Extent) -> Any:
-    """A leaf's state where another rank owns it: tensors of shape (0,), beside this rank's
-    piece."""
+    """A leaf's state where another rank owns it: tensors of shape (0,), on the devices that they
+    have at the owner."""
     # A meta tensor: the author's `init` runs for its structure and dtypes, and takes no memory
     whole = torch.empty(extent.shape, dtype=leaf.dtype, device="meta")
-    return tree_map(lambda x: x.new_empty(0, device=leaf.device), part.init(whole))
+
+    # As at the owner: counts that `init` makes on the CPU are there on every rank, and go from rank
+    # to rank by the same backend
+    def empty(x: Tensor) -> Tensor:
+        return x.new_empty(0, device=leaf.device if x.is_meta else x.device)
+
+    return tree_map(empty, part.init(whole))
 
 
 def check_whole(tree: Tree, i: int, before: tuple[Tensor, Any], after: tuple[Tensor, Any]) -> None:

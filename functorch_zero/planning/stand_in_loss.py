@@ -53,7 +53,8 @@ def loss_through(layout: Layout, num_saved: Callable[[Unit], int]) -> LossFn:
     """
 
     def loss(params: list[LazyParam], buffers: Any, batch: Any) -> Tensor:
-        x = torch.zeros(())  # the activations' place: a number, so that they take no room
+        # The activations' place: a number, so that they take no room
+        x = torch.zeros((), device="cpu")
         for unit in layout.units:
             # Each lazy parameter knows the entrance of its unit
             entrance = params[unit.buckets[0]].entrance

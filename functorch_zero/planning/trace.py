@@ -198,7 +198,7 @@ class ImaginedStep:
             buffers.append(old if self.live.is_untouched_copy(new, old) else new)
         outcome = local.outcome._replace(
             # Numbers that `agree_on` packs and sends; their values decide nothing here
-            loss=torch.zeros(()),
+            loss=torch.zeros((), device="cpu"),
             metrics=dict.fromkeys(local.outcome.metrics, 0.0),
             buffers=treedef.unflatten(buffers),
         )

@@ -18,7 +18,15 @@ that their losses use the same units: see Note [same uses] in `same_uses.py`.
 Note [where backward is]: autograd numbers its nodes as they are made, and runs the newest that is
 ready. So when it runs a node, uses that are newer have been passed by if they have no gradients by
 then. A use's own number tells: it begins with that of the next node, and its place among the open
-ones sets apart uses without a node between them.
+ones sets apart uses without a node between them. Each thread counts nodes by itself. So a pass runs
+its backward in the thread that runs the loss. By default torch runs that of a GPU's tensors in a
+thread of the device, which would number the nodes of a backward inside of the loss from its own.
+
+Note [one stream]: what a pass gathers and packs is allocated, waited for and freed in the order of
+one stream of its device: that of the call. A unit used on another stream would find leaves that
+have not arrived there, and other tensors would take their place while it reads them. It is refused.
+Work without params may run on any stream. In backward the engine goes back to the stream on which
+forward made a node.
 
 Note [direct uses]: a custom `autograd.Function` that is given a lazy parameter outside of its unit
 reads the whole leaf, and autograd has the gradient for the lazy parameter itself. It comes to the
@@ -181,6 +189,8 @@ class UnitEntrance:
     def _use(self) -> Sequence[Tensor]:
         """The whole leaves, of the use that goes on or of a new one."""
         unit, around = self.unit, self.around
+        if around.stream is not None:
+            around.check_stream(unit)
         # Its flats hold other values by now, and other ranks no longer gather with this one
         if around.over:
             raise _outlived(unit.name)
@@ -261,6 +271,7 @@ class Pass:
         if reduction is not None:
             self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._layout, self._device = layout, device
+        self.stream = current_stream(device)  # see Note [one stream]
         self._reduction: Any = reduction
         self._overlap, self._last, self._look = overlap, last, look
         self._keeps = keeps and reduction is not None
@@ -440,6 +451,8 @@ class Pass:
 
         # Gathered by this ask, by one before, or on its way since an earlier unit
         unit = self._units[use.unit]
+        if self.stream is not None:
+            self.check_stream(unit)
         flat = (unit.flats.here or self._unshard(unit))[ask.k]
 
         self._asks += 1
@@ -603,6 +616,12 @@ class Pass:
         self._check_resident()
         self._in_use, self.over = None, True
 
+    def check_stream(self, unit: UnitInPass) -> None:
+        """Raise if a unit is used on another stream than the pass's; see Note [one stream]."""
+        now = current_stream(self._device)
+        if now != self.stream:
+            raise _on_another_stream(unit.name, self.stream, now)
+
     def drop_leaves(self, unit: UnitInPass) -> None:
         """The leaves of a use go. The loss must have left them as they were, without hooks."""
         if unit.leaves is None:
@@ -716,6 +735,26 @@ def _hooked(path: str) -> StructureError:
             "batch, where an unsharded step's sees that of the whole batch",
             path=path,
             remedy="change gradients in the optimizer: optim.chain(your_transform, ...)",
+        )
+    )
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream on which this thread's work for the device is queued; None without streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _on_another_stream(unit: str, expected: Any, got: Any) -> StructureError:
+    return StructureError(
+        explain(
+            "a unit of sharded params was used on another stream than the step's: its leaves are "
+            "gathered and freed in the order of one stream",
+            path=unit,
+            expected=expected,
+            got=got,
+            remedy="run all units on the stream on which the step is called, `with "
+            "torch.cuda.stream(...)` around that call if need be; use others for work without "
+            "params",
         )
     )
 

@@ -281,7 +281,7 @@ def agree_on_results(
     found["the number of draws of fz.random"] = str(num_draws)
     log = f"step {step}", *found.items()
     digest = zlib.crc32(repr(log).encode()) % _NUM_DIGESTS
-    sums = torch.tensor([digest, digest**2, failed], dtype=torch.float64)
+    sums = torch.tensor([digest, digest**2, failed], dtype=torch.float64, device="cpu")
     group.all_reduce(sums).wait()
     *digests, num_failed = sums.tolist()
     if _all_equal(digests, group.size):

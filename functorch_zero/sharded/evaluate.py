@@ -79,7 +79,9 @@ class ShardedEvalStep:
                 look=look,
             )
             # The numbers that a training step draws from this state, so evaluations repeat
-            with replayed(state.seed, state.step, axes.data.rank, device):
+            random = replayed(state.seed, state.step, axes.data.rank, device)
+            # As in training, a backward of the loss's own runs in this thread: it may gather
+            with random, torch.autograd.set_multithreading_enabled(False):
                 params = run.lazy_params()
                 mark_policies(params)
                 with in_a_loss():

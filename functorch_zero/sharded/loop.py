@@ -38,7 +38,7 @@ def any_rank(flag: bool, group: Any = None) -> bool:
     [True, True, True]
     """
     group = labelled(as_group(group), "any_rank")
-    raised = torch.tensor([int(bool(flag))])  # (1,) int64, on the CPU
+    raised = torch.tensor([int(bool(flag))], device="cpu")  # (1,) int64
     group.all_reduce(raised, "max").wait()
     return bool(raised.item())
 

@@ -79,9 +79,10 @@ def run_pass(
         last=last,
         look=look,
     )
-    # Whatever mode the caller is in
+    # Whatever mode the caller is in. Backward, also one of the loss's own, runs in this thread on
+    # every device: see Note [where backward is] in `runtime/unit.py`.
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             params = one_pass.lazy_params()
             mark_policies(params)
             with ranged("loss"), in_a_loss():

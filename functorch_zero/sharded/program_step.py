@@ -115,9 +115,9 @@ class ShardedProgramStep:
             # The rest of the value lies on every rank, and nothing would show that it differs
             agree(group, {"value": paths(value), "values": _digests(_rest(value))})
             return State(
-                step=torch.zeros((), dtype=torch.int64),
+                step=torch.zeros((), dtype=torch.int64, device="cpu"),
                 value=value,
-                seed=None if seed is None else torch.tensor(seed),
+                seed=None if seed is None else torch.tensor(seed, device="cpu"),
                 sharding=sharding,
             )
 

@@ -128,9 +128,9 @@ class ShardedTrainStep:
             copies = tree_map(lambda buffer: buffer.detach().clone(), buffers)
             parts = self._prepare(layout).parts.init(held.flats()[0].device)
             return State(
-                step=torch.zeros((), dtype=torch.int64),
+                step=torch.zeros((), dtype=torch.int64, device="cpu"),
                 value=TrainValue(params=held, buffers=copies, opt_state=opt_state),
-                seed=None if seed is None else torch.tensor(seed),
+                seed=None if seed is None else torch.tensor(seed, device="cpu"),
                 sharding=sharding,
                 finite=self.unsharded.policy.init(),
                 parts=parts,

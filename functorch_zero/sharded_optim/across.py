@@ -184,7 +184,7 @@ class Sharded(Across):
     def _all_reduce(self, values: list[Tensor], op: ReduceOp) -> list[Tensor]:
         """Reduce values of any shape and dtype, each to its own. One all-reduce, or two, where some
         are integers and others not."""
-        # Counts lie on the CPU; a group of GPUs takes no message from there
+        # Counts lie on the CPU; one message takes them along with what is on the device
         elsewhere = (x.device for x in values if x.device.type != "cpu")
         device = next(elsewhere, values[0].device)
         # Floating point would round integers above 2**24, so these travel apart

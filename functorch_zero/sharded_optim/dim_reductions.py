@@ -1,9 +1,10 @@
 """Sums and maxima over dims of a tensor of which a contiguous range of elements is here, and the
 way back: an answer's values put beside the elements.
 
-A full shape is read as (rows, width). `width` is the last run of dims that are all reduced or all
-kept; `rows` are the dims before it. So a piece is a few whole rows with a part of one at each end.
-Each row goes to one row of the answer.
+A range of elements is a few boxes, one after the other: of a matrix the end of a row, whole rows,
+and the beginning of a row. Each box is a tensor of its own, a view of the range, of which torch
+takes sums and maxima. Answers add up box by box: in a fixed order on every device, unlike sums at
+indices, which CUDA adds as they come.
 
 A piece of a box of the tensor is first taken as a piece of a tensor of the box's shape. The answer
 about that is the box's part of the answer about the whole. No layout here cuts leaves into boxes:
@@ -12,60 +13,45 @@ they are for pieces that lie in some columns of a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..groups.protocol import ReduceOp
 from ..layout.extent import Box, Extent
-from ..optim.across import reduced_dtype, smallest, without
+from ..optim.across import reduced_dtype, smallest, with_ones, without
 
 
-class _Rows(NamedTuple):
-    """The rows of a tensor that a piece has a part of, and where they go."""
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that the elements [start, stop) of a flattened tensor consist of, in their order:
+    at most 2 * dims - 1."""
+    if start == stop:
+        return
+    if stop - start == prod(shape):
+        yield tuple((0, size) for size in shape)
+        return
+    row = prod(shape[1:])  # elements per index of the first dim
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    # Within one row
+    if first == last:
+        for rest in boxes_of_range(shape[1:], head, tail):
+            yield (first, first + 1), *rest
+        return
+    # The end of a row, whole rows, the beginning of a row; each may be missing
+    if head:
+        for rest in boxes_of_range(shape[1:], head, row):
+            yield (first, first + 1), *rest
+        first += 1
+    if first < last:
+        yield (first, last), *((0, size) for size in shape[1:])
+    for rest in boxes_of_range(shape[1:], 0, tail):
+        yield (last, last + 1), *rest
 
-    width: int  # elements per row
-    is_width_reduced: bool  # if so, a row becomes one number of the answer
-    start: int  # the first row that is here, in part at least
-    stop: int
-    answer_rows: Tensor  # (stop - start,) int64: for each row, the row of the answer it goes to
-    num_answer_rows: int  # of the whole answer, the same on all ranks
 
-    def in_rows(self, extent: Extent) -> slice:
-        """Where the piece lies in its rows, flattened."""
-        first = self.start * self.width
-        return slice(extent.start - first, extent.stop - first)
-
-
-def _rows(extent: Extent, dims: tuple[int, ...], device: torch.device) -> _Rows:
-    """The rows of a piece that isn't empty, for a question about `dims`."""
-    shape = extent.shape
-    is_width_reduced = len(shape) - 1 in dims
-    num_row_dims = len(shape)
-    # From the end, as far as dims are of one kind
-    while num_row_dims > 0 and (num_row_dims - 1 in dims) == is_width_reduced:
-        num_row_dims -= 1
-
-    width = prod(shape[num_row_dims:])
-    start = stop = 0
-    if width:
-        start = extent.start // width
-        stop = -(-extent.stop // width)  # rounded up
-
-    # A row's number is an index in all row dims; that of its answer, in those that are kept
-    rows = torch.arange(start, stop, device=device)
-    answer_rows = torch.zeros_like(rows)
-    # Of each row dim, from the innermost on, in rows and in rows of the answer
-    stride, answer_stride = 1, 1
-    for dim in reversed(range(num_row_dims)):
-        if dim not in dims:
-            index = rows // stride % shape[dim]
-            answer_rows += index * answer_stride
-            answer_stride *= shape[dim]
-        stride *= shape[dim]
-    return _Rows(width, is_width_reduced, start, stop, answer_rows, answer_stride)
+def _shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
 
 
 def _kept(box: Box, dims: tuple[int, ...]) -> tuple[slice, ...]:
@@ -105,36 +91,18 @@ def reduce_piece(piece: Tensor, extent: Extent, dims: tuple[int, ...], op: Reduc
     # One number of all elements, wherever they lie
     if len(dims) == len(extent.shape) > 0:
         return piece.sum(dtype=dtype) if op == "sum" else piece.max()
-    return _reduce_rows(piece, extent, dims, op, identity, dtype)
-
-
-def _reduce_rows(
-    piece: Tensor,
-    extent: Extent,
-    dims: tuple[int, ...],
-    op: ReduceOp,
-    identity: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The same row by row, for a piece of some rows and an answer of several values."""
-    r = _rows(extent, dims, piece.device)
-    # (num_rows * width,): elements of the first and last row that lie elsewhere don't count
-    padded = piece.new_full(((r.stop - r.start) * r.width,), identity, dtype=dtype)
-    padded[r.in_rows(extent)] = piece
-    rows = padded.view(-1, r.width)  # (num_rows, width)
-    if r.is_width_reduced:
-        reduced = rows.sum(1) if op == "sum" else rows.amax(1)
-        rows = reduced.unsqueeze(1)  # (num_rows, 1)
-
-    answer_width = rows.shape[1]
-    out = piece.new_full((r.num_answer_rows, answer_width), identity, dtype=dtype)  # whole answer
-    if op == "sum":
-        # On CUDA in no fixed order, unless torch is asked for deterministic algorithms
-        out.index_add_(0, r.answer_rows, rows)
-    else:
-        index = r.answer_rows.unsqueeze(1).expand_as(rows)
-        out.scatter_reduce_(0, index, rows, "amax")
-    return out.view(without(extent.shape, dims))
+    out = piece.new_full(shape, identity, dtype=dtype)  # the whole answer
+    start = 0  # of the box, in the piece
+    for box in boxes_of_range(extent.shape, extent.start, extent.stop):
+        sizes = _shape_of(box)
+        part = piece[start : start + prod(sizes)].view(sizes)
+        start += part.numel()
+        place = out[_kept(box, dims)]
+        if op == "max":
+            torch.maximum(place, part.amax(dims) if dims else part, out=place)
+        else:
+            place += part.sum(dims, dtype=dtype) if dims else part
+    return out
 
 
 def spread_over_piece(answer: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
@@ -152,8 +120,14 @@ def spread_over_piece(answer: Tensor, extent: Extent, dims: tuple[int, ...]) -> 
     if len(dims) == len(extent.shape) > 0:
         # 0-d: a view, as many elements long as the piece
         return answer.expand(extent.num_here)
-    r = _rows(extent, dims, answer.device)
-    answer_rows = answer.reshape(r.num_answer_rows, -1)
-    # (num_rows, width); where the width was reduced, one number beside all of its row
-    rows = answer_rows[r.answer_rows].expand(-1, r.width)
-    return rows.reshape(-1)[r.in_rows(extent)]
+    answer = answer.reshape(with_ones(extent.shape, dims))
+    out = answer.new_empty(extent.num_here)
+    start = 0  # of the box, in the piece
+    for box in boxes_of_range(extent.shape, extent.start, extent.stop):
+        sizes = _shape_of(box)
+        # Along dims that were reduced, one value goes beside all elements
+        place = tuple(slice(None) if dim in dims else slice(*ends) for dim, ends in enumerate(box))
+        beside = out[start : start + prod(sizes)]
+        beside.view(sizes).copy_(answer[place])
+        start += beside.numel()
+    return out

@@ -353,7 +353,7 @@ def _fault_of_metric(value: Any) -> str | None:
     if isinstance(value, bool | int | float):  # most that are no tensors
         return None
     try:
-        number = value if isinstance(value, Tensor) else torch.tensor(value)
+        number = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return type(value).__name__
     fine = number.dim() == 0 and not number.is_complex()
@@ -597,14 +597,14 @@ def dense(grad: Tensor) -> Tensor:
 
 def as_tensor(value: Any) -> Tensor:
     """A tensor, detached; numbers become 0-d ones."""
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
 
 
 def as_weight(weight: Tensor | float) -> Tensor:
     """A weight as a 0-d float64 tensor: sums of counts and of shares are exact enough in it."""
     if isinstance(weight, Tensor):
         return weight.detach().to(torch.float64)
-    return torch.tensor(weight, dtype=torch.float64)
+    return torch.tensor(weight, dtype=torch.float64, device="cpu")
 
 
 def as_metric(value: Tensor | float) -> Tensor:

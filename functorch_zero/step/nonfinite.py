@@ -99,13 +99,13 @@ class NonFinitePolicy:
         if self.nonfinite != "skip":
             return None
         # On the CPU: the host reads them at every step
-        skipped = torch.zeros((), dtype=torch.int64)
+        skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         if self.scaling is None:
             return NonFiniteState(skipped, scale=None, good_steps=None)
         return NonFiniteState(
             skipped,
-            scale=torch.tensor(self.scaling.initial, dtype=torch.float64),
-            good_steps=torch.zeros((), dtype=torch.int64),
+            scale=torch.tensor(self.scaling.initial, dtype=torch.float64, device="cpu"),
+            good_steps=torch.zeros((), dtype=torch.int64, device="cpu"),
         )
 
     def scale(self, state: NonFiniteState | None) -> float | None:

@@ -44,8 +44,8 @@ class ProgramStep:
                 and whatever else it takes.
             seed: of each step's random numbers. None: the global random state is used.
         """
-        step = torch.zeros((), dtype=torch.int64)
-        own_seed = None if seed is None else torch.tensor(seed)
+        step = torch.zeros((), dtype=torch.int64, device="cpu")
+        own_seed = None if seed is None else torch.tensor(seed, device="cpu")
         for arg in named_args(self.first_value, args).values():
             check_apart(arg)
         # Copies, so that nobody who holds the tensors given can change the state

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..model.generators import seeded
 from ..optim.random_numbers import key_of, mix
 
 # Where a part of the batch stands: in the stream of a program, and in the keys of its draws
@@ -51,12 +52,11 @@ def replayed(
     if seed is None:
         yield
         return
-    devices = [device] if device.type == "cuda" else []  # the CPU's generator is always forked
-    with torch.random.fork_rng(devices=devices):
-        numbers = [int(seed), int(step), part, micro]
-        if gradient:  # the first one's numbers are those of a training step
-            numbers.append(gradient)
-        _seed_generators(mix(*numbers), device)
+    numbers = [int(seed), int(step), part, micro]
+    if gradient:  # the first one's numbers are those of a training step
+        numbers.append(gradient)
+    # A loss may draw on the CPU and on its device
+    with seeded(mix(*numbers), device):
         yield
 
 
@@ -144,16 +144,3 @@ def _no_stream(why: str) -> StructureError:
             "step.init(..., seed=0)",
         )
     )
-
-
-def _seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the CPU's generator, and that of `device`.
-
-    `torch.manual_seed` would seed every device's, which nothing restores, and formats a stack for
-    each kind of device.
-    """
-    # Both: a loss may draw on the CPU and on its device
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)

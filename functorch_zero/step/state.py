@@ -130,7 +130,7 @@ class State:
         own = {name: changes.pop(name) for name in _FIELDS if name in changes}
         for name in ("step", "seed"):
             if isinstance(own.get(name), int):
-                own[name] = torch.tensor(own[name])
+                own[name] = torch.tensor(own[name], device="cpu")
         if changes:  # the rest are fields of the value
             value = own.get("value", self.value)
             own["value"] = value._replace(**changes)

@@ -139,9 +139,9 @@ class TrainStep:
         opt_state = self.optimizer.init_whole(trained_params, across)
         check_reported(self.metrics, opt_state)
         return State(
-            step=torch.zeros((), dtype=torch.int64),
+            step=torch.zeros((), dtype=torch.int64, device="cpu"),
             value=TrainValue(params, buffers, opt_state),
-            seed=None if seed is None else torch.tensor(seed),
+            seed=None if seed is None else torch.tensor(seed, device="cpu"),
             finite=self.policy.init(),
             trained=Trained.of(params),
         )

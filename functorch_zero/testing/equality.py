@@ -424,7 +424,7 @@ def _largest(x: Tensor) -> float:
 def _last_places(old: Tensor, new: Tensor) -> Tensor:
     """How far apart two roundings of `new - old` may be, elementwise, float64."""
     if not (old.is_floating_point() or old.is_complex()):
-        return torch.zeros(old.shape, dtype=torch.float64)  # integers are not rounded
+        return old.new_zeros(old.shape, dtype=torch.float64)  # integers are not rounded
     sizes = torch.maximum(_wide(old).abs(), _wide(new).abs())
     # eps times a size is between one and two last places
     return LAST_PLACES * torch.finfo(old.dtype).eps * sizes

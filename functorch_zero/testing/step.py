@@ -633,7 +633,7 @@ def _jittered(grads: PyTree[Tensor], generator: torch.Generator) -> PyTree[Tenso
     def jitter(grad: Tensor) -> Tensor:
         if not grad.numel():  # no largest magnitude to go by
             return grad
-        drawn = torch.rand(grad.shape, generator=generator, dtype=torch.float64)
+        drawn = torch.rand(grad.shape, generator=generator, dtype=torch.float64, device="cpu")
         noise = (2 * drawn - 1).to(grad.device)  # from -1 to 1
         size = JITTER * last_place * grad.abs().max()  # absolute, for all elements of the leaf
         return grad + (size * noise).to(grad.dtype)

@@ -95,7 +95,7 @@ def leaves(
     generator = torch.Generator().manual_seed(draw(_SEED))
     trained = draw(st.sampled_from([True, True, True, False]))
     # Drawn in float64, so that a leaf has the same values, rounded, in every dtype
-    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return values.to(dtype).requires_grad_(trained)
 
 
@@ -115,7 +115,7 @@ def trees(
     drawn, last = draw(nested), draw(leaf)
     # Nothing trained would leave nothing to compare
     if not _has_trained_elements([drawn, last]):
-        last = torch.arange(1.0, 7.0, dtype=last.dtype).view(2, 3).requires_grad_()
+        last = torch.arange(1.0, 7.0, dtype=last.dtype, device="cpu").view(2, 3).requires_grad_()
     return {"drawn": drawn, "last": last}
 
 

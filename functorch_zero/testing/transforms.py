@@ -106,7 +106,7 @@ def hostile_params(*, large: bool = True, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
     # A child with a leaf of its own is a unit, and so has a bucket of its own
     alone = {
@@ -158,9 +158,9 @@ def _draw(tree: PyTree[Tensor], seed: int, steps: int) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
 
     def one(leaf: Tensor, scale: float) -> Tensor:
-        drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64, device="cpu")
         # About one in ten: signs and quotients of zero show themselves
-        is_zero = torch.rand(leaf.shape, generator=generator) < 0.1
+        is_zero = torch.rand(leaf.shape, generator=generator, device="cpu") < 0.1
         return torch.where(is_zero, 0.0, drawn).to(leaf.dtype) * scale
 
     updates = []

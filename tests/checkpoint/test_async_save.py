@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import pytest
@@ -14,6 +17,7 @@ import torch
 
 from functorch_zero import checkpoint
 from functorch_zero.checkpoint import CheckpointError, block_io
+from functorch_zero.checkpoint.snapshot import devices_of, snapshot_of
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.groups.protocol import Group
 from functorch_zero.groups.single import SingleRank
@@ -250,3 +254,74 @@ def test_leaving_the_program_waits(tmp_path: Path, how: str) -> None:
     assert ("an async_save failed: " in done.stderr and "No space left" in done.stderr) == (
         how == "fail"
     )
+
+
+class FakeGPU:
+    """Streams and events of a GPU, by name, and a list of all that was queued on them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[tuple[str, str, str]] = []  # (thread, stream, what)
+        self._streams = threading.local()  # a thread's current one
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream())
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(self, "own"))
+        monkeypatch.setattr(torch.cuda, "stream", self.use)
+
+    def stream(self) -> FakeStream:
+        return getattr(self._streams, "now", FakeStream(self, "default"))
+
+    @contextlib.contextmanager
+    def use(self, stream: FakeStream) -> Iterator[None]:
+        before, self._streams.now = self.stream(), stream
+        yield
+        self._streams.now = before
+
+    def queue(self, what: str) -> None:
+        self.done.append((threading.current_thread().name, self.stream().name, what))
+
+
+class FakeStream(NamedTuple):
+    gpu: FakeGPU
+    name: str
+
+    def record_event(self) -> str:
+        self.gpu.queue("record")
+        return f"event on {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.gpu.queue(f"{self.name} waits for {event}")
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_thread_of_a_save_reads_a_gpu_on_a_stream_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    """After what the step has queued; here on a stream of the user's."""
+    gpu = FakeGPU(monkeypatch)
+    devices = {torch.device("cuda", 0)} if on_gpu else set()
+    # By name, since `checkpoint.save` is the function
+    module = importlib.import_module("functorch_zero.checkpoint.save")
+    monkeypatch.setattr(module, "devices_of", lambda snapshot: devices)
+    chunks_of = block_io.chunks_of
+
+    def noting(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        gpu.queue("read")
+        return chunks_of(flat)
+
+    monkeypatch.setattr(block_io, "chunks_of", noting)
+    step, state = solo_step(donate=False)
+    with gpu.use(FakeStream(gpu, "user's")):
+        checkpoint.async_save(tmp_path, step, state).result(20)
+    thread = "functorch_zero save"
+    reads = [entry for entry in gpu.done if entry[2] == "read"]
+    assert {*reads} == {(thread, "own" if on_gpu else "default", "read")}
+    before = gpu.done[: -len(reads)]
+    if on_gpu:
+        waits = (thread, "default", "own waits for event on user's")
+        assert before == [("MainThread", "user's", "record"), waits]
+    else:
+        assert not before
+
+
+def test_the_devices_of_a_snapshot() -> None:
+    step, state = solo_step(donate=False)
+    assert devices_of(snapshot_of(step, state, None)) == set()

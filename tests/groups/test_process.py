@@ -435,6 +435,24 @@ def test_a_sibling_is_another_group_of_the_same_ranks() -> None:
     assert on_ranks(fn, 2) == [[0, 2, 7.0], [1, 2, 7.0]]
 
 
+def test_a_group_without_a_backend_for_the_cpu() -> None:
+    """Such as `init_process_group("nccl")` makes; here gloo stands for NCCL."""
+
+    def fn() -> list[object]:
+        group = ProcessGroup(dist.new_group(backend="cuda:gloo"))
+        check_all(group)
+        check_all(group.sibling())
+        if group.rank == 1:
+            group.fail(ValueError("bad batch"))
+        heard = outcome(group.barrier)[0]
+        group.rejoin()
+        check_all(group)
+        return [group._backends, heard]
+
+    backends = {"cpu": "gloo", "cuda": "gloo"}
+    assert on_ranks(fn, 2) == [[backends, "PeerError"], [backends, "GroupError"]]
+
+
 def test_a_group_that_a_rank_does_not_make() -> None:
     def fn() -> tuple[str, str, bool]:
         return (

@@ -12,11 +12,17 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from functorch_zero.layout.build import ALIGNMENT, default_units, make_layout
+from functorch_zero.layout.build import (
+    LEAF_ALIGNMENT,
+    PIECE_ALIGNMENT,
+    default_units,
+    make_layout,
+)
 from functorch_zero.layout.extent import Extent
 from functorch_zero.layout.layout import Cut, Layout
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.params import Params, UnitSpec
+from functorch_zero.precision import Precision
 from functorch_zero.tree import paths
 from tests.tiers import drawn
 
@@ -79,19 +85,19 @@ def test_buckets_are_aligned_and_hold_one_kind(tree: Any, num_ranks: int) -> Non
     seen = []
     for bucket in layout.buckets:
         size = bucket.dtype.itemsize
-        assert bucket.piece * size % ALIGNMENT == 0
+        assert bucket.piece * size % PIECE_ALIGNMENT == 0
         assert (bucket.offsets[-1] + bucket.numels[-1]) <= num_ranks * bucket.piece
         end = 0
         for k, n in enumerate(bucket.leaves):
             leaf = layout.leaves[n]
             assert (leaf.dtype, leaf.trainable) == (bucket.dtype, bucket.trainable)
-            assert bucket.offsets[k] * size % ALIGNMENT == 0
-            assert end <= bucket.offsets[k] < end + ALIGNMENT // size + 1, (
+            assert bucket.offsets[k] * size % LEAF_ALIGNMENT == 0
+            assert end <= bucket.offsets[k] < end + LEAF_ALIGNMENT // size + 1, (
                 "leaves follow each other, without overlap"
             )
             end = bucket.offsets[k] + leaf.numel
         waste = num_ranks * bucket.piece - (bucket.offsets[-1] + bucket.numels[-1])
-        assert waste < (num_ranks + 1) * ALIGNMENT, (
+        assert waste < (num_ranks + 1) * PIECE_ALIGNMENT, (
             "padding is at most a step of alignment for each rank"
         )
         seen += bucket.leaves
@@ -99,6 +105,22 @@ def test_buckets_are_aligned_and_hold_one_kind(tree: Any, num_ranks: int) -> Non
     assert sorted(b for unit in layout.units for b in unit.buckets) == list(
         range(len(layout.buckets))
     )
+
+
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("use", ["compute", "gather", "reduce"])
+def test_leaves_are_aligned_in_every_dtype_of_their_flats(use: str, narrow: torch.dtype) -> None:
+    """So that a matrix product finds the kernel that it finds for a leaf of its own."""
+    precision = Precision(**{use: narrow})
+    _, params, _ = functionalize(
+        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), precision=precision
+    )
+    layout = make_layout(params, 2, trainable=lambda path, leaf: True)
+    for bucket in layout.buckets:
+        flats = {bucket.dtype, bucket.compute, bucket.gather, bucket.reduce}
+        assert narrow in flats and len(bucket.offsets) > 1
+        for offset in bucket.offsets:
+            assert all(offset * dtype.itemsize % 256 == 0 for dtype in flats)
 
 
 @drawn(trees, worlds)

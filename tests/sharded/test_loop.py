@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from functorch_zero import optim
+from functorch_zero import checkpoint, optim
 from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.sharded.api import shard
@@ -101,3 +103,24 @@ def test_batches_that_fail_on_one_rank() -> None:
         return type(caught.value).__name__
 
     assert run_ranks(run, 2) == ["PeerError", "OSError"]
+
+
+def test_a_group_without_a_backend_for_the_cpu(tmp_path: Path) -> None:
+    """Flags, metrics that are numbers, and saves, over such a group as `init_process_group("nccl")`
+    makes; here gloo stands for NCCL."""
+
+    def run() -> Any:
+        group = ProcessGroup(dist.new_group(backend="cuda:gloo"))
+        number = shard(eval_step(lambda p, b, x: {"rows": len(x)}), level=3, group=group)
+        step = shard(train_step(loss_fn, optim.sgd(0.1)), level=3, group=group)
+        state = step.init({"w": torch.ones(3, dtype=torch.float64, requires_grad=True)})
+        rows = float(number(state, torch.ones(4))["rows"])
+        checkpoint.async_save(tmp_path, step, state)
+        results = loop(group, 3)
+        checkpoint.wait_for_saves(step)
+        return rows, results
+
+    on_threads = run_ranks(lambda group: loop(group, 3), 2)
+    found = launch(run, 2, start_method="fork", timeout=60)
+    assert found == [(4.0, expected) for expected in on_threads]
+    assert checkpoint.verify(tmp_path) == {0: []}

@@ -15,7 +15,7 @@ from torch import Tensor
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import TransformError
-from functorch_zero.groups import counted, run_ranks
+from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.groups.single import SingleRank
 from functorch_zero.layout.build import make_layout
 from functorch_zero.layout.layout import Layout
@@ -336,3 +336,22 @@ def test_products_of_half_precision_neither_overflow_nor_are_rounded(
     run_ranks(run, ranks)
     torch.testing.assert_close(Local(tree).dot(tree, tree).double(), want, rtol=1e-7, atol=0)
     torch.testing.assert_close(fz.dot(tree, tree).double(), want, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ["shampoo", "soap", "muon", "full_matrix_adagrad"])
+def test_owners_and_others_have_states_on_the_same_devices(name: str) -> None:
+    """A collective takes them to all ranks, and each device has its own backend. Counts are on the
+    CPU at their owner. The meta device stands for a GPU."""
+    factory = getattr(optim, name, None) or getattr(optim.contrib, name)
+    tree = {f"leaf{i}": torch.empty(4 + i, 3, device="meta") for i in range(3)}
+    devices = []  # per rank, of each leaf of the state
+    for rank in range(2):
+        layout = make_layout(tree, 2, trainable=lambda path, leaf: True)
+        extents = layout.extents(rank)
+        pieces = tree_map(lambda e: torch.empty(e.num_here, device="meta"), extents)
+        across = Sharded(layout, CountingGroup(2, rank))
+        state = factory(1e-3).init(pieces, across)
+        leaves = [x for x in optree.tree_leaves(state) if isinstance(x, Tensor)]
+        assert all(x.device.type == "cpu" for x in leaves if x.dtype == torch.int64)
+        devices.append([x.device for x in leaves])
+    assert devices[0] == devices[1]

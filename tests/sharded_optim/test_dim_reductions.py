@@ -4,17 +4,23 @@ pieces: equal to torch's on the whole leaf."""
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from functorch_zero.groups import run_ranks
 from functorch_zero.layout.extent import Box, Extent
 from functorch_zero.optim.across import without
-from functorch_zero.sharded_optim.dim_reductions import reduce_piece, spread_over_piece
+from functorch_zero.sharded_optim.dim_reductions import (
+    boxes_of_range,
+    reduce_piece,
+    spread_over_piece,
+)
 from tests.tiers import drawn
 
 Dims = tuple[int, ...]
@@ -94,3 +100,51 @@ def test_a_box_of_everything_is_no_box_to_the_bit(dims: Dims) -> None:
         assert torch.equal(plain, boxed) and plain.shape == without(shape, dims)
         spread = [spread_over_piece(plain, Extent(shape, 7, 38, b), dims) for b in (None, box)]
         assert torch.equal(*spread)
+
+
+class InFixedOrder(TorchDispatchMode):
+    """Refuses operators that add at indices: CUDA adds there as threads come, and bits differ from
+    run to run."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not re.search("index_add|index_put|index_reduce|scatter", str(func)), func
+        return func(*args, **(kwargs or {}))
+
+
+@drawn(cuts(), st.sampled_from(["sum", "max"]))
+def test_sums_are_repeatable_on_every_device(
+    case: tuple[tuple[int, ...], list[Extent], Dims], op: Literal["sum", "max"]
+) -> None:
+    shape, extents, dims = case
+    leaf = torch.ones(shape)
+    with InFixedOrder():
+        for extent in extents:
+            reduce_piece(piece_of(leaf, extent), extent, dims, op)
+
+
+def test_the_check_of_fixed_order_can_fail() -> None:
+    with InFixedOrder(), pytest.raises(AssertionError, match="index_add"):
+        torch.zeros(3).index_add_(0, torch.tensor([0, 0]), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "boxes"),
+    [
+        (0, 24, [((0, 2), (0, 3), (0, 4))]),
+        (4, 8, [((0, 1), (1, 2), (0, 4))]),
+        (5, 7, [((0, 1), (1, 2), (1, 3))]),
+        (
+            3,
+            23,
+            [
+                ((0, 1), (0, 1), (3, 4)),
+                ((0, 1), (1, 3), (0, 4)),
+                ((1, 2), (0, 2), (0, 4)),
+                ((1, 2), (2, 3), (0, 3)),
+            ],
+        ),
+        (7, 7, []),
+    ],
+)
+def test_a_range_is_a_few_boxes(start: int, stop: int, boxes: list[Box]) -> None:
+    assert [*boxes_of_range((2, 3, 4), start, stop)] == boxes

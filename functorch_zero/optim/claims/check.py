@@ -190,7 +190,7 @@ def _draw(
     g, turn = torch.Generator().manual_seed(0), itertools.cycle(magnitudes)
 
     def block(x: Tensor) -> Tensor:
-        drawn = torch.randn(block_of(tuple(x.shape)), generator=g)
+        drawn = torch.randn(block_of(tuple(x.shape)), generator=g, device="cpu")
         return (next(turn) * drawn).to(dtype or x.dtype)
 
     params = tree_map(block, tree)
@@ -277,11 +277,11 @@ def _check_in_place(part: Pointwise, dtype: torch.dtype, name: str, size: int = 
     wrote = f"{name}: in_place writes over params, or over a state leaf that follows none"
     differs = f"{name}: in_place and update differ, in {dtype}"
     g = torch.Generator().manual_seed(0)
-    params: Any = {"": torch.randn(size, generator=g, dtype=dtype)}
+    params: Any = {"": torch.randn(size, generator=g, dtype=dtype, device="cpu")}
     # `state` goes on by `update`, `own` by `in_place`
     state, own = part.init(params), part.init(params)
     for _ in range(NUM_STEPS):
-        updates: Any = {"": torch.randn(size, generator=g, dtype=dtype)}
+        updates: Any = {"": torch.randn(size, generator=g, dtype=dtype, device="cpu")}
         # Must stay: params, and leaves of the state that follow none
         kept = [params, [x for x in optree.tree_leaves(own) if x.shape != (size,)]]
         before = tree_map(torch.clone, kept)

@@ -142,7 +142,7 @@ class PretendedRank(Local):
     def spread(self, tree: Tree, dim: Dim) -> Tree:
         def beside(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:
             # Numbers of elements in the flattened leaf
-            here = torch.arange(extent.start, extent.stop)
+            here = torch.arange(extent.start, extent.stop, device="cpu")
             full = x.reshape(with_ones(extent.shape, dims)).expand(extent.shape)
             # Of a 0-d shape `unravel_index` gives no indices at all
             if full.ndim:

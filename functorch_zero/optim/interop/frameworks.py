@@ -196,8 +196,8 @@ def _state_of(
     """The state that the class keeps for a param, found by a step on one of 2 elements."""
     with torch.enable_grad():
         # Two elements: their state is told from 0-d numbers by its shape
-        param = torch.zeros(2, requires_grad=True)
-        param.grad = torch.zeros(2)
+        param = torch.zeros(2, requires_grad=True, device="cpu")
+        param.grad = torch.zeros(2, device="cpu")
         optimizer = optimizer_class([param], **options)
         optimizer.step()
     kept = {k: v for k, v in optimizer.state[param].items() if v is not None}

@@ -79,7 +79,8 @@ def import_torch_state(
     """
     # From numbers in the torch optimizer's order to paths in ours
     by_name = _by_name(state_dict, names)
-    count = torch.tensor(_steps(by_name) if step is None else step)  # 0-d int64, on the CPU
+    # 0-d int64, on the CPU
+    count = torch.tensor(_steps(by_name) if step is None else step, device="cpu")
 
     def convert(old: Any) -> Any:
         new: dict[str, Any] = {}  # our field -> its new value
@@ -137,7 +138,7 @@ def export_torch_state(
     # torch counts per param, in float32; SGD keeps no count
     if not isinstance(optimizer, torch.optim.SGD):
         for kept in by_name.values():
-            kept["step"] = torch.tensor(float(max(counts)))
+            kept["step"] = torch.tensor(float(max(counts)), device="cpu")
     # Params of which we keep nothing have no entry, as in torch before their first gradient
     order = _order(own, names)
     state = {i: by_name[name] for i, name in order.items() if name in by_name}

@@ -319,7 +319,8 @@ def scale_by_adafactor(
         rate = value_of(learning_rate, count - 1)
         if not relative_step:
             return rate
-        return torch.as_tensor(rate, dtype=torch.float64).minimum(count.double().rsqrt())
+        own_rate = torch.as_tensor(rate, dtype=torch.float64, device="cpu")
+        return own_rate.minimum(count.double().rsqrt())
 
     def sizes_of(params: Tree, directions: Tree, across: Across) -> Tree:
         """Per leaf 0-d: the direction's factor but for rho."""

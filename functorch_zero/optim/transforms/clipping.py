@@ -70,7 +70,7 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
 
     def init(params: Tree) -> ClipByGlobalNormState:
         # The numbers lie where the params do: they are computed from answers about the updates
-        like = next(iter(tree_leaves(params)), torch.zeros(()))
+        like = next(iter(tree_leaves(params)), torch.zeros((), device="cpu"))
         # float64, as `update` makes them: a state keeps its dtypes
         norm = like.new_full((), 0.0, dtype=torch.float64)
         factor = like.new_full((), 1.0, dtype=torch.float64)
