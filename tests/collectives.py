@@ -33,9 +33,11 @@ COMPARED = (torch.float32, torch.bfloat16, torch.int64, torch.int16)
 
 
 def data(rank: int, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """What `rank` brings: small whole numbers, so that sums are exact in every dtype."""
+    """What `rank` brings, on the default device: small whole numbers, so that sums are exact in
+    every dtype."""
     generator = torch.Generator().manual_seed(100 * rank + n)
-    return torch.randint(-5, 6, (n,), generator=generator).to(dtype)
+    numbers = torch.randint(-5, 6, (n,), generator=generator, device="cpu")
+    return numbers.to(torch.get_default_device(), dtype)
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
@@ -99,7 +101,8 @@ def all_reduce_keeps_nan(group: Group) -> None:
 def all_reduce_agrees_bitwise(group: Group) -> None:
     for n in (100, 50_000):
         generator = torch.Generator().manual_seed(group.rank)
-        tensor = torch.randn(n, generator=generator) * 10 ** torch.randn(n, generator=generator)
+        digits, exponents = torch.randn(2, n, generator=generator, device="cpu")
+        tensor = (digits * 10**exponents).to(torch.get_default_device())
         group.all_reduce(tensor).wait()
         assert len(set(group.exchange(bytes(tensor.view(torch.uint8).tolist())))) == 1
 

@@ -84,6 +84,9 @@ class ProcessGroup:
     by itself when it is tried again.
     """
 
+    # A machine with one GPU tests the backend by collectives of one rank, and says False
+    _copies_alone = True
+
     def __init__(
         self,
         group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -104,12 +107,13 @@ class ProcessGroup:
         self._backends = torch_distributed.own_backends(parent)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self.ranks = dist.get_process_group_ranks(parent)
-        self._torch_group: dist.ProcessGroup | None = None  # None: one rank, or this rank has left
+        self._alone = self.size == 1 and self._copies_alone  # collectives are copies
+        self._torch_group: dist.ProcessGroup | None = None  # None: alone, or this rank has left
         # The token names the group in torch's store; the count is the era's number
         self._token, self._times_rejoined = "", 0
         self._num_asked = 0  # questions of this rank (`all_say`) in this era
         self._known_as = self.rank  # in messages to other ranks: a subgroup keeps its parent's
-        if self.size > 1:
+        if not self._alone:
             try:
                 self._torch_group = torch_distributed.own_group(parent, self._timeout)
             except RuntimeError as error:
@@ -127,7 +131,7 @@ class ProcessGroup:
         if out.requires_grad or piece.requires_grad:
             out, piece = out.detach(), piece.detach()
         # Without a message: k is equal on all ranks, so all of them come to this line
-        if self.size == 1 or not out.numel():
+        if self._alone or not out.numel():
             return copy_alone(out, piece)
         if self._must_stage(out):
             return through_host(self.all_gather, out, piece)
@@ -139,7 +143,7 @@ class ProcessGroup:
         check_reducible("sum", whole)
         if out.requires_grad or whole.requires_grad:
             out, whole = out.detach(), whole.detach()
-        if self.size == 1 or not whole.numel():
+        if self._alone or not whole.numel():
             return copy_alone(out, whole)
         if self._must_stage(whole):
             return through_host(self.reduce_scatter, out, whole)
@@ -160,7 +164,7 @@ class ProcessGroup:
         check_reducible(op, tensor)
         if tensor.requires_grad:
             tensor = tensor.detach()
-        if self.size == 1 or not tensor.numel():
+        if self._alone or not tensor.numel():
             return Done()
         if self._must_stage(tensor):
             return through_host(lambda host, _: self.all_reduce(host, op), tensor, tensor)
@@ -180,7 +184,7 @@ class ProcessGroup:
         from all ranks j (out_sizes[j] elements)."""
         check_all_to_all(self.size, out, out_sizes, source, in_sizes)
         out, source = out.detach(), source.detach()
-        if self.size == 1:
+        if self._alone:
             return copy_alone(out, source)
         # The sizes are bound here, as `through_host` passes two tensors only
         if self._must_stage(out):
@@ -200,7 +204,7 @@ class ProcessGroup:
         check_flat("tensor", tensor)
         check_source(self.size, source)
         tensor = tensor.detach()
-        if self.size == 1 or not tensor.numel():
+        if self._alone or not tensor.numel():
             return Done()
         if self._must_stage(tensor):
             return through_host(lambda host, _: self.broadcast(host, source), tensor, tensor)
@@ -237,7 +241,7 @@ class ProcessGroup:
         Ranks ask by the store, and count their questions. Raises `PeerError` when another rank has
         failed meanwhile.
         """
-        if self.size == 1:
+        if self._alone:
             return True
         if self._torch_group is None:
             raise self.why_left()
@@ -397,7 +401,7 @@ class ProcessGroup:
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
         """An all-gather, by way of which small sums and exchanges go, too."""
         # `out` (N * k,), `piece` (k,); both travel as bytes, so no dtype is out of reach
-        if self.size > 2 or self._backend(out) != "gloo":
+        if self.size != 2 or self._backend(out) != "gloo":
             return self._launch(kind, torch_distributed.ALL_GATHER, as_bytes(out), as_bytes(piece))
         refuse_in_transform(kind)
         halves = out.chunk(2)  # two views (k,) of `out`
@@ -443,7 +447,7 @@ class ProcessGroup:
     def _gather_host(self, kind: str, part: Tensor) -> Tensor:
         """All ranks' `part`s (k,), in rank order, (N * k,), on the CPU like `part`. `kind` names
         the collective in errors."""
-        if self.size == 1:
+        if self._alone:
             return part
         out = torch.empty(self.size * part.numel(), dtype=part.dtype, device="cpu")
         self._gather(kind, out, part).wait()

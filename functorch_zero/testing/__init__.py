@@ -1,11 +1,12 @@
-"""For users: run ranks as threads, check a transform, prove a step. `strategies` needs Hypothesis,
-the rest doesn't."""
+"""For users: run ranks as threads, check a transform, prove a step, simulate a rank of many.
+`strategies` needs Hypothesis, the rest doesn't."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..groups import run_ranks
 from .equality import Equality, ProvesNothing, assert_equal_updates, assert_equal_values
+from .simulated import SimulatedGroup, Wire
 from .step import assert_sharded_equals_unsharded
 from .transforms import check_transform
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Equality",
     "ProvesNothing",
+    "SimulatedGroup",
+    "Wire",
     "assert_equal_updates",
     "assert_equal_values",
     "assert_sharded_equals_unsharded",

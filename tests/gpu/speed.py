@@ -1,0 +1,188 @@
+"""Part B: steps beside torch's, in milliseconds and gigabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.testing import SimulatedGroup, Wire
+from tests.gpu.measure import (
+    cuda_calls,
+    forget_peaks,
+    of_update,
+    profiled,
+    rounded,
+    times,
+    warm_up,
+)
+from tests.gpu.model import (
+    BF16,
+    Run,
+    fully_sharded,
+    ours,
+    plain,
+    size_of,
+    start_fake_ranks,
+    start_one_rank,
+)
+from tests.gpu.report import CUDA, Report
+
+Found = dict[str, Any]
+RANKS = 8
+GB = 1e9
+RATES = (None, 400 * GB, 200 * GB, 100 * GB, 50 * GB)  # bytes per second; None: no wire
+LATENCY = 20e-6  # seconds per collective
+
+
+# ---- Rank 0 of 8 over a wire ----
+
+
+def overlap(report: Report) -> None:
+    """A step of 8 simulated ranks by the rate of the wire, ours beside `fully_shard`'s."""
+    start_fake_ranks(RANKS)
+    for rate in (None, 1 * GB) if report.tiny else RATES:
+        name = "no wire" if rate is None else f"{rate / GB:.0f} GB/s"
+        found: dict[str, Found] = {}
+        for kind in KINDS:
+            with report.failing(f"{name}: {kind}"):
+                found[kind] = timed(report, kind, rate, name)
+        with report.failing(f"{name}: beside fully_shard"):
+            beside_fully_shard(report, name, found)
+    dist.destroy_process_group()
+
+
+# Options of `shard`; None: `fully_shard`
+KINDS: dict[str, dict[str, Any] | None] = {
+    "fully_shard": None,
+    "level 3, time": {"level": 3, "overlap": "time"},
+    "level 3, memory": {"level": 3, "overlap": "memory"},
+    "level 3, kept": {"level": 3, "overlap": "time", "reshard_after_forward": False},
+    "level 1": {"level": 1, "overlap": "time"},
+}
+
+
+def timed(report: Report, kind: str, rate: float | None, name: str) -> Found:
+    options, size = KINDS[kind], size_of(tiny=report.tiny)
+    wire = Wire(rate, 0.0 if rate is None else LATENCY)
+    forget_peaks()
+    if options is None:
+        run = fully_sharded(size, ranks=RANKS, wire=wire)
+    else:
+        group = SimulatedGroup(RANKS, wire=wire)
+        run = ours(size, group=group, precision=BF16, **options)
+    warm_up(run)
+    wire.reset()
+    repeats = 2 if report.tiny else 8
+    found: Found = times(run, repeats)
+    found["wire ms"] = 1e3 * wire.busy_seconds / repeats
+    # fully_shard waits by itself, so that its exposed time shows in its steps alone
+    if options is not None:
+        found["exposed ms"] = 1e3 * wire.exposed_seconds / repeats
+    report.measured(f"{name}: {kind}", rounded(found))
+    return found
+
+
+def beside_fully_shard(report: Report, name: str, found: dict[str, Found]) -> None:
+    """The bounds that the library sets itself for level 3."""
+    mine, theirs = found["level 3, time"], found["fully_shard"]
+    for what, bound in (("step ms", 0.98), ("peak GiB", 0.95), ("host ms", 0.5)):
+        if what in theirs:
+            ratio = mine[what] / theirs[what]
+            wanted = f"at most {bound} of fully_shard's"
+            report.check_on_cuda(f"{name}: {what}", round(ratio, 3), ratio <= bound, wanted)
+        else:
+            report.needs(f"{name}: {what}")
+
+
+# ---- One rank ----
+
+
+def bench(report: Report) -> None:
+    """One rank over NCCL beside plain torch and `fully_shard`: eager and compiled, in bfloat16."""
+    start_one_rank()
+    for size in ("tiny",) if report.tiny else ("small", "large"):
+        for compiled in (False, True) if CUDA else (False,):
+            how = f"{size}, {'compiled' if compiled else 'eager'}"
+            bench_one(report, size, how, compiled=compiled)
+    dist.destroy_process_group()
+
+
+def bench_one(report: Report, size: str, how: str, *, compiled: bool) -> None:
+    group = fz.ProcessGroup()
+    # bfloat16 by autocast, as plain torch has it; at level 3 by a policy, as fully_shard has it
+    makers: dict[str, Callable[[], Run]] = {
+        "plain": lambda: plain(size, autocast=True, compiled=compiled),
+        "level 0": lambda: ours(size, level=0, group=group, autocast=True, compiled=compiled),
+        "level 2": lambda: ours(size, level=2, group=group, autocast=True, compiled=compiled),
+        "level 3": lambda: ours(size, level=3, group=group, precision=BF16, compiled=compiled),
+        "fully_shard": lambda: fully_sharded(size, ranks=1, compiled=compiled),
+    }
+    found: dict[str, Found] = {}
+    for kind, make in makers.items():
+        with report.failing(f"{how}: {kind}"):
+            found[kind] = one_of_bench(report, f"{how}: {kind}", make, 2 if size == "tiny" else 10)
+    with report.failing(f"{how}: beside the others"):
+        beside_peers(report, how, found)
+
+
+def one_of_bench(report: Report, name: str, make: Callable[[], Run], repeats: int) -> Found:
+    forget_peaks()
+    run = make()
+    warm_up(run)
+    found: Found = times(run, repeats)
+    calls = cuda_calls(profiled(run))
+    report.measured(name, rounded(found) | {"calls": calls})
+    return found
+
+
+def beside_peers(report: Report, how: str, found: dict[str, Found]) -> None:
+    """The bounds that the library sets itself for one rank."""
+    for kind, peer, what, bound in (
+        ("level 0", "plain", "step ms", 1.02),
+        ("level 2", "plain", "step ms", 1.02),
+        ("level 3", "fully_shard", "step ms", 1.03),
+        ("level 3", "fully_shard", "host ms", 0.5),
+    ):
+        ratio = found[kind][what] / found[peer][what]
+        wanted = f"at most {bound} of {peer}'s"
+        report.check_on_cuda(f"{how}: {kind}, {what}", round(ratio, 3), ratio <= bound, wanted)
+
+
+# ---- The update alone ----
+
+
+def optimizers(report: Report) -> None:
+    """Updates of one rank's eighth of the params."""
+    clip = optim.clip_by_global_norm(1.0)
+    makers: dict[str, Callable[[], optim.Transform]] = {
+        "adamw": lambda: optim.adamw(1e-4),
+        "clipping, adamw": lambda: optim.chain(clip, optim.adamw(1e-4)),
+        "lion": lambda: optim.lion(1e-4),
+        "lamb": lambda: optim.lamb(1e-3),
+        "adafactor": lambda: optim.adafactor(1e-3),
+        "muon": lambda: optim.muon(1e-3),
+    }
+    if CUDA:
+        makers["lion, compiled"] = lambda: optim.compiled(optim.lion(1e-4))
+    found: dict[str, Found] = {}
+    for name, make in makers.items():
+        with report.failing(name):
+            found[name] = update_of(make(), size_of(tiny=report.tiny))
+            report.measured(name, rounded(found[name]))
+    for what in ("device ms", "host ms"):
+        clipping, alone = found["clipping, adamw"][what], found["adamw"][what]
+        ratio = clipping / max(alone, 1e-9)
+        report.check_on_cuda(
+            f"clipping, {what}", round(ratio, 2), ratio <= 1.2, "<= 1.2 of adamw's"
+        )
+
+
+def update_of(optimizer: optim.Transform, size: str) -> Found:
+    forget_peaks()
+    run = ours(size, level=3, group=SimulatedGroup(RANKS), optimizer=optimizer, precision=BF16)
+    warm_up(run)
+    return of_update(profiled(run))

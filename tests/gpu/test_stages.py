@@ -1,0 +1,140 @@
+"""The session for a GPU, on a CPU: each stage runs with tiny models, and says what needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import session
+from tests.gpu.session import Ended, Stage, run_stage, status_of, table
+from tests.gpu.stage import STAGES
+from tests.scripts import ROOT, run_in_fork
+from tests.tiers import THOROUGH, tiers
+
+SCRIPT = ROOT / "tests" / "gpu" / "stage.py"
+CHEAP = ["env", "threads"]
+
+
+def report_of(name: str, folder: Path) -> dict[str, Any]:
+    """The report of a stage, which must have ended well."""
+    file = folder / "report.json"
+    run_in_fork(SCRIPT, name, str(file), "--tiny", folder=folder).check()
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
+
+
+@pytest.mark.parametrize("name", tiers(CHEAP, [name for name in STAGES if name not in CHEAP]))
+def test_a_stage_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
+    report = report_of(name, tmp_path)
+    verdicts = {line["verdict"] for line in report["lines"]}
+    assert verdicts <= {"pass", "measured", "needs CUDA"}, report
+    # Each has something that a CPU can't tell, or that it can
+    assert report["verdict"] == ("pass" if name == "smoke" else "needs CUDA")
+
+
+def test_the_session_has_every_stage() -> None:
+    assert [stage.name for stage in session.STAGES] == [*STAGES]
+    for part in "ABC":  # a machine may be lent for 10 minutes at a time
+        assert sum(stage.seconds for stage in session.STAGES if stage.part == part) <= 590
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Any:
+    with (tmp_path / "log").open("w+") as file:
+        yield file
+
+
+def writing(verdict: str, then: str = "") -> list[str]:
+    """A stage's command, which reports a verdict."""
+    report = {"verdict": verdict, "lines": [{"name": "a line", "verdict": verdict}]}
+    code = f"import sys; open(sys.argv[1], 'w').write({json.dumps(json.dumps(report))}); {then}"
+    return [sys.executable, "-S", "-c", code, "FILE"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "then", "expected"),
+    [
+        ("pass", "", "pass"),
+        ("needs CUDA", "", "needs CUDA"),
+        ("FAIL", "sys.exit(1)", "FAIL"),
+        ("pass", "1 / 0", "crashed"),
+        ("pass", "import os; os.abort()", "crashed"),
+        ("pass", "import time; time.sleep(60)", "late"),
+    ],
+)
+def test_how_a_stage_ends(verdict: str, then: str, expected: str, log: Any) -> None:
+    ended = run_stage("x", writing(verdict, then), 3.0 if expected == "late" else 30.0, log)
+    assert ended.verdict == expected and ended.seconds < 30
+    assert ended.lines  # as far as it came
+
+
+def test_a_stage_without_a_report_has_crashed(log: Any) -> None:
+    assert run_stage("x", [sys.executable, "-S", "-c", ""], 30.0, log).verdict == "crashed"
+
+
+def test_what_a_late_stage_started_is_ended_with_it(log: Any, tmp_path: Path) -> None:
+    """Its ranks would hold the GPU."""
+    file = tmp_path / "pid"
+    child = f"import subprocess, time; p = subprocess.Popen(['sleep', '60']); \
+open({str(file)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    assert run_stage("x", [sys.executable, "-S", "-c", child], 3.0, log).verdict == "late"
+    state = Path(f"/proc/{file.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_stage_has_its_environment(log: Any) -> None:
+    command = writing("pass", "import os; sys.exit(os.environ.get('X') != '1')")
+    assert run_stage("x", command, 30.0, log).verdict == "crashed"
+    assert run_stage("x", command, 30.0, log, X="1").verdict == "pass"
+
+
+def test_the_table_says_what_needs_attention() -> None:
+    lines = [{"name": "one", "verdict": "pass"}, {"name": "two", "verdict": "FAIL"}]
+    text = table([Ended("smoke", "FAIL", 1.6, lines)])
+    assert "| smoke | FAIL | 2 | 1 pass, 0 measured; FAIL: two |" in text
+
+
+def test_the_exit_status() -> None:
+    def status(*verdicts: str) -> int:
+        return status_of([Ended("x", verdict, 0.0, []) for verdict in verdicts])
+
+    assert status("pass", "measured") == 0
+    assert status("pass", "needs CUDA") == 2
+    assert status("needs CUDA", "late") == status("FAIL") == status("crashed") == 1
+
+
+def test_the_command() -> None:
+    stage = Stage("A", "env", 1)
+    assert stage.command(Path("f"), tiny=True)[1:] == [
+        "-m",
+        "tests.gpu.stage",
+        "env",
+        "f",
+        "--tiny",
+    ]
+
+
+@THOROUGH
+def test_the_session(tmp_path: Path) -> None:
+    """As it is started on a GPU, by its path."""
+    command = [sys.executable, str(ROOT / "tests" / "gpu" / "session.py")]
+    environment = {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    made = subprocess.run(
+        [*command, "--part", "A", "--only", "env", "--tiny"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert made.returncode == 2, made.stdout + made.stderr
+    assert "| env | needs CUDA |" in made.stdout
+    assert json.loads((tmp_path / "session.json").read_text())["env"]["lines"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "session.md", "session.json", "session.log",
+    }  # fmt: skip
+    assert "measured   torch" in (tmp_path / "session.log").read_text()
