@@ -53,6 +53,11 @@ def in_a_loss() -> Iterator[None]:
         _IN_A_LOSS.reset(token)
 
 
+def is_in_a_loss() -> bool:
+    """Whether a sharded loss runs in this thread."""
+    return _IN_A_LOSS.get()
+
+
 @dataclass(frozen=True)
 class Holding:
     """The static part of a sharded tree: equal for trees that fit each other, of which other leaves

@@ -63,13 +63,12 @@ def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, ran
             )
 
 
-def sharding_of(state: State, options: Options) -> Sharding:
-    """The sharding of a state, which must be as these options cut.
+def check_place(state: State, options: Options) -> Sharding:
+    """The sharding of any program's state, which must be as these options cut.
 
     Raises:
         TypeError: `state` is no state.
-        StructureError: it is whole, or cut in another way, or its params are another tree.
-        DonatedError: a step has taken its storage.
+        StructureError: it is whole, or cut in another way.
     """
     check_state(state)
     sharding = state.sharding
@@ -105,6 +104,17 @@ def sharding_of(state: State, options: Options) -> Sharding:
                 remedy="unshard it with the step that made it, then shard_state with this one",
             )
         )
+    return sharding
+
+
+def sharding_of(state: State, options: Options) -> Sharding:
+    """The sharding of a training step's state.
+
+    Raises:
+        TypeError, StructureError: as `check_place`; or its params are another tree.
+        DonatedError: a step has taken its storage.
+    """
+    sharding = check_place(state, options)
     # Before the params are looked at: those of a donated state are used up
     sharding.donations.check(state.step, state.opt_state)
     params = state.params

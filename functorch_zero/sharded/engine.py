@@ -201,15 +201,13 @@ class ShardedEngine:
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
-            for sharded in trees:
-                self._check_held(sharded)
             if any(not _is_sharded(node) for node in given[:num_trained]):
                 raise StructureError(
                     "a gradient was asked of sharded and of whole trees together. Remedy: shard "
                     "them all with fz.shard_tree, or pass the whole ones as later arguments"
                 )
             # One pass over all trees: a unit is gathered where the loss uses it, in whatever tree
-            joined, order = self._join(trees, trained)
+            joined, order = self.join(trees, trained)
             stack.enter_context(order.forgotten_on_failure())
 
             def call(lazy_trees: Sequence[Any]) -> Any:
@@ -317,10 +315,13 @@ class ShardedEngine:
         mean = report.metrics.pop("loss")
         return ((mean, report.metrics) if has_aux else mean), reduced
 
-    def _join(
+    def join(
         self, trees: Sequence[ShardedTree], trained: Sequence[bool]
     ) -> tuple[Joined, PrefetchOrder]:
-        """The trees' layouts as one, of which the trained trees' stay trainable."""
+        """The layouts of held trees as one, of which the trained trees' stay trainable; and the
+        order in which the last pass over them gathered units."""
+        for sharded in trees:
+            self._check_held(sharded)
         layouts = [sharded.sharding.layout for sharded in trees]
         # By id, since to compare layouts takes long. `Joined` keeps them, and so their ids.
         key = (*map(id, layouts), *trained)  # n ids, then n flags

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
+from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.layout import Layout
-from ..layout.sharded_tree import in_a_loss, pieces_of
+from ..layout.sharded_tree import ShardedTree, in_a_loss, pieces_of
 from ..model.casting import mark_policies
-from ..model.untouched import is_looked_at
+from ..model.untouched import Untouched, is_looked_at
+from ..params import is_on_engine
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..step.evaluate import EvalStep, call_eval, total_weight
 from ..step.loss import check_weight_value
 from ..step.rng import replayed
-from ..step.state import State
+from ..step.state import State, TrainValue
 from ..step.weight_reminder import total_size
+from ..tree import PyTree
 from . import agreement
 from .buffers import apart
-from .checks import check_batch, own_params, sharding_of
+from .checks import check_batch, check_place, own_params, sharding_of
+from .engine import ShardedEngine
 from .failures import sharing_failures
 from .options import Options
 from .params import held_flats_of, make_unit_flats
 from .storage import fetched
+
+
+class _Reading(NamedTuple):
+    """The trees that an evaluation reads."""
+
+    flats: list[Tensor]  # per bucket, as held between steps: (piece,) at level 3, else (numel,)
+    layout: Layout
+    order: PrefetchOrder  # in which the last evaluation gathered units
+    arguments: Callable[[Any], tuple[Any, ...]]  # of the function, from lazy params
+    others: PyTree[Tensor]  # given to it as they are; None: it is given copies
 
 
 class ShardedEvalStep:
@@ -34,9 +51,8 @@ class ShardedEvalStep:
 
     def __init__(self, step: EvalStep, options: Options):
         self.unsharded, self.options = step, options
-        self.gather_order = PrefetchOrder(
-            options.group
-        )  # in which the last evaluation gathered units
+        self.engine = ShardedEngine(options)
+        self.gather_order = self.engine.orders
 
     @property
     def group(self) -> Group:
@@ -44,28 +60,32 @@ class ShardedEvalStep:
         return self.options.group
 
     @torch.no_grad()
-    def __call__(self, state: State, batch: Any) -> Any:
+    def __call__(self, state: State, *args: Any) -> Any:
         """Metrics of this rank's part of the batch, averaged over ranks, and this rank's rows if
-        the evaluation gives any.
+        the evaluation gives any. Of a program's state, `args` are all arguments after the value.
 
         Collectives: at level 3 one all-gather per bucket, on use of its unit; one all-reduce of the
         metrics; and those of `publish`, where other params than the state's are chosen.
         """
         failures = sharing_failures(*self.options.axes.groups, call="evaluation", state=state)
         with failures, self.gather_order.forgotten_on_failure():
-            sharding = sharding_of(state, self.options)
-            layout, axes, gather = sharding.layout, self.options.axes, self.options.gather
-            # Per bucket, as held between steps: (piece,) at level 3, else (numel,)
-            state = state.replace(params=own_params(state, self.group.rank))
-            flats = state.params.flats()
+            check_place(state, self.options)
+            axes = self.options.axes
+            if isinstance(state.value, TrainValue):
+                reading = self._of_training(state, *args)
+            else:
+                reading = self._of_program(state, args)
+            flats, layout, order, arguments, others = reading
             device = flats[0].device
+            batch = tree_map(
+                lambda x: None if is_on_engine(x) else x,
+                args[0] if len(args) == 1 else args,
+                is_leaf=is_on_engine,
+            )
             check_batch(batch, device, self.group.rank)
             # Ranks compare it with their metrics
             log = [f"evaluation at step {int(state.step)}"]
-            # An average, say, in flats of its own: the state's params stay
-            if self.unsharded.params is not None:
-                flats = self._chosen_flats(state, layout, flats)
-            units = make_unit_flats(flats, layout, axes, log, gather)
+            units = make_unit_flats(flats, layout, axes, log, self.options.gather)
             overlap = self.options.overlap
             # Without a reduction leaves bring no gradients: units are used and freed
             look = is_looked_at(next(self.unsharded.calls))
@@ -74,10 +94,11 @@ class ShardedEvalStep:
                 units,
                 None,
                 device=device,
-                order=self.gather_order,
+                order=order,
                 overlap=overlap,
                 look=look,
             )
+            untouched = Untouched(optree.tree_leaves(others), look=look)
             # The numbers that a training step draws from this state, so evaluations repeat
             random = replayed(state.seed, state.step, axes.data.rank, device)
             # As in training, a backward of the loss's own runs in this thread: it may gather
@@ -85,10 +106,9 @@ class ShardedEvalStep:
                 params = run.lazy_params()
                 mark_policies(params)
                 with in_a_loss():
-                    found = call_eval(
-                        self.unsharded.fn, params, state.buffers, batch, self.group.rank
-                    )
+                    found = call_eval(self.unsharded.fn, arguments(params), args, self.group.rank)
             run.finish()
+            untouched.check(others)
             if look:
                 check_weight_value(found.weight, self.group.rank)
             group = labelled(self.group, "evaluation/metrics")
@@ -98,12 +118,57 @@ class ShardedEvalStep:
             )
             reminder = self.unsharded.reminder
             reminder.compare_ranks(batch, found.weight, report.mean_size, group.rank)
-            self.gather_order.record(run.following.gathered, run.uses)
+            order.record(run.following.gathered, run.uses)
             weight = None if found.weight is None else report.weight
             metrics = report.metrics
             metrics |= total_weight(self.unsharded.metrics, metrics, weight, group.rank)
             # The next step may write over what rows took from the params
             return found._replace(rows=apart(found.rows, flats)).with_rows(metrics)
+
+    def _of_training(self, state: State, batch: Any) -> _Reading:
+        """A training step's params, or those that are chosen in their place."""
+        layout = sharding_of(state, self.options).layout
+        state = state.replace(params=own_params(state, self.group.rank))
+        flats = state.params.flats()
+        # An average, say, in flats of its own: the state's params stay
+        if self.unsharded.params is not None:
+            flats = self._chosen_flats(state, layout, flats)
+
+        def arguments(params: Any) -> tuple[Any, ...]:
+            return params, tree_map(torch.clone, state.buffers), batch
+
+        return _Reading(flats, layout, self.gather_order.of("params"), arguments, None)
+
+    def _of_program(self, state: State, args: tuple[Any, ...]) -> _Reading:
+        """All sharded trees of a program's value, and of the other arguments."""
+        self.unsharded.check_takes_value()
+        nodes, treedef = optree.tree_flatten((state.value, args), is_leaf=is_on_engine)
+        numbers = [n for n, node in enumerate(nodes) if _is_held(node)]
+        trees: list[ShardedTree] = [nodes[n] for n in numbers]
+        if not trees:
+            raise StructureError(
+                explain(
+                    "an evaluation was given a value without a sharded tree",
+                    got=f"a {type(state.value).__name__}",
+                    rank=self.group.rank,
+                    remedy="evaluate a state of fz.program_step, whose init has returned a tree",
+                )
+            )
+        joined, order = self.engine.join(trees, [False] * len(trees))
+        flats = [flat for tree in trees for flat in tree.flats()]
+
+        def arguments(lazy_trees: Any) -> tuple[Any, ...]:
+            given = list(nodes)
+            for n, lazy in zip(numbers, lazy_trees, strict=True):
+                given[n] = lazy
+            value, own = treedef.unflatten(given)
+            return value, *own
+
+        # The value's other tensors, which every rank holds
+        others = tree_map(
+            lambda x: x if isinstance(x, Tensor) else None, state.value, is_leaf=is_on_engine
+        )
+        return _Reading(flats, joined.layout, order, arguments, others)
 
     def _chosen_flats(self, state: State, layout: Layout, flats: list[Tensor]) -> list[Tensor]:
         """The flats of the params that `eval_step(params=...)` chooses by the optimizer's state, an
@@ -112,3 +177,8 @@ class ShardedEvalStep:
         opt_state = fetched(self.options.state_storage, state.opt_state)
         chosen = self.unsharded.chosen(opt_state, pieces.tree)
         return held_flats_of(chosen, flats, layout, self.options.axes, self.options.gather)
+
+
+def _is_held(node: Any) -> bool:
+    """Whether this is a sharded tree in the form of params, which a function may read."""
+    return isinstance(node, ShardedTree) and node.holding.form == "held"

@@ -11,6 +11,7 @@ import optree
 
 from .._torch_private import register_in_torch
 from ..errors import StructureError
+from ..layout.sharded_tree import is_in_a_loss
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine
 from ..tree import outline
@@ -51,7 +52,23 @@ class ShardedOptState(OnEngine):
     """
 
     def __init__(self, tree: Any, holding: StateHolding):
-        self.tree, self.holding = tree, holding
+        self._tree, self.holding = tree, holding
+
+    @property
+    def tree(self) -> Any:
+        """This rank's part of the state.
+
+        Raises:
+            StructureError: it is read inside of a loss.
+        """
+        # As of a sharded tree: a loss of one rank's pieces would silently be another one
+        if is_in_a_loss():
+            raise StructureError(
+                "an optimizer's state was read inside of a sharded loss or evaluation: its leaves "
+                "are one rank's pieces there. Remedy: pass the loss fz.unshard(state), or the "
+                "number that it needs"
+            )
+        return self._tree
 
     @property
     def engine(self) -> Engine:
@@ -82,7 +99,7 @@ class ShardedOptState(OnEngine):
     def __getattr__(self, name: str) -> Any:
         """The state's own fields; private ones are not looked up."""
         # "_" also keeps copy and pickle from asking a half-made node for its tree
-        if name.startswith("_") or name in ("tree", "holding"):
+        if name.startswith("_") or name == "holding":
             raise AttributeError(name)
         return getattr(self.tree, name)
 

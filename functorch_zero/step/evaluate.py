@@ -1,5 +1,5 @@
 """The evaluation step for one process: no gradients, on the params or on other leaves of the
-state, such as averages."""
+state, such as averages; or on a program's value."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from .loss import (
     unless_weightless,
 )
 from .metrics import check_names
+from .program_step import device_of
 from .rng import replayed
-from .state import State, check_policies, check_state, trained
+from .state import State, TrainValue, check_policies, check_state, trained
 from .train import optimizer_view
 from .weight_reminder import WeightReminder
 
@@ -43,7 +44,7 @@ from .weight_reminder import WeightReminder
 class EvalStep:
     """`step(state, batch) -> metrics` for one process, without gradients. Made by `eval_step`."""
 
-    fn: Callable[[Any, Any, Any], Any]  # (params, buffers, batch) -> metrics or Aux
+    fn: Callable[..., Any]  # (params, buffers, batch), or (value, *args) -> metrics or Aux
     # (opt_state, trained leaves) -> the leaves to evaluate on; None: the params
     params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None
     metrics: tuple[str, ...] = ()  # names of those wanted beside its own: "weight"
@@ -52,29 +53,24 @@ class EvalStep:
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @torch.no_grad()
-    def __call__(self, state: State, batch: Any) -> Any:
+    def __call__(self, state: State, *args: Any) -> Any:
         """Metrics of a whole batch, 0-d, and the rows if `fn` gives any; the state stays as it
-        is."""
+        is. Of a program's state, `args` are all arguments of `fn` after the value."""
         check_state(state)
         if state.sharding is not None:
             raise StructureError(
                 "an unsharded eval step was given a sharded state. Remedy: `fz.shard(eval_step, "
                 "...)`"
             )
-        check_policies(state)
-        params = state.params
-        if self.params is not None:
-            trained_params, _ = optimizer_view(params, trained(state))
-            # Frozen leaves stay the state's own
-            params = merge(self.chosen(state.opt_state, trained_params), params)
-        leaves = optree.tree_leaves(params)
-        with replayed(state.seed, state.step, 0, leaves[0].device):
+        read, others = self._arguments(state, args)
+        own = tree_map(lambda x: x if isinstance(x, Tensor) else None, read)  # without numbers
+        with replayed(state.seed, state.step, 0, device_of(own)):
             look = is_looked_at(next(self.calls))
-            untouched = Untouched(leaves, look=look)  # they are the state's own
-            cast = CastParams(params, look=look)
-            found = call_eval(self.fn, cast.params, state.buffers, batch)
+            untouched = Untouched(optree.tree_leaves(own), look=look)  # they are the state's own
+            cast = CastParams(read, look=look)
+            found = call_eval(self.fn, (cast.params, *others), args)
             cast.finish()
-            untouched.check(params)
+            untouched.check(own)
         if look:
             check_weight_value(found.weight)
         # A weightless batch has metrics 0, as in training
@@ -83,6 +79,28 @@ class EvalStep:
             metrics[name] = unless_weightless(as_metric(value), found.weight)
         weight = None if found.weight is None else as_weight(found.weight)
         return found.with_rows(metrics | total_weight(self.metrics, metrics, weight))
+
+    def _arguments(self, state: State, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The first argument of `fn`, a tree of the state's own leaves, and the others."""
+        if not isinstance(state.value, TrainValue):
+            self.check_takes_value()
+            return state.value, args
+        check_policies(state)
+        params = state.params
+        if self.params is not None:
+            trained_params, _ = optimizer_view(params, trained(state))
+            # Frozen leaves stay the state's own
+            params = merge(self.chosen(state.opt_state, trained_params), params)
+        return params, (tree_map(torch.clone, state.buffers), *args)
+
+    def check_takes_value(self) -> None:
+        """Raise if params are to be chosen, before a program's value is given."""
+        if self.params is not None:
+            raise StructureError(
+                "eval_step(params=...) chooses params of a training step's state, and was given "
+                "a program's state. Remedy: leave it out; the function is given the program's "
+                "value, and reads the tree that it likes, such as value.average"
+            )
 
     def chosen(self, opt_state: Any, params: PyTree[Tensor]) -> PyTree[Tensor]:
         """The trained leaves that `self.params` chooses to evaluate on, in the form of those given:
@@ -94,7 +112,7 @@ class EvalStep:
 
 
 def eval_step(
-    fn: Callable[[Any, Any, Any], Any],
+    fn: Callable[..., Any],
     *,
     params: Callable[[Any, PyTree[Tensor]], PyTree[Tensor]] | None = None,
     metrics: Sequence[str] = (),
@@ -102,6 +120,9 @@ def eval_step(
     """Make an evaluation step: `fn(params, buffers, batch)` returns metrics by name, or
     `Aux(metrics=…, weight=…)`. It may return a pair of these and rows, any tree: predictions, say.
     Then the step returns `(metrics, rows)`.
+
+    Given the state of a program, the step calls `fn(value, *args)`. It reads any of the value's
+    trees; an optimizer's state is the program's own business.
 
     Sharded, metrics are averaged over ranks as a train step's are. Rows are each rank's own.
 
@@ -134,11 +155,23 @@ class Evaluated(NamedTuple):
         return (metrics, *self.rows) if self.rows else metrics
 
 
-def call_eval(fn: Any, params: Any, buffers: Any, batch: Any, rank: int | None = None) -> Evaluated:
-    """Call a user's evaluation, with copies of the buffers, and check its results. Errors name the
-    rank, if one is given."""
-    with naming_batch(batch, given_to="evaluation"):
-        result = fn(params, tree_map(torch.clone, buffers), batch)
+def call_eval(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    batch: tuple[Any, ...],
+    rank: int | None = None,
+) -> Evaluated:
+    """Call a user's evaluation, and check its results.
+
+    Args:
+        fn: the evaluation.
+        args: of the call: first the params, or a program's value.
+        batch: those among them that are the batch, for errors.
+        rank: for errors, too.
+    """
+    params = args[0]
+    with naming_batch(batch[0] if len(batch) == 1 else batch, given_to="evaluation"):
+        result = fn(*args)
     rows: tuple[Any] | tuple[()] = ()
     if isinstance(result, tuple) and len(result) == 2:
         # A param among them is whole, and not gathered when the units are gone

@@ -16,17 +16,20 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import explain
-from ..groups import HybridGroup, run_ranks
+from ..groups import HybridGroup, SingleRank, run_ranks
 from ..groups.mesh import SameData
 from ..groups.protocol import Group
 from ..layout.levels import LevelRule
+from ..layout.sharded_tree import ShardedTree
+from ..params import is_on_engine
 from ..sharded.api import shard
 from ..sharded.buffers import SyncBuffers
 from ..step.loss import Metrics, Outcome, as_metric
-from ..step.state import State
+from ..step.program_step import ProgramStep
+from ..step.state import State, TrainValue
 from ..step.train import TrainStep
 from ..step.weight_reminder import WeightReminder
-from ..tree import PyTree, paths
+from ..tree import PyTree, named_leaves, paths
 from .equality import (
     Equality,
     Grade,
@@ -49,6 +52,11 @@ HINT = (
     "ranks. If it couples the samples of a batch (BatchNorm) or draws random numbers (dropout), "
     "compare with per_rank=True."
 )
+HINT_OF_PROGRAM = (
+    "If a loss is a sum over the batch, make it a mean: sharded it is the mean over ranks. If "
+    "ranks' parts are of unequal size, return fz.Aux(weight=...). If a loss couples the samples of "
+    "a batch or draws random numbers, only ranks=(1,) is like the unsharded program."
+)
 AMPLIFIED = (
     "Round-off makes a difference of this size in the unsharded step too: model or optimizer "
     "amplify round-off here (sums that cancel, a matrix without full rank, an eps that is too "
@@ -59,11 +67,8 @@ AMPLIFIED = (
 
 
 def assert_sharded_equals_unsharded(
-    step: TrainStep,
-    params: PyTree[Tensor],
-    buffers: PyTree[Tensor] | None,
-    batches: Sequence[Any],
-    *,
+    step: TrainStep | ProgramStep,
+    *args: Any,
     levels: Sequence[LevelRule] = (0, 1, 2, 3),
     ranks: Sequence[int] = (1, 2, 3),
     grade: Grade | Equality = "reordered",
@@ -80,23 +85,28 @@ def assert_sharded_equals_unsharded(
     every batch.
 
     The params' updates are compared, and each trained leaf must move visibly in some step. So are
-    the optimizer's state, the buffers and the metrics, and all ranks must agree bit by bit. Ranks
-    are threads of this process.
+    the optimizer's state, the buffers and the metrics, and all ranks must agree bit by bit. Of a
+    program's value, the updates of all trees are compared, and the values of all else. Ranks are
+    threads of this process.
 
     Args:
-        step: an unsharded step, from `train_step`.
-        params, buffers: as for `step.init`.
-        batches: whole batches, one per step: trees of tensors. Each rank gets its part of every
-            leaf's first dim; 0-d tensors and other things go to all ranks.
+        step: an unsharded step, from `train_step` or `program_step`.
+        *args: those of `step.init`, and then the batches. Of a training step these are `params,
+            buffers, batches`; of a program its trees, and `batches`. Whole batches, one per step,
+            are trees of tensors. A program's batch that is a tuple holds the step's arguments. Each
+            rank gets its part of every leaf's first dim; 0-d tensors and other things go to all
+            ranks.
         levels, ranks: all combinations are run.
         grade: of equality, see `Equality`.
         per_rank: the oracle averages the ranks' gradients, each from that rank's part, instead of
             taking the whole batch: for losses that couple the samples of a batch (BatchNorm) or
-            draw random numbers (dropout), and for unequal parts of a loss without a weight.
+            draw random numbers (dropout), and for unequal parts of a loss without a weight. Of a
+            program it isn't possible.
         unused: paths, or patterns of paths, of trained leaves that the loss does not use, whose
             update may be zero.
         allow_round_off: leaf by leaf, also allow ten times the difference that round-off makes in
-            the unsharded step, when its gradients are changed in their last places. Some optimizers
+            the unsharded step, when its gradients are changed in their last places; of a program,
+            the trained leaves that it starts with. Some optimizers
             amplify round-off where a matrix has no full rank (Shampoo, SOAP, full-matrix Adagrad).
             Eigenvectors are defined up to sign only. A leaf that round-off changes altogether is
             hardly compared then.
@@ -123,6 +133,16 @@ def assert_sharded_equals_unsharded(
     >>> assert_sharded_equals_unsharded(step, params, {}, batches, levels=(1, 3), ranks=(2,))
     """
     _check_is_unsharded(step)
+    if isinstance(step, TrainStep) and len(args) != 3:
+        raise TypeError(
+            explain(
+                "a training step was given other arguments than params, buffers and batches",
+                expected="3 arguments after the step",
+                got=len(args),
+                remedy="pass buffers={} where there are none",
+            )
+        )
+    *of_init, batches = args or ([],)
     for name, given in (("batches", batches), ("levels", levels), ("ranks", ranks)):
         if isinstance(given, Mapping | str | Tensor) or not isinstance(given, Iterable):
             raise TypeError(
@@ -140,10 +160,16 @@ def assert_sharded_equals_unsharded(
         if not given:
             raise ProvesNothing(f"{name} is empty: nothing would be compared")
     equality = as_equality(grade)
-    # Whoever says so means unequal parts to count the same
-    if per_rank:
-        step = replace(step, reminder=WeightReminder(silent=True))
-    oracle = _Oracle(step, Start(params, buffers, seed), batches, sync_buffers, per_rank)
+    oracle: _Oracle | _ProgramOracle
+    if isinstance(step, ProgramStep):
+        oracle = _ProgramOracle.of(step, tuple(of_init), batches, seed, per_rank=per_rank)
+    else:
+        # Whoever says so means unequal parts to count the same
+        if per_rank:
+            step = replace(step, reminder=WeightReminder(silent=True))
+        params, buffers = of_init
+        start = Start(params, buffers, seed)
+        oracle = _Oracle(step, start, batches, sync_buffers, per_rank)
     for num_ranks in ranks:
         mesh = Mesh(num_ranks, shard_size, same_data)
         parts = [split(batch, mesh.num_parts) for batch in batches]  # by batch, each rank's part
@@ -159,11 +185,11 @@ def assert_sharded_equals_unsharded(
 
 
 def _check_is_unsharded(step: Any) -> None:
-    if not isinstance(step, TrainStep):
+    if not isinstance(step, TrainStep | ProgramStep):
         raise TypeError(
             explain(
                 "assert_sharded_equals_unsharded shards the step itself",
-                expected="what train_step made",
+                expected="what train_step or program_step made",
                 got=type(step).__name__,
                 remedy="pass the step before fz.shard, and shard's arguments to this function",
             )
@@ -171,7 +197,11 @@ def _check_is_unsharded(step: Any) -> None:
 
 
 def _check(
-    comparison: Comparison, oracle: _Oracle, parts: list[list[Any]], *, allow_round_off: bool
+    comparison: Comparison,
+    oracle: _Oracle | _ProgramOracle,
+    parts: list[list[Any]],
+    *,
+    allow_round_off: bool,
 ) -> None:
     """Raise where the runs differ, with a note that says whether round-off explains it."""
     try:
@@ -185,7 +215,7 @@ def _check(
         if explained and allow_round_off:
             return
         # Most differences that round-off doesn't explain come from a loss that is a sum
-        error.add_note(AMPLIFIED if explained else HINT)
+        error.add_note(AMPLIFIED if explained else oracle.hint)
         raise
 
 
@@ -198,6 +228,7 @@ class _Oracle:
     batches: Sequence[Any]  # whole
     rule: SyncBuffers
     per_rank: bool
+    hint = HINT
 
     def run(self, parts: list[list[Any]]) -> Run:
         """The run expected of ranks that are given these parts, batch by batch."""
@@ -235,6 +266,70 @@ class _Oracle:
                 )
 
 
+@dataclass(frozen=True)
+class _ProgramOracle:
+    """An unsharded program, which takes the batches whole."""
+
+    step: ProgramStep
+    start: ProgramStart
+    batches: Sequence[Any]  # whole
+    hint = HINT_OF_PROGRAM
+
+    @classmethod
+    def of(
+        cls,
+        step: ProgramStep,
+        args: tuple[Any, ...],
+        batches: Sequence[Any],
+        seed: int | None,
+        *,
+        per_rank: bool,
+    ) -> _ProgramOracle:
+        if per_rank:
+            raise ValueError(
+                explain(
+                    "per_rank=True is of training steps: the gradients of a program are its own "
+                    "business, and nobody else can average them",
+                    remedy="leave it out, and give the program losses that are means over a batch",
+                )
+            )
+        return cls(step, ProgramStart(args, seed, _leaves_of_trees(step, args)), batches)
+
+    def run(self, parts: list[list[Any]]) -> Run:
+        """The run expected of ranks that are given these parts: the same for all."""
+        return self._whole
+
+    def jittered_runs(self, parts: list[list[Any]]) -> list[Run]:
+        """The same several times, from trained leaves that are off in their last places."""
+        runs = []
+        for seed in range(JITTERED_RUNS):
+            runs.append(run_whole(self.step, self.start.jittered(seed), self.batches))
+        return runs
+
+    @cached_property
+    def _whole(self) -> Run:
+        run = run_whole(self.step, self.start, self.batches)
+        if not any(map(_is_trained, run.start.params.values())):
+            raise ProvesNothing(
+                "no tree of the program's value has a trained leaf, whose update could be "
+                "compared. Remedy: return the trees that init is given as they are"
+            )
+        return run
+
+
+def _leaves_of_trees(step: ProgramStep, args: tuple[Any, ...]) -> list[bool]:
+    """Per leaf of a program's whole value, whether it is one of a tree that ranks cut, as params
+    are. Others are an optimizer's, or no tree's."""
+    value = shard(step, level=0, group=SingleRank()).init(*args).value
+
+    def of_node(node: Any) -> Any:
+        is_tree = isinstance(node, ShardedTree) and node.holding.form == "held"
+        return tree_map(lambda leaf: is_tree, node)
+
+    found: list[bool] = optree.tree_leaves(tree_map(of_node, value, is_leaf=is_on_engine))
+    return found
+
+
 class Mesh(NamedTuple):
     """The ranks of a run, on one axis where there is no `shard_size`."""
 
@@ -270,8 +365,8 @@ class Mesh(NamedTuple):
 
 
 def _run_sharded(
-    step: TrainStep,
-    start: Start,
+    step: TrainStep | ProgramStep,
+    start: Start | ProgramStart,
     batches: Sequence[list[Any]],
     mesh: Mesh,
     settings: Mapping[str, Any],
@@ -279,15 +374,15 @@ def _run_sharded(
     """Each rank's run, with the whole states gathered. `batches`: by step, each one's parts."""
 
     def run(group: Group) -> Run:
-        sharded = shard(step, group=mesh.of(group), **settings)
-        state = sharded.init(start.params, start.buffers, seed=start.seed)
-        first = sharded.unshard(state)
+        sharded: Any = shard(step, group=mesh.of(group), **settings)
+        state = sharded.init(*start.args, seed=start.seed)
+        first = start.arranged(sharded.unshard(state))
         steps = []
         for parts in batches:
             own = parts[mesh.part_of(group.rank)]
-            state, metrics = sharded(state, own)
+            state, metrics = sharded(state, *start.arguments(own))
             # Gathered after every step, as the next one may use its storage up
-            whole = sharded.unshard(state)
+            whole = start.arranged(sharded.unshard(state))
             steps.append(Step(whole, [whole.buffers], metrics))
         return Run(first, steps)
 
@@ -354,6 +449,12 @@ class Comparison:
         """Step k's updates of the params; leaves that don't move in any step are refused."""
         before, after = self.expected.states[k : k + 2]
         got_before, got_after = self.got[0].states[k : k + 2]
+        trained = tree_map(_is_trained, before.params)
+        # A tree that is only read, such as an average, may move or rest; a frozen leaf may not move
+        moves = tree_map(
+            lambda on, old, new: on or _differ(old, new), trained, before.params, after.params
+        )
+        read_only = [path for path, on in named_leaves(trained).items() if not on]
         # The oracle's, then the jittered runs' of the same step
         updates = [run.update(k) for run in (self.expected, *jittered)]
         assert_equal_updates(
@@ -362,9 +463,9 @@ class Comparison:
             got_after.params,
             grade=self.equality,
             old_got=got_before.params,
-            trained=tree_map(_is_trained, before.params),
+            trained=moves,
             unused=self.unused,
-            resting=moving,
+            resting=[*moving, *map(escape, read_only)],
             slack=_slack(*updates),
             # Zero without jittered runs
             context=at,
@@ -422,6 +523,10 @@ def _is_trained(leaf: Tensor) -> bool:
     return leaf.requires_grad
 
 
+def _differ(old: Tensor, new: Tensor) -> bool:
+    return not torch.equal(old, new)
+
+
 def _slack(expected: Any, *jittered: Any) -> list[float]:
     """For each leaf, the difference that round-off may make."""
     others = [optree.tree_leaves(tree) for tree in jittered]
@@ -477,6 +582,54 @@ class Start(NamedTuple):
     buffers: PyTree[Tensor] | None
     seed: int | None
 
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.params, self.buffers
+
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        """Those of the step, after the state."""
+        return (batch,)
+
+    def arranged(self, state: State) -> State:
+        """A whole state of the run: its params are those that are compared by their updates."""
+        return state
+
+
+class ProgramStart(NamedTuple):
+    """The same of a program."""
+
+    args: tuple[Any, ...]  # whole trees, and whatever else init takes
+    seed: int | None
+    of_trees: list[bool]  # per leaf of the value, whether it is one of a tree
+
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        """Those of the step, after the state."""
+        return batch if type(batch) is tuple else (batch,)
+
+    def arranged(self, state: State) -> State:
+        """A whole state as a training step's: the leaves of trees are its params, by path, and all
+        others its optimizer's state."""
+        params: dict[str, Tensor] = {}
+        others: dict[str, Any] = {}
+        rows = zip(named_leaves(state.value).items(), self.of_trees, strict=True)
+        for (path, leaf), of_tree in rows:
+            if of_tree:
+                params[path] = leaf
+            else:
+                others[path] = leaf
+        return state.replace(value=TrainValue(params, {}, others), trained=None)
+
+    def jittered(self, seed: int) -> ProgramStart:
+        """The same with trained leaves that are off in their last places."""
+        leaves, treedef = optree.tree_flatten(self.args)
+        trained = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        with torch.no_grad():
+            new = iter(_jittered(trained, torch.Generator().manual_seed(seed)))
+        for n, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaves[n] = next(new).requires_grad_()
+        return self._replace(args=treedef.unflatten(leaves))
+
 
 def split(batch: Any, num_ranks: int) -> list[Any]:
     """Each rank's part of a batch: consecutive rows, as equal in number as possible."""
@@ -497,13 +650,18 @@ def split(batch: Any, num_ranks: int) -> list[Any]:
     return [treedef.unflatten([parts[rank] for parts in by_leaf]) for rank in range(num_ranks)]
 
 
-def run_whole(step: TrainStep, start: Start, batches: Sequence[Any]) -> Run:
+def run_whole(
+    step: TrainStep | ProgramStep, start: Start | ProgramStart, batches: Sequence[Any]
+) -> Run:
     """The unsharded step as it is, on whole batches."""
-    first = state = step.init(start.params, start.buffers, seed=start.seed)
-    steps = []
+    state = step.init(*start.args, seed=start.seed)
+    first, steps = start.arranged(state), []
     for batch in batches:
-        state, metrics = step(state, batch)
-        steps.append(Step(state, [state.buffers], metrics))
+        state, metrics = step(state, *start.arguments(batch))
+        whole = start.arranged(state)
+        steps.append(Step(whole, [whole.buffers], metrics))
+    if isinstance(step, ProgramStep):
+        return Run(first, steps)
     # One more loss tells: `step` does not say whether it was weighted
     weighted = not batches or step.loss_and_grads(first, batches[0])[1].weight is not None
     return Run(first, steps, weighted)

@@ -1,4 +1,4 @@
-"""Programs in one process and on ranks, compared with loops in plain torch."""
+"""Programs in one process, compared with loops in plain torch, and on ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optree import tree_map
 
 import functorch_zero as fz
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
-from functorch_zero.testing.equality import assert_equal_values
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.programs.cases import CASES, OF_ONE_THREAD, Case
 from tests.tiers import crossed, tiers
 
@@ -59,30 +59,31 @@ def test_one_process(name: str) -> None:
     check(case, run(case, case.step))
 
 
-def check_ranks(results: list[Result], case: Case) -> None:
-    for result in results:
-        check(case, result)
+def check_ranks(name: str, level: int, ranks: int) -> None:
+    case = CASES[name]()
+    assert_sharded_equals_unsharded(
+        case.step, *case.trees(), case.batches(), levels=[level], ranks=[ranks]
+    )
 
 
 # Each program at two levels in the quick tier, and each level with half of the programs
 @pytest.mark.parametrize(("name", "level"), crossed([*CASES], LEVELS))
 def test_ranks(name: str, level: int) -> None:
-    case = CASES[name]()
-    check_ranks(run_ranks(lambda group: on_rank(group, case, level), 2), case)
+    check_ranks(name, level, ranks=2)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])
 @pytest.mark.parametrize("level", tiers(thorough=LEVELS))
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_ranks(name: str, level: int, ranks: int) -> None:
-    case = CASES[name]()
-    check_ranks(run_ranks(lambda group: on_rank(group, case, level), ranks), case)
+    check_ranks(name, level, ranks)
 
 
 @pytest.mark.parametrize(("name", "level"), crossed([*OF_ONE_THREAD], LEVELS, n=4))
 def test_one_thread(name: str, level: int) -> None:
     case = OF_ONE_THREAD[name]()
-    check_ranks(run_ranks(lambda group: on_rank(group, case, level), 1), case)
+    (result,) = run_ranks(lambda group: on_rank(group, case, level), 1)
+    check(case, result)
 
 
 @pytest.mark.parametrize(("level", "ranks"), tiers(thorough=[(3, 2), (1, 3)], rows=True))

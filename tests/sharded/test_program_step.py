@@ -15,7 +15,7 @@ from functorch_zero import optim
 from functorch_zero.errors import MismatchError, PeerError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
-from functorch_zero.testing.equality import assert_equal_values
+from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import MLP
 
 
@@ -79,24 +79,9 @@ def part(batch: Any, group: Any) -> Any:
 @pytest.mark.parametrize("level", [0, 3, {"gen": 3, "disc": 1}, {"": 2, "gen.layers.0": 3}])
 def test_a_gan(level: Any) -> None:
     step = fz.program_step(gan, init=init)
-    oracle = step.init(first_gen, first_disc)
-    seen = []
-    for batch in batches(3):
-        oracle, metrics = step(oracle, batch)
-        seen.append(metrics)
-
-    def run(group: Any) -> Any:
-        sharded = fz.shard(step, level=level, group=group)
-        state = sharded.init(first_gen, first_disc)
-        found = []
-        for batch in batches(3):
-            state, metrics = sharded(state, part(batch, group))
-            found.append(metrics)
-        return sharded.unshard(state), found
-
-    for whole, found in run_ranks(run, 2):
-        assert_equal_values(oracle, whole)
-        assert_equal_values(seen, found)
+    assert_sharded_equals_unsharded(
+        step, first_gen, first_disc, batches(3), levels=[level], ranks=[2]
+    )
 
 
 def test_a_state_goes_whole_and_back() -> None:

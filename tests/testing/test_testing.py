@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import pytest
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from optree import tree_map
 from torch import Tensor
 
+import functorch_zero as fz
 import functorch_zero.testing.step as sharded_module
 from functorch_zero import optim, testing
 from functorch_zero.errors import StructureError, TransformError
@@ -28,6 +29,7 @@ from functorch_zero.optim.base import (
     with_whole_leaves,
     with_whole_tree,
 )
+from functorch_zero.sharded.program_step import ShardedProgramStep
 from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
@@ -275,9 +277,10 @@ def test_an_optimizer_that_does_nothing_proves_nothing() -> None:
 @pytest.mark.parametrize("nothing", [{"batches": []}, {"levels": ()}, {"ranks": ()}])
 def test_no_runs_prove_nothing(nothing: dict[str, Any]) -> None:
     step, params, buffers, batches = linear_step(optim.sgd(0.1))
-    options = {"batches": batches, **nothing}
-    with pytest.raises(ProvesNothing, match=f"{next(iter(nothing))} is empty"):
-        assert_sharded_equals_unsharded(step, params, buffers, **options)
+    (name,), nothing = nothing, {**nothing}
+    batches = nothing.pop("batches", batches)
+    with pytest.raises(ProvesNothing, match=f"{name} is empty"):
+        assert_sharded_equals_unsharded(step, params, buffers, batches, **nothing)
 
 
 def test_a_sum_for_a_loss_fails_with_a_hint() -> None:
@@ -369,6 +372,104 @@ def test_allowing_round_off_allows_no_defect(monkeypatch: pytest.MonkeyPatch) ->
         assert_sharded_equals_unsharded(
             *linear_step(optim.adam(0.01)), levels=(2,), ranks=(2,), allow_round_off=True
         )
+
+
+# Programs
+
+
+class Averaged(NamedTuple):
+    net: Any
+    mean: Any  # of the net, over steps: read only
+    opt: Any
+    num_steps: int
+
+
+def averaged_program(optimizer: Transform) -> Any:
+    """A program that keeps an average of its net beside a frozen leaf, its tree, and two batches of
+    two arguments each."""
+    _, params, _, batches = linear_step(optimizer)
+
+    def init(net: Any) -> Averaged:
+        return Averaged(net, tree_map(torch.clone, net), optimizer.init(net), 0)
+
+    def loss(net: Any, x: Tensor, y: Tensor) -> Any:
+        error = (x @ net["w"] + net["b"] - y).square().mean()
+        return error, Aux(metrics={"error": error})
+
+    def program(value: Averaged, x: Tensor, y: Tensor) -> Any:
+        (found, seen), grads = fz.value_and_grad(loss)(value.net, x, y)
+        net, opt = optimizer.apply(grads, value.opt, value.net)
+        mean = tree_map(lambda m, p: 0.9 * m + 0.1 * p, value.mean, net)
+        return Averaged(net, mean, opt, value.num_steps + 1), {"loss": found, **seen}
+
+    step = fz.program_step(program, init=init)
+    return step, params, [(batch["x"], batch["y"]) for batch in batches]
+
+
+def test_a_right_program_passes() -> None:
+    assert_sharded_equals_unsharded(*averaged_program(optim.lamb(0.01)))
+    assert_sharded_equals_unsharded(
+        *averaged_program(optim.sgd(0.1)), levels=[{"net": 3, "net.w": 1}], ranks=(3,), seed=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "story"),
+    [
+        (
+            lambda v, rank: v._replace(net={**v.net, "w": v.net["w"] + 1e-9}),
+            r"updates.*leaf net\.w",
+        ),
+        (
+            lambda v, rank: v._replace(net={**v.net, "b": v.net["b"] + 1e-9}),
+            r"updates.*leaf net\.b",
+        ),
+        # The average's value differs in its last places, and its update in more
+        (
+            lambda v, rank: v._replace(mean=tree_map(lambda m: m * (1 + 2e-14), v.mean)),
+            r"updates.*leaf mean\.w",
+        ),
+        (lambda v, rank: v._replace(opt=perturbed(v.opt, 1e-9)), r"leaf opt.*mu\.w"),
+        (lambda v, rank: v._replace(num_steps=7), "leaf num_steps: expected 2, got 7"),
+        (
+            lambda v, rank: v._replace(net=perturbed(v.net, rank * 1e-16)),
+            "rank 0's results and this rank's",
+        ),
+    ],
+)
+def test_a_wrong_program_fails(monkeypatch: pytest.MonkeyPatch, change: Any, story: str) -> None:
+    unshard = ShardedProgramStep.unshard
+
+    def wrong(self: ShardedProgramStep, state: Any) -> Any:
+        whole = unshard(self, state)
+        if int(whole.step) == 2 and self.level == 2:
+            whole = whole.replace(value=change(whole.value, self.group.rank))
+        return whole
+
+    monkeypatch.setattr(ShardedProgramStep, "unshard", wrong)
+    with pytest.raises(AssertionError, match=rf"(?s){story}") as caught:
+        assert_sharded_equals_unsharded(*averaged_program(optim.adam(0.01)), ranks=(3,))
+    assert "at step 1, level 2, ranks 3" in str(caught.value)
+    assert any("make it a mean" in note for note in caught.value.__notes__)
+
+
+def test_programs_that_prove_nothing_are_refused() -> None:
+    with pytest.raises(ProvesNothing, match=r"expected update is zero.*path net\.w"):
+        assert_sharded_equals_unsharded(*averaged_program(optim.set_to_zero()))
+    idle = fz.program_step(lambda value, x: (value, {}), init=lambda net: net)
+    with pytest.raises(ProvesNothing, match="no tree of the program's value has a trained leaf"):
+        assert_sharded_equals_unsharded(idle, {"w": torch.ones(2)}, [torch.ones(6)])
+    step, net, batches = averaged_program(optim.sgd(0.1))
+    with pytest.raises(ValueError, match=r"per_rank=True is of training steps.*Remedy"):
+        assert_sharded_equals_unsharded(step, net, batches, per_rank=True)
+
+
+def test_round_off_of_a_program_is_told_from_a_defect() -> None:
+    arguments = averaged_program(amplifying())
+    with pytest.raises(AssertionError, match="updates differ") as caught:
+        assert_sharded_equals_unsharded(*arguments, levels=(3,), ranks=(2, 3))
+    assert any("amplify round-off" in note for note in caught.value.__notes__)
+    assert_sharded_equals_unsharded(*arguments, levels=(3,), ranks=(2, 3), allow_round_off=True)
 
 
 # Transforms: the operators are in tests/optim/test_claims.py, here are the numbers
