@@ -9,7 +9,7 @@ each a key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import count
@@ -22,6 +22,9 @@ from ..optim.random_numbers import key_of, mix
 
 # Where a part of the batch stands: in the stream of a program, and in the keys of its draws
 _NO_PART, _DRAW = -1, -2
+
+# By a micro-batch's number, the random numbers of the loss on it
+MicroStreams = Callable[[int], AbstractContextManager[None]]
 
 
 @contextmanager
