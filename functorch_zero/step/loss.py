@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
@@ -101,11 +101,6 @@ def naming_batch(batch: Any, *, given_to: str = "loss") -> Iterator[None]:
         own = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
         error.add_note(f"The {given_to} was given this batch: {outline(own)}")
         raise
-
-
-def naming_args(args: tuple[Any, ...]) -> AbstractContextManager[None]:
-    """The same around a program's loss: the arguments after its first are the batch."""
-    return naming_batch(args[0] if len(args) == 1 else args)
 
 
 @contextmanager
