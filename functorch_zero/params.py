@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,11 +29,10 @@ class Engine(Protocol):
         """A transform's updates, and its next state."""
         ...
 
-    def value_and_grad(
-        self, loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]
-    ) -> tuple[Any, Any]:
-        """A loss's value, and metrics if it has some, as means over ranks; and the gradients of the
-        sharded trees in `tree`."""
+    def value_and_grad(self, call: Any, tree: Any) -> tuple[Any, Any]:
+        """A loss's value, with its metrics and buffers if it has some, for all ranks; and the
+        gradients of the sharded trees in `tree`. `call`: the loss and its other arguments, a
+        `step.program.LossCall`."""
         ...
 
     def apply_updates(self, params: Any, updates: Any) -> Any:

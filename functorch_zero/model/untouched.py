@@ -52,14 +52,22 @@ class Untouched:
         Args:
             where: the unit whose flats they are, or the tree whose leaves they are.
         """
+        i = self.first_changed()
+        if i is None:
+            return
+        if isinstance(where, str):
+            raise changed_in_place(unit=where)
+        raise changed_in_place(paths(where)[i])
+
+    def first_changed(self) -> int | None:
+        """The number of the first tensor that has changed; None: none has."""
         for i, (tensor, before) in enumerate(zip(self._tensors, self._before, strict=True)):
             same = _marks(tensor) == before
             if same and self._sums:
                 same = torch.equal(_sums_of(tensor), self._sums[i])
             if not same:
-                if isinstance(where, str):
-                    raise changed_in_place(unit=where)
-                raise changed_in_place(paths(where)[i])
+                return i
+        return None
 
 
 def _marks(tensor: Tensor) -> tuple[int, int | None]:

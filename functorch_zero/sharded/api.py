@@ -90,14 +90,15 @@ def shard(
             be used again then.
         sync_buffers: the rule for buffers that ranks have changed differently. "mean": their mean
             (of integers, the values of the first rank that counts); "rank0": rank 0's; "local":
-            each rank keeps its own. Where a batch weighs 0 they stay as they are, and don't count
-            in the mean.
+            each rank keeps its own, which a program can't. Where a batch weighs 0 they stay as
+            they are, and don't count in the mean.
         reshard_after_forward: at level 3, free a unit's params after forward and gather them again
             in backward (least memory), or keep them (least traffic).
-        reduce_gradients: with `train_step(accumulate=k)`, the form in which gradients add up over
-            the micro-batches. "every_microbatch": in pieces, each reduced at once (least memory:
-            S/N); "once": whole, reduced once per step (least traffic). None: the level's own,
-            pieces at levels 2 and 3, whole at 0 and 1, which have no pieces to offer.
+        reduce_gradients: with `accumulate=k`, of `train_step` or a program's `value_and_grad`, the
+            form in which gradients add up over the micro-batches. "every_microbatch": in pieces,
+            each reduced at once (least memory: S/N); "once": whole, reduced once per step or call
+            (least traffic). None: the level's own, pieces at levels 2 and 3, whole at 0 and 1,
+            which have no pieces to offer.
         state_axes: with a group of two axes. "shard": each replica has all of the optimizer's
             state; "both": the state is cut over the replicas, too, which then also share the
             optimizer's work.
@@ -148,6 +149,11 @@ def shard(
     if isinstance(step, TrainStep):
         return ShardedTrainStep(step, options)
     if isinstance(step, ProgramStep):
+        if sync_buffers == "local":
+            raise ValueError(
+                'sync_buffers="local" leaves each rank its own buffers, and the tensors of a '
+                'program\'s value are the same on every rank. Remedy: "mean" or "rank0"'
+            )
         return ShardedProgramStep(step, options)
     return ShardedEvalStep(step, options)
 

@@ -7,6 +7,7 @@ and a tree that is only read is frozen there.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,15 +37,16 @@ from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import plan_state, state_like
-from ..step.loss import Aux, Outcome, check_has_values, check_loss, independent, naming_args
-from ..step.program import refuse_buffers
-from ..step.rng import next_stream
+from ..step.loss import independent
+from ..step.program import LossCall
+from ..step.rng import next_streams
 from ..step.state import check_not_on_meta
 from ..step.weight_reminder import WeightReminder, total_size
 from ..tree import PyTree, check_tensors, content_digests, same_structure
 from . import agreement
+from .buffers import changed_here, check_synchronizable, synchronize
 from .failures import sharing_failures
-from .grad_mean import LossSeed, loss_seed_of, to_means
+from .grad_mean import to_means
 from .options import Options
 from .params import (
     all_gather_params,
@@ -53,7 +55,7 @@ from .params import (
     make_reduction,
     publish,
 )
-from .passes import run_pass
+from .passes import Differentiated, run_passes
 from .state import all_gather_state, lay_out_state
 
 
@@ -77,6 +79,7 @@ class ShardedEngine:
         self.options = options
         self._reminder = WeightReminder()  # for all losses together
         self._num_gradients = 0  # so far; ranks compare it, in the log
+        self._num_calls = Counter[str]()  # by a loss's name
         self._era = 0  # of the ranks' group, in which the gradients are counted
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
@@ -184,13 +187,11 @@ class ShardedEngine:
                 return all_gather_pieces(tree, axes)
             return all_gather_params(tree, axes)
 
-    def value_and_grad(
-        self, loss: Callable[..., Any], tree: Any, args: tuple[Any, ...]
-    ) -> tuple[Any, Any]:
-        """The loss and its metrics as means over ranks, and gradients in pieces. See
+    def value_and_grad(self, call: LossCall, tree: Any) -> tuple[Any, Any]:
+        """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
         `fz.value_and_grad`."""
         # Sharded trees count as leaves here; whole ones fall into their tensors
-        given, treedef = optree.tree_flatten((tree, args), is_leaf=_is_sharded)
+        given, treedef = optree.tree_flatten((tree, call.args), is_leaf=_is_sharded)
         # The first ones given are those of `tree`
         num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
         numbers = [i for i, node in enumerate(given) if _is_sharded(node)]  # among all given
@@ -210,22 +211,14 @@ class ShardedEngine:
             joined, order = self.join(trees, trained)
             stack.enter_context(order.forgotten_on_failure())
 
-            def call(lazy_trees: Sequence[Any]) -> Any:
+            def with_lazy(lazy_trees: Sequence[Any]) -> Any:
                 # A copy with lazy trees where the sharded ones were given
                 nodes = list(given)
                 for i, lazy in zip(numbers, lazy_trees, strict=True):
                     nodes[i] = lazy
-                own_tree, own_args = treedef.unflatten(nodes)
-                with naming_args(args):
-                    return loss(own_tree, *own_args)
+                return treedef.unflatten(nodes)
 
-            # This rank's own part of all that is not sharded
-            batch = [node for node in given if not _is_sharded(node)]
-            # This rank's part of the batch is its own; ranks of the same data draw alike
-            with next_stream(self.options.axes.data.rank, _device_of(trees)):
-                value, reduced = self._differentiate(
-                    call, _name_of(loss), trees, joined, order, batch
-                )
+            results, reduced = self._differentiate(call, with_lazy, trees, joined, order)
             grads = []
             for i, sharded in enumerate(trees):
                 if trained[i]:
@@ -233,31 +226,31 @@ class ShardedEngine:
                     grads.append(grads_like(sharded.pieces(), reduced, first))
                 elif asked[i]:  # as of a whole tree: None for leaves that are not trained
                     grads.append(_no_updates(sharded))
-        return value, optree.tree_structure(tree, is_leaf=_is_sharded).unflatten(grads)
+        return results, optree.tree_structure(tree, is_leaf=_is_sharded).unflatten(grads)
 
     def _differentiate(
         self,
-        call: Callable[[Sequence[Any]], Any],
-        name: str,
+        call: LossCall,
+        with_lazy: Callable[[Sequence[Any]], Any],
         trees: Sequence[ShardedTree],
         joined: Joined,
         order: PrefetchOrder,
-        batch: Sequence[Any],
     ) -> tuple[Any, dict[int, Tensor]]:
-        """One pass over the joined trees.
+        """The passes over the joined trees, one per micro-batch.
 
         Args:
-            call: the user's loss, of the trees as it may use them, in their order.
-            name: the loss's, for errors.
+            call: the user's loss, and this rank's arguments of it.
+            with_lazy: gives the tree and the arguments for the loss, of the trees as it may use
+                them, in their order.
             trees: those that are joined.
             joined: their layouts as one.
             order: the units as the last such pass gathered them.
-            batch: this rank's arguments of the loss beside the trees.
 
-        Returns: the mean over ranks (with those of the metrics, if there is an `Aux`), and the
+        Returns: the loss, and its metrics and buffers if it has some, for all ranks; and the
             reduced gradients by bucket of the joined layout.
         """
-        options, axes, layout = self.options, self.options.axes, joined.layout
+        axes, layout, name = self.options.axes, joined.layout, _name_of(call.loss)
+        rank = axes.world.rank
         # Counted from 0 in each era: ranks that come back after a failure may differ in it
         era = era_of(axes.world)
         if era != self._era:
@@ -271,49 +264,54 @@ class ShardedEngine:
         for sharded in trees:
             flats += sharded.flats()
         if not flats:
-            raise independent(axes.world.rank)
+            raise independent(rank)
         if any(flat.is_meta for flat in flats):
-            check_not_on_meta(trees, batch)
-        # A program, the user's own loop, has no State.parts in which a reduction could keep
-        # tensors. None: the levels' rows say when gradients are reduced.
-        summing = replace(options, reduction=SUMMED, reduce_gradients=None)
-        reduction = make_reduction(layout, summing, log, {})
-        has_aux = False  # known once the loss has returned: whether the caller wants metrics
+            check_not_on_meta(trees, call.batch)
+        # A program, the user's own loop, has no State.parts in which a reduction could keep tensors
+        options = replace(self.options, reduction=SUMMED)
+        reduction = make_reduction(layout, options, log, {})
+        look = is_looked_at(self._num_calls[name])
+        self._num_calls[name] += 1
+        of_trees = call.loss_fn(look=look, rank=rank)
 
-        def run_loss(lazy: Any) -> Outcome:
-            nonlocal has_aux
-            value, aux = check_loss(call(lazy), axes.world.rank)
-            refuse_buffers(aux)
-            has_aux = aux is not None
-            given = aux or Aux()
-            check_has_values({"loss": value, **given.metrics}, lazy, axes.world.rank)
-            return Outcome(value, {}, given.metrics, given.weight)
+        def loss_fn(lazy: Any, buffers: Any, batch: Any) -> Any:
+            return of_trees(with_lazy(lazy), buffers, batch)
 
-        def seed_of(outcome: Outcome) -> LossSeed:
-            return loss_seed_of(outcome, layout, axes.data.size, count=1, scale=None)
-
-        look = is_looked_at(self._num_gradients - 1)
-        outcome = run_pass(
-            run_loss, seed_of, flats, layout, reduction, order, options, log, look=look
+        # This rank's part of the batch is its own; ranks of the same data draw alike
+        streams = next_streams(axes.data.rank, _device_of(trees))
+        given = Differentiated(
+            loss_fn, call.buffers, call.batch, call.count, streams, self._reminder
         )
+        outcome = run_passes(given, flats, layout, reduction, order, options, log, look=look)
         reduced = reduction.finish()
-        # Logs are compared here, when all collectives of the pass have started
+        old, new, rule = call.buffers, outcome.buffers, options.sync_buffers
+        check_synchronizable(old, new, rule, axes.data, rank)
+        # Logs are compared here, when all collectives of the passes have started
         report = agreement.average(
-            {"loss": outcome.loss.detach(), **outcome.metrics},
+            {"loss": outcome.loss, **outcome.metrics},
             outcome.weight,
             labelled(axes.world, "gradient/metrics"),
             log,
+            changed_here(old, new, rule, axes.data),
             copy=axes.copy,
-            size=total_size(batch),
+            size=total_size(call.batch),
         )
-        rank = axes.world.rank
-        self._reminder.compare_ranks(batch, outcome.weight, report.mean_size, rank)
+        self._reminder.compare_ranks(call.batch, outcome.weight, report.mean_size, rank)
         with torch.no_grad():
             # In place: the flats were made for this gradient
             total = None if outcome.weight is None else report.weight
             to_means(reduced, total, scale=None)
+            buffers = synchronize(
+                old,
+                new,
+                report.flags,
+                rule,
+                labelled(axes.data, "gradient/buffers"),
+                report.num_weighty,
+                weighty=outcome.is_weighty,
+            )
         mean = report.metrics.pop("loss")
-        return ((mean, report.metrics) if has_aux else mean), reduced
+        return call.results(mean, report.metrics, buffers), reduced
 
     def join(
         self, trees: Sequence[ShardedTree], trained: Sequence[bool]

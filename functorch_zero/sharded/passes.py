@@ -1,8 +1,10 @@
-"""One pass: a loss forward and backward through the units of sharded params."""
+"""Passes: a loss forward and backward through the units of sharded params, micro-batch by
+micro-batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +19,23 @@ from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction
 from ..runtime.unit import Pass
 from ..step.loss import (
+    LossFn,
     Outcome,
+    as_metric,
+    call_loss,
     check_weight_value,
     independent,
+    joined,
+    micro_batches,
     nodes_behind,
+    noting_lost_graphs,
     refuse_reentrant_checkpoints,
 )
+from ..step.rng import MicroStreams
+from ..step.weight_reminder import WeightReminder
 from ..tree import PyTree
-from .grad_mean import LossSeed
+from .checks import check_not_empty
+from .grad_mean import LossSeed, loss_seed_of
 from .options import Options
 from .params import make_unit_flats
 
@@ -111,6 +122,72 @@ def run_pass(
     # Only after a pass that went well
     order.record(one_pass.following.gathered, one_pass.uses)
     return outcome
+
+
+class Differentiated(NamedTuple):
+    """A loss, and this rank's part of a batch: that of a step, or of a gradient of a program."""
+
+    loss_fn: LossFn
+    buffers: PyTree[Tensor]
+    batch: Any
+    accumulate: int  # micro-batches per batch
+    streams: MicroStreams  # their random numbers
+    reminder: WeightReminder  # warns of micro-batches of unequal sizes
+    scale: float | None = None  # of the loss; None: it isn't scaled
+
+
+def run_passes(
+    given: Differentiated,
+    flats: Sequence[Tensor],
+    layout: Layout,
+    reduction: GradientReduction,
+    order: PrefetchOrder,
+    options: Options,
+    log: list[str],
+    *,
+    look: bool,
+    held: PyTree[Tensor] = None,
+) -> Outcome:
+    """One pass per micro-batch, whose gradients add up in the reduction. Returns the outcomes as
+    one, without their graphs. For the arguments, see `run_pass`."""
+    axes, rank = options.axes, options.axes.world.rank
+    parts = micro_batches(given.batch, given.accumulate)
+
+    def on_micro_batch(i: int, buffers: PyTree[Tensor]) -> Outcome:
+        part = parts[i]
+
+        def loss(params: PyTree[Tensor]) -> Outcome:
+            return call_loss(given.loss_fn, params, buffers, part, rank)
+
+        def seed_of(outcome: Outcome) -> LossSeed:
+            check_not_empty(part, outcome.loss, outcome.weight, rank)
+            return loss_seed_of(outcome, layout, axes.data.size, given.accumulate, given.scale)
+
+        with given.streams(i), noting_lost_graphs():
+            outcome = run_pass(
+                loss,
+                seed_of,
+                flats,
+                layout,
+                reduction,
+                order,
+                options,
+                log,
+                look=look,
+                held=held,
+                last=i == given.accumulate - 1,
+            )
+        # Detached: the graph of this micro-batch goes before the next begins
+        metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
+        return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=())
+
+    outcomes: list[Outcome] = []
+    buffers = given.buffers
+    for i in range(len(parts)):
+        outcomes.append(on_micro_batch(i, buffers))
+        buffers = outcomes[-1].buffers  # each micro-batch is given those of the one before
+    given.reminder.compare_parts(parts, outcomes[0].weight, rank)
+    return joined(outcomes)
 
 
 def _called(

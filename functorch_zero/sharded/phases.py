@@ -27,16 +27,8 @@ from ..model.untouched import is_looked_at
 from ..optim.across import Across
 from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
-from ..runtime.reduce import GradientReduction, Kept
-from ..step.loss import (
-    Metrics,
-    Outcome,
-    as_metric,
-    call_loss,
-    joined,
-    micro_batches,
-    noting_lost_graphs,
-)
+from ..runtime.reduce import Kept
+from ..step.loss import Metrics, Outcome
 from ..step.metrics import UpdateMetrics
 from ..step.nonfinite import NonFiniteState, all_finite
 from ..step.rng import replayed
@@ -47,12 +39,11 @@ from ..tree import PyTree
 from . import agreement
 from .background import BackgroundTasks
 from .buffers import apart, changed_here, check_synchronizable, synchronize
-from .checks import check_not_empty
-from .grad_mean import LossSeed, in_range, loss_seed_of, to_means
+from .grad_mean import in_range, to_means
 from .options import Options
 from .params import grads_like, make_reduction, publish
 from .parts import ReductionParts
-from .passes import run_pass
+from .passes import Differentiated, run_passes
 
 
 class Updater(Protocol):
@@ -141,63 +132,35 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     kept = run.parts.kept_in(run.state.parts)  # by bucket, from the step before
     # One for all micro-batches: gradients add up in it
     reduction = make_reduction(run.layout, options, log, kept)
-    outcomes: list[Outcome] = []
-    buffers = run.state.buffers
-    parts = micro_batches(run.batch, run.step.accumulate)
-    for part in parts:
-        outcome = _on_micro_batch(run, part, buffers, len(outcomes), reduction, log, order)
-        outcomes.append(outcome)
-        buffers = outcome.buffers  # each micro-batch is given those of the one before
-    rank = run.options.group.rank
-    run.step.reminder.compare_parts(parts, outcomes[0].weight, rank)
+    state, axes, device = run.state, options.axes, run.flats[0].device
+    given = Differentiated(
+        run.step.loss_fn,
+        state.buffers,
+        run.batch,
+        run.step.accumulate,
+        # Ranks of the same data draw the same numbers, so they find the same loss
+        lambda i: replayed(state.seed, state.step, axes.data.rank, device, i),
+        run.step.reminder,
+        scale=run.step.policy.scale(state.finite),
+    )
+    look = is_looked_at(int(state.step))
+    outcome = run_passes(
+        given,
+        run.flats,
+        run.layout,
+        reduction,
+        order,
+        options,
+        log,
+        look=look,
+        held=state.params,
+    )
     # The one wait for the last reductions; from here on gradients are sums over ranks
-    reduced, outcome = reduction.finish(), joined(outcomes)
+    reduced = reduction.finish()
     # `in_range` makes the host wait for the device, so it is asked only if the step looks
     looks = run.step.policy.looks
     overflown = looks and not in_range(reduced, run.layout, weighted=_weighted(outcome))
     return Local(reduced, reduction.kept, outcome, overflown, log)
-
-
-def _on_micro_batch(
-    run: Run,
-    batch: Any,
-    buffers: PyTree[Tensor],
-    i: int,
-    reduction: GradientReduction,
-    log: list[str],
-    order: PrefetchOrder,
-) -> Outcome:
-    """One pass over the i-th part of the batch."""
-    state, axes, count = run.state, run.options.axes, run.step.accumulate
-    rank = axes.world.rank
-
-    def loss(params: PyTree[Tensor]) -> Outcome:
-        return call_loss(run.step.loss_fn, params, buffers, batch, rank)
-
-    def seed_of(outcome: Outcome) -> LossSeed:
-        check_not_empty(batch, outcome.loss, outcome.weight, rank)
-        scale = run.step.policy.scale(state.finite)
-        return loss_seed_of(outcome, run.layout, axes.data.size, count, scale)
-
-    # Ranks of the same data draw the same numbers, so they find the same loss
-    random = replayed(state.seed, state.step, axes.data.rank, run.flats[0].device, i)
-    with random, noting_lost_graphs():
-        outcome = run_pass(
-            loss,
-            seed_of,
-            run.flats,
-            run.layout,
-            reduction,
-            order,
-            run.options,
-            log,
-            look=is_looked_at(int(state.step)),
-            held=state.params,
-            last=i == count - 1,
-        )
-    # Detached: the graph of this micro-batch goes before the next begins
-    metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
-    return outcome._replace(loss=outcome.loss.detach(), metrics=metrics, kept=())
 
 
 def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
@@ -307,8 +270,6 @@ def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:
     if not agreed.fine:
         return run.state.buffers
     group = labelled(run.options.axes.data, "step/buffers")
-    # Whether this rank's buffers count in the mean
-    weighty = outcome.weight is None or float(outcome.weight) != 0
     return synchronize(
         run.state.buffers,
         outcome.buffers,
@@ -316,7 +277,7 @@ def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:
         run.options.sync_buffers,
         group,
         agreed.num_weighty,
-        weighty=weighty,
+        weighty=outcome.is_weighty,
     )
 
 

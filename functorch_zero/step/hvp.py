@@ -31,7 +31,7 @@ from .loss import (
     nodes_behind,
     refuse_reentrant_checkpoints,
 )
-from .program import differentiate, refuse_buffers, unshard
+from .program import LossCall, differentiate, unshard
 
 _VALUE = "(loss)"  # the loss among the slope's metrics
 _LIKE = "pass a tree like the gradients, as fz.zero_updates(params) is"
@@ -75,7 +75,7 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
             own, along = trees
             leaves = _Watched(unshard(own))
             value, aux = check_loss(loss(leaves.tree, *args))
-            refuse_buffers(aux)
+            _refuse_buffers(aux)
             refuse_reentrant_checkpoints(nodes_behind(value))
             has_aux = aux is not None
             given = aux or Aux()
@@ -85,12 +85,24 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
 
         with _noting_first_derivatives():
             held = _held_like(params, vector)
-            found, of_slope = differentiate(slope_of, (params, held), args, counted=loss)
+            call = LossCall(slope_of, args, counted=loss)
+            found, of_slope = differentiate(call, (params, held))
         (_, metrics), (product, grads) = found, of_slope
         value = metrics.pop(_VALUE)
         return ((value, metrics) if has_aux else value), grads, product
 
     return run
+
+
+def _refuse_buffers(aux: Aux | None) -> None:
+    """Raise if a loss has returned buffers: a product has no place for them."""
+    if aux is not None and aux.buffers is not None:
+        raise StructureError(
+            explain(
+                "the loss of fz.hvp returned Aux(buffers=...), which a product has no place for",
+                remedy="leave them out here; fz.value_and_grad(loss)(..., buffers=) gives new ones",
+            )
+        )
 
 
 class _Watched:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple, TypeGuard
@@ -54,6 +54,12 @@ class Outcome(NamedTuple):
     weight: Tensor | float | None  # >= 0; None: the loss gave none
     kept: Sequence[Kept] = ()  # buffers that backward must not write to; () after it
 
+    @property
+    def is_weighty(self) -> bool:
+        """Whether the batch counts in means, and in those of buffers. The host waits for a device's
+        weight."""
+        return self.weight is None or float(self.weight) != 0
+
 
 def call_loss(
     loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
@@ -95,11 +101,6 @@ def naming_batch(batch: Any, *, given_to: str = "loss") -> Iterator[None]:
         own = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
         error.add_note(f"The {given_to} was given this batch: {outline(own)}")
         raise
-
-
-def naming_args(args: tuple[Any, ...]) -> AbstractContextManager[None]:
-    """The same around a program's loss: the arguments after its first are the batch."""
-    return naming_batch(args[0] if len(args) == 1 else args)
 
 
 @contextmanager
@@ -232,7 +233,7 @@ def check_has_values(results: Mapping[str, Any], params: PyTree[Any], rank: int 
         params: as the loss was given them.
         rank: for the error.
     """
-    empty = [name for name, x in results.items() if isinstance(x, Tensor) and _on_meta(x)]
+    empty = [name for name, x in results.items() if _on_meta(x)]
     if not empty or any(map(_on_meta, optree.tree_leaves(params))):
         return
     raise StructureError(
@@ -248,8 +249,8 @@ def check_has_values(results: Mapping[str, Any], params: PyTree[Any], rank: int 
     )
 
 
-def _on_meta(x: Tensor) -> bool:
-    return x.device.type == "meta"
+def _on_meta(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device.type == "meta"
 
 
 def independent(rank: int | None = None) -> StructureError:
@@ -428,6 +429,21 @@ def check_total_weight(total: float, rank: int | None = None) -> None:
                 remedy="count examples, or tokens; 0 counts for nothing",
             )
         )
+
+
+def check_accumulate(count: Any) -> None:
+    """Raise unless this is a number of micro-batches."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(
+            explain(
+                "accumulate is no number of micro-batches",
+                expected="an int",
+                got=f"{type(count).__name__} {count!r}",
+                remedy="accumulate=int(...)",
+            )
+        )
+    if count < 1:
+        raise ValueError(f"accumulate must be at least 1, got {count}")
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:

@@ -7,7 +7,7 @@ arithmetic in one process, which every engine must equal.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,42 +16,42 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError
-from ..model.casting import CastParams
+from .._torch_private import transforms_active
+from ..errors import StructureError, explain
 from ..model.lazy_param import LazyParam, make_whole
 from ..model.untouched import Untouched, is_looked_at
 from ..optim.local import Local
 from ..params import engine_of, is_on_engine
-from ..tree import PyTree, check_tensors, is_plain, same_structure
-from .loss import (
-    Aux,
-    as_metric,
-    check_has_values,
-    check_loss,
-    gradients,
-    independent,
-    naming_args,
-    nodes_behind,
-    noting_lost_graphs,
-    refuse_reentrant_checkpoints,
-    unless_weightless,
-)
-from .rng import next_stream
+from ..tree import PyTree, check_tensors, is_plain, paths, same_structure
+from .gradient import mean_gradients
+from .loss import Aux, LossFn, Metrics, as_metric, check_accumulate
+from .rng import next_streams
 from .state import State, check_not_on_meta
-
-# By loss, its unsharded calls in this process; `value_and_grad(loss)` may be made anew for each
-_CALLS: WeakKeyDictionary[Callable[..., Any], Iterator[int]] = WeakKeyDictionary()
+from .weight_reminder import WeightReminder
 
 
-def _next_call_of(loss: Callable[..., Any]) -> int:
-    """The number of this call of a loss, from 0."""
+class _History:
+    """The unsharded calls of one loss in this process, whichever `value_and_grad(loss)` made
+    them."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()  # of the calls, from 0
+        self.reminder = WeightReminder()
+
+
+_HISTORIES: WeakKeyDictionary[Callable[..., Any], _History] = WeakKeyDictionary()
+
+
+def _history_of(loss: Callable[..., Any]) -> _History:
     try:
-        return next(_CALLS.setdefault(loss, itertools.count()))
+        return _HISTORIES.setdefault(loss, _History())
     except TypeError:  # an object that can't be a key
-        return 0
+        return _History()
 
 
-def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+def value_and_grad(
+    loss: Callable[..., Any], *, accumulate: int = 1
+) -> Callable[..., tuple[Any, Any]]:
     """The function that gives a loss and its gradients.
 
     `value_and_grad(loss)(tree, *args)` calls `loss(tree, *args)`, which returns a 0-d tensor, or
@@ -59,17 +59,29 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     `((value, metrics), grads)`. Gradients are those of the trained leaves of `tree`, which have
     `requires_grad`, and None elsewhere; trees in `args` are read only.
 
+    Two more arguments go to the loss by their names, and are those of a training step's loss:
+
+    - `batch=` is cut into `accumulate` micro-batches, as `train_step` cuts it. Each is a call of
+      the loss. Value, metrics and gradients are the means by the micro-batches' weights. `args`
+      are the same in each call.
+    - `buffers=` are whole tensors, of which the loss is given copies. It may write to them, or
+      return others as `Aux(buffers=...)`. Each micro-batch is given those of the one before. The
+      result is `((value, metrics, buffers), grads)` then.
+
     Sharded trees may be anywhere in `tree` and `args`. Then each rank passes its own part of all
-    else in `args`. Value and metrics are means over ranks; gradients are of that mean, in the form
-    of pieces. Units of read trees are gathered on use, like those of `tree`. Every rank calls it.
-    Collectives: those of each level's row in the table of `layout/levels.py`, and one all-reduce of
-    the value.
+    else in `args`, and of the batch. Value and metrics are means over ranks; gradients are of that
+    mean, in the form of pieces. Buffers are equal on all ranks, by the rule `sync_buffers` of
+    `shard`; for trees of `shard_tree`, it is "mean". Units of read trees are gathered on use, like
+    those of `tree`. Every rank calls it. Collectives: those of each level's row in the table of
+    `layout/levels.py`, one all-reduce of the value, and one per dtype of the buffers that changed.
 
     Random numbers are torch's own, as they come. Inside of a step they follow from its seed, its
-    number, the gradient's number in the step and the part of the batch instead.
+    number, the gradient's number in the step, the micro-batch and the part of the batch instead.
 
     Raises:
-        StructureError: the loss uses no trained leaf, or is no scalar, or returned buffers.
+        StructureError: the loss uses no trained leaf, or is no scalar; it writes to `args`, or
+            returns buffers without having been given any.
+        TypeError: micro-batches were asked for, and no `batch=` was given.
         GroupError: ranks have called different things.
 
     >>> def loss(params, x):
@@ -78,29 +90,157 @@ def value_and_grad(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     >>> value, grads
     (tensor(2.), {'w': tensor([-2., -2.])})
     """
+    check_accumulate(accumulate)
 
-    def run(tree: Any, *args: Any) -> tuple[Any, Any]:
-        return differentiate(loss, tree, args, counted=loss)
+    def run(tree: Any, *args: Any, buffers: Any = None, batch: Any = None) -> tuple[Any, Any]:
+        return differentiate(LossCall(loss, args, buffers, batch, accumulate), tree)
 
     return run
 
 
-def differentiate(
-    loss: Callable[..., Any], tree: Any, args: tuple[Any, ...], *, counted: Callable[..., Any]
-) -> tuple[Any, Any]:
-    """A loss and its gradients; see `value_and_grad`.
-
-    `counted`: the user's own function, whose calls are counted: a loss made of it may be new in
-    each call.
-    """
+def differentiate(call: LossCall, tree: Any) -> tuple[Any, Any]:
+    """The results of a loss, and its gradients; see `value_and_grad`."""
     # Sharded trees among tree or args decide for all: one engine answers
-    engine = engine_of(tree, args)
+    engine = engine_of(tree, call.args)
     if engine is not None:
-        return engine.value_and_grad(loss, tree, args)
-    look = is_looked_at(_next_call_of(counted))
-    # Part 0: one process has all of the batch
-    with next_stream(0, _device_of(tree)):
-        return _value_and_grad(loss, tree, args, look=look)
+        return engine.value_and_grad(call, tree)
+    return _value_and_grad(call, tree)
+
+
+class LossCall:
+    """A program's loss and its arguments beside the tree, in one call of `value_and_grad`.
+
+    Attributes:
+        args: passed on as they are; sharded trees among them.
+        buffers: {} where none were given.
+        batch: where none was given, `args` without their sharded trees, for errors and for sizes.
+        count: of the micro-batches.
+        counted: the user's own function, whose calls are counted: a loss made of it may be new in
+            each call.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        args: tuple[Any, ...],
+        buffers: PyTree[Tensor] | None = None,
+        batch: Any = None,
+        count: int = 1,
+        *,
+        counted: Callable[..., Any] | None = None,
+    ):
+        self.loss, self.args, self.count = loss, args, count
+        self.counted = loss if counted is None else counted
+        self.takes_buffers, self.takes_batch = buffers is not None, batch is not None
+        _refuse_sharded("buffers", buffers, _WHOLE_BUFFERS)
+        _refuse_sharded("batch", batch, "pass the tree by its place, value_and_grad(loss)(t, tree)")
+        if not all(map(is_plain, optree.tree_leaves(buffers))):
+            check_tensors(buffers, "buffers", dense=False)  # which names the leaf
+        # In no graph: the loss is differentiated by the tree alone
+        self.buffers = tree_map(torch.detach, buffers) if self.takes_buffers else {}
+        if self.takes_batch:
+            self.batch = batch
+        elif count > 1:
+            raise TypeError(
+                explain(
+                    f"value_and_grad(accumulate={count}) was given no batch to cut",
+                    expected="value_and_grad(loss, accumulate=...)(tree, ..., batch=...)",
+                    got=f"{len(args)} arguments beside the tree, and no batch=",
+                    remedy="let the loss have a parameter `batch`, which is a tree of tensors "
+                    "with a row per example, and pass it by that name",
+                )
+            )
+        else:
+            own = tree_map(lambda x: None if is_on_engine(x) else x, args, is_leaf=is_on_engine)
+            self.batch = own[0] if len(own) == 1 else own
+        self._has_aux = False  # known once the loss has returned: whether metrics are wanted
+
+    def loss_fn(self, *, look: bool, rank: int | None = None) -> LossFn:
+        """The loss in the form of a training step's: of the tree and the arguments, the buffers,
+        and a micro-batch.
+
+        Args:
+            look: whether the values of arguments are compared, too; see `Untouched`.
+            rank: for errors.
+        """
+
+        def call(trees: Any, buffers: Any, batch: Any) -> Any:
+            tree, args = trees
+            named = {}
+            if self.takes_buffers:
+                named["buffers"] = buffers
+            if self.takes_batch:
+                named["batch"] = batch
+            own = [leaf for leaf in optree.tree_leaves(args) if _is_plain(leaf)]
+            untouched = Untouched(own, look=look)
+            result = self.loss(tree, *args, **named)
+            changed = untouched.first_changed()
+            if changed is not None:
+                raise _written(self.loss, args, own[changed], rank)
+            self._note_aux(result, rank)
+            return result
+
+        return call
+
+    def results(self, value: Tensor, metrics: Metrics, buffers: PyTree[Tensor]) -> Any:
+        """The results of the loss, as `value_and_grad` gives them beside the gradients."""
+        if self.takes_buffers:
+            return value, metrics, buffers
+        return (value, metrics) if self._has_aux else value
+
+    def _note_aux(self, result: Any, rank: int | None) -> None:
+        aux = result[1] if isinstance(result, tuple) and len(result) == 2 else None
+        self._has_aux |= aux is not None
+        if isinstance(aux, Aux) and aux.buffers is not None and not self.takes_buffers:
+            raise StructureError(
+                explain(
+                    "the loss of value_and_grad returned Aux(buffers=...), and was given none",
+                    rank=rank,
+                    remedy="pass them by name, value_and_grad(loss)(tree, ..., buffers=buffers), "
+                    "and let the loss have a parameter of that name",
+                )
+            )
+
+
+_WHOLE_BUFFERS = (
+    "keep them whole on every rank: let the program's init put them into the value from where it "
+    "is defined, not from its arguments; outside of a step, don't shard them"
+)
+
+
+def _refuse_sharded(name: str, given: Any, remedy: str) -> None:
+    """Raise if a named argument holds a sharded tree."""
+    if any(map(is_on_engine, optree.tree_leaves(given, is_leaf=is_on_engine))):
+        raise StructureError(
+            explain(
+                f"value_and_grad was given a sharded tree in {name}=",
+                expected="whole tensors",
+                remedy=remedy,
+            )
+        )
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of which writes show: no lazy param, which a pass watches."""
+    return type(leaf) in (Tensor, torch.nn.Parameter) and is_plain(leaf) and not transforms_active()
+
+
+def _written(
+    loss: Callable[..., Any], args: tuple[Any, ...], tensor: Tensor, rank: int | None
+) -> StructureError:
+    leaves = optree.tree_leaves(args)
+    n = next(n for n, leaf in enumerate(leaves) if leaf is tensor)
+    return StructureError(
+        explain(
+            f"{getattr(loss, '__qualname__', 'the loss')} has written to one of its arguments in "
+            "place, which each rank would keep for itself",
+            path=f"args.{paths(args)[n]}",
+            rank=rank,
+            remedy="pass buffers by name, value_and_grad(loss)(tree, ..., buffers=buffers): the "
+            "loss may write to them, and they come back equal on all ranks. Of other tensors make "
+            "new ones",
+        )
+    )
 
 
 def _device_of(tree: Any) -> torch.device:
@@ -109,10 +249,8 @@ def _device_of(tree: Any) -> torch.device:
     return leaves[0].device if leaves else torch.device("cpu")
 
 
-def _value_and_grad(
-    loss: Callable[..., Any], tree: Any, args: tuple[Any, ...], *, look: bool
-) -> tuple[Any, Any]:
-    leaves, treedef = optree.tree_flatten(tree)
+def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
+    leaves = optree.tree_leaves(tree)
     # Such a leaf has no storage to be a leaf of a graph
     if any(type(leaf) is LazyParam for leaf in leaves):
         raise StructureError(
@@ -121,62 +259,22 @@ def _value_and_grad(
         )
     if not all(map(is_plain, leaves)):
         check_tensors(tree, "the tree")  # which names the leaf
-    check_not_on_meta(tree, args)
-    # Autograd leaves of this call's own, so that `tree` is in no autograd graph
-    own = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
-    # Frozen leaves are given to the loss and not differentiated
-    trained = [leaf for leaf in own if leaf.requires_grad]
-    with torch.enable_grad():
-        # One cast for tree and args: trees that are only read may have policies too
-        cast = CastParams((treedef.unflatten(own), args), look=look)
-        untouched = Untouched(own, look=look)
-        own_tree, own_args = cast.params
-        with naming_args(args):
-            result = loss(own_tree, *own_args)
-        value, aux = check_loss(result)
-        check_has_values({"loss": value, **(aux.metrics if aux else {})}, own_tree, None)
-        refuse_buffers(aux)
-        if look:
-            refuse_reentrant_checkpoints(nodes_behind(value))
-        # Before backward, so that the error comes from the loss that wrote
-        cast.finish()
-        untouched.check(tree)
-        # Nothing trained: no gradients to take
-        found: Sequence[Tensor | None] = ()
-        if trained:
-            with noting_lost_graphs():
-                found = gradients(value, trained)
-    if all(grad is None for grad in found):
-        raise independent()
-
-    of_trained = iter(found)
-    grads: list[Tensor | None] = []  # of each leaf of the tree
-    for leaf in own:
-        grads.append(_whole_grad(next(of_trained), leaf, aux) if leaf.requires_grad else None)
-    value = value.detach()
-    if aux is None:
-        return value, treedef.unflatten(grads)
-    metrics = {}
-    for name, given in aux.metrics.items():
-        metrics[name] = unless_weightless(as_metric(given), aux.weight)
-    return (unless_weightless(value, aux.weight), metrics), treedef.unflatten(grads)
-
-
-def _whole_grad(grad: Tensor | None, leaf: Tensor, aux: Aux | None) -> Tensor:
-    """The gradient of a trained leaf: zeros where the loss doesn't use it, or the batch weighs
-    nothing."""
-    if grad is None:
-        return torch.zeros_like(leaf)
-    return grad if aux is None else unless_weightless(grad, aux.weight)
-
-
-def refuse_buffers(aux: Aux | None) -> None:
-    """Raise if a loss has returned buffers, which a gradient alone has no place for."""
-    if aux is not None and aux.buffers is not None:
-        raise StructureError(
-            "the loss of value_and_grad returned Aux(buffers=...), and a gradient alone has no "
-            "place for them. Remedy: use train_step, which keeps buffers in its state"
-        )
+    check_not_on_meta(tree, (call.args, call.batch))
+    history = _history_of(call.counted)
+    look = is_looked_at(next(history.numbers))
+    grads, outcome = mean_gradients(
+        call.loss_fn(look=look),
+        (tree, call.args),
+        call.buffers,
+        call.batch,
+        count=call.count,
+        # Part 0: one process has all of the batch
+        streams=next_streams(0, _device_of(tree)),
+        look=look,
+        reminder=history.reminder,
+    )
+    metrics = {name: as_metric(value) for name, value in outcome.metrics.items()}
+    return call.results(outcome.loss, metrics, outcome.buffers), grads
 
 
 _LIKE = "pass the trees that fz.value_and_grad and the optimizer gave of these params"

@@ -2,14 +2,14 @@
 
 Note [streams of a program]: a program's own random numbers follow from the seed and the step alone,
 so that every rank draws the same. Those of its losses follow from the part of the batch, too, and
-from the number of the gradient in the step. `streams` counts the gradients of the step that runs;
-`value_and_grad` asks for the next one's stream. It also counts the draws of `random`, and gives
-each a key.
+from the numbers of the gradient in the step and of the micro-batch. `streams` counts the gradients
+of the step that runs; `value_and_grad` asks for the next one's streams. It also counts the draws of
+`random`, and gives each a key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import count
@@ -23,6 +23,9 @@ from ..optim.random_numbers import key_of, mix
 
 # Where a part of the batch stands: in the stream of a program, and in the keys of its draws
 _NO_PART, _DRAW = -1, -2
+
+# By a micro-batch's number, the random numbers of the loss on it
+MicroStreams = Callable[[int], AbstractContextManager[None]]
 
 
 @contextmanager
@@ -77,16 +80,20 @@ class Streams:
         """The program's own: the same on every rank."""
         return replayed(self._seed, self._step, _NO_PART, device)
 
-    @contextmanager
-    def of_next_gradient(self, part: int, device: torch.device) -> Iterator[None]:
+    def of_next_gradient(self, part: int, device: torch.device) -> MicroStreams:
         """The next gradient's, on this part of the batch."""
         gradient = next(self._gradients)
-        outside, self._in_a_loss = self._in_a_loss, True
-        try:
-            with replayed(self._seed, self._step, part, device, gradient=gradient):
-                yield
-        finally:
-            self._in_a_loss = outside
+
+        @contextmanager
+        def of_micro_batch(micro: int) -> Iterator[None]:
+            outside, self._in_a_loss = self._in_a_loss, True
+            try:
+                with replayed(self._seed, self._step, part, device, micro, gradient):
+                    yield
+            finally:
+                self._in_a_loss = outside
+
+        return of_micro_batch
 
     def next_key(self) -> int:
         """The key of the program's next draw: the same on every rank."""
@@ -121,11 +128,13 @@ def streams(seed: Tensor | None, step: Tensor, device: torch.device) -> Iterator
         _STREAMS.reset(token)
 
 
-def next_stream(part: int, device: torch.device) -> AbstractContextManager[None]:
-    """The stream of the next gradient of the step that runs; outside of steps torch's own numbers,
+def next_streams(part: int, device: torch.device) -> MicroStreams:
+    """The streams of the next gradient of the step that runs; outside of steps torch's own numbers,
     as they come."""
     running = _STREAMS.get()
-    return nullcontext() if running is None else running.of_next_gradient(part, device)
+    if running is None:
+        return lambda micro: nullcontext()
+    return running.of_next_gradient(part, device)
 
 
 def next_key() -> int:

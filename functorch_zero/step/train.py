@@ -17,10 +17,8 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
-from ..model.buffer_copies import check_kept_in_backward
-from ..model.casting import CastParams
 from ..model.deferred_init import DeferredInit
-from ..model.untouched import Untouched, is_looked_at
+from ..model.untouched import is_looked_at
 from ..optim.across import Across
 from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
@@ -36,23 +34,8 @@ from ..tree import (
     same_structure,
     select,
 )
-from .loss import (
-    LossFn,
-    Metrics,
-    Outcome,
-    as_metric,
-    call_loss,
-    check_weight_value,
-    gradients,
-    independent,
-    joined,
-    micro_batches,
-    nodes_behind,
-    noting_lost_graphs,
-    refuse_reentrant_checkpoints,
-    unless_weightless,
-    weighted_mean,
-)
+from .gradient import Trees, mean_gradients
+from .loss import LossFn, Metrics, Outcome, as_metric, check_accumulate
 from .metrics import UpdateMetrics, check_names, check_reported
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .refit import carried
@@ -87,17 +70,7 @@ class TrainStep:
     reminder: WeightReminder = field(default_factory=WeightReminder, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int):
-            raise TypeError(
-                explain(
-                    "accumulate is no number of micro-batches",
-                    expected="an int",
-                    got=f"{type(self.accumulate).__name__} {self.accumulate!r}",
-                    remedy="accumulate=int(...)",
-                )
-            )
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
+        check_accumulate(self.accumulate)
 
     def init(
         self,
@@ -209,73 +182,24 @@ class TrainStep:
         The oracle of a sharded step calls this once for each part of a batch: `batch` is then the
         `part`-th one, and random numbers are those of a rank that has it.
         """
-        # One for each micro-batch, all at a time: the oracle is simple, not thrifty
-        grads_of: list[PyTree[Tensor]] = []  # one tree per micro-batch, whole leaves
-        outcomes: list[Outcome] = []
-        parts = micro_batches(batch, self.accumulate)
-        for i, micro_batch in enumerate(parts):
-            grads, outcome = self._on_micro_batch(state, micro_batch, part, i)
-            grads_of.append(grads)
-            outcomes.append(outcome)
-            # Buffers go on from one micro-batch to the next, as they would over so many steps
-            state = state.replace(buffers=outcome.buffers)
-        # No mean, and so no rounding, of a single one
-        if len(outcomes) == 1:
-            return grads_of[0], outcomes[0]
-        self.reminder.compare_parts(parts, outcomes[0].weight)
-        mean_grads = tree_map(lambda *grads: weighted_mean(grads, outcomes), *grads_of)
-        return mean_grads, joined(outcomes)
-
-    def _on_micro_batch(
-        self, state: State, batch: Any, part: int, i: int
-    ) -> tuple[PyTree[Tensor], Outcome]:
-        """Forward and backward of the loss on micro-batch `i`: gradients, and its results."""
         # Autograd leaves of this call's own, on the state's storage: nothing is left on the state
         params = marked(state)
-        leaves = optree.tree_leaves(params)
-        device = leaves[0].device
-        look = is_looked_at(int(state.step))
-        with replayed(state.seed, state.step, part, device, i), torch.enable_grad():
-            # The loss must not write to params: a sharded one couldn't, and results would differ
-            untouched = Untouched(leaves, look=look)
-            cast = CastParams(params, look=look)
-            outcome = call_loss(self.loss_fn, cast.params, state.buffers, batch)
-            if look:
-                refuse_reentrant_checkpoints(nodes_behind(outcome.loss))
-                check_weight_value(outcome.weight)
-            # Before backward, so that the error comes from the loss that wrote
-            cast.finish()
-            untouched.check(params)
-            grads = self._gradients(state, params, outcome)
-            check_kept_in_backward(outcome.kept)
+        device = optree.tree_leaves(params)[0].device
 
-        # A batch that weighs nothing counts for nothing: a mean over no examples is a NaN
-        metrics = {}
-        for name, value in outcome.metrics.items():
-            metrics[name] = unless_weightless(as_metric(value), outcome.weight)
-        loss = unless_weightless(outcome.loss.detach(), outcome.weight)
-        return grads, outcome._replace(loss=loss, metrics=metrics, kept=())
+        def loss_fn(trees: Trees, buffers: PyTree[Tensor], batch: Any) -> Any:
+            return self.loss_fn(trees[0], buffers, batch)
 
-    def _gradients(self, state: State, params: PyTree[Tensor], outcome: Outcome) -> PyTree[Tensor]:
-        """The gradients of the trained leaves, whole, in the leaves' dtypes; None where frozen."""
-        trained_leaves, treedef = optree.tree_flatten(select(params, _with_grad(params)))
-        # Backward begins with the loss scale, which is the same as to multiply the loss by it
-        scale = self.policy.scale(state.finite)
-        seed = None if scale is None else outcome.loss.new_full((), scale)
-        with noting_lost_graphs():
-            found = gradients(outcome.loss, trained_leaves, seed)
-        # A loss that reaches no leaf at all is a mistake
-        if all(grad is None for grad in found):
-            raise independent()
-        grads = []
-        for leaf, grad in zip(trained_leaves, found, strict=True):
-            if grad is None:
-                grad = torch.zeros_like(leaf)  # this batch's loss doesn't use the leaf
-            if scale is not None:
-                # Divided again leaf by leaf, in the gradient's dtype
-                grad = grad / scale
-            grads.append(unless_weightless(grad, outcome.weight))
-        return treedef.unflatten(grads)
+        return mean_gradients(
+            loss_fn,
+            (params, None),
+            state.buffers,
+            batch,
+            count=self.accumulate,
+            streams=lambda i: replayed(state.seed, state.step, part, device, i),
+            look=is_looked_at(int(state.step)),
+            reminder=self.reminder,
+            scale=self.policy.scale(state.finite),
+        )
 
     def update(self, state: State, grads: PyTree[Tensor], buffers: PyTree[Tensor]) -> State:
         """The next state, from gradients."""

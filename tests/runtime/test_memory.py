@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from optree import tree_map
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from functorch_zero import optim
+from functorch_zero import apply_updates, optim, program_step, value_and_grad
 from functorch_zero.groups import CountingGroup
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
@@ -74,6 +75,14 @@ class Deep(nn.Module):
         return self.head(x)
 
 
+class Half(Deep):
+    """Half as many blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks[DEPTH // 2 :]
+
+
 def peak(
     ranks: int, make: Callable[[], nn.Module] = Deep, trainable: Any = None, **options: Any
 ) -> float:
@@ -123,11 +132,6 @@ def test_without_regathering_the_params_stay() -> None:
 
 
 def test_depth_does_not_matter() -> None:
-    class Half(Deep):
-        def __init__(self) -> None:
-            super().__init__()
-            del self.blocks[DEPTH // 2 :]
-
     assert peak(RANKS) - peak(RANKS, Half) <= DEPTH / 2 / RANKS + 0.5
 
 
@@ -158,3 +162,78 @@ def test_gradients_are_freed_unit_by_unit(level: int) -> None:
             sharded(state, x)
         peaks[number] = live.peak / UNIT
     assert peaks[0] >= DEPTH and peaks[level] <= 5
+
+
+# Programs: several gradients, which are kept until one update
+
+
+def program_peak(program: Any, *models: Callable[[], nn.Module]) -> float:
+    """The most bytes, in units of a block, that a program's step makes beside its state."""
+    trees, losses = [], []
+    for make in models:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            apply, params, _ = functionalize(make().double())
+        trees.append(params)
+        losses.append(lambda p, x, apply=apply: apply(p, {}, x)[0].square().mean())
+    step = program_step(lambda value, x: (program(value, losses, x), {}), init=TAKES[len(trees)])
+    sharded = shard(step, level=3, group=CountingGroup(RANKS))
+    state = sharded.init(*trees)
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    found = []
+    for _ in range(3):
+        with torch.autograd.set_multithreading_enabled(False), LiveBytes() as live:
+            state, _ = sharded(state, x)
+        found.append(live.peak)
+    del state
+    return max(found) / UNIT
+
+
+TAKES = {1: lambda params: (params,), 2: lambda params, others: (params, others)}
+PIECES = DEPTH / RANKS  # of a tree of the deep model, or of its gradients
+
+
+def several(num: int, *, moving: bool) -> Callable[..., Any]:
+    """A program of several gradients, each but the first at displaced params if `moving`."""
+
+    def program(value: Any, losses: Any, x: Tensor) -> Any:
+        (params,), (loss,) = value, losses
+        places, found = [params], []
+        for i in range(num):
+            found.append(value_and_grad(loss)(places[-1], x)[1])
+            if moving and i < num - 1:
+                updates = tree_map(lambda g: 0.1 * g, found[-1])
+                places.append(apply_updates(params, updates))
+                del updates
+        return (apply_updates(params, tree_map(lambda *g: -0.1 * sum(g), *found)),)
+
+    return program
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_a_gradient_that_is_kept_costs_its_pieces(num: int) -> None:
+    one = program_peak(several(1, moving=False), Deep)
+    kept = program_peak(several(num, moving=False), Deep)
+    assert one <= PIECES + 3.5
+    assert kept - one == pytest.approx((num - 1) * PIECES, abs=0.1)
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_a_displaced_tree_costs_its_pieces(num: int) -> None:
+    one = program_peak(several(1, moving=False), Deep)
+    moved = program_peak(several(num, moving=True), Deep)
+    assert moved - one == pytest.approx(2 * (num - 1) * PIECES, abs=0.15)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_largest_gradient_decides(order: tuple[int, int]) -> None:
+    """Two networks: the passes come one after the other, and only pieces of the first are kept."""
+
+    def program(value: Any, losses: Any, x: Tensor) -> Any:
+        found = {i: value_and_grad(losses[i])(value[i], x)[1] for i in order}
+        new = [apply_updates(params, found[i]) for i, params in enumerate(value)]
+        return tuple(new)
+
+    alone = program_peak(several(1, moving=False), Deep)
+    both = program_peak(program, Deep, Half)
+    assert both <= alone + PIECES + 0.1

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from optree import tree_map
 from torch import Tensor, nn
 
-from functorch_zero import optim
+from functorch_zero import apply_updates, optim, program_step, value_and_grad
 from functorch_zero.groups import CountingGroup, counted, run_ranks
 from functorch_zero.layout.build import make_layout
 from functorch_zero.model.functionalize import functionalize
@@ -233,3 +234,87 @@ def test_units_used_more_than_once(order: list[int]) -> None:
     in_a_row = sum(a != b for a, b in pairwise([-1, *order]))
     assert group.num_calls("all_gather") == in_a_row + len(order) - 1
     assert group.num_calls("reduce_scatter") == len(order)
+
+
+# Programs
+
+
+def calls_of(step: Any, level: int, *trees: Any) -> Counter[tuple[str, int]]:
+    """A sharded step's collectives in its second call, by kind and length."""
+    group = CountingGroup(RANKS)
+    sharded = shard(step, level=level, group=group)
+    state = sharded.init(*trees)
+    for _ in range(2):
+        group.reset()
+        state, _ = sharded(state, tokens(2))
+    return Counter((call.kind, call.num_elements) for call in group.calls)
+
+
+def program_calls(train: Counter[Any], level: int, gradients: int, publishes: int) -> Counter[Any]:
+    """The collectives of a program, from those of a training step.
+
+    Each gradient has the step's, metrics among them. Params are published as often as updates are
+    applied. One all-reduce of 3 numbers ends the step.
+    """
+    found = Counter({("all_reduce", 3): 1})
+    for call, num in train.items():
+        is_publish = level in (1, 2) and call[0] == "all_gather"
+        found[call] += num * (publishes if is_publish else gradients)
+    return found
+
+
+def train_calls(level: int) -> Counter[tuple[str, int]]:
+    loss_fn, params, buffers = build()
+    return calls_of(train_step(loss_fn, optim.sgd(0.1)), level, params, buffers)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("num", tiers([2], [1, 3]))
+def test_a_program_of_several_gradients(num: int, level: int) -> None:
+    """No gather and no scatter of a state beside those of its gradients and updates."""
+    loss_fn, params, _ = build()
+
+    def loss(params: Any, batch: Any) -> Any:
+        return loss_fn(params, {}, batch)
+
+    def walk(params: Any, batch: Any) -> Any:
+        """Each gradient is taken where the one before has led."""
+        for _ in range(num):
+            _, grads = value_and_grad(loss)(params, batch)
+            params = apply_updates(params, tree_map(lambda g: -0.1 * g, grads))
+        return params, {}
+
+    def stay(params: Any, batch: Any) -> Any:
+        found = [value_and_grad(loss)(params, batch)[1] for _ in range(num)]
+        return apply_updates(params, tree_map(lambda *grads: -0.1 * sum(grads), *found)), {}
+
+    train = train_calls(level)
+    assert {0: "all_reduce"}.get(level, "reduce_scatter") in {kind for kind, _ in train}
+    for program, publishes in ((walk, num), (stay, 1)):
+        step = program_step(program, init=lambda params: params)
+        assert calls_of(step, level, params) == program_calls(train, level, num, publishes)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_tree_that_is_only_read(level: int) -> None:
+    """It is gathered at level 3, and nothing of it is reduced or published."""
+    loss_fn, params, _ = build()
+
+    def loss(params: Any, teacher: Any, batch: Any) -> Any:
+        known, _ = loss_fn(teacher, {}, batch)
+        value, aux = loss_fn(params, {}, batch)
+        return value + known, aux
+
+    def program(value: Any, batch: Any) -> Any:
+        _, grads = value_and_grad(loss)(value["params"], value["teacher"], batch)
+        return {**value, "params": apply_updates(value["params"], grads)}, {}
+
+    def init(params: Any, teacher: Any) -> Any:
+        return {"params": params, "teacher": teacher}
+
+    found = calls_of(program_step(program, init=init), level, params, params)
+    expected = program_calls(train_calls(level), level, 1, 1)
+    gathers = [found[call] - expected[call] for call in expected if call[0] == "all_gather"]
+    assert sum(gathers) == (len(params.units) if level == 3 else 0)
+    for call in found | expected:
+        assert call[0] == "all_gather" or found[call] == expected[call], call

@@ -1,0 +1,502 @@
+"""Micro-batches and buffers of a program's gradients: those of a training step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from optree import tree_map
+from torch import Tensor, nn
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import StructureError, UnequalBatchesWarning
+from functorch_zero.groups import counted, run_ranks
+from functorch_zero.testing.equality import assert_equal_values
+from tests.tiers import crossed
+
+LEVELS, RANKS = [0, 1, 2, 3], [1, 2, 3]
+sgd = optim.sgd(0.1, momentum=0.9)
+
+
+def net(seed: int, *layers: nn.Module) -> tuple[Any, Any, Any]:
+    torch.manual_seed(seed)
+    for layer in layers:
+        for param in layer.parameters():
+            nn.init.normal_(param)
+    return fz.functionalize(nn.Sequential(*layers).double())
+
+
+def rows(num: int, width: int, seed: int = 7) -> Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(num, width, generator=made, dtype=torch.float64)
+
+
+def updates(first: Any, after: Any) -> Any:
+    """The difference of two trees, of which each trained leaf moves."""
+    moved = tree_map(lambda old, new: (new - old).detach(), dict(first), dict(after))
+    for path, leaf in moved.items():
+        assert torch.count_nonzero(leaf), f"{path} does not move"
+    return moved
+
+
+# A training step, and the same one written as a program
+
+
+class Trained(NamedTuple):
+    params: Any
+    buffers: Any
+    opt_state: Any
+
+
+noisy, noisy_params, noisy_buffers = net(
+    0, nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 2)
+)
+
+
+def noisy_loss(params: Any, buffers: Any, batch: Any) -> Any:
+    """Random numbers, statistics of the micro-batch, a weight and a metric."""
+    predicted, new = noisy(params, buffers, batch["x"])
+    loss = F.mse_loss(predicted, batch["y"])
+    weight = batch["weight"].sum()
+    return loss, fz.Aux(buffers=new, metrics={"mean": predicted.mean()}, weight=weight)
+
+
+def as_program(accumulate: int) -> Any:
+    def program(value: Trained, batch: Any) -> Any:
+        gradient = fz.value_and_grad(noisy_loss, accumulate=accumulate)
+        (loss, metrics, buffers), grads = gradient(value.params, buffers=value.buffers, batch=batch)
+        params, opt_state = sgd.apply(grads, value.opt_state, value.params)
+        return Trained(params, buffers, opt_state), {"loss": loss, **metrics}
+
+    def init(params: Any) -> Trained:
+        return Trained(params, noisy_buffers, sgd.init(params))
+
+    return fz.program_step(program, init=init)
+
+
+def noisy_batches(num: int = 2) -> list[Any]:
+    made = []
+    for seed in range(num):
+        weight = rows(18, 1, seed).abs() + 0.5
+        made.append({"x": rows(18, 3, seed), "y": rows(18, 2, seed + 9), "weight": weight})
+    return made
+
+
+def run_both(accumulate: int, shard: Any, part: Any) -> list[Any]:
+    """The training step's and the program's whole values, and their metrics."""
+    train = shard(fz.train_step(noisy_loss, sgd, accumulate=accumulate))
+    program = shard(as_program(accumulate))
+    found = []
+    for step, state in (
+        (train, train.init(noisy_params, noisy_buffers, seed=3)),
+        (program, program.init(noisy_params, seed=3)),
+    ):
+        seen = []
+        for batch in noisy_batches():
+            state, metrics = step(state, tree_map(part, batch))
+            seen.append(metrics)
+        value = (step.unshard(state) if hasattr(step, "unshard") else state).value
+        found.append((updates(noisy_params, value.params), value.buffers, seen))
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_training_step_as_a_program(accumulate: int) -> None:
+    train, program = run_both(accumulate, lambda step: step, lambda x: x)
+    assert_equal_values(train, program, grade="bitwise")
+    assert int(program[1]["1.num_batches_tracked"]) == 2 * accumulate
+
+
+@pytest.mark.parametrize(("level", "ranks", "accumulate"), crossed(LEVELS, RANKS, [1, 3], n=4))
+def test_a_training_step_as_a_program_on_ranks(level: int, ranks: int, accumulate: int) -> None:
+    def run(group: Any) -> Any:
+        return run_both(
+            accumulate,
+            lambda step: fz.shard(step, level=level, group=group),
+            lambda x: x.chunk(group.size)[group.rank],
+        )
+
+    for train, program in run_ranks(run, ranks):
+        assert_equal_values(train[0], program[0])
+        assert_equal_values(train[1:], program[1:], grade="bitwise")
+        assert program[1]["1.running_mean"].abs().min() > 0
+
+
+# Against the same program on whole trees: buffers whose means over ranks are those of the batch
+
+
+def interleaved(batch: Any, group: Any, count: int) -> Any:
+    """A rank's part, of which each micro-batch is a part of the whole batch's micro-batch."""
+
+    def own(x: Tensor) -> Tensor:
+        return torch.cat([micro.chunk(group.size)[group.rank] for micro in x.chunk(count)])
+
+    return tree_map(own, batch)
+
+
+plain, plain_params, _ = net(1, nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def average_loss(params: Any, x: Tensor, *, buffers: Any, batch: Any) -> Any:
+    """Writes a moving average, and reads an earlier one; `x` goes to each micro-batch."""
+    predicted, _ = plain(params, {}, batch - buffers["kept"])
+    buffers["mean"].lerp_(batch.mean(0), 0.1)
+    buffers["count"] += 1
+    loss = (predicted - x).square().mean()
+    return loss, fz.Aux(metrics={"predicted": predicted.mean()})
+
+
+def average_program(value: Any, x: Tensor, batch: Tensor) -> Any:
+    params, buffers = value["params"], value["buffers"]
+    gradient = fz.value_and_grad(average_loss, accumulate=2)
+    (loss, seen, buffers), grads = gradient(params, x, buffers=buffers, batch=batch)
+    away = fz.apply_updates(params, tree_map(lambda g: 0.05 * g, grads))
+    buffers["kept"] = buffers["mean"]
+    # Only the first gradient's buffers go on
+    (more, _, _), grads = gradient(away, x, buffers=buffers, batch=batch)
+    params = fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads))
+    return {"params": params, "buffers": buffers}, {"loss": loss, "more": more, **seen}
+
+
+def average_init(params: Any) -> Any:
+    mean = torch.ones(3, dtype=torch.float64)
+    buffers = {"mean": mean, "kept": mean.clone(), "count": torch.tensor(0)}
+    return {"params": params, "buffers": buffers}
+
+
+@pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, RANKS))
+def test_as_on_whole_trees(level: int, ranks: int) -> None:
+    step = fz.program_step(average_program, init=average_init)
+    state, x = step.init(plain_params), torch.tensor(0.3, dtype=torch.float64)
+    expected = []
+    for seed in range(2):
+        state, metrics = step(state, x, rows(12, 3, seed))
+        expected.append(metrics)
+    assert int(state.value["buffers"]["count"]) == 4
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        state, found = sharded.init(plain_params), []
+        for seed in range(2):
+            state, metrics = sharded(state, x, interleaved(rows(12, 3, seed), group, 2))
+            found.append(metrics)
+        again = sharded.shard_state(sharded.unshard(state))
+        return sharded.unshard(again).value, found
+
+    for whole, found in run_ranks(run, ranks):
+        moved = updates(plain_params, state.value["params"])
+        assert_equal_values(moved, updates(plain_params, whole["params"]))
+        assert_equal_values(state.value["buffers"], whole["buffers"])
+        assert_equal_values(expected, found)
+
+
+# Two networks with BatchNorm
+
+
+gen_apply, gen_params, gen_buffers = net(
+    2, nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4, bias=False)
+)
+disc_apply, disc_params, disc_buffers = net(
+    3, nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)
+)
+adam = optim.adam(0.02)
+
+
+class Gan(NamedTuple):
+    gen: Any
+    disc: Any
+    gen_opt: Any
+    disc_opt: Any
+    buffers: Any
+
+
+def gan_init(gen: Any, disc: Any) -> Gan:
+    buffers = {"gen": gen_buffers, "disc": disc_buffers}
+    return Gan(gen, disc, sgd.init(gen), adam.init(disc), buffers)
+
+
+def disc_loss(disc: Any, gen: Any, *, buffers: Any, batch: Any) -> Any:
+    fake, of_gen = gen_apply(gen, buffers["gen"], batch["noise"])
+    of_fake, of_disc = disc_apply(disc, buffers["disc"], fake)
+    of_real, of_disc = disc_apply(disc, of_disc, batch["real"])
+    loss = F.softplus(of_fake).mean() + F.softplus(-of_real).mean()
+    return loss, fz.Aux(buffers={"gen": of_gen, "disc": of_disc})
+
+
+def gen_loss(gen: Any, disc: Any, *, buffers: Any, batch: Any) -> Any:
+    fake, of_gen = gen_apply(gen, buffers["gen"], batch["noise"])
+    of_fake, of_disc = disc_apply(disc, buffers["disc"], fake)
+    return F.softplus(-of_fake).mean(), fz.Aux(buffers={"gen": of_gen, "disc": of_disc})
+
+
+def gan_step(value: Gan, batch: Any) -> Any:
+    of_disc, of_gen = (fz.value_and_grad(loss, accumulate=2) for loss in (disc_loss, gen_loss))
+    (d_loss, _, buffers), grads = of_disc(value.disc, value.gen, buffers=value.buffers, batch=batch)
+    disc, disc_opt = adam.apply(grads, value.disc_opt, value.disc)
+    (g_loss, _, buffers), grads = of_gen(value.gen, disc, buffers=buffers, batch=batch)
+    gen, gen_opt = sgd.apply(grads, value.gen_opt, value.gen)
+    new = Gan(gen, disc, gen_opt, disc_opt, buffers)
+    return new, {"d_loss": d_loss, "g_loss": g_loss}
+
+
+def gan_batch(seed: int) -> Any:
+    return {"noise": rows(8, 3, seed), "real": rows(8, 4, seed + 5)}
+
+
+@pytest.mark.parametrize(("level", "ranks"), crossed([*LEVELS, {"gen": 3, "disc": 1}], RANKS))
+def test_a_gan_with_batch_norm(level: Any, ranks: int) -> None:
+    """Each rank has the same batch, so that BatchNorm sees what it sees in one process."""
+    step = fz.program_step(gan_step, init=gan_init)
+    state, expected = step.init(gen_params, disc_params), []
+    for seed in range(3):
+        state, metrics = step(state, gan_batch(seed))
+        expected.append(metrics)
+    # Two micro-batches per gradient; the judge sees two batches in its own
+    assert int(state.value.buffers["gen"]["1.num_batches_tracked"]) == 3 * 4
+    assert int(state.value.buffers["disc"]["1.num_batches_tracked"]) == 3 * 6
+    for name in ("gen", "disc"):
+        updates(
+            getattr(step.init(gen_params, disc_params).value, name), state.value._asdict()[name]
+        )
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        state, found = sharded.init(gen_params, disc_params), []
+        for seed in range(3):
+            state, metrics = sharded(state, gan_batch(seed))
+            found.append(metrics)
+        return sharded.unshard(state).value, found
+
+    for whole, found in run_ranks(run, ranks):
+        assert_equal_values(state.value, whole)
+        assert_equal_values(expected, found)
+
+
+def test_ranks_of_other_batches_have_equal_buffers() -> None:
+    """The mean over ranks, or those of rank 0."""
+    batch = gan_batch(0)
+    parts = [tree_map(lambda x, rank=rank: x.chunk(2)[rank], batch) for rank in range(2)]
+    buffers = {"gen": gen_buffers, "disc": disc_buffers}
+    # By rank, what its own part makes of them
+    alone = []
+    for part in parts:
+        gradient = fz.value_and_grad(disc_loss)
+        (_, _, new), _ = gradient(disc_params, gen_params, buffers=buffers, batch=part)
+        alone.append(new)
+
+    def program(value: Any, batch: Any) -> Any:
+        gradient = fz.value_and_grad(disc_loss)
+        (_, _, buffers), _ = gradient(
+            value["disc"], value["gen"], buffers=value["buffers"], batch=batch
+        )
+        return {**value, "buffers": buffers}, {}
+
+    def init(gen: Any, disc: Any) -> Any:
+        return {"gen": gen, "disc": disc, "buffers": buffers}
+
+    step = fz.program_step(program, init=init)
+    for rule in ("mean", "rank0"):
+
+        def run(group: Any, rule: Any = rule) -> Any:
+            sharded = fz.shard(step, level=3, group=group, sync_buffers=rule)
+            state = sharded.init(gen_params, disc_params)
+            return sharded(state, parts[group.rank])[0].value["buffers"]
+
+        for found in run_ranks(run, 2):
+            mean = found["gen"]["1.running_mean"]
+            both = [new["gen"]["1.running_mean"] for new in alone]
+            assert not torch.allclose(*both)
+            expected = both[0] if rule == "rank0" else torch.stack(both).mean(0)
+            torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-15)
+
+
+# Writes in place
+
+
+def running(params: Any, buffers: Any, x: Tensor) -> Tensor:
+    """Batch normalisation by torch's kernel, which counts no version up."""
+    seen = F.batch_norm(x, buffers["mean"], buffers["var"], training=True)
+    return (fz.unshard(params["w"]) * seen).square().mean()
+
+
+def written(params: Any, buffers: Any, x: Tensor) -> Tensor:
+    buffers["mean"] += x.mean(0)
+    return (fz.unshard(params["w"]) * (x - buffers["mean"])).square().mean()
+
+
+def of_views(params: Any, buffers: Any, x: Tensor) -> Tensor:
+    buffers["mean"].data.add_(x.mean(0))
+    return (fz.unshard(params["w"]) * (x - buffers["mean"])).square().mean()
+
+
+def statistics() -> dict[str, Tensor]:
+    return {"mean": torch.zeros(3).double(), "var": torch.ones(3).double()}
+
+
+def weights() -> dict[str, Tensor]:
+    return {"w": torch.arange(1.0, 4.0, dtype=torch.float64).requires_grad_()}
+
+
+@pytest.mark.parametrize(
+    ("loss", "level"), crossed([running, written, of_views], [None, *LEVELS], n=2)
+)
+def test_writes_in_place(loss: Any, level: int | None) -> None:
+    """Refused of an argument; of buffers they are the new ones, and those given stay."""
+    expected = statistics()
+    loss(weights(), expected, rows(6, 3))
+
+    def run(group: Any) -> Any:
+        params = weights() if level is None else fz.shard_tree(weights(), level=level, group=group)
+        with pytest.raises(StructureError, match=r"has written.*args\.0\.mean.*buffers=buffers"):
+            fz.value_and_grad(loss)(params, statistics(), rows(6, 3))
+        given = statistics()
+        (_, metrics, found), grads = fz.value_and_grad(
+            lambda params, x, *, buffers: loss(params, buffers, x)
+        )(params, rows(6, 3), buffers=given)
+        assert metrics == {} and torch.count_nonzero(fz.unshard(grads)["w"])
+        assert_equal_values(statistics(), given, grade="bitwise")
+        return found
+
+    for found in [run(None)] if level is None else run_ranks(run, 2):
+        assert_equal_values(expected, found)
+
+
+# Means by weight, and what is refused
+
+
+def weighted_loss(params: Any, *, batch: Any) -> Any:
+    predicted, _ = plain(params, {}, batch)
+    metrics = {"most": predicted.square().mean()}
+    return (predicted - 1).square().mean(), fz.Aux(metrics=metrics, weight=len(batch))
+
+
+@pytest.mark.parametrize(("level", "ranks"), crossed(LEVELS, RANKS))
+def test_unequal_micro_batches(level: int, ranks: int) -> None:
+    """11 rows in 3 micro-batches, on ranks that have unequal parts; one has none."""
+    batch = rows(11, 3)
+    expected = fz.value_and_grad(weighted_loss)(plain_params, batch=batch)
+    whole = fz.value_and_grad(weighted_loss, accumulate=3)(plain_params, batch=batch)
+    assert_equal_values(expected, whole)
+    assert all(map(torch.count_nonzero, optree.tree_leaves(expected[1])))
+
+    def run(group: Any) -> Any:
+        params = fz.shard_tree(plain_params, level=level, group=group)
+        own = batch.split([[11], [7, 4], [8, 0, 3]][group.size - 1])[group.rank]
+        results, grads = fz.value_and_grad(weighted_loss, accumulate=3)(params, batch=own)
+        return results, fz.unshard(grads)
+
+    for found in run_ranks(run, ranks):
+        assert_equal_values(expected, found)
+
+
+def test_micro_batches_of_unequal_sizes_are_told() -> None:
+    def loss(params: Any, *, batch: Any) -> Tensor:
+        return plain(params, {}, batch)[0].square().mean()
+
+    def on_rank(group: Any) -> None:
+        params = fz.shard_tree(plain_params, level=1, group=group)
+        fz.value_and_grad(loss, accumulate=2)(params, batch=rows(5, 3))
+
+    for call in (
+        lambda: fz.value_and_grad(loss, accumulate=2)(plain_params, batch=rows(5, 3)),
+        lambda: run_ranks(on_rank, 2),
+    ):
+        with pytest.warns(UnequalBatchesWarning, match="3, 2 rows"):
+            call()
+
+
+def test_what_is_refused() -> None:
+    x = rows(6, 3)
+
+    def returning(params: Any, **named: Any) -> Any:
+        return plain(params, {}, x)[0].mean(), fz.Aux(buffers={"seen": torch.ones(())})
+
+    def calls(params: Any) -> dict[str, Any]:
+        grad = fz.value_and_grad
+        named = {"x": x, "y": rows(5, 3)}
+        return {
+            r"returned Aux\(buffers=.*given none": lambda: grad(returning)(params),
+            r"Aux\.buffers.*tree structure": lambda: grad(returning)(params, buffers={}),
+            r"no batch to cut": lambda: grad(weighted_loss, accumulate=2)(params, x),
+            r"unequal rows": lambda: grad(weighted_loss, accumulate=2)(params, batch=named),
+            r"too small": lambda: grad(weighted_loss, accumulate=7)(params, batch=x),
+            r"plain tensors|tensors": lambda: grad(returning)(params, buffers={"seen": 1.0}),
+            r"accumulate must be at least 1": lambda: grad(weighted_loss, accumulate=0),
+            r"no number of micro-batches": lambda: grad(weighted_loss, accumulate=True),
+        }
+
+    def check(found: dict[str, Any]) -> None:
+        for message, call in found.items():
+            with pytest.raises((StructureError, TypeError, ValueError), match=message):
+                call()
+
+    def run(group: Any) -> None:
+        params = fz.shard_tree(plain_params, level=3, group=group)
+        check(calls(params))
+        check(
+            {
+                "sharded tree in buffers=.*Remedy": lambda: fz.value_and_grad(returning)(
+                    params, buffers=params
+                ),
+                "sharded tree in batch=.*Remedy": lambda: fz.value_and_grad(weighted_loss)(
+                    params, batch={"teacher": params}
+                ),
+                "each rank its own buffers": lambda: fz.shard(
+                    as_program(1), level=3, group=group, sync_buffers="local"
+                ),
+            }
+        )
+
+    check(calls(plain_params))
+    run_ranks(run, 2)
+
+
+# Collectives
+
+
+def test_reductions_and_buffers_are_counted() -> None:
+    """Levels 0 and 1 reduce once per gradient, 2 and 3 in each micro-batch; buffers travel once per
+    dtype."""
+    units = 2  # linear layers, one bucket each
+    apply, params, _ = net(4, nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def loss(params: Any, *, buffers: Any, batch: Any) -> Any:
+        new = {"mean": buffers["mean"] + batch.mean(0), "kept": buffers["kept"]}
+        return apply(params, {}, batch)[0].mean(), fz.Aux(buffers=new)
+
+    def program(value: Any, batch: Any) -> Any:
+        gradient = fz.value_and_grad(loss, accumulate=3)
+        (_, _, buffers), grads = gradient(value["params"], buffers=value["buffers"], batch=batch)
+        return {"params": fz.apply_updates(value["params"], grads), "buffers": buffers}, {}
+
+    def init(params: Any) -> Any:
+        kept = torch.ones(2000, dtype=torch.float64)
+        return {"params": params, "buffers": {"mean": torch.zeros(3).double(), "kept": kept}}
+
+    def run(group: Any) -> dict[Any, tuple[int, int]]:
+        found = {}
+        for level in LEVELS:
+            for kind in (None, "once"):
+                watched = counted(group)
+                step = fz.program_step(program, init=init)
+                sharded = fz.shard(step, level=level, group=watched, reduce_gradients=kind)
+                state = sharded.init(params)
+                watched.reset()
+                sharded(state, rows(6, 3))
+                # Beside the gradients': metrics, buffers, the step's agreement
+                others = 3
+                reduces = watched.num_calls("all_reduce") - others
+                reduces += watched.num_calls("reduce_scatter")
+                longest = max(c.num_elements for c in watched.calls if c.kind != "exchange")
+                found[level, kind] = (reduces, longest)
+        return found
+
+    for found in run_ranks(run, 2):
+        for (level, kind), (reduces, longest) in found.items():
+            in_each = level >= 2 and kind is None
+            assert reduces == (3 if in_each else 1) * units, (level, kind)
+            assert longest < 2000, "a buffer that nobody changes is not sent"
