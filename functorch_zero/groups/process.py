@@ -81,7 +81,9 @@ class ProcessGroup:
     A call, or `Work.wait`, raises `PeerError` with the other rank's error when one has called
     `fail`. It raises `LostPeerError` when a rank was lost without a word or the time is over.
     Afterwards the group can't be used until all ranks have called `rejoin`, as a sharded step does
-    by itself when it is tried again.
+    by itself when it is tried again. That is so over gloo. Over NCCL `wait` puts streams in order
+    and raises nothing, and torch's watchdog ends a process whose collective takes longer than
+    `timeout`.
     """
 
     # A machine with one GPU tests the backend by collectives of one rank, and says False

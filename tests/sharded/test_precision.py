@@ -18,9 +18,13 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, NonFiniteError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
+from functorch_zero.layout.build import make_layout
 from functorch_zero.model.casting import CastParams
+from functorch_zero.model.functionalize import functionalize
 from functorch_zero.precision import Dtypes, Precision
 from functorch_zero.sharded.api import shard
+from functorch_zero.sharded.grad_mean import loss_seed_of
+from functorch_zero.step.loss import Outcome
 from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
 from functorch_zero.testing.models import GPT, Block
@@ -647,3 +651,21 @@ def test_a_buffer_of_two_modules_has_one_dtype() -> None:
     rules["b"] = Precision(buffers=torch.float64, compute=torch.float64)
     _, _, buffers = fz.functionalize(model, precision=rules)
     assert buffers["a.running_mean"].dtype is torch.float64
+
+
+@pytest.mark.parametrize("loss_scale", [None, 8.0])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_no_gradient_is_multiplied_by_one(ranks: int, loss_scale: float | None) -> None:
+    """The seed carries all of a power of two, and all of a scaled loss's share. Packed gradients
+    are then sent as they are, without a pass over them and without a copy of large ones."""
+    _, params, _ = functionalize(nn.Linear(2, 2), precision=Precision(compute=torch.bfloat16))
+    layout = make_layout(params, ranks, trainable=lambda path, leaf: True)
+    outcome = Outcome(torch.ones(()), {}, {}, None)
+    seed, scale = loss_seed_of(outcome, layout, ranks, 1, loss_scale)
+    if ranks == 3 and loss_scale is None:
+        assert float(seed) == 1 / 4 and scale.factor == 4 / 3 and scale.writes
+        return
+    torch.testing.assert_close(float(seed), (loss_scale or 1) / ranks)
+    assert scale.factor is None and not scale.writes
+    flat = torch.ones(3)
+    assert scale(flat) is flat and flat._version == 0
