@@ -224,7 +224,7 @@ def test_purity(name: str) -> None:
         state = new
 
 
-@pytest.mark.parametrize("name", thinned(POINTWISE, 3))
+@pytest.mark.parametrize("name", thinned(POINTWISE, 6))
 def test_claims(name: str) -> None:
     check_claims(POINTWISE[name](), hostile_tree())
 

@@ -186,7 +186,7 @@ OPTAX: dict[str, tuple[optim.Transform, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(OPTAX, 6))
+@pytest.mark.parametrize("name", thinned(OPTAX, 9))
 def test_optax_agrees(name: str) -> None:
     jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
     jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time

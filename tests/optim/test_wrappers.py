@@ -99,7 +99,7 @@ WRAPPED: dict[str, Callable[[], optim.Transform]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(WRAPPED))
+@pytest.mark.parametrize("name", thinned(WRAPPED, 4))
 def test_pure_and_as_claimed(name: str) -> None:
     transform, params = WRAPPED[name](), hostile_tree()
     check_claims(transform, params)

@@ -24,6 +24,7 @@ from functorch_zero.groups import CountingGroup, HybridGroup, Then, counted, run
 from functorch_zero.runtime.reduce import Carried, Kept
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
 from tests.sharded.test_processes import on_processes
+from tests.tiers import thinned
 
 EXACT = Equality("bitwise")
 LR = 0.5
@@ -120,7 +121,7 @@ def check_conserved(step: Any, state: Any, batches: list[Tensor], *, plain: bool
         torch.testing.assert_close(p.detach(), expected[name], rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_reduction_keeps_its_error(level: int, ranks: int) -> None:
     batches = make_batches()
@@ -391,7 +392,7 @@ def vectors(state: Any) -> list[Tensor]:
     return [x for x in tree_leaves(state.opt_state) if x.dim()]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 @pytest.mark.parametrize("donate", [True, False])
 def test_state_lies_elsewhere(level: int, donate: bool, tmp_path: Path) -> None:
     """To the bit as beside the params; fetched and stored once per flat and step."""

@@ -115,7 +115,7 @@ def test_what_they_are() -> None:
     assert seen[1] == first | {"update_norm": 0.25, "param_norm": 9.5, "learning_rate": 0.25}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_an_overflow_on_one_rank_is_counted_on_all(level: int) -> None:
     def run(group: Any) -> list[float]:
         step = train_step(
