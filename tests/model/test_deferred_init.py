@@ -354,7 +354,7 @@ def hugging_face(name: str) -> nn.Module:
     }[name]()
 
 
-@pytest.mark.parametrize("name", tiers(["llama, tied"], ["gpt2", "llama", "bert"]))
+@pytest.mark.parametrize("name", tiers(thorough=["llama, tied", "gpt2"], full=["llama", "bert"]))
 def test_hugging_faces_models(name: str) -> None:
     """All leaves and buffers, with the spread that the model's own initialisation gives, the same
     one by one."""

@@ -30,7 +30,7 @@ from tests.runtime.test_unit import batches_of, some_rows_reach, with_negative_h
 from tests.runtime.test_unit import build as build_module
 from tests.sharded.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
 from tests.sharded.test_processes import OPTIMIZERS, on_processes
-from tests.tiers import drawn, thinned, tiers
+from tests.tiers import THOROUGH, drawn, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -348,6 +348,7 @@ PLACES: list[tuple[Any, bool, dict[str, Any]]] = [  # level, on a mesh, options
 ]
 
 
+@THOROUGH
 def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
     """They start the others' collectives in the others' order all the same, wherever things lie."""
     batches = batches_of(with_negative_half)

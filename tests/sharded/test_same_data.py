@@ -65,6 +65,7 @@ def make_batches(num: int = 3, rows: int = ROWS) -> list[Tensor]:
     ("mesh", "over"),
     tiers(
         [(MESHES[4], "both")],
+        [(mesh, ("shard", "both")[i % 2]) for i, mesh in enumerate(MESHES)],
         [(mesh, over) for mesh in MESHES for over in ("shard", "both")],
         rows=True,
     ),
@@ -111,7 +112,7 @@ def test_steps_that_are_not_finite(
     )
 
 
-@pytest.mark.parametrize("same_data", tiers(["replicate"], ["shard"]))
+@pytest.mark.parametrize("same_data", tiers(thorough=["replicate", "shard"]))
 def test_three_parts_in_mixed_precision_recomputed(same_data: SameData) -> None:
     """Their share of the mean is no power of two, and not in the loss's seed."""
     single = fz.Precision(compute=torch.float32, output=torch.float64)
