@@ -138,7 +138,7 @@ def test_params_may_stay_gathered(reshard: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("level", tiers([3], [1, 0], [2]))
+@pytest.mark.parametrize("level", tiers(thorough=[3, 1], full=[0, 2]))
 def test_on_processes(level: int) -> None:
     make = lambda: step_of(lambda: without_chance(Net()), units=Stateful, remat=True)
 

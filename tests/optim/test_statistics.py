@@ -210,7 +210,7 @@ def test_optax_agrees(name: str) -> None:
     assert_same(run(transform, params, gradients), expected, 1e-6 if single else 1e-12)
 
 
-@pytest.mark.parametrize(("name", "ranks"), crossed(TABLE, [(1, 3), (2, 5)]))
+@pytest.mark.parametrize(("name", "ranks"), crossed(TABLE, [(1, 3), (2, 5)], n=5))
 def test_pieces_give_the_same(name: str, ranks: tuple[int, ...]) -> None:
     empty = torch.zeros(0, 3, dtype=torch.float64)
     params = PARAMS | {"empty": empty, "nothing": None}

@@ -431,7 +431,11 @@ EVERY_LEVEL = [*itertools.product(("norms", "reduce"), LEVELS)]
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    tiers([(3, [("norms", 3), ("reduce", 1)])], [(3, EVERY_LEVEL), (2, EVERY_LEVEL)], rows=True),
+    tiers(
+        thorough=[(3, [("norms", 3), ("reduce", 1)]), (2, EVERY_LEVEL)],
+        full=[(3, EVERY_LEVEL)],
+        rows=True,
+    ),
     ids=str,
 )
 def test_on_processes(ranks: int, cases: list[tuple[str, int]]) -> None:

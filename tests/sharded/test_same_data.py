@@ -19,7 +19,7 @@ from functorch_zero.groups.mesh import Copy, axes_of
 from functorch_zero.sharded.agreement import average
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
 from tests.sharded.test_processes import on_processes
-from tests.tiers import thinned, tiers
+from tests.tiers import THOROUGH, thinned, tiers
 
 SameData = Literal["replicate", "shard"]
 LEVELS = (0, 1, 2, 3)
@@ -154,6 +154,7 @@ def mesh_and_part(group: Any, same_data: Any, x: Tensor) -> tuple[HybridGroup, T
 BOTH_AXES: tuple[SameData, ...] = ("replicate", "shard")
 
 
+@THOROUGH
 def test_on_processes() -> None:
     """Also evaluation."""
     batches = make_batches(2)
