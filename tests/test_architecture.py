@@ -386,6 +386,7 @@ def test_the_check_of_imports_can_fail() -> None:
     assert allowed("optim.base", "layout.extent")
 
 
+@THOROUGH
 def test_import_is_quick() -> None:
     """Importing the package adds little to importing torch.
 

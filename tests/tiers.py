@@ -43,20 +43,28 @@ def thinned(values: Iterable[Any], n: int = 3, *, rows: bool = False) -> list[An
 
 
 def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
-    """Rows for `parametrize`: all combinations of the axes' values, one of n of them quick.
+    """Rows for `parametrize`: all combinations of the axes' values.
 
-    Each value of an axis is among the quick rows, if the others have n combinations or more.
+    Quick ones have each value of each axis once or more: they go along the diagonal. Where one row
+    of n is less than that, these are quick instead. Of the others, those at an odd sum of places
+    are thorough, as on a chessboard, and the rest full.
     """
-    rows = [[*enumerate(axis)] for axis in axes]
-    quick, thorough = [], []
-    for row in itertools.product(*rows):
-        chosen = quick if sum(i for i, _ in row) % n == 0 else thorough
-        chosen.append(tuple(value for _, value in row))
-    return tiers(quick, thorough, rows=True)
+    lists = [[*axis] for axis in axes]
+    places = [*itertools.product(*(range(len(values)) for values in lists))]
+    steps = range(max(map(len, lists)))
+    diagonal = {tuple(k % len(values) for values in lists) for k in steps}
+    quick = min(diagonal, {at for at in places if sum(at) % n == 0}, key=len)
+
+    def rows(chosen: Iterable[tuple[int, ...]]) -> list[tuple[Any, ...]]:
+        return [tuple(values[i] for values, i in zip(lists, at, strict=True)) for at in chosen]
+
+    others = [at for at in places if at not in quick]
+    thorough, full = [at for at in others if sum(at) % 2], [at for at in others if not sum(at) % 2]
+    return tiers(rows(sorted(quick)), rows(thorough), rows(full), rows=True)
 
 
 def drawn(
-    *strategies: Any, quick: int = 12, thorough: int = 24, full: int = 500, **named: Any
+    *strategies: Any, quick: int = 8, thorough: int = 16, full: int = 500, **named: Any
 ) -> Callable[[Test], Test]:
     """Hypothesis's `given`, with a number of examples per tier.
 

@@ -33,6 +33,7 @@ from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from tests.checkpoints import assert_same, leftovers, make_step, on_ranks, save_on, trained
 from tests.models import GPT, ZOO, Block, ConvNet, cross_entropy
+from tests.tiers import THOROUGH, tiers
 
 
 def gpt() -> tuple[Any, Any, Any, Any]:
@@ -71,7 +72,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("limit", [5 * 10**9, 3000, 1])
+@pytest.mark.parametrize("limit", tiers([3000], [5 * 10**9, 1]))
 def test_out_and_in_again(tmp_path: Path, limit: int) -> None:
     """C8. Logical shapes, the model's names; the original module takes them; they load into
     pieces."""
@@ -366,6 +367,7 @@ def test_keep(tmp_path: Path) -> None:
         checkpoint.prune(tmp_path, last=0)
 
 
+@THOROUGH
 def test_the_command_in_a_process(tmp_path: Path) -> None:
     line = [
         sys.executable,

@@ -98,7 +98,7 @@ def in_child(fn: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("at", thinned(range(1, 20)))
+@pytest.mark.parametrize("at", thinned(range(1, 20), 6))
 def test_killed_at_every_call(saved: Any, tmp_path: Path, at: int) -> None:
     """C2. Both ranks, as threads, die before the call. What is left loads as step 1 or 2, and can
     be saved into."""
@@ -124,7 +124,7 @@ def test_killed_at_every_call(saved: Any, tmp_path: Path, at: int) -> None:
     assert not leftovers(root) and checkpoint.verify(root) == {1: [], 2: [], 3: []}
 
 
-@pytest.mark.parametrize("at", thinned(range(1, 9), 2))
+@pytest.mark.parametrize("at", thinned(range(1, 9), 4))
 def test_killed_while_cleaning_up(saved: Any, tmp_path: Path, at: int) -> None:
     """The save that finds leftovers, or `keep`, is killed in its turn."""
     root = tmp_path / "root"
@@ -222,7 +222,7 @@ def test_the_slower_of_two_exports_overwrites_nothing(tmp_path: Path) -> None:
     assert not leftovers(tmp_path)
 
 
-@pytest.mark.parametrize("at", thinned(range(2, 15), 2))  # the first makes the root, which is there
+@pytest.mark.parametrize("at", thinned(range(2, 15), 4))  # the first makes the root, which is there
 def test_every_call_fails_once(saved: Any, tmp_path: Path, at: int) -> None:
     """C3. The disk is full: the same error on every rank, nothing left over, and saving works again
     afterwards."""
@@ -345,7 +345,7 @@ def test_two_writers(saved: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "at"), tiers([(1, 2), (0, 2), (0, 7)], [(1, 1), (1, 3)], rows=True)
+    ("rank", "at"), tiers([(0, 2)], [(1, 2), (0, 7)], [(1, 1), (1, 3)], rows=True)
 )
 def test_one_process_is_killed(tmp_path: Path, rank: int, at: int) -> None:
     """C2, over gloo: the other rank gets an error, and does not wait."""

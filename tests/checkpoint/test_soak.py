@@ -29,8 +29,8 @@ from tests.tiers import FULL, THOROUGH, tiers
 @pytest.mark.parametrize(
     ("seconds", "ranks", "level", "seed"),
     [
-        pytest.param(1.0, 2, 3, 1, id="quick"),
-        pytest.param(20.0, 3, 2, 2, id="thorough", marks=THOROUGH),
+        pytest.param(1.0, 2, 3, 1, id="thorough", marks=THOROUGH),
+        pytest.param(20.0, 3, 2, 2, id="full", marks=FULL),
         *(
             pytest.param(60.0, 2 + seed % 2, 3, seed, id=f"full-{seed}", marks=FULL)
             for seed in range(5)

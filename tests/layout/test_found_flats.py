@@ -14,6 +14,7 @@ from torch import Tensor
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.layout.flat_buffers import Recall
+from tests.tiers import thinned
 
 
 def views_and_finder() -> tuple[Tensor, list[Tensor], Recall, list[int]]:
@@ -93,7 +94,7 @@ def check_steps(
         torch.testing.assert_close(whole.opt_state[0].mu[name], expected.opt_state[0].mu[name])
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 @pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize("metrics", [(), ("update_norm",)])  # with the fused kernel, and without
 def test_a_leaf_whose_data_was_replaced_is_what_it_was_replaced_by(

@@ -22,7 +22,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, ConvNet
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import crossed, tiers
+from tests.tiers import THOROUGH, crossed, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -183,6 +183,7 @@ def test_units_and_what_is_trained_do_not_matter() -> None:
         assert all(torch.equal(start.params[path], leaf) for path, leaf in got.params.items())
 
 
+@THOROUGH
 def test_on_processes() -> None:
     start, _ = train(*prepared())
     runs = launch(
@@ -354,7 +355,7 @@ def hugging_face(name: str) -> nn.Module:
     }[name]()
 
 
-@pytest.mark.parametrize("name", tiers(["llama, tied"], ["gpt2", "llama", "bert"]))
+@pytest.mark.parametrize("name", tiers(thorough=["llama, tied", "gpt2"], full=["llama", "bert"]))
 def test_hugging_faces_models(name: str) -> None:
     """All leaves and buffers, with the spread that the model's own initialisation gives, the same
     one by one."""

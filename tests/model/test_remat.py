@@ -23,7 +23,7 @@ from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train,
 from tests.models import GPT, Block, even
 from tests.runtime import test_unit as unit_tests
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import tiers
+from tests.tiers import THOROUGH, crossed, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -104,8 +104,7 @@ RULES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "accumulate"), crossed(RULES, [1, 2]))
 def test_the_numbers_are_those_of_keeping_everything(rule: str, accumulate: int) -> None:
     """Dropout draws the same again, and buffers are neither counted twice nor seen changed."""
     plain = train(*step_of(units=Stateful, accumulate=accumulate), batches_of())
@@ -115,7 +114,7 @@ def test_the_numbers_are_those_of_keeping_everything(rule: str, accumulate: int)
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "ranks"), tiers([(2, (2,))], [(2, (3,)), (1, (2, 3))], rows=True), ids=str
+    ("accumulate", "ranks"), tiers([(2, (2,))], [(2, (3,))], [(1, (2, 3))], rows=True), ids=str
 )
 def test_sharded_is_unsharded(accumulate: int, ranks: tuple[int, ...]) -> None:
     step, params, buffers = step_of(units=Stateful, remat=True, accumulate=accumulate)
@@ -124,7 +123,7 @@ def test_sharded_is_unsharded(accumulate: int, ranks: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", tiers([False], [True]))
 def test_params_may_stay_gathered(reshard: bool) -> None:
     step, params, buffers = step_of(units=Stateful, remat=Stateful)
     assert_sharded_equals_unsharded(
@@ -139,7 +138,7 @@ def test_params_may_stay_gathered(reshard: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("level", tiers([1, 3], [0, 2]))
+@pytest.mark.parametrize("level", tiers(thorough=[3, 1], full=[0, 2]))
 def test_on_processes(level: int) -> None:
     make = lambda: step_of(lambda: without_chance(Net()), units=Stateful, remat=True)
 
@@ -177,8 +176,9 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(
     ("remat", "levels"),
     tiers(
-        [(False, (1, 3)), (Stateful, (0, 3)), (True, (2, 3))],
-        [(False, (0, 2)), (Stateful, (1, 2)), (True, (0, 1))],
+        [(Stateful, (3,))],
+        [(False, (1, 3)), (True, (2, 3))],
+        [(False, (0, 2)), (Stateful, (0, 1, 2)), (True, (0, 1))],
         rows=True,
     ),
     ids=str,
@@ -258,7 +258,7 @@ def test_a_unit_around_others_is_left_out_unless_asked_for() -> None:
     assert apply._anatomy.remat == {""}
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", tiers([3], [0, 2], [1]))
 def test_no_byte_more_is_sent(level: int) -> None:
     sent = []
     for remat in (False, Stateful):
@@ -288,7 +288,7 @@ def test_a_unit_that_runs_again_is_gathered_once_for_it() -> None:
     assert sent[0] == sent[1]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", tiers([1], [2]))
 def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
     """It sends zeros, and gathers when the others run them again."""
     batches = unit_tests.batches_of(unit_tests.half_chosen)
@@ -351,7 +351,7 @@ def peak(depth: int, remat: Any, level: int, group: int = 1) -> float:
     return live.peak / INPUT
 
 
-@pytest.mark.parametrize("level", tiers([3], [0]))
+@pytest.mark.parametrize("level", tiers(thorough=[0, 3]))
 def test_a_block_more_costs_its_input_only(level: int) -> None:
     """Its params' gradients (and pieces of them) are small here."""
     kept = (peak(16, False, level) - peak(8, False, level)) / 8
@@ -364,6 +364,7 @@ def test_the_peak_is_one_units_activations_and_all_inputs() -> None:
     assert peak(16, True, 3) <= one + 16 * 1.5
 
 
+@THOROUGH
 def test_with_units_of_several_blocks_it_grows_with_the_square_root() -> None:
     """n blocks in units of sqrt(n): sqrt(n) inputs, and sqrt(n) blocks' activations at a time."""
     four, sixteen = peak(4, True, 3, group=2), peak(16, True, 3, group=4)
@@ -371,7 +372,7 @@ def test_with_units_of_several_blocks_it_grows_with_the_square_root() -> None:
     assert sixteen < peak(16, False, 3) / 2
 
 
-@pytest.mark.parametrize("level", tiers([3], [0, 1, 2]))
+@pytest.mark.parametrize("level", tiers(thorough=[1, 3], full=[0, 2]))
 def test_hugging_faces_own_and_ours_together(level: int) -> None:
     from tests.model.test_hugging_face import batches, checkpointed, llama
 

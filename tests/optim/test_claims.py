@@ -30,7 +30,7 @@ from functorch_zero.optim.claims.check import check_claims, name_of, simple_part
 from functorch_zero.testing import check_transform
 from functorch_zero.testing.strategies import public_functions
 from functorch_zero.tree import paths
-from tests.tiers import thinned
+from tests.tiers import THOROUGH, thinned
 
 
 def leaf_by_leaf(fn: Any) -> Transform:
@@ -554,7 +554,7 @@ def members() -> dict[str, Transform]:
     return {name: made for name, made in found.items() if isinstance(made, Transform)}
 
 
-@pytest.mark.parametrize("name", thinned(members(), 3))
+@pytest.mark.parametrize("name", thinned(members(), 6))
 def test_every_member_passes(name: str) -> None:
     transform = members()[name]
     check_claims(transform)
@@ -583,6 +583,7 @@ for optimizer in (
 """
 
 
+@THOROUGH
 def test_the_first_init_imports_nothing_slow() -> None:
     """The compiler takes seconds, and sympy, for the strides of meta tensors, half a second."""
     command = [sys.executable, "-c", FIRST_INIT]

@@ -86,7 +86,7 @@ AT_OTHERS = [(name, level) for name, one in AT_A_LEVEL for level in range(4) if 
 
 @pytest.mark.parametrize(
     ("name", "level"),
-    tiers(AT_A_LEVEL[::10], [x for i, x in enumerate(AT_A_LEVEL) if i % 10], AT_OTHERS, rows=True),
+    tiers(AT_A_LEVEL[::17], AT_A_LEVEL[1::2], AT_A_LEVEL + AT_OTHERS, rows=True),
 )
 def test_ranks_train_complex_params_as_one_process_does(name: str, level: int) -> None:
     step = fz.train_step(loss_fn, TABLE[name].make())
@@ -103,7 +103,7 @@ def test_ranks_train_complex_params_as_one_process_does(name: str, level: int) -
     )
 
 
-@pytest.mark.parametrize("name", thinned(sorted(REFUSED), 6))
+@pytest.mark.parametrize("name", thinned(sorted(REFUSED), 9))
 def test_complex_params_are_refused_by_path(name: str) -> None:
     """In one process, and on every rank."""
     step = fz.train_step(loss_fn, TABLE[name].make())

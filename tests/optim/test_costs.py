@@ -29,6 +29,7 @@ from tests.conformance.table import TABLE
 from tests.tiers import tiers
 
 RANKS = 3
+NAMES = [*TABLE]
 NUM_STEPS = 2  # some optimizers rest in one of them
 
 
@@ -98,7 +99,12 @@ def plan_for(optimizer: Transform, state: fz.State) -> StatePlan:
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    tiers([(name, 1) for name in [*TABLE][::11]], [(name, 2) for name in TABLE], rows=True),
+    tiers(
+        [(n, 1) for n in NAMES[::14]],
+        [(n, 2) for n in NAMES[::2]],
+        [(n, 2) for n in NAMES],
+        rows=True,
+    ),
 )
 def test_state_and_traffic(name: str, layers: int, base: Callable[[int, Size], list[Call]]) -> None:
     optimizer, level = TABLE[name].make(), level_of(name)

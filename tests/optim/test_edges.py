@@ -5,6 +5,7 @@ does what the unsharded one does there, on all ranks alike.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -92,19 +93,26 @@ ZEROS: list[Edge] = [((0, None, 0), 4)]  # four ranks have fewer matrices than t
 MORE_ZEROS: list[Edge] = [((None, 0, None, 0), 5), ((0, 0, None), 2)]
 NOT_FINITE: list[Edge] = [((None, math.nan, None), 2)]
 MORE_NOT_FINITE: list[Edge] = [((None, math.nan, None), 3), ((None, math.inf, None), 2)]
+EDGES = (ZEROS, NOT_FINITE, MORE_ZEROS, MORE_NOT_FINITE)
+
+
+# Each row with one kind of edges, in turn, is thorough
+ROWS_WITH_EDGES = [*itertools.product(ROW_NAMES, EDGES)]
+IN_TURN = [(name, EDGES[i % len(EDGES)]) for i, name in enumerate(ROW_NAMES)]
 
 
 @pytest.mark.parametrize(
-    "edges", tiers([ZEROS, NOT_FINITE], [MORE_ZEROS, MORE_NOT_FINITE]), ids=str
+    ("name", "edges"),
+    tiers(IN_TURN[::9], IN_TURN, ROWS_WITH_EDGES, rows=True),
+    ids=str,
 )
-@pytest.mark.parametrize("name", thinned(ROW_NAMES, 9))
 def test_gradients_of_zero_and_not_finite(name: str, edges: list[Edge]) -> None:
     level = 1 + ROW_NAMES.index(name) % 3
     for kinds, ranks in edges:
         run(name, batches(*kinds), level, ranks)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_a_tree_too_large_is_an_error_on_all_ranks(level: int) -> None:
     def one(group: ThreadGroup) -> str:
         optimizer = optim.contrib.full_matrix_adagrad(0.1, whole_tree=True, limit=1000)

@@ -20,7 +20,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
 from tests.models import even
-from tests.tiers import crossed
+from tests.tiers import crossed, thinned
 
 LEVELS = (0, 1, 2, 3)
 
@@ -213,7 +213,7 @@ def through_saved_only(apply: Any, params: Any, hidden: Tensor, batch: Any) -> T
     return SavedOnly.apply(hidden, params["head.weight"]).square().mean()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_with_a_policy(level: int) -> None:
     """Unsharded, leaves that a policy casts are lazy too: gradients come in its dtypes."""
 
@@ -229,7 +229,7 @@ def in_a_program(params: Any, frozen: Any, batch: Any) -> Tensor:
     return FusedLoss.apply(hidden, params["w"], batch["y"])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_in_a_program_with_a_frozen_tree(level: int) -> None:
     generator = torch.Generator().manual_seed(2)
     trained = {"w": torch.randn(3, 5, generator=generator, dtype=torch.float64).requires_grad_()}
@@ -298,7 +298,7 @@ def test_a_backward_of_the_loss_own(name: str, level: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_a_backward_with_a_graph(level: int) -> None:
     def penalty(apply: Any, params: Any, hidden: Tensor, batch: Any) -> Tensor:
         x = batch["x"].clone().requires_grad_()

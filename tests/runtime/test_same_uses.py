@@ -130,8 +130,9 @@ def test_ranks_that_use_other_units_are_told(other: str, level: str, at: int) ->
     check_told(found, at, word)
 
 
-@pytest.mark.parametrize("at", FOUND_AT)
-@pytest.mark.parametrize("other", ["another", "one less", "one more"])
+@pytest.mark.parametrize(
+    ("other", "at"), crossed(["another", "one less", "one more"], FOUND_AT, n=2)
+)
 def test_evaluations_that_use_other_units_are_told(other: str, at: int) -> None:
     route, word = OTHERS[other]
     found = run_ranks(lambda group: told(group, route, at, 3, "evaluation"), 2)
@@ -264,7 +265,9 @@ def exchanges(group: Any, routes: Sequence[Route], level: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("level", "first", "left"), [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 5, 3)])
+@pytest.mark.parametrize(
+    ("level", "first", "left"), tiers([(1, 0, 0), (3, 5, 3)], [(0, 0, 0), (2, 1, 0)], rows=True)
+)
 def test_steps_that_follow_the_last_one_exchange_nothing(level: int, first: int, left: int) -> None:
     """`left`: those of a step after the place where it leaves the last one's way. After it ranks
     compare all uses, until 8 steps in a row were equal."""
@@ -301,13 +304,12 @@ def over_gloo(fn: Callable[[Any], Any], ranks: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("other", "level", "at"),
     tiers(
-        [("another", "3", 2)],
-        [
+        thorough=[("another", "3", 2), ("one less", "2", 0), ("one more", "mixed", 2)],
+        full=[
             (other, level, at)
             for other in ("another", "one less", "one more")
             for level in LEVELS
             for at in FOUND_AT
-            if (other, level, at) != ("another", "3", 2)
         ],
         rows=True,
     ),

@@ -121,7 +121,7 @@ def test_unknown_rules_are_refused() -> None:
         check_sync_buffers("sum")
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 @pytest.mark.parametrize("rule", ["mean", "rank0", "local"])
 def test_in_a_step(rule: Any, level: int) -> None:
     """Only rank 1's loss changes one of the buffers: all ranks take part all the same."""

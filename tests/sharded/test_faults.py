@@ -45,7 +45,7 @@ from tests.compare import train
 from tests.faults import SOON, Trigger, outcome, survivors
 from tests.models import ZOO, even, rows, split
 from tests.runtime.test_unit import Ordered, build
-from tests.tiers import tiers
+from tests.tiers import thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 RANKS = 2
@@ -165,7 +165,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("cases", tiers([CASES[::3]], [CASES]), ids=len)
+@pytest.mark.parametrize("cases", tiers([CASES[::6]], [CASES[::3]], [CASES]), ids=len)
 def test_a_failed_step_is_tried_again_on_processes(cases: list[Any]) -> None:
     """S1, S2. One after the other in the same processes, so each starts from a group that has
     failed before."""
@@ -251,7 +251,7 @@ def deep_loss() -> tuple[Any, Any]:
     return loss_fn, params
 
 
-@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("threads", tiers([True], [False]))
 def test_a_failed_step_over_two_axes(threads: bool) -> None:
     """S1. A rank shares each axis with some of the others only; those without one with it hear of
     it all the same."""
@@ -313,7 +313,7 @@ def test_a_retry_that_only_some_ranks_make() -> None:
     assert run_ranks(run, 3)[0]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_a_rank_that_steps_from_an_older_state(level: int) -> None:
     """D1. Or one that missed that the others have finished their step: its numbers would be of
     another step."""
@@ -424,7 +424,7 @@ EACH_ONCE = [*zip(FAULTS, PHASES, strict=True)]
 
 @pytest.mark.parametrize(
     ("fault", "phase"),
-    tiers(EACH_ONCE[::2], [case for case in LOST if case not in EACH_ONCE[::2]], rows=True),
+    tiers(EACH_ONCE[:1], EACH_ONCE[1:], sorted({*LOST} - {*EACH_ONCE}), rows=True),
 )
 def test_a_rank_is_lost_in_a_phase(fault: str, phase: str) -> None:
     """S3. The others say in which unit and phase, within the group's time limit."""
@@ -619,7 +619,7 @@ def test_labels() -> None:
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_an_empty_batch_without_a_weight(level: int) -> None:
     """B1. Its mean is NaN, which would reach every rank."""
 

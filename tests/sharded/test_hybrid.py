@@ -30,7 +30,7 @@ from tests.runtime.test_unit import batches_of, some_rows_reach, with_negative_h
 from tests.runtime.test_unit import build as build_module
 from tests.sharded.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
 from tests.sharded.test_processes import OPTIMIZERS, on_processes
-from tests.tiers import drawn, tiers
+from tests.tiers import THOROUGH, drawn, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -311,7 +311,7 @@ def test_ranks_with_other_meshes_hear_of_it() -> None:
     )
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_a_state_of_another_mesh_is_refused(level: int) -> None:
     """Also where it has as many pieces, and this rank another of them."""
     step, params, buffers = build()
@@ -348,6 +348,7 @@ PLACES: list[tuple[Any, bool, dict[str, Any]]] = [  # level, on a mesh, options
 ]
 
 
+@THOROUGH
 def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
     """They start the others' collectives in the others' order all the same, wherever things lie."""
     batches = batches_of(with_negative_half)

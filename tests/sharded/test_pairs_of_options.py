@@ -527,12 +527,12 @@ COMPILED = "compiled units"  # the slow one
 QUICK = [name for name in OPTIONS if name != COMPILED]
 
 
-@pytest.mark.parametrize("name", thinned([*QUICK, COMPILED], 4))
+@pytest.mark.parametrize("name", thinned([*QUICK, COMPILED], 8))
 def test_each_alone(name: str) -> None:
     check(drawn_case((name,), random.Random(name).choice))
 
 
-@drawn(cases())
+@drawn(cases(), quick=6, thorough=16)
 def test_pairs(case: Case) -> None:
     check(case)
 
@@ -549,7 +549,7 @@ def test_as_many_as_go_together(seed: int) -> None:
     check(drawn_case(chosen.names, rng.choice))
 
 
-@pytest.mark.parametrize("pairs", tiers([[*PAIRS][::5]], [[*PAIRS][::2]], [[*PAIRS]]), ids=len)
+@pytest.mark.parametrize("pairs", tiers([[*PAIRS][::12]], [[*PAIRS][::4]], [[*PAIRS]]), ids=len)
 def test_nothing_else_is_refused(pairs: list[tuple[str, str]]) -> None:
     """At construction, at any level."""
     group = CountingGroup(2)
@@ -571,7 +571,7 @@ def test_what_is_refused() -> None:
         check(Case(names, level, 2, None, optimizer))
 
 
-@pytest.mark.parametrize("num_pairs", tiers([4], [20]))
+@pytest.mark.parametrize("num_pairs", tiers([3], [8], [20]))
 @pytest.mark.parametrize("ranks", tiers([3], [2]))
 def test_on_processes(ranks: int, num_pairs: int) -> None:
     """Pairs that are drawn here, all in one launch."""

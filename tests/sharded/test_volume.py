@@ -147,7 +147,7 @@ def test_level_3_without_regathering(depth: int) -> None:
         assert counts.total == pytest.approx(2) and counts.small == 1
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", tiers([3], [1, 2]))
 def test_the_optimizers_own(level: int) -> None:
     """Clipping asks once, LAMB once more; Muon sends matrices to their owners and back: 2S/N at
     most."""

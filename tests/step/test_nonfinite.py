@@ -22,7 +22,7 @@ from functorch_zero.step.nonfinite import LossScale, NonFinitePolicy, NonFiniteS
 from functorch_zero.step.state import State
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded, models
-from tests.tiers import crossed, drawn
+from tests.tiers import crossed, drawn, thinned
 
 LEVELS = (0, 1, 2, 3)
 F16 = torch.float16
@@ -99,7 +99,7 @@ def test_skip(level: int, who: tuple[int, ...], kind: str) -> None:
     assert all(same(first, other) for other in others) and all_finite(first.params.values())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_raise(level: int) -> None:
     """On every rank with the same words; the state, donated or not, and the group can be used
     again."""
@@ -247,7 +247,7 @@ def test_the_scales_history_is_one_processs(
             )
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_a_scale_with_weights(level: int) -> None:
     """Of which one is 0, as of a rank that has run out of data, and one a thousand times
     another."""
