@@ -317,7 +317,8 @@ class _StreamLane:
         stream = torch.cuda.current_stream(self._device)
         if self._last is not None:
             stream.wait_event(self._last)
-        spin_on_device(int(seconds * self._cycles_per_second))
+        if seconds:
+            spin_on_device(int(seconds * self._cycles_per_second))
         yield
         self._last = stream.record_event()
 
