@@ -71,7 +71,7 @@ STAGES = [
     Stage("A", "threads", 60),
     Stage("A", "syncs", 60),
     Stage("A", "collectives", 90),
-    Stage("A", "races", 60, {"TORCH_CUDA_SANITIZER": "1"}),
+    Stage("A", "races", 60),
     Stage("A", "suite", 150, REPEATABLE),
     Stage("B", "overlap", 240),
     Stage("B", "bench", 230),
