@@ -107,7 +107,8 @@ class Wire:
     @contextmanager
     def carrying(self, num_bytes: float, device: torch.device) -> Iterator[None]:
         """Around the copies of a collective of other code: the GPU's current stream waits for the
-        wire, then for as long as the bytes take, then runs the copies."""
+        wire, then for as long as the bytes take, then runs the copies. Whoever waits for that
+        stream is not counted in `exposed_seconds`."""
         with self._lane_on(device).carrying(self._take(num_bytes)):
             yield
 
@@ -133,8 +134,9 @@ class SimulatedGroup(Forwarding):
     bit, and collectives take the time that the wire would take.
 
     So one process shows how much of a step's communication computing hides, at a number of ranks
-    and a bandwidth that one need not have. Every other rank is taken to hold the same data as this
-    one, and to start each collective when this one does.
+    and a bandwidth that one need not have. Every other rank is taken to hold the same as this one,
+    and to start each collective when this one does. So gathered params are this rank's piece N
+    times: times and memory are a training step's, losses are not.
 
     CUDA tensors: collectives run on a stream of their own, and `Work.wait` makes the current stream
     wait, not the host, as with NCCL. Others: results are written in `Work.wait`, which sleeps until
@@ -317,7 +319,8 @@ class _StreamLane:
         stream = torch.cuda.current_stream(self._device)
         if self._last is not None:
             stream.wait_event(self._last)
-        spin_on_device(int(seconds * self._cycles_per_second))
+        if seconds:
+            spin_on_device(int(seconds * self._cycles_per_second))
         yield
         self._last = stream.record_event()
 

@@ -20,13 +20,15 @@ SPIN = 500_000_000  # cycles: about a quarter of a second
 
 def collectives(report: Report) -> None:
     two_ranks_over_gloo(report)
-    start_one_rank()
     torch.set_default_device(DEVICE)
-    one_rank(report, "NCCL" if CUDA else "gloo")
+    # With gloo for the CPU beside it, and without
+    for backend in ("cpu:gloo,cuda:nccl", "nccl") if CUDA else ("gloo",):
+        start_one_rank(backend)
+        one_rank(report, backend)
+        dist.destroy_process_group()
     if not CUDA:
         report.needs("one rank over NCCL")
     torch.set_default_device("cpu")
-    dist.destroy_process_group()
 
 
 def two_ranks_over_gloo(report: Report) -> None:

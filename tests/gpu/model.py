@@ -1,5 +1,4 @@
-"""The language model of the stages, and those who train it: this library, plain torch and
-`fully_shard`."""
+"""The language model of the stages, and this library's steps of it."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.testing import Wire
 from tests.gpu.report import CUDA, DEVICE
 
 Run = Callable[[], object]  # one training step
@@ -77,7 +75,7 @@ def size_of(*, tiny: bool) -> str:
     return "tiny" if tiny else "large"
 
 
-# ---- Who trains it ----
+# ---- Steps ----
 
 
 def our_step(
@@ -124,117 +122,6 @@ def ours(
     return run
 
 
-def plain(size: str, *, autocast: bool, compiled: bool = False) -> Run:
-    """One process with torch's fused AdamW."""
-    model, ids = model_and_batch(size)
-    compile_blocks(model, compiled=compiled)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def run() -> None:
-        optimizer.zero_grad()
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
-            loss = model(ids)
-        loss.backward()
-        optimizer.step()
-
-    return run
-
-
-def fully_sharded(
-    size: str,
-    *,
-    ranks: int,
-    wire: Wire | None = None,
-    compiled: bool = False,
-    reshard_after_forward: bool = True,
-) -> Run:
-    """torch's `fully_shard` in bfloat16. The default process group has so many ranks; with a wire,
-    it is a fake one."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(DEVICE.type, (ranks,))
-    model, ids = model_and_batch(size)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    if wire is not None:
-        for module in (*model.blocks, model):
-            module.set_custom_all_gather(Gather(wire, ranks))
-            module.set_custom_reduce_scatter(Scatter(wire, ranks))
-    compile_blocks(model, compiled=compiled)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def run() -> None:
-        optimizer.zero_grad()
-        model(ids).backward()
-        optimizer.step()
-
-    return run
-
-
-def compile_blocks(model: GPT, *, compiled: bool) -> None:
-    if compiled:
-        for block in model.blocks:
-            block.compile()
-
-
-# ---- fully_shard's collectives over a simulated wire ----
-
-
-def _classes() -> tuple[type, type]:
-    """The bases of custom collectives, which have no public name."""
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-
-    return AllGather, ReduceScatter
-
-
-class _OverWire:
-    """A collective on the stream that `fully_shard` calls it on. `wire` carries one at a time, as
-    its one communicator would."""
-
-    def __init__(self, wire: Wire, ranks: int) -> None:
-        self.wire, self.ranks = wire, ranks
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def carry(self, whole: Tensor, move: Callable[[], object]) -> None:
-        num_bytes = whole.nbytes * (self.ranks - 1) / self.ranks
-        if whole.is_cuda:
-            with self.wire.carrying(num_bytes, whole.device):
-                move()
-        else:
-            self.wire.start(num_bytes, move).wait()
-
-
-class Gather(_OverWire, _classes()[0]):  # type: ignore[misc]
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> None:
-        def move() -> None:
-            for row in output_tensor.view(self.ranks, -1):
-                if row.data_ptr() != input_tensor.data_ptr():  # the rank's own part of the output
-                    row.copy_(input_tensor.view(-1))
-
-        self.carry(output_tensor, move)
-
-
-class Scatter(_OverWire, _classes()[1]):  # type: ignore[misc]
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        own = input_tensor.view(self.ranks, -1)[0]
-        # The mean of equal terms
-        self.carry(input_tensor, lambda: output_tensor.view(-1).copy_(own))
-
-
 # ---- Process groups ----
 
 
@@ -245,8 +132,7 @@ def start_fake_ranks(ranks: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
 
 
-def start_one_rank() -> None:
+def start_one_rank(backend: str = "cpu:gloo,cuda:nccl" if CUDA else "gloo") -> None:
     """A default process group of this process alone, over NCCL on a GPU."""
-    backend = "cpu:gloo,cuda:nccl" if CUDA else "gloo"
     options: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if CUDA else {}
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore(), **options)

@@ -4,7 +4,6 @@ races."""
 from __future__ import annotations
 
 import itertools
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from functorch_zero import optim
 from functorch_zero.groups import CountingGroup, SingleRank
 from functorch_zero.testing import SimulatedGroup, Wire
 from tests.gpu.measure import cuda_calls, noting_waits, profiled, synchronize, warm_up
-from tests.gpu.model import BF16, our_step, ours
+from tests.gpu.model import BF16, Run, our_step
 from tests.gpu.report import CUDA, DEVICE, Report
 
 LEVELS = (0, 1, 2, 3)
@@ -44,12 +43,13 @@ def env(report: Report) -> None:
 def seconds_of_wire(seconds: float, *, repeats: int, products: bool) -> float:
     """The seconds that a collective of so many takes."""
     group = SimulatedGroup(2, wire=Wire(latency=seconds))
-    x, a = torch.zeros(8, device=DEVICE), torch.randn(1024, 1024, device=DEVICE)
+    width = 4096 if CUDA else 256  # the products take less than the wire
+    x, a = torch.zeros(8, device=DEVICE), torch.randn(width, width, device=DEVICE)
     group.all_reduce(x).wait()
     synchronize()
     start = time.perf_counter()
     works = [group.all_reduce(x.clone()) for _ in range(repeats)]
-    for _ in range(repeats if products else 0):
+    for _ in range(2 * repeats if products else 0):
         a = torch.mm(a, a).clamp_(-1, 1)
     for work in works:
         work.wait()
@@ -84,14 +84,17 @@ class Kind:
         return float(metrics["loss"]), held
 
 
+KINDS = [Kind(bf16, False, level) for bf16, level in itertools.product((False, True), LEVELS)]
+if CUDA:  # few, as each takes seconds
+    KINDS += [Kind(False, True, 3), Kind(True, True, 0), Kind(True, True, 3)]
+
+
 def smoke(report: Report) -> None:
     """Levels 0 to 3: one rank beside the unsharded step, and four simulated ones, whose collectives
     are late at random, beside the same four without streams or waiting."""
     # Atomic sums would differ between two runs of anything
     torch.use_deterministic_algorithms(True, warn_only=True)
-    compiling = (False, True) if CUDA else (False,)
-    for bf16, compiled, level in itertools.product((False, True), compiling, LEVELS):
-        kind = Kind(bf16, compiled, level)
+    for kind in KINDS:
         one_rank(report, kind)
         simulated_ranks(report, kind, jitter=2e-4 if report.tiny else 2e-3)
     torch.use_deterministic_algorithms(False)
@@ -196,32 +199,82 @@ def backward_of_chain(num_nodes: int) -> None:
 def syncs(report: Report) -> None:
     """The lines at which the host waits for the device in a step, and the calls of CUDA."""
     clipped = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
-    kinds: dict[str, dict[str, Any]] = {
-        "level 0": {"level": 0},
-        "level 3": {"level": 3},
-        "level 3, clipping": {"level": 3, "optimizer": clipped},
-        "level 3, overlap time": {"level": 3, "overlap": "time"},
+    runs = {
+        "level 0": lambda: step_of_rows(level=0),
+        "level 3": lambda: step_of_rows(),
+        "level 3, overlap time": lambda: step_of_rows(overlap="time"),
+        "level 3, clipping": lambda: step_of_rows(clipped),
+        "level 3, weights on the device": lambda: step_of_rows(weighted=True),
+        "level 3, accumulation": lambda: step_of_rows(accumulate=2),
+        "evaluation": evaluation_of_rows,
     }
-    for name, options in kinds.items():
-        run = ours("tiny", group=CountingGroup(2), **options)
+    for name, make in runs.items():
+        run = make()
         warm_up(run)
         with noting_waits() as found:
             run()
         report.check_on_cuda(f"{name}: waits of the host, by line", dict(found), not found, "none")
-        report.measured(f"{name}: calls of CUDA in a step", cuda_calls(profiled(run)))
+        report.measured(f"{name}: calls of CUDA", cuda_calls(profiled(run)))
+
+
+def step_of_rows(
+    optimizer: optim.Transform | None = None,
+    *,
+    level: int = 3,
+    weighted: bool = False,
+    accumulate: int = 1,
+    **options: Any,
+) -> Run:
+    """A step of one of two ranks, with a metric. `options`: of `shard`."""
+    apply, params, x = rows()
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        loss = apply(params, buffers, x)[0].square().mean()
+        weight = (x > 0).sum() if weighted else None
+        return loss, fz.Aux(weight=weight, metrics={"double": 2 * loss.detach()})
+
+    step = fz.train_step(loss_fn, optimizer or optim.adamw(1e-3), accumulate=accumulate)
+    sharded = fz.shard(step, level=level, group=CountingGroup(2), **options)
+    held = [sharded.init(params)]
+
+    def run() -> None:
+        held[0], _ = sharded(held[0], x)
+
+    return run
+
+
+def evaluation_of_rows() -> Run:
+    """An evaluation step on the state of such a training step."""
+    apply, params, x = rows()
+    loss_fn = lambda p, b, x: apply(p, b, x)[0].square().mean()
+    step = fz.shard(fz.train_step(loss_fn, optim.adamw(1e-3)), level=3, group=CountingGroup(2))
+    state = step.init(params)
+    evaluate = fz.eval_step(lambda p, b, x: {"loss": loss_fn(p, b, x)})
+    sharded = fz.shard(evaluate, level=3, group=CountingGroup(2))
+    return lambda: sharded(state, x)
+
+
+def rows() -> tuple[Any, Any, Tensor]:
+    """`apply`, params and a batch."""
+    torch.manual_seed(0)
+    apply, params, _ = fz.functionalize(Residual().to(DEVICE), units=nn.Sequential)
+    return apply, params, torch.randn(4, 16, device=DEVICE)
 
 
 # ---- Races ----
 
 
 def races(report: Report) -> None:
-    """Steps of simulated ranks under torch's race detector, which the variable
-    TORCH_CUDA_SANITIZER turns on before torch is imported. It raises."""
+    """Steps of simulated ranks under torch's race detector, which raises."""
+    if CUDA:
+        from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+        enable_cuda_sanitizer()
     for level in LEVELS:
         kind = Kind(bf16=False, compiled=False, level=level)
-        train_on(kind, SimulatedGroup(4, 1))
-        watched = CUDA and "TORCH_CUDA_SANITIZER" in os.environ
-        report.check_on_cuda(f"{kind}: races", "none", watched, "none, with the detector on")
+        with report.failing(f"{kind}: races"):
+            train_on(kind, SimulatedGroup(4, 1))
+            report.check_on_cuda(f"{kind}: races", "none", True, "none")
     if CUDA:
         found = caught_race()
         report.check("a planted race", found, found.startswith("CUDASanitizer"), "an error")

@@ -33,10 +33,11 @@ def main() -> None:
     args = parser.parse_args()
     from tests.gpu.report import CUDA, FAIL, Report
 
-    if not CUDA and not args.tiny:
-        raise SystemExit("this machine has no CUDA. Remedy: --tiny, for a dry run on the CPU")
-    module, function = STAGES[args.name]
     report = Report(args.file, tiny=args.tiny)
+    if not CUDA and not args.tiny:
+        report.needs("all of it", "CUDA, or --tiny for a dry run on the CPU")
+        return
+    module, function = STAGES[args.name]
     getattr(importlib.import_module(f"tests.gpu.{module}"), function)(report)
     if report.verdict == FAIL:
         sys.exit(1)

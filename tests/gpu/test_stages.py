@@ -29,7 +29,8 @@ def report_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", tiers(CHEAP, [name for name in STAGES if name not in CHEAP]))
-def test_a_stage_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
+def test_a_stage_runs_on_a_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     report = report_of(name, tmp_path)
     verdicts = {line["verdict"] for line in report["lines"]}
     assert verdicts <= {"pass", "measured", "needs CUDA"}, report
