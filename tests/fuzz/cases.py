@@ -135,12 +135,12 @@ AXES: dict[str, Sequence[Any]] = {
     "remat": [False, False, True],
     "precision": ["none"] * 9 + ["compute float32", "gather float32", "reduce float32"],
     "level": [0, 1, 2, 3, 3, "mixed", "by dims"],
-    "ranks": [1, 2, 2, 3, 3, 4],
-    "mesh": [False] * 5 + [True],
+    "ranks": [1, 2, 2, 2, 3, 3, 4],
+    "mesh": [False] * 7 + [True],
     "donate": [True, False],
     "sync_buffers": ["mean", "mean", "rank0", "local"],
     "reshard": [True, False],
-    "accumulate": [1, 1, 1, 2, 3],
+    "accumulate": [1, 1, 1, 1, 2, 3],
     "reduce_gradients": [None, None, "once", "every_microbatch"],
     "overlap": ["memory", "time"],
     "nonfinite": ["pass"] * 5 + ["skip", "raise"],
@@ -149,7 +149,7 @@ AXES: dict[str, Sequence[Any]] = {
         "nothing", "nothing", "relevel", "shrink", "shrink in place", "whole leaves", "set step",
         "checkpoint", "evaluate", "init again", "twice",
     ],
-    "steps": [2, 2, 3],
+    "steps": [2, 2, 2, 2, 3],
 }  # fmt: skip
 
 
