@@ -149,7 +149,6 @@ def cpp_compiler() -> None:
 
 Claims = dict[str, set[Any]]  # a transform -> the kinds of leaves that it was checked on
 HERE = Path(__file__).parent
-CHECK_OUR_CLAIMS = (HERE / "conformance", HERE / "optim")
 
 
 @pytest.fixture(scope="session")
@@ -165,9 +164,12 @@ def claims_checked_once(
     """Let `shard` check like claims once: those of the package once per session, and only in the
     tests about them, which have all optimizers; others, on equal trees, once per test.
 
-    It checks them at each `init` on each rank, which would be most of its time here.
+    It checks them at each `init` on each rank, which would be most of its time here. The rows of
+    the conformance table have theirs checked in the thorough and the full tier.
     """
-    about_ours = any(folder in request.path.parents for folder in CHECK_OUR_CLAIMS)
+    about_ours = HERE / "optim" in request.path.parents or (
+        HERE / "conformance" in request.path.parents and not is_quick(request.node)
+    )
     checked_in_this_test: Claims = {}
 
     def check(transform: Any, params: Any) -> None:
@@ -188,6 +190,10 @@ def claims_checked_once(
     for module in ("train", "engine"):
         sharded = importlib.import_module(f"functorch_zero.sharded.{module}")
         monkeypatch.setattr(sharded, "check_claims", check)
+
+
+def is_quick(item: pytest.Item) -> bool:
+    return not any(item.get_closest_marker(tier) for tier in ("thorough", "full"))
 
 
 def names_only_ours(description: Any) -> bool:

@@ -56,6 +56,7 @@ def test_train_lm(run_example: RunExample, level: str, optimizer: str) -> None:
     assert "rank 1 holds" in out
 
 
+@THOROUGH
 def test_train_lm_prints_the_same_losses_on_1_and_3_ranks(run_example: RunExample) -> None:
     """The batch is the step's, not the rank's: the number of ranks changes nothing but rounding."""
     one, three = (

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import functorch_zero as fz
+from tests.tiers import THOROUGH
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +29,7 @@ def test_dir_shows_the_public_names() -> None:
     assert {"shard", "plan", "checkpoint", "testing"} <= set(dir(fz))
 
 
+@THOROUGH
 def test_every_name_that_dir_shows_is_there(tmp_path: Path) -> None:
     """In a new process, where nothing has imported the lazy ones before."""
     code = (

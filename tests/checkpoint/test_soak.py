@@ -62,7 +62,7 @@ def held() -> list[float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("first", "last"), tiers(thorough=[(100, 1000)], rows=True))
+@pytest.mark.parametrize(("first", "last"), tiers(thorough=[(200, 2000)], rows=True))
 def test_memory_is_flat_over_many_steps(first: int, last: int) -> None:
     """No tensor, object, thread or descriptor more, and no memory beyond the allocator's noise."""
 

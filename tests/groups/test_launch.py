@@ -364,7 +364,7 @@ def interrupted(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("whom", "start"), tiers([("all", "fork")], [("parent", "spawn")], rows=True)
+    ("whom", "start"), tiers(thorough=[("all", "fork"), ("parent", "spawn")], rows=True)
 )
 def test_an_interrupt_lets_the_ranks_end_by_themselves(
     whom: str, start: str, tmp_path: Path

@@ -22,7 +22,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from tests.models import GPT, Block, ConvNet
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import crossed, tiers
+from tests.tiers import THOROUGH, crossed, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -170,6 +170,7 @@ def test_the_same_at_every_level_and_world_size(level: int, ranks: int) -> None:
         assert torch.equal(start.buffers["mask"], got_start.buffers["mask"])
 
 
+@THOROUGH
 def test_units_and_what_is_trained_do_not_matter() -> None:
     start, _ = train(*prepared())
     for units, trainable in (
@@ -183,6 +184,7 @@ def test_units_and_what_is_trained_do_not_matter() -> None:
         assert all(torch.equal(start.params[path], leaf) for path, leaf in got.params.items())
 
 
+@THOROUGH
 def test_on_processes() -> None:
     start, _ = train(*prepared())
     runs = launch(
@@ -354,7 +356,7 @@ def hugging_face(name: str) -> nn.Module:
     }[name]()
 
 
-@pytest.mark.parametrize("name", tiers(["llama, tied"], ["gpt2", "llama", "bert"]))
+@pytest.mark.parametrize("name", tiers(thorough=["llama, tied", "gpt2"], full=["llama", "bert"]))
 def test_hugging_faces_models(name: str) -> None:
     """All leaves and buffers, with the spread that the model's own initialisation gives, the same
     one by one."""

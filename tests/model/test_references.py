@@ -288,7 +288,7 @@ def test_further_references_see_the_values_of_the_call(name: str, remat: bool) -
             assert torch.allclose(got, p, rtol=1e-12), path
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(RIGHT, [0, 1, 2, 3], n=4))
+@pytest.mark.parametrize(("name", "level"), crossed(RIGHT, [0, 1, 2, 3], n=6))
 def test_further_references_sharded(name: str, level: int) -> None:
     expected = train(*step_of(name), batches())
     runs = run_ranks(

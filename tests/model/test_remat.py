@@ -23,7 +23,7 @@ from tests.compare import assert_equal_updates, assert_same_on_all_ranks, train,
 from tests.models import GPT, Block, even
 from tests.runtime import test_unit as unit_tests
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import crossed, tiers
+from tests.tiers import THOROUGH, crossed, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -138,7 +138,7 @@ def test_params_may_stay_gathered(reshard: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("level", tiers([3], [1, 0], [2]))
+@pytest.mark.parametrize("level", tiers(thorough=[3, 1], full=[0, 2]))
 def test_on_processes(level: int) -> None:
     make = lambda: step_of(lambda: without_chance(Net()), units=Stateful, remat=True)
 
@@ -288,7 +288,7 @@ def test_a_unit_that_runs_again_is_gathered_once_for_it() -> None:
     assert sent[0] == sent[1]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", tiers([1], [2]))
 def test_units_that_one_ranks_loss_leaves_out(accumulate: int) -> None:
     """It sends zeros, and gathers when the others run them again."""
     batches = unit_tests.batches_of(unit_tests.half_chosen)
@@ -364,6 +364,7 @@ def test_the_peak_is_one_units_activations_and_all_inputs() -> None:
     assert peak(16, True, 3) <= one + 16 * 1.5
 
 
+@THOROUGH
 def test_with_units_of_several_blocks_it_grows_with_the_square_root() -> None:
     """n blocks in units of sqrt(n): sqrt(n) inputs, and sqrt(n) blocks' activations at a time."""
     four, sixteen = peak(4, True, 3, group=2), peak(16, True, 3, group=4)

@@ -133,7 +133,9 @@ OTHER_PLACES = [(name, PLACES[(i + k) % 3]) for i, name in enumerate(WRAPPED) fo
 
 
 @pytest.mark.parametrize(
-    "case", tiers(ONE_PLACE_EACH[::2], ONE_PLACE_EACH[1::2] + OTHER_PLACES), ids=str
+    "case",
+    tiers(ONE_PLACE_EACH[::3], ONE_PLACE_EACH[1::3] + ONE_PLACE_EACH[2::3], OTHER_PLACES),
+    ids=str,
 )
 def test_sharded_is_unsharded(case: tuple[str, tuple[int, int]]) -> None:
     name, (level, ranks) = case

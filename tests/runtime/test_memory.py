@@ -18,6 +18,7 @@ from functorch_zero.groups import CountingGroup
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
+from tests.tiers import THOROUGH
 
 WIDTH, DEPTH, ROWS = 64, 12, 2
 UNIT = WIDTH * WIDTH * 8  # bytes of a block; activations are a hundredth of it
@@ -136,6 +137,7 @@ def test_frozen_units_are_let_go_in_backward() -> None:
     assert peak(RANKS, trainable=lambda path, leaf: path.startswith("blocks.0.")) <= 3.5
 
 
+@THOROUGH
 def test_a_smaller_world_holds_larger_pieces() -> None:
     small, large = peak(2), peak(RANKS)
     assert small - large == pytest.approx(DEPTH / 2 - DEPTH / RANKS, abs=2), "gradient pieces"

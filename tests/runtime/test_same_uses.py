@@ -304,13 +304,12 @@ def over_gloo(fn: Callable[[Any], Any], ranks: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("other", "level", "at"),
     tiers(
-        [("another", "3", 2)],
-        [
+        thorough=[("another", "3", 2), ("one less", "2", 0), ("one more", "mixed", 2)],
+        full=[
             (other, level, at)
             for other in ("another", "one less", "one more")
             for level in LEVELS
             for at in FOUND_AT
-            if (other, level, at) != ("another", "3", 2)
         ],
         rows=True,
     ),

@@ -33,6 +33,7 @@ LEVELS = (0, 1, 2, 3)
 RANKS = (1, 2, 3, 4, 5)
 ROWS = 60  # of a batch: divisible by every number of ranks
 STEPS = 2
+LARGE = ("gpt", "convnet")  # the models that take longest
 
 OPTIMIZERS = {
     "sgd": lambda: optim.sgd(0.1, momentum=0.9),
@@ -111,7 +112,7 @@ def more() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("part", tiers([few], [more]), ids=lambda part: part.__name__)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", tiers([name for name in ZOO if name not in LARGE], LARGE))
 def test_sharded_is_unsharded(name: str, part: Callable[[], Iterator[Case]]) -> None:
     for case in part():
         if case[0] == name:

@@ -30,7 +30,7 @@ from tests.runtime.test_unit import batches_of, some_rows_reach, with_negative_h
 from tests.runtime.test_unit import build as build_module
 from tests.sharded.test_parts import ADAPTERS, BASE, build, make_batches, some_levels
 from tests.sharded.test_processes import OPTIMIZERS, on_processes
-from tests.tiers import drawn, thinned, tiers
+from tests.tiers import THOROUGH, drawn, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 
@@ -77,7 +77,7 @@ CASES = [(*pair, level, over) for pair in CHOSEN for level in (1, 3) for over in
 
 @pytest.mark.parametrize(
     ("as_mesh", "cases"),
-    tiers([(True, CASES[2::8])], [(False, CASES), (True, CASES[8:])], rows=True),
+    tiers(thorough=[(True, CASES[2::8]), (False, CASES)], full=[(True, CASES[8:])], rows=True),
     ids=["mesh-few", "plain", "mesh"],
 )
 def test_on_processes(as_mesh: bool, cases: list[Any]) -> None:
@@ -348,6 +348,7 @@ PLACES: list[tuple[Any, bool, dict[str, Any]]] = [  # level, on a mesh, options
 ]
 
 
+@THOROUGH
 def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
     """They start the others' collectives in the others' order all the same, wherever things lie."""
     batches = batches_of(with_negative_half)
@@ -376,6 +377,7 @@ def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
         assert_equal_updates(expected, runs[0][i])
 
 
+@THOROUGH
 def test_a_step_that_failed_on_a_mesh_can_be_tried_again() -> None:
     def run(group: Any) -> Any:
         step, params, buffers = build(trainable=lambda path, leaf: True)

@@ -527,12 +527,12 @@ COMPILED = "compiled units"  # the slow one
 QUICK = [name for name in OPTIONS if name != COMPILED]
 
 
-@pytest.mark.parametrize("name", thinned([*QUICK, COMPILED], 5))
+@pytest.mark.parametrize("name", thinned([*QUICK, COMPILED], 8))
 def test_each_alone(name: str) -> None:
     check(drawn_case((name,), random.Random(name).choice))
 
 
-@drawn(cases(), quick=8, thorough=16)
+@drawn(cases(), quick=6, thorough=16)
 def test_pairs(case: Case) -> None:
     check(case)
 

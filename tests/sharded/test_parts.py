@@ -127,7 +127,7 @@ EVERY, SOME_ODD = slice(None), slice(1, None, 4)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "part"), tiers([(3, SOME_ODD)], [(2, EVERY), (3, EVERY)], rows=True)
+    ("ranks", "part"), tiers(thorough=[(3, SOME_ODD)], full=[(2, EVERY), (3, EVERY)], rows=True)
 )
 def test_on_processes(ranks: int, part: slice) -> None:
     optimizers = {

@@ -19,7 +19,7 @@ from functorch_zero.groups.mesh import Copy, axes_of
 from functorch_zero.sharded.agreement import average
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
 from tests.sharded.test_processes import on_processes
-from tests.tiers import thinned, tiers
+from tests.tiers import THOROUGH, thinned, tiers
 
 SameData = Literal["replicate", "shard"]
 LEVELS = (0, 1, 2, 3)
@@ -65,6 +65,7 @@ def make_batches(num: int = 3, rows: int = ROWS) -> list[Tensor]:
     ("mesh", "over"),
     tiers(
         [(MESHES[4], "both")],
+        [(mesh, ("shard", "both")[i % 2]) for i, mesh in enumerate(MESHES)],
         [(mesh, over) for mesh in MESHES for over in ("shard", "both")],
         rows=True,
     ),
@@ -111,7 +112,7 @@ def test_steps_that_are_not_finite(
     )
 
 
-@pytest.mark.parametrize("same_data", tiers(["replicate"], ["shard"]))
+@pytest.mark.parametrize("same_data", tiers(thorough=["replicate", "shard"]))
 def test_three_parts_in_mixed_precision_recomputed(same_data: SameData) -> None:
     """Their share of the mean is no power of two, and not in the loss's seed."""
     single = fz.Precision(compute=torch.float32, output=torch.float64)
@@ -153,6 +154,7 @@ def mesh_and_part(group: Any, same_data: Any, x: Tensor) -> tuple[HybridGroup, T
 BOTH_AXES: tuple[SameData, ...] = ("replicate", "shard")
 
 
+@THOROUGH
 def test_on_processes() -> None:
     """Also evaluation."""
     batches = make_batches(2)

@@ -24,7 +24,7 @@ from functorch_zero.groups import CountingGroup, HybridGroup, Then, counted, run
 from functorch_zero.runtime.reduce import Carried, Kept
 from functorch_zero.testing import Equality, assert_equal_values, assert_sharded_equals_unsharded
 from tests.sharded.test_processes import on_processes
-from tests.tiers import thinned
+from tests.tiers import crossed, thinned, tiers
 
 EXACT = Equality("bitwise")
 LR = 0.5
@@ -122,7 +122,7 @@ def check_conserved(step: Any, state: Any, batches: list[Tensor], *, plain: bool
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([2], [1]))
 def test_a_reduction_keeps_its_error(level: int, ranks: int) -> None:
     batches = make_batches()
 
@@ -175,7 +175,7 @@ def test_the_error_is_carried_to_other_ranks(tmp_path: Path) -> None:
     run_ranks(from_whole, 2)
 
 
-@pytest.mark.parametrize("same_data", [None, "replicate", "shard"])
+@pytest.mark.parametrize("same_data", thinned(["replicate", "shard", None]))
 def test_on_a_mesh_rows_are_those_of_the_data(same_data: Any, tmp_path: Path) -> None:
     batches = make_batches()
 
@@ -393,7 +393,7 @@ def vectors(state: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", tiers([True], [False]))
 def test_state_lies_elsewhere(level: int, donate: bool, tmp_path: Path) -> None:
     """To the bit as beside the params; fetched and stored once per flat and step."""
     batches = make_batches()
@@ -459,7 +459,7 @@ def test_stored_state_is_carried_to_other_ranks(tmp_path: Path) -> None:
     assert_equal_values(state.params, last.params, grade="reordered")
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon", "lamb", "schedule_free"])
+@pytest.mark.parametrize("name", thinned(["muon", "lamb", "schedule_free", "adafactor"]))
 def test_states_of_other_shapes_lie_elsewhere(name: str, tmp_path: Path) -> None:
     """Owned by a rank, or the same on all ranks, too."""
     makers: dict[str, Any] = {
@@ -596,9 +596,14 @@ def units_and_batches(precision: Any = None) -> tuple[Any, Any, Any, list[Tensor
     return step, params, buffers, [x.float() for x in make_batches()]
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"donate": False, "reshard_after_forward": False}])
-@pytest.mark.parametrize("precision", [None, fz.Precision(torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("level", "options", "precision"),
+    crossed(
+        [1, 2, 3],
+        [{}, {"donate": False, "reshard_after_forward": False}],
+        [None, fz.Precision(torch.bfloat16)],
+    ),
+)
 def test_halves_give_the_same_bits(level: int, options: Any, precision: Any) -> None:
     step, params, buffers, batches = units_and_batches(precision)
 
@@ -613,8 +618,7 @@ def test_halves_give_the_same_bits(level: int, options: Any, precision: Any) -> 
     run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize("state_axes", ["shard", "both"])
+@pytest.mark.parametrize(("level", "state_axes"), crossed([1, 3], ["shard", "both"]))
 def test_halves_travel_along_both_axes(level: int, state_axes: Any) -> None:
     step, params, buffers, batches = units_and_batches()
 

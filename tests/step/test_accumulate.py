@@ -14,7 +14,7 @@ from functorch_zero.groups import counted, run_ranks
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.models import Shared
 from tests.runtime.test_memory import LiveBytes
-from tests.tiers import drawn
+from tests.tiers import drawn, tiers
 
 
 def make(weighted, accumulate, dropout=0.0):
@@ -121,7 +121,9 @@ def test_micro_batches_are_the_whole_batch(weighted, accumulate, size):
         }
 
 
-@pytest.mark.parametrize(("weighted", "accumulate", "size"), [(True, 2, 13), (False, 3, 36)])
+@pytest.mark.parametrize(
+    ("weighted", "accumulate", "size"), tiers([(True, 2, 13)], [(False, 3, 36)], rows=True)
+)
 def test_sharded_equals_unsharded(weighted, accumulate, size):
     step, params, buffers = make(weighted, accumulate)
     assert_sharded_equals_unsharded(

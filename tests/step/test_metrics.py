@@ -21,7 +21,7 @@ from functorch_zero.step.loss import Aux
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from functorch_zero.testing.step import split
-from tests.tiers import crossed, thinned
+from tests.tiers import THOROUGH, crossed, thinned
 
 LEVELS = (0, 1, 2, 3)
 MIXED = {"": 3, "layers.0": 0, "layers.1": 1}
@@ -70,6 +70,7 @@ def test_sharded_is_unsharded(name: str) -> None:
     )
 
 
+@THOROUGH
 def test_on_processes() -> None:
     case = models.mlp()
     make = lambda: step_of(

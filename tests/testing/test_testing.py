@@ -506,7 +506,7 @@ def test_transforms_of_one_tree_are_checked_on_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", tiers(["adamw", "clip + lamb", "muon"], ["sgd, momentum", "lion", "adafactor", "lbfgs"])
+    "name", tiers(["clip + lamb", "muon"], ["adamw", "sgd, momentum", "lion", "adafactor", "lbfgs"])
 )
 def test_right_transforms_pass(name: str) -> None:
     check_transform(strategies.known_optimizers()[name].make(), seeds=(0,), steps=2, ranks=(3,))
@@ -535,6 +535,7 @@ def examples(strategy: Any) -> list[Any]:
     return found
 
 
+@THOROUGH
 def test_trees_are_hostile() -> None:
     trees = examples(strategies.trees())
     assert any(None in optree.tree_leaves(tree, none_is_leaf=True) for tree in trees)
