@@ -25,7 +25,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.state import State
 from tests.checkpoints import assert_same, load_on, make_step, on_ranks, trained
 from tests.models import ZOO, even, split
-from tests.tiers import thinned, tiers
+from tests.tiers import THOROUGH, thinned, tiers
 
 
 class Gate:
@@ -200,6 +200,7 @@ def test_a_mistake_is_told_to_all_ranks(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and "rank 1: TypeError: user must" in texts[0]
 
 
+@THOROUGH
 def test_collectives_of_training_meanwhile(tmp_path: Path) -> None:
     """C7, over gloo: the save has a group of its own."""
 

@@ -26,7 +26,7 @@ from functorch_zero.step.train import TrainStep, train_step
 from functorch_zero.tree import named_leaves
 from tests.checkpoints import assert_same, leftovers, load_on, make_step, on_ranks, save_on, trained
 from tests.models import ZOO, even, split
-from tests.tiers import crossed, thinned, tiers
+from tests.tiers import THOROUGH, crossed, thinned, tiers
 
 
 @pytest.mark.parametrize(("ranks", "level"), crossed([1, 2, 3, 4], [0, 1, 2, 3]))
@@ -82,6 +82,7 @@ def test_every_model(tmp_path: Path, name: str) -> None:
     assert [k for k, v in got.params.items() if not v.requires_grad] == frozen
 
 
+@THOROUGH
 def test_the_choice_of_units_does_not_matter(tmp_path: Path) -> None:
     save_on(tmp_path, 3, 3, name="gpt")
     # Other units: those of children

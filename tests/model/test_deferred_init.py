@@ -170,6 +170,7 @@ def test_the_same_at_every_level_and_world_size(level: int, ranks: int) -> None:
         assert torch.equal(start.buffers["mask"], got_start.buffers["mask"])
 
 
+@THOROUGH
 def test_units_and_what_is_trained_do_not_matter() -> None:
     start, _ = train(*prepared())
     for units, trainable in (

@@ -126,7 +126,7 @@ def test_apply_is_the_model(name: str) -> None:
     assert sum("layer" in unit.name or ".h." in unit.name for unit in params.units) == 2
 
 
-@pytest.mark.parametrize(("name", "level"), crossed(MODELS, [0, 1, 2, 3], n=4))
+@pytest.mark.parametrize(("name", "level"), crossed(MODELS, [0, 1, 2, 3], n=8))
 def test_sharded_is_unsharded(name: str, level: int) -> None:
     step, params, buffers = build(name)
     expected = train(step, params, buffers, batches())

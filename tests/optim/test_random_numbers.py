@@ -21,7 +21,7 @@ from functorch_zero.optim.claims.check import check_claims
 from functorch_zero.optim.local import Local
 from functorch_zero.optim.random_numbers import BLOCK, Kind, draw_leaf, key_of
 from functorch_zero.testing import check_transform
-from tests.tiers import drawn
+from tests.tiers import THOROUGH, drawn
 
 KINDS: tuple[Kind, ...] = ("normal", "uniform", "rademacher")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -226,6 +226,7 @@ def noisy(seed_of: Callable[[Any], Any] = lambda updates: 0) -> Transform:
     return optim.with_statistics(lambda params: optim.step_count(), update)
 
 
+@THOROUGH
 def test_a_transform_that_draws_passes_the_check() -> None:
     check_claims(noisy(), WIDE)
     check_transform(noisy())

@@ -18,7 +18,7 @@ from functorch_zero import optim
 from functorch_zero.optim.local import Local
 from functorch_zero.testing.strategies import public_functions
 from tests.parity.cases import assert_close, gradients, run, stacked
-from tests.tiers import thinned
+from tests.tiers import THOROUGH, thinned
 
 jax = pytest.importorskip("jax", reason="optax is the oracle: pip install functorch-zero[test]")
 optax = pytest.importorskip("optax", reason="optax is the oracle: pip install functorch-zero[test]")
@@ -238,6 +238,7 @@ def test_apply_if_finite_is_optaxs() -> None:
     assert state.total_notfinite == 4  # the third in a row has passed
 
 
+@THOROUGH
 def test_added_noise_has_optaxs_variance() -> None:
     """Step by step; the numbers themselves are others."""
     zeros = {"w": torch.zeros(100_000, dtype=torch.float64)}

@@ -126,7 +126,7 @@ FORWARD = (
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )  # torch's own use of it
-@pytest.mark.parametrize(("transform", "level"), crossed(TRANSFORMS, LEVELS, n=4))
+@pytest.mark.parametrize(("transform", "level"), crossed(TRANSFORMS, LEVELS, n=6))
 def test_torch_func_inside(transform: str, level: int) -> None:
     ranks = 1 if level == 3 and any(name in transform for name in FORWARD) else 2
     check(derivatives(transform), MLP, rows(7, 3), level, ranks)
@@ -613,7 +613,7 @@ def half_chosen(n: int) -> Any:
 SKIPPED = ["a* b?", "a b?* c*", "a* b? c?", "a?* a* a?*", "a* bb?*", "a* bc?*", "a* ab?* ab* c?"]
 
 
-@pytest.mark.parametrize(("regions", "level"), crossed(SKIPPED[:5], (2, 3)))
+@pytest.mark.parametrize(("regions", "level"), crossed(SKIPPED[:5], (2, 3), n=5))
 def test_a_unit_that_one_ranks_loss_leaves_out_next_to_one_that_runs_again(
     regions: str, level: int
 ) -> None:

@@ -347,7 +347,8 @@ GOES_ON: dict[str, Callable[[Rank], Any]] = {  # the others, after a step that o
 
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize(
-    ("level", "goes_on"), tiers([(3, "unshard")], [(0, "step"), (3, "step")], rows=True)
+    ("level", "goes_on"),
+    tiers(thorough=[(3, "unshard"), (0, "step")], full=[(3, "step")], rows=True),
 )
 def test_a_rank_that_fails_when_the_others_have_finished_the_step(
     level: int, goes_on: str, threads: bool, tmp_path: Path

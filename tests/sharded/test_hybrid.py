@@ -77,7 +77,7 @@ CASES = [(*pair, level, over) for pair in CHOSEN for level in (1, 3) for over in
 
 @pytest.mark.parametrize(
     ("as_mesh", "cases"),
-    tiers([(True, CASES[2::8])], [(False, CASES), (True, CASES[8:])], rows=True),
+    tiers(thorough=[(True, CASES[2::8]), (False, CASES)], full=[(True, CASES[8:])], rows=True),
     ids=["mesh-few", "plain", "mesh"],
 )
 def test_on_processes(as_mesh: bool, cases: list[Any]) -> None:
@@ -377,6 +377,7 @@ def test_ranks_whose_loss_does_not_reach_a_unit() -> None:
         assert_equal_updates(expected, runs[0][i])
 
 
+@THOROUGH
 def test_a_step_that_failed_on_a_mesh_can_be_tried_again() -> None:
     def run(group: Any) -> Any:
         step, params, buffers = build(trainable=lambda path, leaf: True)

@@ -37,7 +37,7 @@ from tests.runtime.test_unit import (
     some_rows_reach,
     with_negative_half,
 )
-from tests.tiers import thinned, tiers
+from tests.tiers import THOROUGH, thinned, tiers
 
 LEVELS = (0, 1, 2, 3)
 ROWS = 12
@@ -189,6 +189,7 @@ def test_an_exception_in_one_ranks_loss_ends_all(level: int) -> None:
     assert time.monotonic() - start < 20
 
 
+@THOROUGH
 def test_a_rank_whose_loss_does_not_reach_a_unit() -> None:
     """It takes part in the others' collectives all the same, gathers of backward included,
     recomputed units' too."""
@@ -214,6 +215,7 @@ def test_a_rank_whose_loss_does_not_reach_a_unit() -> None:
     assert_equal_updates(expected[1], recomputed)
 
 
+@THOROUGH
 def test_leaves_without_elements() -> None:
     """A bucket of nothing is a bucket: gloo is not asked to move it."""
     params = {
