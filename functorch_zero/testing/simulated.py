@@ -25,8 +25,10 @@ from ..groups.counting import CountingGroup
 from ..groups.forwarding import Forwarding
 from ..groups.protocol import Done, ReduceOp, Work, check_reducible
 
-# About 25 ms each on GPUs of 2 GHz: one to wake the device's clock, one to measure it
+# 25 ms on a GPU of 2 GHz
 _CYCLES_TO_MEASURE = 50_000_000
+# A spin that is shorter says little about the clock, beside its launch
+_SECONDS_TO_MEASURE = 2e-4
 
 
 class Wire:
@@ -292,7 +294,7 @@ class _StreamLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device, priority=-1)
-        self._cycles_per_second = _cycles_per_second(device)
+        self._clock = _Clock(device)
         self._last: Any = None  # the event at which the last collective so far leaves the wire
         # Works whose tensors may still be in use: a work that nobody waits for must not free them
         self._under_way: deque[_OnStream] = deque()
@@ -320,14 +322,14 @@ class _StreamLane:
         if self._last is not None:
             stream.wait_event(self._last)
         if seconds:
-            spin_on_device(int(seconds * self._cycles_per_second))
+            self._clock.spin(seconds, stream)
         yield
         self._last = stream.record_event()
 
     def wait_for(self, event: Any) -> None:
         """Let the current stream wait, and note for how long."""
         stream = torch.cuda.current_stream(self._device)
-        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, behind = _timed_events()
         before.record(stream)
         stream.wait_event(event)
         behind.record(stream)
@@ -348,7 +350,7 @@ class _StreamLane:
         """Add up those that are over, so that a long run keeps few events."""
         while self._stalls and self._stalls[0][1].query():
             before, behind = self._stalls.popleft()
-            self._exposed += before.elapsed_time(behind) / 1e3  # it is in milliseconds
+            self._exposed += _seconds_between(before, behind)
 
 
 class _OnStream:
@@ -367,14 +369,45 @@ class _OnStream:
         return not self._tensors or self._done.query()
 
 
-def _cycles_per_second(device: torch.device) -> float:
-    """The rate of the clock by which `spin_on_device` counts."""
-    with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        spin_on_device(_CYCLES_TO_MEASURE)  # a device at rest counts slower
-        start.record()
-        spin_on_device(_CYCLES_TO_MEASURE)
-        end.record()
-        end.synchronize()
-    seconds: float = start.elapsed_time(end) / 1e3  # it is in milliseconds
-    return _CYCLES_TO_MEASURE / seconds
+class _Clock:
+    """The clock by which a GPU spins. Its rate changes with the GPU's load, so each long spin
+    measures it for the next ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._spins: deque[tuple[int, Any, Any]] = deque()  # cycles, and the events around them
+        with torch.cuda.device(device):
+            for _ in range(2):  # the first one wakes a GPU at rest
+                self._spin(_CYCLES_TO_MEASURE, torch.cuda.current_stream(device))
+            torch.cuda.synchronize(device)
+        self._measure()
+
+    def spin(self, seconds: float, stream: Any) -> None:
+        """Keep the current stream busy for so long."""
+        self._measure()
+        cycles = int(seconds * self._cycles_per_second)
+        if seconds < _SECONDS_TO_MEASURE:
+            spin_on_device(cycles)
+        else:
+            self._spin(cycles, stream)
+
+    def _spin(self, cycles: int, stream: Any) -> None:
+        before, behind = _timed_events()
+        before.record(stream)
+        spin_on_device(cycles)
+        behind.record(stream)
+        self._spins.append((cycles, before, behind))
+
+    def _measure(self) -> None:
+        """The rate of the last spin that is over."""
+        while self._spins and self._spins[0][2].query():
+            cycles, before, behind = self._spins.popleft()
+            self._cycles_per_second = cycles / _seconds_between(before, behind)
+
+
+def _timed_events() -> tuple[Any, Any]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _seconds_between(before: Any, behind: Any) -> float:
+    milliseconds: float = before.elapsed_time(behind)
+    return milliseconds / 1e3

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import session
+from tests.gpu.report import Report
 from tests.gpu.session import Ended, Stage, run_stage, status_of, table
 from tests.gpu.stage import STAGES
 from tests.scripts import ROOT, run_in_fork
@@ -36,6 +37,32 @@ def test_a_stage_runs_on_a_cpu(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert verdicts <= {"pass", "measured", "needs CUDA"}, report
     # Each has something that a CPU can't tell, or that it can
     assert report["verdict"] == ("pass" if name == "smoke" else "needs CUDA")
+
+
+def test_a_report_has_the_verdict_of_its_worst_line(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    report = Report(file, tiny=True)
+    report.measured("a number", 1)
+    assert report.verdict == "measured"
+    report.check("right", 1, True, "1")
+    assert report.verdict == "pass"
+    report.needs("a GPU's")
+    assert report.verdict == "needs CUDA"
+    with report.failing("raises"):
+        raise ValueError("bad")
+    report.check("right again", 1, True, "1")
+    assert report.verdict == json.loads(file.read_text())["verdict"] == "FAIL"
+    assert report.lines[-2]["found"] == "ValueError: bad"
+
+
+def test_only_a_gpu_passes_its_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report(tmp_path / "report.json", tiny=True)
+    for has_cuda in (False, True):
+        monkeypatch.setattr("tests.gpu.report.CUDA", has_cuda)
+        for ok in (False, True):
+            report.check_on_cuda("a number", 1, ok, "1")
+    verdicts = [line["verdict"] for line in report.lines]
+    assert verdicts == ["needs CUDA", "needs CUDA", "FAIL", "pass"]
 
 
 def test_the_session_has_every_stage() -> None:
