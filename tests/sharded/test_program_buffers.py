@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import StructureError, UnequalBatchesWarning
+from functorch_zero.errors import PeerError, StructureError, UnequalBatchesWarning
 from functorch_zero.groups import counted, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.tiers import crossed
@@ -124,6 +124,49 @@ def test_a_training_step_as_a_program_on_ranks(level: int, ranks: int, accumulat
         assert_equal_values(train[0], program[0])
         assert_equal_values(train[1:], program[1:], grade="bitwise")
         assert program[1]["1.running_mean"].abs().min() > 0
+
+
+@pytest.mark.parametrize(("level", "same_data"), crossed([1, 3], ["replicate", "shard"], n=2))
+def test_on_a_mesh(level: int, same_data: Any) -> None:
+    """Ranks of the same data draw alike, and their buffers count once."""
+
+    def run(group: Any) -> Any:
+        mesh = fz.HybridGroup(group, shard_size=2, same_data=same_data)
+        return run_both(
+            3,
+            lambda step: fz.shard(step, level=level, group=mesh),
+            lambda x: x.chunk(mesh.data.size)[mesh.data.rank],
+        )
+
+    found = run_ranks(run, 4)
+    for train, program in found:
+        assert_equal_values(train[0], program[0])
+        assert_equal_values(train[1:], program[1:], grade="bitwise")
+        assert_equal_values(found[0][1], program, grade="bitwise")
+
+
+def test_a_micro_batch_that_fails_on_one_rank() -> None:
+    """Every rank hears of it, and the step can be tried again."""
+    step = as_program(3)
+    first, _ = noisy_batches()
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group)
+        state = sharded.init(noisy_params, seed=3)
+        own = tree_map(lambda x: x.chunk(2)[group.rank], first)
+        once, metrics = sharded(state, own)
+        broken = {**own, "weight": own["weight"].clone()}
+        if group.rank == 1:
+            broken["weight"][4] = -9.0  # in the second micro-batch
+        with pytest.raises((StructureError, PeerError)):
+            sharded(state, broken)
+        again, seen = sharded(state, own)
+        assert_equal_values((once.value.buffers, metrics), (again.value.buffers, seen))
+        return sharded.unshard(once), sharded.unshard(again)
+
+    for once, again in run_ranks(run, 2):
+        updates(noisy_params, once.value.params)
+        assert_equal_values(once, again, grade="bitwise")
 
 
 # Against the same program on whole trees: buffers whose means over ranks are those of the batch
