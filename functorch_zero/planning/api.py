@@ -173,7 +173,7 @@ def plan(
         rank=rank,
         num_params=num_params,
         **_bytes_held(state, imagined),
-        samples=tuple(imagined.samples),
+        samples=tuple(imagined.watch.samples),
         collectives=tuple(journal.recorded),
         # Owners are dealt out leaf by leaf, so this too goes by the model's own layout
         balance=balance_of(step.optimizer, layout),
@@ -300,7 +300,7 @@ def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
         "stored": _held(imagined.stored_in(state)),
         "gradients": imagined.reduced,
         # The most at one moment, over all
-        "gathered": max(sample.gathered for sample in imagined.samples),
+        "gathered": max(sample.gathered for sample in imagined.watch.samples),
     }
 
 
