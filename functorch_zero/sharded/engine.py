@@ -116,12 +116,17 @@ class ShardedEngine:
             group = labelled(axes.world, "optimizer/agreement")
             agreement.agree(group, {"optimizer": described(transform)})
             check_claims(transform, _trained_on_meta(layout))
-            # The optimizer sees the trained leaves' pieces (n,), and so state lies beside them
-            view = params.pieces()
-            made = transform.init_fn(view.tree, self._across_of(layout))
-            plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
-            laid_out = lay_out_state(made, plan, layout, axes.piece_number)
-            return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=self))
+            return self.first_state(transform, params)
+
+    def first_state(self, transform: Transform, params: ShardedTree) -> ShardedOptState:
+        """The optimizer's state, of a transform that all ranks have alike."""
+        layout, axes = params.sharding.layout, self.options.axes
+        # The optimizer sees the trained leaves' pieces (n,), and so state lies beside them
+        view = params.pieces()
+        made = transform.init_fn(view.tree, self._across_of(layout))
+        plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
+        laid_out = lay_out_state(made, plan, layout, axes.piece_number)
+        return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=self))
 
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
@@ -291,14 +296,7 @@ class ShardedEngine:
         )
         reduced = reduction.finish()
         # Logs are compared here, when all collectives of the pass have started
-        report = agreement.average(
-            {"loss": outcome.loss.detach(), **outcome.metrics},
-            outcome.weight,
-            labelled(axes.world, "gradient/metrics"),
-            log,
-            copy=axes.copy,
-            size=total_size(batch),
-        )
+        report = self.average(outcome, log, total_size(batch))
         rank = axes.world.rank
         self._reminder.compare_ranks(batch, outcome.weight, report.mean_size, rank)
         with torch.no_grad():
@@ -307,6 +305,24 @@ class ShardedEngine:
             to_means(reduced, total, scale=None)
         mean = report.metrics.pop("loss")
         return ((mean, report.metrics) if has_aux else mean), reduced
+
+    def average(self, outcome: Outcome, log: Sequence[str], size: int) -> agreement.Report:
+        """The means of a loss and of its metrics over ranks. One all-reduce.
+
+        Args:
+            outcome: this rank's.
+            log: of the pass.
+            size: of this rank's batch.
+        """
+        axes = self.options.axes
+        return agreement.average(
+            {"loss": outcome.loss.detach(), **outcome.metrics},
+            outcome.weight,
+            labelled(axes.world, "gradient/metrics"),
+            log,
+            copy=axes.copy,
+            size=size,
+        )
 
     def join(
         self, trees: Sequence[ShardedTree], trained: Sequence[bool]
