@@ -32,6 +32,7 @@ from ..sharded.options import (
     ReduceGradients,
     StateAxes,
     check_gather,
+    check_of_program,
     check_overlap,
     check_reduce_gradients,
     check_reduction,
@@ -159,6 +160,7 @@ def plan(
         state_storage=Elsewhere() if stored_elsewhere else None,
     )
     if program is not None:
+        check_of_program(options.reduction, options.reduce_gradients, state_storage)
         with _values_refused(journal):
             return _plan_of_program(program, params, batch, options, device)
     # A traced loss may leave tensors in cycles, which must not count as alive for long

@@ -20,6 +20,7 @@ from .options import (
     ReduceGradients,
     StateAxes,
     check_gather,
+    check_of_program,
     check_overlap,
     check_reduce_gradients,
     check_reduction,
@@ -148,6 +149,7 @@ def shard(
     if isinstance(step, TrainStep):
         return ShardedTrainStep(step, options)
     if isinstance(step, ProgramStep):
+        check_of_program(options.reduction, options.reduce_gradients, options.state_storage)
         return ShardedProgramStep(step, options)
     return ShardedEvalStep(step, options)
 

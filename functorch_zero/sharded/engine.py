@@ -274,7 +274,8 @@ class ShardedEngine:
             check_not_on_meta(trees, batch)
         # A program, the user's own loop, has no State.parts in which a reduction could keep
         # tensors. None: the levels' rows say when gradients are reduced.
-        summing = replace(options, reduction=SUMMED, reduce_gradients=None)
+        by = SUMMED if options.reduction.keeps else options.reduction
+        summing = replace(options, reduction=by, reduce_gradients=None)
         reduction = make_reduction(layout, summing, log, {})
         has_aux = False  # known once the loss has returned: whether the caller wants metrics
 
