@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from ..sharded.options import (
     ReduceGradients,
     StateAxes,
     check_gather,
+    check_of_program,
     check_overlap,
     check_reduce_gradients,
     check_reduction,
@@ -39,10 +40,12 @@ from ..sharded.options import (
 )
 from ..sharded.storage import StateStorage
 from ..step.loss import Aux, LossFn
+from ..step.program_step import ProgramStep
 from ..step.state import State
 from ..step.train import TrainStep, mark_trainable
-from .imagined_ranks import Journal, imagined_axes
+from .imagined_ranks import Journal, Recorder, imagined_axes
 from .live_bytes import ValueNeeded
+from .program import BETWEEN, ImaginedProgram, held_and_others
 from .report import Plan, balance_of
 from .stand_in_loss import loss_through, one_leaf_a_bucket, order_of_units, saved_by_names
 from .trace import Elsewhere, ImaginedStep
@@ -50,7 +53,7 @@ from .trace import Elsewhere, ImaginedStep
 
 def plan(
     model_or_params: nn.Module | PyTree[Tensor],
-    optimizer: Transform | TrainStep,
+    optimizer: Transform | TrainStep | ProgramStep,
     *,
     level: LevelRule,
     ranks: int,
@@ -79,8 +82,9 @@ def plan(
 
     Args:
         model_or_params: a module, or the params that `functionalize` made of one (or any tree of
-            tensors).
-        optimizer: a transform, or a step that `train_step` made of one and a loss.
+            tensors). Of a program, the argument of its `init`, or a tuple of them.
+        optimizer: a transform; a step that `train_step` made of one and a loss; or one of
+            `program_step`.
         level: as for `shard`: 0 to 3, a name, or levels by leaf.
         ranks: how many.
         rank: whose plan.
@@ -89,7 +93,8 @@ def plan(
             run on fake tensors: activations are measured, and the collectives are those of this
             loss. A module given without a `train_step` is its own loss: it is called with the
             batch, or with a tuple's parts. Without a batch, units are taken to be entered once each
-            in the layout's order, and their backward to need their weights.
+            in the layout's order, and their backward to need their weights. A program needs one,
+            a tuple where its step takes several arguments.
         buffers: for the loss, when params are given.
         sync_buffers, reshard_after_forward, reduce_gradients, overlap, reduction, gather,
             state_storage: as for `shard`.
@@ -107,7 +112,8 @@ def plan(
     Raises:
         TransformError: the optimizer asks for a value on the host. Where it asks yes or no, as
             `apply_if_finite` does, yes is assumed, and `assumed` says so.
-        StructureError: the loss asks for a value, or for a shape that depends on values.
+        StructureError: the loss, or the program, asks for a value, or for a shape that depends on
+            values.
 
     >>> import torch
     >>> from functorch_zero import optim
@@ -121,10 +127,16 @@ def plan(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be from 0 to ranks - 1, got rank {rank} and ranks {ranks}")
-    # A module becomes params and buffers, and its own loss where none is given
-    params, own_buffers, step = _inputs(model_or_params, optimizer, units, precision)
-    params = mark_trainable(params, step.trainable)
-    buffers = own_buffers if buffers is None else buffers
+    params: Any
+    program = None
+    if isinstance(optimizer, ProgramStep):
+        program, others = optimizer, {"units": units, "precision": precision, "buffers": buffers}
+        params = _trees_of_program(model_or_params, batch, others)
+    else:
+        # A module becomes params and buffers, and its own loss where none is given
+        params, own_buffers, step = _inputs(model_or_params, optimizer, units, precision)
+        params = mark_trainable(params, step.trainable)
+        buffers = own_buffers if buffers is None else buffers
     device = _device_of(params)
     journal, levels = Journal(), Levels(level)
     # A reduction over gloo takes room, and over NCCL it takes none
@@ -132,7 +144,7 @@ def plan(
     axes = imagined_axes(
         rank, ranks, journal, shard_size, state_axes, swaps=over_gloo, same_data=same_data
     )
-    loss_scale = step.policy.scaling is not None
+    loss_scale = program is None and step.policy.scaling is not None
     stored_elsewhere = check_state_storage(state_storage) is not None
     options = Options(
         levels=levels,
@@ -147,6 +159,10 @@ def plan(
         # A stand-in: the user's storage would be asked for real memory
         state_storage=Elsewhere() if stored_elsewhere else None,
     )
+    if program is not None:
+        check_of_program(options.reduction, state_storage)
+        with _values_refused(journal):
+            return _plan_of_program(program, params, batch, options, device)
     # A traced loss may leave tensors in cycles, which must not count as alive for long
     with _no_collections() if batch is None else nullcontext():
         layout = options.layout_of(params)
@@ -162,7 +178,7 @@ def plan(
         imagined = ImaginedStep(work.step, options, work.layout, work.pass_layout, work.fake)
         given = (work.params, work.buffers, work.batch)
         # Shapes, strides, dtypes and devices stay; elements go
-        inputs = tree_map(partial(_without_value, work=work, device=device), given)
+        inputs = tree_map(partial(_without_value, fake=work.fake, device=device), given)
         with _values_refused(journal):
             state = imagined.run(*inputs, order=work.order)
     # Of the model's layout: the stand-in's has one leaf per bucket, padding included
@@ -173,12 +189,60 @@ def plan(
         rank=rank,
         num_params=num_params,
         **_bytes_held(state, imagined),
-        samples=tuple(imagined.samples),
+        samples=tuple(imagined.watch.samples),
         collectives=tuple(journal.recorded),
         # Owners are dealt out leaf by leaf, so this too goes by the model's own layout
         balance=balance_of(step.optimizer, layout),
         traced=batch is not None,
         assumed=imagined.live.assumed,
+    )
+
+
+def _trees_of_program(given: Any, batch: Any, others: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a program's `init`; `others` are arguments of `plan` that it has no use
+    for."""
+    for name, argument in others.items():
+        if argument is not None:
+            raise StructureError(
+                f"{name} is of a training step, and a program was given. Remedy: leave it out; "
+                "pass the trees of its init, such as the params of functionalize"
+            )
+    if batch is None:
+        raise StructureError(
+            "a plan of a program runs it, and needs a batch. Remedy: batch=..., a sample of one "
+            "rank's, or a tuple of the step's arguments"
+        )
+    return given if type(given) is tuple else (given,)
+
+
+def _plan_of_program(
+    step: ProgramStep, trees: tuple[Any, ...], batch: Any, options: Options, device: torch.device
+) -> Plan:
+    """The plan of a program's step, which is run on fake tensors."""
+    # Losses may bring constants of their own, which are real tensors
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    imagined = ImaginedProgram(step, options, fake)
+    args = batch if type(batch) is tuple else (batch,)
+    inputs = tree_map(partial(_without_value, fake=fake, device=device), (trees, args))
+    state = imagined.run(*inputs)
+    held, others = held_and_others(state.value)
+    group = imagined.group
+    assert isinstance(group, Recorder) and state.sharding is not None
+    return Plan(
+        level=imagined.level,
+        num_ranks=group.size,
+        rank=group.rank,
+        num_params=sum(leaf.numel for leaf in state.sharding.layout.leaves),
+        params=_held(held),
+        gradients=imagined.reduced,
+        state=_held(others),
+        buffers=0,
+        gathered=max(sample.gathered for sample in imagined.watch.samples),
+        samples=tuple(imagined.watch.samples),
+        collectives=tuple(group.journal.recorded),
+        balance=None,
+        traced=True,
+        assumed=imagined.watch.live.assumed,
     )
 
 
@@ -274,17 +338,17 @@ def _without_loss(work: _Work, num_saved: Callable[[Unit], int], *, keeps: bool)
     return work._replace(params=leaves, layout=layout)
 
 
-def _without_value(x: Any, work: _Work, device: torch.device) -> Any:
+def _without_value(x: Any, fake: FakeTensorMode | None, device: torch.device) -> Any:
     """A tensor of the same shape that takes no room: on the meta device, or a fake one on its own
     device, which is `device` for those without values already."""
     if not isinstance(x, Tensor):
         return x
     # Meta is ten times as quick; fakes keep the device, which losses may ask for
-    if work.fake is None:
+    if fake is None:
         device = torch.device("meta")
     elif not x.is_meta:
         device = x.device
-    with work.fake or nullcontext():  # fake tensors are made inside of their mode
+    with fake or nullcontext():  # fake tensors are made inside of their mode
         return torch.empty_strided(
             x.size(), x.stride(), dtype=x.dtype, device=device, requires_grad=x.requires_grad
         )
@@ -300,7 +364,7 @@ def _bytes_held(state: State, imagined: ImaginedStep) -> dict[str, Any]:
         "stored": _held(imagined.stored_in(state)),
         "gradients": imagined.reduced,
         # The most at one moment, over all
-        "gathered": max(sample.gathered for sample in imagined.samples),
+        "gathered": max(sample.gathered for sample in imagined.watch.samples),
     }
 
 
@@ -338,6 +402,11 @@ def _values_refused(journal: Journal) -> Iterator[None]:
                 "the optimizer reads values of tensors on the host, which a plan does not have. "
                 "Remedy: compute with torch.where instead of `if`, or plan with another optimizer "
                 "of the same needs"
+            ) from error
+        if journal.phase == BETWEEN:
+            raise StructureError(
+                "the program reads values of tensors on the host, which a plan does not have. "
+                "Remedy: compute with torch.where instead of `if` and float"
             ) from error
         raise StructureError(
             "the loss reads values of tensors on the host, which a plan does not have. Remedy: "

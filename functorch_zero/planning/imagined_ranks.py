@@ -15,6 +15,7 @@ from ..sharded.options import check_state_axes
 from ..tree import has_values
 from .report import Collective
 
+_OF_NO_UNIT = {"step", "gradient", "optimizer", "unshard"}  # begins of labels
 Notice = Callable[[str, Tensor], None]  # (kind of memory, a tensor of that kind)
 
 
@@ -22,7 +23,8 @@ class Journal:
     """The one record of a step, which the groups of all its axes write to.
 
     Attributes:
-        phase: of the step: "forward", "backward", "metrics", "buffers", "optimizer" or "publish".
+        phase: of the step: "forward", "backward", "metrics", "buffers", "optimizer" or "publish";
+            of a program also "program", between those.
         unit: the name of the one in use; "" for none.
         recorded: the collectives so far.
         notice: told which tensors hold gathered params and gradients.
@@ -102,7 +104,7 @@ class Recorder(LabelledGroup):
 
     def _noted(self, work: Work) -> Work:
         """Put the last call into the journal. The label says where it belongs: "UNIT/..." or
-        "UNIT[...]", or "step" or "optimizer" for no unit."""
+        "UNIT[...]", or one of `_OF_NO_UNIT`."""
         # Labels are "blocks.0[float32]/gather", "step", "optimizer/..." and the like
         where = self.label.partition("/")[0].partition("[")[0]
         call = self._counting.calls[-1]  # `RecordingGroup` has just put it there
@@ -110,7 +112,7 @@ class Recorder(LabelledGroup):
             # By its label, whatever phase is announced
             phase="optimizer" if where == "optimizer" else self.journal.phase,
             kind=call.kind,
-            unit="" if where in ("step", "optimizer") else where,
+            unit="" if where in _OF_NO_UNIT else where,
             dtype=call.dtype,
             num_elements=call.num_elements,
             sent_bytes=call.sent_bytes,

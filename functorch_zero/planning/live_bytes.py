@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from .._torch_private import (
     FakeTensorMode,
     QuickDispatchMode,
     arguments_of,
+    dynamo_imported,
     reads_number,
     storage_id,
 )
@@ -194,6 +195,11 @@ class LiveBytes(QuickDispatchMode):
         if kind is not None:
             self.now[kind] += change
             self.total += change
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Compiled regions run operator by operator: there is nothing to compile for without values."""
+    return torch.compiler.set_stance("force_eager") if dynamo_imported() else nullcontext()
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -5,8 +5,7 @@ Three things are imagined, and the rest is the code that trains:
 - tensors: on the meta device, or fake ones of a device. `LiveBytes` makes them and counts the bytes
   that are alive, by kind.
 - the other ranks: a `Recorder` notes each collective, and leaves its tensors as they are.
-- time: a `Journal` knows the phase and the unit in use. Each change of phase, and each growth of
-  memory, makes a sample.
+- time: a `Journal` knows the phase and the unit in use. A `Watch` makes samples.
 
 A step goes through `_open`, `differentiate`, `agree_on` and `advance`; the functions below follow
 that order.
@@ -15,7 +14,7 @@ that order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,23 +23,21 @@ import torch
 from optree import PyTree, tree_map
 from torch import Tensor
 
-from .._torch_private import FakeTensorMode, dynamo_imported
+from .._torch_private import FakeTensorMode
 from ..layout.layout import Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
 from ..runtime.prefetch import PrefetchOrder
-from ..runtime.unshard import Gathering, UnitFlats
 from ..sharded.background import BackgroundTasks
 from ..sharded.options import Options
 from ..sharded.phases import Local, Run, advance, agree_on, differentiate
 from ..sharded.state import shard_state
 from ..sharded.update import PreparedUpdate
-from ..step.loss import Aux, LossFn
 from ..step.state import State
 from ..step.train import TrainStep
-from .imagined_ranks import Journal, Recorder
-from .live_bytes import LiveBytes
-from .report import Collective, Sample
+from .imagined_ranks import Recorder
+from .live_bytes import uncompiled
+from .watch import Watch
 
 
 class ImaginedStep:
@@ -55,8 +52,8 @@ class ImaginedStep:
         fake: the mode of the tensors without values; None: the meta device.
 
     Attributes:
+        watch: the memory from moment to moment, of the step that was run last.
         live: the bytes alive.
-        samples: memory from moment to moment, of the step that was run last.
         reduced: bytes of the gradients that it gave to the optimizer.
     """
 
@@ -69,20 +66,16 @@ class ImaginedStep:
         fake: FakeTensorMode | None,
     ):
         assert isinstance(options.group, Recorder)
+        self.watch = Watch(options.group.journal, fake)
+        self.live = self.watch.live
         # The loss announces its phases; nothing else of it changes
-        self._step = replace(step, loss_fn=self._announced(step.loss_fn))
+        self._step = replace(step, loss_fn=self.watch.announced(step.loss_fn))
         self._options = options
         self._layout, self._pass_layout = layout, pass_layout
-        self._journal = options.group.journal
-        # The groups tell which tensors they gather and reduce into
-        self._journal.notice, self._journal.on_call = self._adopt, self._name_unit
-        self.live = LiveBytes(fake, self._sample)
         # Both layouts have one leaf per bucket where loss and optimizer treat all elements alike.
         # Then the update makes nothing that has to be followed.
         # Else every operator is followed: an optimizer makes temporaries, a real loss activations
         self._only_buckets = fake is None and layout is pass_layout
-        self.samples: list[Sample] = []
-        self._highest = 0  # bytes of the last sample
         self.reduced = 0
 
     def run(
@@ -105,18 +98,19 @@ class ImaginedStep:
             run = self._open(params, buffers, batch)
             # The step uses up the tree that it is given, as donated; the plan counts leaves alone
             state: State = tree_map(lambda x: x, run.state.replace(params=run.state.params.tree))
-        with whole, _uncompiled():
+        with whole, uncompiled():
             last_order = self._order_before(run, order)
             # Tensors made so far have no kind, or that of activations
             self._adopt_held((params, buffers, batch), state)
-            self._begin_counting()
+            # Forget the state's making, and the pass that found out the order
+            self.watch.begin()
             local = self._differentiate(run, last_order)
             # Bytes of the gradients, on this rank
             self.reduced = sum(flat.nbytes for flat in local.reduced.values())
-            self._enter("metrics")
+            self.watch.enter("metrics")
             with self.live.paused():  # ranks agree on numbers, which have values
                 agreed = agree_on(run, self._with_numbers(run, local), BackgroundTasks())
-            self._enter("buffers")
+            self.watch.enter("buffers")
             advance(run, local, agreed)
         # The order by names must be the one that the pass has gone through
         if order is not None and last_order.units:
@@ -143,7 +137,7 @@ class ImaginedStep:
         piece_number, sharding = options.axes.piece_number, options.sharding(self._layout)
         state = shard_state(whole, prepared, sharding, piece_number)
         flats = state.params.flats()
-        updater = _Announced(prepared, self._enter, idle=self._only_buckets)
+        updater = _Announced(prepared, self.watch.enter, idle=self._only_buckets)
         # `parts` are tensors that the gradients' reduction keeps. They and the options are real:
         # only groups and updater are imagined
         return Run(step, options, state, batch, sharding, flats, updater, prepared.parts)
@@ -172,12 +166,6 @@ class ImaginedStep:
             leaves = optree.tree_leaves(tree)
             self.live.adopt([leaf for leaf in leaves if isinstance(leaf, Tensor)], kind)
 
-    def _begin_counting(self) -> None:
-        """Forget the state's making, and the pass that found out the order."""
-        self._journal.recorded.clear()
-        self.samples.clear()
-        self.live.assumed = 0
-
     def _differentiate(self, run: Run, order: PrefetchOrder) -> Local:
         """Forward and backward, on the layout of the pass."""
         sharding = replace(run.sharding, layout=self._pass_layout)
@@ -204,69 +192,6 @@ class ImaginedStep:
         )
         return local._replace(outcome=outcome)
 
-    # Announcements of phases and units, and the samples that they make
-
-    def _announced(self, loss_fn: LossFn) -> LossFn:
-        """The loss, before and after which the phase changes. The batch's weight becomes 1.0, since
-        nobody knows its value."""
-
-        def loss(params: Any, buffers: Any, batch: Any) -> Any:
-            # A set, since a unit has many leaves; made for this pass, so that each is wrapped once
-            for unit in {leaf.entrance.unit for leaf in optree.tree_leaves(params)}:
-                unit.flats = Noted(unit.flats, unit.name, self._journal)
-            self._enter("forward")
-            result = loss_fn(params, buffers, batch)
-            # The loss has returned: all that follows, up to the metrics, is backward
-            self._enter("backward")
-            return _with_known_weight(result)
-
-        return loss
-
-    def _enter(self, phase: str) -> None:
-        self._journal.enter(phase)
-        self._sample()
-
-    def _adopt(self, kind: str, tensor: Tensor) -> None:
-        # A collective knows what a tensor is for; until then it counted as an activation
-        self.live.adopt([tensor], kind)
-        self._sample()
-
-    def _name_unit(self, collective: Collective) -> None:
-        """Where params are not gathered, the unit in use is known only when its gradients are
-        reduced: the sample that has no name yet gets it then."""
-        if not collective.unit or collective.phase != "backward" or not self.samples:
-            return
-        last = self.samples[-1]
-        if last.moment == "backward":
-            self.samples[-1] = last._replace(moment=f"backward of {collective.unit}")
-
-    def _sample(self) -> None:
-        """Note the memory of this moment: of each unit in each phase the highest sample is kept."""
-        phase, unit = self._journal.phase, self._journal.unit
-        # Units are named in passes alone; other phases are of all units
-        in_a_unit = unit and phase in ("forward", "backward")
-        moment = f"{phase} of {unit}" if in_a_unit else phase
-        is_new = not self.samples or self.samples[-1].moment != moment
-        # Lower than before in the same moment: the peak of a moment is what counts
-        if not is_new and self.live.total < self._highest:
-            return
-        self._highest = self.live.total
-        sample = Sample(moment, **self.live.now)
-        if is_new:
-            self.samples.append(sample)
-        else:
-            self.samples[-1] = sample
-
-
-def _with_known_weight(result: Any) -> Any:
-    """The same result of a loss, its weight 1.0 where it has one."""
-    has_aux = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux)
-    if not has_aux:
-        return result
-    loss, aux = result
-    weight = None if aux.weight is None else 1.0
-    return loss, replace(aux, weight=weight)
-
 
 class Elsewhere:
     """Storage for state without values, which no device takes."""
@@ -277,11 +202,6 @@ class Elsewhere:
     def store(self, tensor: Tensor, into: Tensor | None) -> Tensor:
         # Storage that is there already is written over
         return torch.empty_like(tensor) if into is None else into
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Compiled regions run operator by operator: there is nothing to compile for without values."""
-    return torch.compiler.set_stance("force_eager") if dynamo_imported() else nullcontext()
 
 
 class _Announced:
@@ -301,35 +221,3 @@ class _Announced:
         updated = (None, state) if self._idle else self._prepared.update(grads, state, params)
         self._enter("publish")
         return updated
-
-
-class Noted:
-    """A unit's flats that say when the unit is in use."""
-
-    def __init__(self, flats: UnitFlats, name: str, journal: Journal) -> None:
-        self._flats, self._name, self._journal = flats, name, journal
-        # Fields that never change during a pass are handed through
-        self.transient, self.moves, self.passing = flats.transient, flats.moves, flats.passing
-        self.start, self.leaves = flats.start, flats.leaves
-
-    @property
-    def here(self) -> list[Tensor] | None:
-        if self._flats.here is not None:
-            self._journal.unit = self._name  # whoever looks at gathered flats is using them
-        return self._flats.here
-
-    @here.setter
-    def here(self, flats: list[Tensor] | None) -> None:
-        self._flats.here = flats
-
-    @property
-    def under_way(self) -> Sequence[Gathering] | None:
-        return self._flats.under_way
-
-    @property
-    def versions(self) -> Sequence[int]:
-        return self._flats.versions
-
-    def unshard(self) -> list[Tensor]:
-        self._journal.unit = self._name
-        return self._flats.unshard()

@@ -20,6 +20,7 @@ from .options import (
     ReduceGradients,
     StateAxes,
     check_gather,
+    check_of_program,
     check_overlap,
     check_reduce_gradients,
     check_reduction,
@@ -149,6 +150,7 @@ def shard(
     if isinstance(step, TrainStep):
         return ShardedTrainStep(step, options)
     if isinstance(step, ProgramStep):
+        check_of_program(options.reduction, options.state_storage)
         if sync_buffers == "local":
             raise ValueError(
                 'sync_buffers="local" leaves each rank its own buffers, and the tensors of a '

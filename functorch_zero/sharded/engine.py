@@ -37,7 +37,7 @@ from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import plan_state, state_like
-from ..step.loss import independent
+from ..step.loss import Outcome, independent
 from ..step.program import LossCall
 from ..step.rng import next_streams
 from ..step.state import check_not_on_meta
@@ -119,12 +119,17 @@ class ShardedEngine:
             group = labelled(axes.world, "optimizer/agreement")
             agreement.agree(group, {"optimizer": described(transform)})
             check_claims(transform, _trained_on_meta(layout))
-            # The optimizer sees the trained leaves' pieces (n,), and so state lies beside them
-            view = params.pieces()
-            made = transform.init_fn(view.tree, self._across_of(layout))
-            plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
-            laid_out = lay_out_state(made, plan, layout, axes.piece_number)
-            return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=self))
+            return self.first_state(transform, params)
+
+    def first_state(self, transform: Transform, params: ShardedTree) -> ShardedOptState:
+        """The optimizer's state, of a transform that all ranks have alike."""
+        layout, axes = params.sharding.layout, self.options.axes
+        # The optimizer sees the trained leaves' pieces (n,), and so state lies beside them
+        view = params.pieces()
+        made = transform.init_fn(view.tree, self._across_of(layout))
+        plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
+        laid_out = lay_out_state(made, plan, layout, axes.piece_number)
+        return ShardedOptState(laid_out, StateHolding(params.sharding, plan, engine=self))
 
     def update(
         self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
@@ -268,7 +273,8 @@ class ShardedEngine:
         if any(flat.is_meta for flat in flats):
             check_not_on_meta(trees, call.batch)
         # A program, the user's own loop, has no State.parts in which a reduction could keep tensors
-        options = replace(self.options, reduction=SUMMED)
+        by = SUMMED if self.options.reduction.keeps else self.options.reduction
+        options = replace(self.options, reduction=by)
         reduction = make_reduction(layout, options, log, {})
         look = is_looked_at(self._num_calls[name])
         self._num_calls[name] += 1
@@ -287,15 +293,8 @@ class ShardedEngine:
         old, new, rule = call.buffers, outcome.buffers, options.sync_buffers
         check_synchronizable(old, new, rule, axes.data, rank)
         # Logs are compared here, when all collectives of the passes have started
-        report = agreement.average(
-            {"loss": outcome.loss, **outcome.metrics},
-            outcome.weight,
-            labelled(axes.world, "gradient/metrics"),
-            log,
-            changed_here(old, new, rule, axes.data),
-            copy=axes.copy,
-            size=total_size(call.batch),
-        )
+        changed = self.changed_buffers(old, new)
+        report = self.average(outcome, log, changed, total_size(call.batch))
         self._reminder.compare_ranks(call.batch, outcome.weight, report.mean_size, rank)
         with torch.no_grad():
             # In place: the flats were made for this gradient
@@ -312,6 +311,32 @@ class ShardedEngine:
             )
         mean = report.metrics.pop("loss")
         return call.results(mean, report.metrics, buffers), reduced
+
+    def changed_buffers(self, old: PyTree[Tensor], new: PyTree[Tensor]) -> Sequence[bool | Tensor]:
+        """Per buffer, whether this rank's loss has changed it."""
+        return changed_here(old, new, self.options.sync_buffers, self.options.axes.data)
+
+    def average(
+        self, outcome: Outcome, log: Sequence[str], changed: Sequence[bool | Tensor], size: int
+    ) -> agreement.Report:
+        """The means of a loss and of its metrics over ranks. One all-reduce.
+
+        Args:
+            outcome: this rank's.
+            log: of the passes.
+            changed: per buffer, whether this rank has changed it.
+            size: of this rank's batch.
+        """
+        axes = self.options.axes
+        return agreement.average(
+            {"loss": outcome.loss.detach(), **outcome.metrics},
+            outcome.weight,
+            labelled(axes.world, "gradient/metrics"),
+            log,
+            changed,
+            copy=axes.copy,
+            size=size,
+        )
 
     def join(
         self, trees: Sequence[ShardedTree], trained: Sequence[bool]

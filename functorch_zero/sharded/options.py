@@ -225,6 +225,21 @@ def check_state_storage(value: Any) -> StateStorage | None:
     return value
 
 
+def check_of_program(reduction: Reduction, state_storage: StateStorage | None) -> None:
+    """Raise if a program is given an option that it has no place for."""
+    remedy = "Remedy: leave it out, or write the program as a train_step"
+    if reduction.keeps:
+        raise NotImplementedError(
+            f"reduction={type(reduction).__name__} keeps tensors between steps, and a program's "
+            f"state has no place for them. {remedy}"
+        )
+    if state_storage is not None:
+        raise NotImplementedError(
+            "state_storage is for a training step's optimizer, and a program's optimizers are its "
+            f"own. {remedy}"
+        )
+
+
 def _printed(seam: Any) -> str:
     """The object with its settings where it prints them, as dataclasses do; else its class's name.
     Ranks compare this text, so it holds no address."""

@@ -65,9 +65,9 @@ class ShardedProgramStep:
     whole.
     """
 
-    def __init__(self, step: ProgramStep, options: Options):
+    def __init__(self, step: ProgramStep, options: Options, engine: ShardedEngine | None = None):
         self.unsharded, self.options = step, options
-        self.engine = ShardedEngine(options)
+        self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
         self.gather_order = self.engine.orders  # of all gradients of the program
         self._form: _Form | None = None  # of the last state that `init` has made
@@ -97,29 +97,40 @@ class ShardedProgramStep:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="init"), torch.no_grad():
             given = named_args(self.unsharded.first_value, args)
-            trees = {name: arg for name, arg in given.items() if _is_tree(arg)}
-            self.options.levels.check(trees)
-            layouts = {name: self._layout_of(name, tree) for name, tree in trees.items()}
+            layouts = self._layouts(given)
             # Before any tensor is made, so that ranks that differ say so instead of hanging later
             group = labelled(axes.world, "init/agreement")
-            agree(group, self._facts(trees, layouts, seed))
-
-            cut = {name: self._cut(tree, layouts[name]) for name, tree in trees.items()}
-            # Copies of all that isn't cut, too: nobody who holds it can change the state
-            own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
-            value = self.unsharded.first_value(*own)
-            check_value(value, axes.world.rank)
-            value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)
-            sharding = self._sharding(layouts)
-            self._form = _Form.of(value, sharding)
+            agree(group, self._facts(given, layouts, seed))
+            state = self._first_state(given, layouts, seed)
             # The rest of the value lies on every rank, and nothing would show that it differs
+            value = state.value
             agree(group, {"value": paths(value), "values": _digests(_rest(value))})
-            return State(
-                step=torch.zeros((), dtype=torch.int64, device="cpu"),
-                value=value,
-                seed=None if seed is None else torch.tensor(seed, device="cpu"),
-                sharding=sharding,
-            )
+            return state
+
+    def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
+        """Those of the trees among the arguments of `init`, by name."""
+        trees = {name: arg for name, arg in given.items() if _is_tree(arg)}
+        self.options.levels.check(trees)
+        return {name: self._layout_of(name, tree) for name, tree in trees.items()}
+
+    def _first_state(
+        self, given: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
+    ) -> State:
+        """This rank's part of the value that the program's `init` makes."""
+        cut = {name: self._cut(given[name], layout) for name, layout in layouts.items()}
+        # Copies of all that isn't cut, too: nobody who holds it can change the state
+        own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
+        value = self.unsharded.first_value(*own)
+        check_value(value, self.group.rank)
+        value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)
+        sharding = self._sharding(layouts)
+        self._form = _Form.of(value, sharding)
+        return State(
+            step=torch.zeros((), dtype=torch.int64, device="cpu"),
+            value=value,
+            seed=None if seed is None else torch.tensor(seed, device="cpu"),
+            sharding=sharding,
+        )
 
     def refit(self, state: State, *args: Any) -> State:
         """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole
@@ -164,23 +175,26 @@ class ShardedProgramStep:
                 result = self.unsharded.program(state.value, *args)
             new, metrics = check_result(result, axes.world.rank)
             check_next_value(*_without_uncut(state.value, new), axes.world.rank)
-            number = int(state.step)
-            # Small tensors in every step, large ones now and then: their digests take time
-            limit = math.inf if is_looked_at(number) else _SMALL
-            rest = {path: leaf for path, leaf in _rest(new).items() if _numel(leaf) <= limit}
-            group = labelled(axes.world, "step/agreement")
-            failed = agree_on_results(
-                number,
-                metrics,
-                _digests(rest),
-                group,
-                num_draws=running.num_draws,
-                failed=self.background.failed(),
-            )
-            self.background.raise_if(failed)
+            self._agree(int(state.step), new, metrics, running.num_draws)
             # A leaf stays trained, or not, as `init` has made it
             new = tree_map(_trained_like, state.value, new, is_leaf=is_on_engine)
             return state.replace(step=state.step + 1, value=new), metrics
+
+    def _agree(self, number: int, value: Any, metrics: Metrics, num_draws: int) -> None:
+        """Raise, on every rank, unless all ranks have the same results of step `number`; or where
+        a background task has failed."""
+        # Small tensors in every step, large ones now and then: their digests take time
+        limit = math.inf if is_looked_at(number) else _SMALL
+        rest = {path: leaf for path, leaf in _rest(value).items() if _numel(leaf) <= limit}
+        failed = agree_on_results(
+            number,
+            metrics,
+            _digests(rest),
+            labelled(self.options.axes.world, "step/agreement"),
+            num_draws=num_draws,
+            failed=self.background.failed(),
+        )
+        self.background.raise_if(failed)
 
     def unshard(self, state: State) -> State:
         """The whole, unsharded state on every rank: copies."""
@@ -260,7 +274,7 @@ class ShardedProgramStep:
         return self.options.sharding(joined.layout)
 
     def _facts(
-        self, trees: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
+        self, given: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
     ) -> dict[str, Any]:
         """The facts that ranks must agree on, as plain data: causes before their effects."""
         facts: dict[str, Any] = {
@@ -275,8 +289,8 @@ class ShardedProgramStep:
         for name, layout in layouts.items():
             facts[f"layout of {name}"] = layout.describe()
             facts[f"levels of {name}"] = {leaf.path: leaf.cut.level for leaf in layout.leaves}
-        for name, tree in trees.items():
-            facts[f"values of {name}"] = content_digests(tree)
+        for name in layouts:
+            facts[f"values of {name}"] = content_digests(given[name])
         return facts
 
     def check_state(self, state: State) -> None:

@@ -13,8 +13,10 @@ from torch import Tensor
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError, PeerError, StructureError
-from functorch_zero.groups import run_ranks
+from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
+from functorch_zero.planning.trace import Elsewhere
+from functorch_zero.runtime.reduce import Summed
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import MLP
 
@@ -510,3 +512,49 @@ def test_a_step_does_not_cut_the_leaves_of_its_result() -> None:
         return [state.value.gen.are_leaves_cut, state.value.disc.are_leaves_cut]
 
     assert run_ranks(run, 2) == [[False, False]] * 2
+
+
+class Doubled(Summed):
+    """Sums of gradients, twice as large."""
+
+    def start(self, flat: Tensor, kept: Any, group: Any, *, cut: bool) -> Any:
+        return super().start(2 * flat, kept, group, cut=cut)
+
+
+class Keeping(Doubled):
+    keeps = {"error": "sum"}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_reduction_is_used(level: int) -> None:
+    def program(params: Any, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(lambda p, x: apply_noisy(p, x).square().mean())(params, x)
+        return params, {"norm": fz.dot(grads, grads).sqrt()}
+
+    step = fz.program_step(program, init=lambda params: params)
+    x = batches(1)[0]["noise"]
+    expected = step(step.init(first_noisy), x)[1]["norm"]
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group, reduction=Doubled())
+        return sharded(sharded.init(first_noisy), part(x, group))[1]["norm"]
+
+    for norm in run_ranks(run, 2):
+        assert_equal_values(2 * expected, norm)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("reduction", Keeping()),
+        ("state_storage", Elsewhere()),
+    ],
+)
+def test_options_of_training_steps_are_refused(option: str, value: Any) -> None:
+    step = fz.program_step(gan, init=init)
+    story = rf"{option}.*program.*Remedy: leave it out"
+    with pytest.raises(NotImplementedError, match=story):
+        fz.shard(step, level=2, group=SingleRank(), **{option: value})
+    with pytest.raises(NotImplementedError, match=story):
+        options = {"level": 2, "ranks": 2, "batch": batches(1)[0], option: value}
+        fz.plan((first_gen, first_disc), step, **options)

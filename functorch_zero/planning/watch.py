@@ -1,0 +1,145 @@
+"""The memory of an imagined step from moment to moment: losses and phases announce themselves, and
+each change of phase, and each growth of memory, makes a sample."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from .._torch_private import FakeTensorMode
+from ..model.lazy_param import LazyParam
+from ..params import is_on_engine
+from ..runtime.unshard import Gathering, UnitFlats
+from ..step.loss import Aux
+from .imagined_ranks import Journal
+from .live_bytes import LiveBytes
+from .report import Collective, Sample
+
+
+class Watch:
+    """Samples of the bytes alive.
+
+    Args:
+        journal: of the imagined ranks.
+        fake: the mode of the tensors without values; None: the meta device.
+
+    Attributes:
+        live: the bytes alive.
+        samples: memory from moment to moment.
+    """
+
+    def __init__(self, journal: Journal, fake: FakeTensorMode | None):
+        self._journal = journal
+        # The groups tell which tensors they gather and reduce into
+        journal.notice, journal.on_call = self._adopt, self._name_unit
+        self.live = LiveBytes(fake, self._sample)
+        self.samples: list[Sample] = []
+        self._highest = 0  # bytes of the last sample
+
+    def begin(self) -> None:
+        """Forget the samples and the collectives so far."""
+        self._journal.recorded.clear()
+        self.samples.clear()
+        self.live.assumed = 0
+
+    def announced(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss, before and after which the phase changes. The batch's weight becomes 1.0, since
+        nobody knows its value."""
+
+        @functools.wraps(loss_fn)
+        def loss(*args: Any, **named: Any) -> Any:
+            leaves: list[Any] = optree.tree_leaves(args, is_leaf=is_on_engine)
+            lazy: list[Any] = [leaf for leaf in leaves if type(leaf) is LazyParam]
+            # A set, since a unit has many leaves; made for this pass, so that each is wrapped once
+            for unit in {leaf.entrance.unit for leaf in lazy}:
+                unit.flats = Noted(unit.flats, unit.name, self._journal)
+            self.enter("forward")
+            result = loss_fn(*args, **named)
+            # The loss has returned: all that follows, up to the metrics, is backward
+            self.enter("backward")
+            return _with_known_weight(result)
+
+        return loss
+
+    def enter(self, phase: str) -> None:
+        """The next phase of the step."""
+        self._journal.enter(phase)
+        self._sample()
+
+    def _adopt(self, kind: str, tensor: Tensor) -> None:
+        # A collective knows what a tensor is for; until then it counted as an activation
+        self.live.adopt([tensor], kind)
+        self._sample()
+
+    def _name_unit(self, collective: Collective) -> None:
+        """Where params are not gathered, the unit in use is known only when its gradients are
+        reduced: the sample that has no name yet gets it then."""
+        if not collective.unit or collective.phase != "backward" or not self.samples:
+            return
+        last = self.samples[-1]
+        if last.moment == "backward":
+            self.samples[-1] = last._replace(moment=f"backward of {collective.unit}")
+
+    def _sample(self) -> None:
+        """Note the memory of this moment: of each unit in each phase the highest sample is kept."""
+        phase, unit = self._journal.phase, self._journal.unit
+        # Units are named in passes alone; other phases are of all units
+        in_a_unit = unit and phase in ("forward", "backward")
+        moment = f"{phase} of {unit}" if in_a_unit else phase
+        is_new = not self.samples or self.samples[-1].moment != moment
+        # Lower than before in the same moment: the peak of a moment is what counts
+        if not is_new and self.live.total < self._highest:
+            return
+        self._highest = self.live.total
+        sample = Sample(moment, **self.live.now)
+        if is_new:
+            self.samples.append(sample)
+        else:
+            self.samples[-1] = sample
+
+
+def _with_known_weight(result: Any) -> Any:
+    """The same result of a loss, its weight 1.0 where it has one."""
+    has_aux = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux)
+    if not has_aux:
+        return result
+    loss, aux = result
+    weight = None if aux.weight is None else 1.0
+    return loss, replace(aux, weight=weight)
+
+
+class Noted:
+    """A unit's flats that say when the unit is in use."""
+
+    def __init__(self, flats: UnitFlats, name: str, journal: Journal) -> None:
+        self._flats, self._name, self._journal = flats, name, journal
+        # Fields that never change during a pass are handed through
+        self.transient, self.moves, self.passing = flats.transient, flats.moves, flats.passing
+        self.start, self.leaves = flats.start, flats.leaves
+
+    @property
+    def here(self) -> list[Tensor] | None:
+        if self._flats.here is not None:
+            self._journal.unit = self._name  # whoever looks at gathered flats is using them
+        return self._flats.here
+
+    @here.setter
+    def here(self, flats: list[Tensor] | None) -> None:
+        self._flats.here = flats
+
+    @property
+    def under_way(self) -> Sequence[Gathering] | None:
+        return self._flats.under_way
+
+    @property
+    def versions(self) -> Sequence[int]:
+        return self._flats.versions
+
+    def unshard(self) -> list[Tensor]:
+        self._journal.unit = self._name
+        return self._flats.unshard()

@@ -1,0 +1,238 @@
+"""Plans of programs are what a run does: bytes, collectives and peaks."""
+
+from __future__ import annotations
+
+import gc
+import json
+from itertools import accumulate
+from typing import Any
+
+import optree
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor, nn
+
+import functorch_zero as fz
+from functorch_zero import optim, plan
+from functorch_zero.errors import StructureError, TransformError
+from functorch_zero.groups import HybridGroup, run_ranks
+from functorch_zero.groups.counting import counted
+from functorch_zero.params import is_on_engine
+from functorch_zero.planning.program import held_and_others
+from tests.planning.test_plan import allocations, calls_of, held
+from tests.programs.cases import CASES, Case, applied, gan, net
+from tests.tiers import tiers
+
+
+def part(batch: Any, group: Any) -> Any:
+    return tree_map(lambda x: x.chunk(group.size)[group.rank], batch)
+
+
+def run(case: Case, ranks: int, **options: Any) -> list[tuple[Any, ...]]:
+    """Each rank's first value, and the collectives of its last step."""
+
+    def on_rank(group: Any) -> tuple[Any, ...]:
+        group = counted(group)
+        if "shard_size" in options:
+            mesh: Any = HybridGroup(group, shard_size=options["shard_size"])
+        else:
+            mesh = group
+        own = {name: x for name, x in options.items() if name != "shard_size"}
+        step = fz.shard(case.step, group=mesh, **own)
+        state = first = step.init(*case.trees())
+        for batch in case.batches():  # from the second on, the order of units is known
+            group.reset()
+            state, _ = step(state, part(batch, group))
+        return first.value, list(group.calls)
+
+    return run_ranks(on_rank, ranks)
+
+
+def check(case: Case, ranks: int, **options: Any) -> None:
+    """On the last rank, which has the padding."""
+    rank, trees = ranks - 1, case.trees()
+    sample = tree_map(lambda x: x[: len(x) // ranks], case.batches()[0])
+    value, calls = run(case, ranks, **options)[rank]
+    made = plan(tuple(trees), case.step, ranks=ranks, rank=rank, batch=sample, **options)
+    assert calls_of(made) == calls
+    params, others = held_and_others(value)
+    assert made.params == held(params)
+    assert made.state == held(others)
+    assert made.num_params == sum(leaf.numel() for leaf in optree.tree_leaves(trees))
+
+
+FEW = [("sam", 1), ("byol", 2), ("gan", 3)]
+OTHERS = [(name, level) for name in CASES for level in range(4) if (name, level) not in FEW]
+
+
+@pytest.mark.parametrize(("name", "level"), tiers(FEW, OTHERS[::3], OTHERS, rows=True))
+def test_collectives_and_bytes_are_those_of_a_run(name: str, level: int) -> None:
+    check(CASES[name](), 2 + level % 2, level=level)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "by name": {"level": {"gen": 3, "disc": 1}},
+    "kept": {"level": 3, "reshard_after_forward": False},
+    "mesh": {"level": 3, "shard_size": 2},
+    "both axes": {"level": 1, "shard_size": 2, "state_axes": "both"},
+    "time": {"level": 3, "overlap": "time"},
+}
+
+
+@pytest.mark.parametrize("name", tiers([*OPTIONS][:1], [*OPTIONS][1:]))
+def test_options(name: str) -> None:
+    check(gan(), 4 if "shard_size" in OPTIONS[name] else 2, **OPTIONS[name])
+
+
+# Peaks
+
+
+WIDTH = 256
+big = net(1, WIDTH, WIDTH, WIDTH, WIDTH, dtype=torch.float32)
+forward = applied(big)
+adam, sgd = optim.adam(1e-3), optim.sgd(1e-3)
+
+
+def first_value(one: Any, two: Any) -> Any:
+    return one, two, adam.init(one), sgd.init(two)
+
+
+def distance(one: Any, two: Any, x: Tensor) -> Tensor:
+    return (forward(one, x) - forward(two, x)).square().mean()
+
+
+def both(value: Any, x: Tensor) -> Any:
+    one, two, of_one, of_two = value
+    loss, grads = fz.value_and_grad(distance)(one, two, x)
+    one, of_one = adam.apply(grads, of_one, one)
+    _, grads = fz.value_and_grad(distance)(two, one, x)
+    two, of_two = sgd.apply(grads, of_two, two)
+    return (one, two, of_one, of_two), {"loss": loss}
+
+
+BOTH = fz.program_step(both, init=first_value)
+
+
+def trees() -> tuple[Any, Any]:
+    made = fz.functionalize(big, units=nn.Linear)[1]
+    return made, tree_map(lambda p: (2 * p).detach().requires_grad_(), made)
+
+
+def measured_peaks(levels: list[int]) -> list[int]:
+    """On a real rank over gloo: the most bytes of tensors in a step, by torch's own allocator."""
+    torch.set_num_threads(1)
+    return [measured_peak(level) for level in levels]
+
+
+def measured_peak(level: int) -> int:
+    step = fz.shard(BOTH, level=level)
+    state = step.init(*trees())
+    batch = torch.randn(64, WIDTH)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    before, peaks = held(state.value), []
+    for _ in range(2):  # gloo's threads may hold tensors a little longer than the step does
+        gc.collect()
+        events: list[int] = []
+        with allocations(events):
+            state, _ = step(state, batch)
+        peaks.append(before + max(accumulate(events)))
+    return min(peaks)
+
+
+@pytest.mark.parametrize("levels", tiers([[3]], [[0, 1, 2]]), ids=str)
+def test_the_peak_is_that_of_a_run_on_real_ranks(levels: list[int]) -> None:
+    found = fz.launch(measured_peaks, 2, levels, timeout=100, start_method="fork")[0]
+    for level, most in zip(levels, found, strict=True):
+        made = plan(trees(), BOTH, level=level, ranks=2, batch=torch.empty(64, WIDTH))
+        assert made.peak.total == pytest.approx(most, rel=0.1), level
+
+
+# What a program may ask
+
+
+def test_meta_and_many_ranks() -> None:
+    with torch.device("meta"):
+        one, two = [tree_map(lambda p: torch.empty_like(p, device="meta"), t) for t in trees()]
+    one, two = [tree_map(Tensor.requires_grad_, tree) for tree in (one, two)]
+    batch = torch.empty(4, WIDTH, device="meta")
+    made = plan((one, two), BOTH, level={"one": 3, "two": 1}, ranks=1000, batch=batch)
+    assert json.loads(made.to_json())["num_ranks"] == 1000
+    assert made.gathered > 0 and made.gradients > 0 and made.activations > 0
+    phases = {call.phase for call in made.collectives}
+    assert phases == {"forward", "backward", "metrics", "publish"}
+    assert "program" in {sample.moment for sample in made.samples}
+    assert "several levels, 1000 ranks" in str(made)
+    assert not is_on_engine(one)
+
+
+def test_random_numbers_and_questions() -> None:
+    """A step with `fz.random`, torch's own numbers, a yes-no question and several arguments."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return forward(params, torch.dropout(x, 0.1, train=True)).square().mean()
+
+    def program(value: Any, x: Tensor, scale: float) -> Any:
+        found, grads = fz.value_and_grad(loss)(value, x)
+        noise = fz.random.normal(grads)
+        if fz.dot(grads, grads).isfinite():
+            noise = tree_map(lambda g, n: -scale * (g + n * torch.rand(())), grads, noise)
+        return fz.apply_updates(value, noise), {"loss": found}
+
+    step = fz.program_step(program, init=lambda params: params)
+    one, _ = trees()
+    made = plan(one, step, level=2, ranks=3, batch=(torch.empty(2, WIDTH), 0.1))
+    assert made.assumed == 1
+    before = torch.get_rng_state()
+    plan(one, step, level=2, ranks=3, batch=(torch.empty(2, WIDTH), 0.1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_errors_say_what_to_do() -> None:
+    one, _ = trees()
+    batch = torch.empty(2, WIDTH)
+
+    def reads(value: Any, x: Tensor) -> Any:
+        found, grads = fz.value_and_grad(lambda params, x: forward(params, x).mean())(value, x)
+        rate = 0.1 / float(found)
+        return fz.apply_updates(value, tree_map(lambda g: -rate * g, grads)), {}
+
+    def reads_in_a_loss(value: Any, x: Tensor) -> Any:
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return forward(params, x).mean() * float(x.mean())
+
+        fz.value_and_grad(loss)(value, x)
+        return value, {}
+
+    def first(params: Any) -> Any:
+        return params
+
+    for program, story in (
+        (reads, r"the program reads values.*Remedy"),
+        (reads_in_a_loss, r"the loss reads values.*Remedy"),
+    ):
+        step = fz.program_step(program, init=first)
+        with pytest.raises(StructureError, match=story):
+            plan(one, step, level=1, ranks=2, batch=batch)
+    with pytest.raises(StructureError, match=r"needs a batch.*Remedy"):
+        plan(trees(), BOTH, level=1, ranks=2)
+    with pytest.raises(StructureError, match=r"units is of a training step.*Remedy"):
+        plan(trees(), BOTH, level=1, ranks=2, batch=batch, units=nn.Linear)
+    with pytest.raises(TypeError, match="missing a required argument: 'two'"):
+        plan(one, BOTH, level=1, ranks=2, batch=batch)
+
+
+def test_an_optimizer_that_reads_values_is_refused() -> None:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return tree_map(lambda u: u * float(u.sum()), updates), state
+
+    optimizer = optim.pointwise(lambda params: (), update)
+
+    def program(value: Any, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(lambda params, x: forward(params, x).mean())(value[0], x)
+        return optimizer.apply(grads, value[1], value[0]), {}
+
+    step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
+    with pytest.raises(TransformError, match=r"the optimizer reads values.*Remedy"):
+        plan(trees()[0], step, level=1, ranks=2, batch=torch.empty(2, WIDTH))
