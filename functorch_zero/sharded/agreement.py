@@ -24,8 +24,9 @@ from ..groups.mesh import ONLY_COPY, Copy
 from ..groups.protocol import Group
 from ..layout.flat_buffers import cut
 from ..layout.layout import Layout
-from ..step.loss import as_metric, check_total_weight
+from ..step.loss import as_metric
 from ..step.nonfinite import not_finite, refusal
+from ..step.weights import check_total_weight
 
 # Compared by identity: it says that no metric lies on an accelerator
 _CPU = torch.device("cpu")

@@ -21,10 +21,10 @@ from ..params import is_on_engine
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..step.evaluate import EvalStep, call_eval, total_weight
-from ..step.loss import check_weight_value
 from ..step.rng import replayed
 from ..step.state import State, TrainValue
 from ..step.weight_reminder import total_size
+from ..step.weights import check_weight_value
 from ..tree import PyTree
 from . import agreement
 from .buffers import apart

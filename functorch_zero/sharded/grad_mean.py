@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ..layout.layout import Layout
-from ..step.loss import Outcome, as_weight, unless_weightless
+from ..step.loss import Outcome
 from ..step.nonfinite import all_finite
+from ..step.weights import as_weight, unless_weightless
 
 # float16's largest number is 65504, and from halfway to the next power of two it rounds up
 F16_END = 65520.0  # numbers from here on are infinite in float16

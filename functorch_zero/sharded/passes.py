@@ -18,21 +18,12 @@ from ..profiling import ranged
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import GradientReduction
 from ..runtime.unit import Pass
-from ..step.loss import (
-    LossFn,
-    Outcome,
-    as_metric,
-    call_loss,
-    check_weight_value,
-    independent,
-    joined,
-    micro_batches,
-    nodes_behind,
-    noting_lost_graphs,
-    refuse_reentrant_checkpoints,
-)
+from ..step.backward import nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
+from ..step.loss import LossFn, Outcome, as_metric, call_loss, independent
+from ..step.micro_batches import joined, micro_batches
 from ..step.rng import MicroStreams
 from ..step.weight_reminder import WeightReminder
+from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .checks import check_not_empty
 from .grad_mean import LossSeed, loss_seed_of

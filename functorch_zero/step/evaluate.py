@@ -22,15 +22,11 @@ from .loss import (
     Aux,
     Metrics,
     as_metric,
-    as_weight,
     check_has_values,
     check_metrics,
-    check_weight,
-    check_weight_value,
     constant,
     constants,
     naming_batch,
-    unless_weightless,
 )
 from .metrics import check_names
 from .program_step import device_of
@@ -38,6 +34,7 @@ from .rng import replayed
 from .state import State, TrainValue, check_policies, check_state, trained
 from .train import optimizer_view
 from .weight_reminder import WeightReminder
+from .weights import as_weight, check_weight, check_weight_value, unless_weightless
 
 
 @dataclass(frozen=True)

@@ -15,24 +15,12 @@ from ..model.buffer_copies import check_kept_in_backward
 from ..model.casting import CastParams
 from ..model.untouched import Untouched
 from ..tree import PyTree
-from .loss import (
-    LossFn,
-    Outcome,
-    as_metric,
-    call_loss,
-    check_weight_value,
-    gradients,
-    independent,
-    joined,
-    micro_batches,
-    nodes_behind,
-    noting_lost_graphs,
-    refuse_reentrant_checkpoints,
-    unless_weightless,
-    weighted_mean,
-)
+from .backward import gradients, nodes_behind, noting_lost_graphs, refuse_reentrant_checkpoints
+from .loss import LossFn, Outcome, as_metric, call_loss, independent
+from .micro_batches import joined, micro_batches, weighted_mean
 from .rng import MicroStreams
 from .weight_reminder import WeightReminder
+from .weights import check_weight_value, unless_weightless
 
 Trees = tuple[PyTree[Tensor], Any]  # one to differentiate, and what the loss reads beside it
 

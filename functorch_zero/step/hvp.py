@@ -23,14 +23,8 @@ from ..errors import StructureError, explain
 from ..optim.apply_updates import apply_updates
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree, paths, same_structure
-from .loss import (
-    Aux,
-    check_loss,
-    dense,
-    independent,
-    nodes_behind,
-    refuse_reentrant_checkpoints,
-)
+from .backward import dense, nodes_behind, refuse_reentrant_checkpoints
+from .loss import Aux, check_loss, independent
 from .program import LossCall, differentiate, unshard
 
 _VALUE = "(loss)"  # the loss among the slope's metrics

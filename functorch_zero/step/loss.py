@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -19,7 +17,8 @@ from ..errors import FunctorchZeroError, StructureError, explain
 from ..model.buffer_copies import BufferCopy, Kept, copy_of, note_kept, noting_kept
 from ..model.lazy_param import LazyParam
 from ..params import is_on_engine
-from ..tree import PyTree, has_values, outline, paths, same_structure
+from ..tree import PyTree, outline, paths, same_structure
+from .weights import check_weight, unless_weightless
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ class Aux:
 
 
 LossFn = Callable[[Any, Any, Any], Tensor | tuple[Tensor, Aux]]
+
+
 Metrics = dict[str, Tensor]
 
 
@@ -101,26 +102,6 @@ def naming_batch(batch: Any, *, given_to: str = "loss") -> Iterator[None]:
         own = tree_map(lambda x: None if is_on_engine(x) else x, batch, is_leaf=is_on_engine)
         error.add_note(f"The {given_to} was given this batch: {outline(own)}")
         raise
-
-
-@contextmanager
-def noting_lost_graphs() -> Iterator[None]:
-    """Around the step's own backward: torch's error for a graph that is gone gets a note."""
-    try:
-        yield
-    except RuntimeError as error:
-        # With a note already, it is an error of the loss itself
-        if "backward through the graph a second time" in str(error) and not _notes_of(error):
-            error.add_note(
-                "The step runs backward itself, on the loss that it is given back, whose graph is "
-                "gone. Remedy: return the loss without .backward(); for x.grad, call it with "
-                "retain_graph=True, or on a graph of its own"
-            )
-        raise
-
-
-def _notes_of(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
 
 
 def _check_buffers(buffers: PyTree[Any], rank: int | None) -> None:
@@ -265,62 +246,6 @@ def independent(rank: int | None = None) -> StructureError:
     )
 
 
-def gradients(
-    loss: Tensor, leaves: Sequence[Tensor], seed: Tensor | None = None
-) -> list[Tensor | None]:
-    """The gradients of a loss, dense; None for a leaf that it doesn't reach.
-
-    A custom function may run modules again in its backward, by a backward of its own. The gradients
-    of that one go to the leaves' `.grad`, and count as well.
-
-    Args:
-        loss: 0-d.
-        leaves: of autograd's graph, of this call's own.
-        seed: 0-d, by which the gradients are multiplied; None: 1.
-    """
-    # A backward inside of the loss has left some, which are no part of its gradient
-    for leaf in leaves:
-        leaf.grad = None
-    grads = []
-    found = torch.autograd.grad(loss, leaves, seed, allow_unused=True)
-    for leaf, grad in zip(leaves, found, strict=True):
-        parts = [dense(part) for part in (grad, leaf.grad) if part is not None]
-        grads.append(sum(parts[1:], parts[0]) if parts else None)
-        leaf.grad = None
-    return grads
-
-
-def nodes_behind(loss: Tensor) -> set[str]:
-    """The names of all nodes in the loss's graph, such as "AddmmBackward0"."""
-    names, waiting, seen = set(), [loss.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            names.add(node.name())
-            waiting += [fn for fn, _ in node.next_functions]
-    return names
-
-
-def refuse_reentrant_checkpoints(nodes: set[str], rank: int | None = None) -> None:
-    """Raise if one of the nodes behind a loss is a reentrant checkpoint.
-
-    Its backward is one of its own, whose gradients of params go to `.grad`, where no step looks. So
-    torch refuses it where gradients are asked for by tensor; but only where its inputs lead to
-    such a tensor. Elsewhere the params inside would get none, without a word.
-    """
-    # Torch's own, and those made after it by other libraries, go by this name
-    if "CheckpointFunctionBackward" in nodes:
-        raise StructureError(
-            explain(
-                "the loss runs a reentrant checkpoint, which gives params no gradients",
-                got="use_reentrant=True in torch.utils.checkpoint, or a function like it",
-                rank=rank,
-                remedy="checkpoint(..., use_reentrant=False), or functionalize(remat=...)",
-            )
-        )
-
-
 def check_metrics(metrics: Any, rank: int | None = None) -> None:
     """Raise, naming the first at fault, unless metrics are real numbers by name."""
     remedy = "return numbers or 0-d tensors, by .mean() for example; what is no number is a row, "
@@ -361,266 +286,9 @@ def _fault_of_metric(value: Any) -> str | None:
     return None if fine else f"shape {tuple(number.shape)}, {number.dtype}"
 
 
-def check_weight(weight: Any, rank: int | None = None) -> None:
-    """Raise unless means can be taken with this weight."""
-    if not isinstance(weight, Tensor | int | float | None):
-        raise TypeError(f"Aux.weight must be a number or a 0-d tensor, got {type(weight).__name__}")
-    if weight is None:
-        return
-    if isinstance(weight, Tensor) and (weight.dim() > 0 or weight.is_complex()):
-        raise StructureError(
-            explain(
-                "Aux.weight is no weight",
-                expected="a real number or a 0-d tensor of one",
-                got=f"shape {tuple(weight.shape)}, {weight.dtype}",
-                rank=rank,
-                remedy="reduce it, with .sum() for example",
-            )
-        )
-    if isinstance(weight, Tensor) and weight.requires_grad:
-        raise StructureError(
-            explain(
-                "Aux.weight requires grad, and means take weights as constants",
-                expected="a number, or a tensor in no graph",
-                got="requires_grad=True",
-                rank=rank,
-                remedy="detach it, with weight.detach()",
-            )
-        )
-    # A device's is looked at in the steps that ask slow questions
-    if not _on_device(weight):
-        check_weight_value(weight, rank)
-
-
-# Gradients are multiplied by weights before they are summed over ranks, in float32 or less, whose
-# numbers end at 3e38 and lose digits below 1e-38
-LEAST_WEIGHT, MOST_WEIGHT = 1e-20, 1e20
-
-
-def check_weight_value(weight: Tensor | float | None, rank: int | None = None) -> None:
-    """Raise unless a weight is 0, or a number in range. The host waits for a device's."""
-    if weight is None or (isinstance(weight, Tensor) and not has_values(weight)):
-        return
-    number = float(weight)
-    check_total_weight(number, rank)
-    if number == 0 or LEAST_WEIGHT <= number <= MOST_WEIGHT:
-        return
-    raise StructureError(
-        explain(
-            "Aux.weight is out of range: gradients times weights would leave that of float32",
-            expected=f"0, or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
-            got=number,
-            rank=rank,
-            remedy="divide all weights by the same number: only their ratio counts",
-        )
-    )
-
-
-def check_total_weight(total: float, rank: int | None = None) -> None:
-    """Raise unless a sum of weights can divide. No gradient is multiplied by it, so that it may lie
-    out of a weight's range."""
-    if not 0 <= total < math.inf:
-        raise StructureError(
-            explain(
-                "Aux.weight is no weight",
-                expected=">= 0, and finite",
-                got=total,
-                rank=rank,
-                remedy="count examples, or tokens; 0 counts for nothing",
-            )
-        )
-
-
-def check_accumulate(count: Any) -> None:
-    """Raise unless this is a number of micro-batches."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(
-            explain(
-                "accumulate is no number of micro-batches",
-                expected="an int",
-                got=f"{type(count).__name__} {count!r}",
-                remedy="accumulate=int(...)",
-            )
-        )
-    if count < 1:
-        raise ValueError(f"accumulate must be at least 1, got {count}")
-
-
-def micro_batches(batch: Any, count: int) -> list[Any]:
-    """The batch in `count` parts along dim 0 of its tensors, the first ones larger by one where
-    that doesn't divide; leaves without dims are in all of them."""
-    if count == 1:
-        return [batch]
-    leaves, treedef = optree.tree_flatten(batch)
-    _check_rows(batch)
-    parts_of = []  # per leaf, its `count` parts
-    for path, leaf in zip(paths(batch), leaves, strict=True):
-        parts_of.append(_parts(path, leaf, count))
-    micro = []
-    for i in range(count):
-        micro.append(treedef.unflatten([parts[i] for parts in parts_of]))
-    return micro
-
-
-def _check_rows(batch: Any) -> None:
-    """Raise, naming the first leaf with another number of rows: its parts would belong to others'
-    rows."""
-    rows = {path: len(x) for path, x in _with_dims(batch)}
-    first = next(iter(rows), "")
-    for path, num in rows.items():
-        if num != rows[first]:
-            raise StructureError(
-                explain(
-                    "a batch is cut along dim 0 of its tensors, and these have unequal rows",
-                    path=path,
-                    expected=f"{rows[first]}, as {first} has",
-                    got=num,
-                    remedy="give each tensor a row per example; close over one that is no part of "
-                    "the batch, or pass it as a number or a 0-d tensor",
-                )
-            )
-
-
-def _with_dims(batch: Any) -> list[tuple[str, Tensor]]:
-    rows = zip(paths(batch), optree.tree_leaves(batch), strict=True)
-    return [(path, x) for path, x in rows if isinstance(x, Tensor) and x.dim() > 0]
-
-
-def _parts(path: str, leaf: Any, count: int) -> list[Any]:
-    """The `count` parts of one leaf of a batch."""
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-        return [leaf] * count
-    # Parts of size 0 would have losses of NaN
-    if 0 < len(leaf) < count:  # an empty batch is that of a rank which ran out of data
-        remedy = "pass larger batches, or accumulate over fewer"
-        raise StructureError(
-            explain(
-                "the batch is too small", path=path, expected=count, got=len(leaf), remedy=remedy
-            )
-        )
-    return list(leaf.tensor_split(count))
-
-
-def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
-    """The mean of one value per micro-batch, by their weights; 0 where nothing has weight.
-
-    The values have one shape, the mean's: a leaf's gradients, or a metric.
-    """
-    tensors = [as_tensor(value) for value in values]
-    # Added in the order of the micro-batches, so that the oracle's sums are always the same
-    numerator: Tensor | None = None
-    total: Tensor | None = None  # 0-d float64
-    for value, outcome in zip(tensors, outcomes, strict=True):
-        weight = as_weight(1.0 if outcome.weight is None else outcome.weight)
-        term = unless_weightless(value, weight) * weight.to(value.device)
-        numerator = term if numerator is None else numerator + term
-        total = weight if total is None else total + weight
-    assert numerator is not None and total is not None
-    # All of weight 0: the numerator is 0, and so is the mean
-    divisor = torch.where(total == 0, 1, total)
-    mean = numerator / divisor.to(numerator.device)
-    # A 0-d value has become float64 by its weight
-    return mean.to(reduce(torch.promote_types, (value.dtype for value in tensors)))
-
-
-def unless_weightless(
-    value: Tensor, weight: Tensor | float | None, otherwise: Tensor | float = 0
-) -> Tensor:
-    """The value, or `otherwise` where the weight is 0: a number, or a tensor of the value's shape.
-
-    A product with the weight would not do: the loss of a batch without examples is a mean of
-    nothing, a NaN, and 0 times a NaN is one.
-    """
-    if weight is None:
-        return value
-    # On a device: chosen there, without waiting for the weight
-    if _on_device(weight):
-        return torch.where(weight == 0, otherwise, value)
-    if float(weight) != 0:
-        return value
-    return otherwise if isinstance(otherwise, Tensor) else torch.full_like(value, otherwise)
-
-
-def _on_device(weight: Tensor | float) -> TypeGuard[Tensor]:
-    """Whether the host would have to wait for a device to know the weight."""
-    return isinstance(weight, Tensor) and weight.device.type != "cpu"
-
-
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcomes of several micro-batches as one."""
-    if len(outcomes) == 1:
-        return outcomes[0]
-    _check_all_weighted(outcomes)
-    _check_same_metrics(outcomes)
-    metrics = {}
-    # The names are equal in all, as was checked above
-    for name in outcomes[-1].metrics:
-        metrics[name] = weighted_mean([o.metrics[name] for o in outcomes], outcomes)
-    return Outcome(
-        loss=weighted_mean([o.loss for o in outcomes], outcomes),
-        buffers=outcomes[-1].buffers,  # each micro-batch was given those of the one before
-        metrics=metrics,
-        weight=_total_weight(outcomes),
-    )
-
-
-def _total_weight(outcomes: Sequence[Outcome]) -> Tensor | None:
-    """The sum of the micro-batches' weights, 0-d float64; None if they have none."""
-    total: Tensor | None = None
-    # All have a weight or none has
-    for outcome in outcomes:
-        if outcome.weight is not None:
-            weight = as_weight(outcome.weight)
-            # A negative one on a device is found by its sum, and other weights must not hide it
-            weight = torch.where(weight < 0, math.nan, weight)
-            total = weight if total is None else total + weight
-    return total
-
-
-def _check_all_weighted(outcomes: Sequence[Outcome]) -> None:
-    """Raise if some micro-batches have a weight and others have none."""
-    without = [i for i, outcome in enumerate(outcomes) if outcome.weight is None]
-    if without and len(without) < len(outcomes):
-        raise StructureError(
-            explain(
-                "some micro-batches have a weight, and others have none",
-                expected="Aux.weight from every call of the loss, or from none",
-                got=f"none from micro-batches {without} of {len(outcomes)}",
-                remedy="give each a weight; 1 counts as much as none",
-            )
-        )
-
-
-def _check_same_metrics(outcomes: Sequence[Outcome]) -> None:
-    """Raise unless all micro-batches have metrics of the same names: else one has no mean."""
-    expected = outcomes[0].metrics.keys()
-    for i, outcome in enumerate(outcomes):
-        if outcome.metrics.keys() != expected:
-            raise StructureError(
-                explain(
-                    "micro-batches have different metrics",
-                    expected=f"{sorted(expected)}, as from micro-batch 0",
-                    got=f"{sorted(outcome.metrics)} from micro-batch {i} of {len(outcomes)}",
-                    remedy="return the same metrics from every call of the loss",
-                )
-            )
-
-
-def dense(grad: Tensor) -> Tensor:
-    """A gradient as optimizers take it: an embedding's may be sparse."""
-    return grad if grad.layout == torch.strided else grad.to_dense()
-
-
 def as_tensor(value: Any) -> Tensor:
     """A tensor, detached; numbers become 0-d ones."""
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-
-
-def as_weight(weight: Tensor | float) -> Tensor:
-    """A weight as a 0-d float64 tensor: sums of counts and of shares are exact enough in it."""
-    if isinstance(weight, Tensor):
-        return weight.detach().to(torch.float64)
-    return torch.tensor(weight, dtype=torch.float64, device="cpu")
 
 
 def as_metric(value: Tensor | float) -> Tensor:

@@ -24,7 +24,8 @@ from ..optim.local import Local
 from ..params import engine_of, is_on_engine
 from ..tree import PyTree, check_tensors, is_plain, paths, same_structure
 from .gradient import mean_gradients
-from .loss import Aux, LossFn, Metrics, as_metric, check_accumulate
+from .loss import Aux, LossFn, Metrics, as_metric
+from .micro_batches import check_accumulate
 from .rng import next_streams
 from .state import State, check_not_on_meta
 from .weight_reminder import WeightReminder

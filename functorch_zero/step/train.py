@@ -35,8 +35,9 @@ from ..tree import (
     select,
 )
 from .gradient import Trees, mean_gradients
-from .loss import LossFn, Metrics, Outcome, as_metric, check_accumulate
+from .loss import LossFn, Metrics, Outcome, as_metric
 from .metrics import UpdateMetrics, check_names, check_reported
+from .micro_batches import check_accumulate
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
 from .refit import carried
 from .rng import replayed

@@ -1,0 +1,93 @@
+"""Backward of a loss in one process: the gradients of leaves, and losses without any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StructureError, explain
+
+
+@contextmanager
+def noting_lost_graphs() -> Iterator[None]:
+    """Around the step's own backward: torch's error for a graph that is gone gets a note."""
+    try:
+        yield
+    except RuntimeError as error:
+        # With a note already, it is an error of the loss itself
+        if "backward through the graph a second time" in str(error) and not _notes_of(error):
+            error.add_note(
+                "The step runs backward itself, on the loss that it is given back, whose graph is "
+                "gone. Remedy: return the loss without .backward(); for x.grad, call it with "
+                "retain_graph=True, or on a graph of its own"
+            )
+        raise
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def gradients(
+    loss: Tensor, leaves: Sequence[Tensor], seed: Tensor | None = None
+) -> list[Tensor | None]:
+    """The gradients of a loss, dense; None for a leaf that it doesn't reach.
+
+    A custom function may run modules again in its backward, by a backward of its own. The gradients
+    of that one go to the leaves' `.grad`, and count as well.
+
+    Args:
+        loss: 0-d.
+        leaves: of autograd's graph, of this call's own.
+        seed: 0-d, by which the gradients are multiplied; None: 1.
+    """
+    # A backward inside of the loss has left some, which are no part of its gradient
+    for leaf in leaves:
+        leaf.grad = None
+    grads = []
+    found = torch.autograd.grad(loss, leaves, seed, allow_unused=True)
+    for leaf, grad in zip(leaves, found, strict=True):
+        parts = [dense(part) for part in (grad, leaf.grad) if part is not None]
+        grads.append(sum(parts[1:], parts[0]) if parts else None)
+        leaf.grad = None
+    return grads
+
+
+def nodes_behind(loss: Tensor) -> set[str]:
+    """The names of all nodes in the loss's graph, such as "AddmmBackward0"."""
+    names, waiting, seen = set(), [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.add(node.name())
+            waiting += [fn for fn, _ in node.next_functions]
+    return names
+
+
+def refuse_reentrant_checkpoints(nodes: set[str], rank: int | None = None) -> None:
+    """Raise if one of the nodes behind a loss is a reentrant checkpoint.
+
+    Its backward is one of its own, whose gradients of params go to `.grad`, where no step looks. So
+    torch refuses it where gradients are asked for by tensor; but only where its inputs lead to
+    such a tensor. Elsewhere the params inside would get none, without a word.
+    """
+    # Torch's own, and those made after it by other libraries, go by this name
+    if "CheckpointFunctionBackward" in nodes:
+        raise StructureError(
+            explain(
+                "the loss runs a reentrant checkpoint, which gives params no gradients",
+                got="use_reentrant=True in torch.utils.checkpoint, or a function like it",
+                rank=rank,
+                remedy="checkpoint(..., use_reentrant=False), or functionalize(remat=...)",
+            )
+        )
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A gradient as optimizers take it: an embedding's may be sparse."""
+    return grad if grad.layout == torch.strided else grad.to_dense()

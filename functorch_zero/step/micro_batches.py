@@ -1,0 +1,169 @@
+"""A batch in micro-batches, and the means over their results by weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import StructureError, explain
+from ..tree import paths
+from .loss import Outcome, as_tensor
+from .weights import as_weight, unless_weightless
+
+
+def check_accumulate(count: Any) -> None:
+    """Raise unless this is a number of micro-batches."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(
+            explain(
+                "accumulate is no number of micro-batches",
+                expected="an int",
+                got=f"{type(count).__name__} {count!r}",
+                remedy="accumulate=int(...)",
+            )
+        )
+    if count < 1:
+        raise ValueError(f"accumulate must be at least 1, got {count}")
+
+
+def micro_batches(batch: Any, count: int) -> list[Any]:
+    """The batch in `count` parts along dim 0 of its tensors, the first ones larger by one where
+    that doesn't divide; leaves without dims are in all of them."""
+    if count == 1:
+        return [batch]
+    leaves, treedef = optree.tree_flatten(batch)
+    _check_rows(batch)
+    parts_of = []  # per leaf, its `count` parts
+    for path, leaf in zip(paths(batch), leaves, strict=True):
+        parts_of.append(_parts(path, leaf, count))
+    micro = []
+    for i in range(count):
+        micro.append(treedef.unflatten([parts[i] for parts in parts_of]))
+    return micro
+
+
+def _check_rows(batch: Any) -> None:
+    """Raise, naming the first leaf with another number of rows: its parts would belong to others'
+    rows."""
+    rows = {path: len(x) for path, x in _with_dims(batch)}
+    first = next(iter(rows), "")
+    for path, num in rows.items():
+        if num != rows[first]:
+            raise StructureError(
+                explain(
+                    "a batch is cut along dim 0 of its tensors, and these have unequal rows",
+                    path=path,
+                    expected=f"{rows[first]}, as {first} has",
+                    got=num,
+                    remedy="give each tensor a row per example; close over one that is no part of "
+                    "the batch, or pass it as a number or a 0-d tensor",
+                )
+            )
+
+
+def _with_dims(batch: Any) -> list[tuple[str, Tensor]]:
+    rows = zip(paths(batch), optree.tree_leaves(batch), strict=True)
+    return [(path, x) for path, x in rows if isinstance(x, Tensor) and x.dim() > 0]
+
+
+def _parts(path: str, leaf: Any, count: int) -> list[Any]:
+    """The `count` parts of one leaf of a batch."""
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return [leaf] * count
+    # Parts of size 0 would have losses of NaN
+    if 0 < len(leaf) < count:  # an empty batch is that of a rank which ran out of data
+        remedy = "pass larger batches, or accumulate over fewer"
+        raise StructureError(
+            explain(
+                "the batch is too small", path=path, expected=count, got=len(leaf), remedy=remedy
+            )
+        )
+    return list(leaf.tensor_split(count))
+
+
+def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
+    """The mean of one value per micro-batch, by their weights; 0 where nothing has weight.
+
+    The values have one shape, the mean's: a leaf's gradients, or a metric.
+    """
+    tensors = [as_tensor(value) for value in values]
+    # Added in the order of the micro-batches, so that the oracle's sums are always the same
+    numerator: Tensor | None = None
+    total: Tensor | None = None  # 0-d float64
+    for value, outcome in zip(tensors, outcomes, strict=True):
+        weight = as_weight(1.0 if outcome.weight is None else outcome.weight)
+        term = unless_weightless(value, weight) * weight.to(value.device)
+        numerator = term if numerator is None else numerator + term
+        total = weight if total is None else total + weight
+    assert numerator is not None and total is not None
+    # All of weight 0: the numerator is 0, and so is the mean
+    divisor = torch.where(total == 0, 1, total)
+    mean = numerator / divisor.to(numerator.device)
+    # A 0-d value has become float64 by its weight
+    return mean.to(reduce(torch.promote_types, (value.dtype for value in tensors)))
+
+
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcomes of several micro-batches as one."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+    _check_all_weighted(outcomes)
+    _check_same_metrics(outcomes)
+    metrics = {}
+    # The names are equal in all, as was checked above
+    for name in outcomes[-1].metrics:
+        metrics[name] = weighted_mean([o.metrics[name] for o in outcomes], outcomes)
+    return Outcome(
+        loss=weighted_mean([o.loss for o in outcomes], outcomes),
+        buffers=outcomes[-1].buffers,  # each micro-batch was given those of the one before
+        metrics=metrics,
+        weight=_total_weight(outcomes),
+    )
+
+
+def _total_weight(outcomes: Sequence[Outcome]) -> Tensor | None:
+    """The sum of the micro-batches' weights, 0-d float64; None if they have none."""
+    total: Tensor | None = None
+    # All have a weight or none has
+    for outcome in outcomes:
+        if outcome.weight is not None:
+            weight = as_weight(outcome.weight)
+            # A negative one on a device is found by its sum, and other weights must not hide it
+            weight = torch.where(weight < 0, math.nan, weight)
+            total = weight if total is None else total + weight
+    return total
+
+
+def _check_all_weighted(outcomes: Sequence[Outcome]) -> None:
+    """Raise if some micro-batches have a weight and others have none."""
+    without = [i for i, outcome in enumerate(outcomes) if outcome.weight is None]
+    if without and len(without) < len(outcomes):
+        raise StructureError(
+            explain(
+                "some micro-batches have a weight, and others have none",
+                expected="Aux.weight from every call of the loss, or from none",
+                got=f"none from micro-batches {without} of {len(outcomes)}",
+                remedy="give each a weight; 1 counts as much as none",
+            )
+        )
+
+
+def _check_same_metrics(outcomes: Sequence[Outcome]) -> None:
+    """Raise unless all micro-batches have metrics of the same names: else one has no mean."""
+    expected = outcomes[0].metrics.keys()
+    for i, outcome in enumerate(outcomes):
+        if outcome.metrics.keys() != expected:
+            raise StructureError(
+                explain(
+                    "micro-batches have different metrics",
+                    expected=f"{sorted(expected)}, as from micro-batch 0",
+                    got=f"{sorted(outcome.metrics)} from micro-batch {i} of {len(outcomes)}",
+                    remedy="return the same metrics from every call of the loss",
+                )
+            )
