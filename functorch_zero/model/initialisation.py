@@ -72,7 +72,9 @@ class Initialisation(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._path = path
         self._device = device
-        self._unwritten: dict[int, Tensor] = {}  # unwanted leaves without values, by their storage
+        # Storages of unwanted leaves without values, by their numbers. Kept, since a leaf may be
+        # given other `.data`, and torch uses a freed storage's number again
+        self._unwritten: dict[int, torch.UntypedStorage] = {}
         self._generators: set[torch.Generator] = set()  # those that have drawn for this module
 
     def unwanted(self, meta: Tensor, make: Callable[[], Tensor]) -> UnwantedLeaf:
@@ -85,7 +87,7 @@ class Initialisation(TorchDispatchMode):
 
         def make_and_note() -> Tensor:
             made = make()
-            self._unwritten[storage_id(made)] = made
+            self._unwritten[storage_id(made)] = made.untyped_storage()
             return made
 
         # Not on the meta device for those who ask: torch's initialisers leave that out

@@ -226,23 +226,27 @@ def _plan_of_program(
     inputs = tree_map(partial(_without_value, fake=fake, device=device), (trees, args))
     state = imagined.run(*inputs)
     held, others = held_and_others(state.value)
-    group = imagined.group
+    group, samples = imagined.group, imagined.watch.samples
     assert isinstance(group, Recorder) and state.sharding is not None
+    leaves = state.sharding.layout.leaves
+    num_bytes = {
+        "params": _held(held),
+        "gradients": imagined.reduced,
+        "state": _held(others),
+        "buffers": 0,  # among the state
+        "gathered": max(sample.gathered for sample in samples),
+    }
     return Plan(
         level=imagined.level,
         num_ranks=group.size,
         rank=group.rank,
-        num_params=sum(leaf.numel for leaf in state.sharding.layout.leaves),
-        params=_held(held),
-        gradients=imagined.reduced,
-        state=_held(others),
-        buffers=0,
-        gathered=max(sample.gathered for sample in imagined.watch.samples),
-        samples=tuple(imagined.watch.samples),
+        num_params=sum(leaf.numel for leaf in leaves),
+        samples=tuple(samples),
         collectives=tuple(group.journal.recorded),
         balance=None,
         traced=True,
         assumed=imagined.watch.live.assumed,
+        **num_bytes,
     )
 
 

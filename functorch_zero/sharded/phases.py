@@ -12,6 +12,7 @@ every rank a good state, and the step can be tried again. Afterwards the given s
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -132,16 +133,21 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     kept = run.parts.kept_in(run.state.parts)  # by bucket, from the step before
     # One for all micro-batches: gradients add up in it
     reduction = make_reduction(run.layout, options, log, kept)
-    state, axes, device = run.state, options.axes, run.flats[0].device
+    state, step, device = run.state, run.step, run.flats[0].device
+    # Ranks of the same data draw the same numbers, so they find the same loss
+    part = options.axes.data.rank
+
+    def stream(micro: int) -> AbstractContextManager[None]:
+        return replayed(state.seed, state.step, part, device, micro)
+
     given = Differentiated(
-        run.step.loss_fn,
+        step.loss_fn,
         state.buffers,
         run.batch,
-        run.step.accumulate,
-        # Ranks of the same data draw the same numbers, so they find the same loss
-        lambda i: replayed(state.seed, state.step, axes.data.rank, device, i),
-        run.step.reminder,
-        scale=run.step.policy.scale(state.finite),
+        step.accumulate,
+        stream,
+        step.reminder,
+        scale=step.policy.scale(state.finite),
     )
     look = is_looked_at(int(state.step))
     outcome = run_passes(

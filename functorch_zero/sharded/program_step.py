@@ -125,12 +125,7 @@ class ShardedProgramStep:
         value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)
         sharding = self._sharding(layouts)
         self._form = _Form.of(value, sharding)
-        return State(
-            step=torch.zeros((), dtype=torch.int64, device="cpu"),
-            value=value,
-            seed=None if seed is None else torch.tensor(seed, device="cpu"),
-            sharding=sharding,
-        )
+        return State.first(value, seed, sharding=sharding)
 
     def refit(self, state: State, *args: Any) -> State:
         """Another program's state as one of this program, as `ProgramStep.refit` makes it of whole

@@ -127,14 +127,9 @@ class ShardedTrainStep:
             # The caller's buffers stay the caller's
             copies = tree_map(lambda buffer: buffer.detach().clone(), buffers)
             parts = self._prepare(layout).parts.init(held.flats()[0].device)
-            return State(
-                step=torch.zeros((), dtype=torch.int64, device="cpu"),
-                value=TrainValue(params=held, buffers=copies, opt_state=opt_state),
-                seed=None if seed is None else torch.tensor(seed, device="cpu"),
-                sharding=sharding,
-                finite=self.unsharded.policy.init(),
-                parts=parts,
-            )
+            value = TrainValue(params=held, buffers=copies, opt_state=opt_state)
+            finite = self.unsharded.policy.init()
+            return State.first(value, seed, sharding=sharding, finite=finite, parts=parts)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step on this rank's part of the batch.
@@ -266,22 +261,16 @@ class ShardedTrainStep:
             prepared = self._prepare(layout)
             fresh = self.unsharded.optimizer.init(held.pieces().tree, prepared.across)
             check_reported(self.unsharded.metrics, fresh)
-            opt_state = carried(
-                ShardedOptState(fresh, StateHolding(sharding, prepared.plan)),
-                ShardedOptState(past.fetched(state.opt_state), StateHolding(before, past.plan)),
-                axis,
-                "the optimizer's state",
-            ).tree
+            first_state = ShardedOptState(fresh, StateHolding(sharding, prepared.plan))
+            old_state = past.fetched(state.opt_state)
+            old_state = ShardedOptState(old_state, StateHolding(before, past.plan))
+            opt_state = carried(first_state, old_state, axis, "the optimizer's state").tree
+            new_buffers = state.buffers if buffers is None else buffers
+            new_buffers = carried_whole(new_buffers, state.buffers, "buffers")
             finite = self.unsharded.policy.init()
             return State(
                 step=state.step.clone(),
-                value=TrainValue(
-                    params=held,
-                    buffers=carried_whole(
-                        state.buffers if buffers is None else buffers, state.buffers, "buffers"
-                    ),
-                    opt_state=prepared.stored(opt_state),
-                ),
+                value=TrainValue(held, new_buffers, prepared.stored(opt_state)),
                 seed=tree_map(torch.clone, state.seed),
                 sharding=sharding,
                 finite=carried_whole(finite, state.finite, "the policy's state"),

@@ -44,8 +44,6 @@ class ProgramStep:
                 and whatever else it takes.
             seed: of each step's random numbers. None: the global random state is used.
         """
-        step = torch.zeros((), dtype=torch.int64, device="cpu")
-        own_seed = None if seed is None else torch.tensor(seed, device="cpu")
         for arg in named_args(self.first_value, args).values():
             check_apart(arg)
         # Copies, so that nobody who holds the tensors given can change the state
@@ -53,7 +51,7 @@ class ProgramStep:
         with torch.no_grad():
             value = self.first_value(*own_args)
         check_value(value)
-        return State(step=step, value=value, seed=own_seed, trained=Trained.of(value))
+        return State.first(value, seed, trained=Trained.of(value))
 
     def refit(self, state: State, *args: Any) -> State:
         """Another program's state as one of this program: leaves of the value keep what they are

@@ -89,6 +89,14 @@ class State:
     # each leaf's requires_grad
     trained: Trained | None = None
 
+    @classmethod
+    def first(cls, value: Any, seed: int | None, **others: Any) -> State:
+        """The state before the first step. Its numbers are on the CPU, where reading them waits for
+        no device."""
+        number = torch.zeros((), dtype=torch.int64, device="cpu")
+        own_seed = None if seed is None else torch.tensor(seed, device="cpu")
+        return cls(number, value, own_seed, **others)
+
     @property
     def params(self) -> Any:
         """The model's parameters: a tree, or a ShardedTree."""

@@ -8,6 +8,7 @@ whole leaves, or at level 3 pieces. State leaves that follow a param are this ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,13 +113,9 @@ class TrainStep:
         trained_params, across = optimizer_view(params, _with_grad(params))
         opt_state = self.optimizer.init_whole(trained_params, across)
         check_reported(self.metrics, opt_state)
-        return State(
-            step=torch.zeros((), dtype=torch.int64, device="cpu"),
-            value=TrainValue(params, buffers, opt_state),
-            seed=None if seed is None else torch.tensor(seed, device="cpu"),
-            finite=self.policy.init(),
-            trained=Trained.of(params),
-        )
+        value = TrainValue(params, buffers, opt_state)
+        finite, trained = self.policy.init(), Trained.of(params)
+        return State.first(value, seed, finite=finite, trained=trained)
 
     def refit(
         self,
@@ -190,13 +187,16 @@ class TrainStep:
         def loss_fn(trees: Trees, buffers: PyTree[Tensor], batch: Any) -> Any:
             return self.loss_fn(trees[0], buffers, batch)
 
+        def stream(micro: int) -> AbstractContextManager[None]:
+            return replayed(state.seed, state.step, part, device, micro)
+
         return mean_gradients(
             loss_fn,
             (params, None),
             state.buffers,
             batch,
             count=self.accumulate,
-            streams=lambda i: replayed(state.seed, state.step, part, device, i),
+            streams=stream,
             look=is_looked_at(int(state.step)),
             reminder=self.reminder,
             scale=self.policy.scale(state.finite),
