@@ -15,7 +15,7 @@ from functorch_zero import optim
 from functorch_zero.errors import FunctorchZeroError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.sharded.grad_mean import to_means
-from functorch_zero.step import loss
+from functorch_zero.step import weights
 from tests.tiers import crossed
 
 F64 = torch.float64
@@ -188,7 +188,7 @@ def test_a_sum_of_weights_may_leave_the_range(level: int | None) -> None:
 def test_a_devices_weight_is_in_range_where_steps_look(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss, "_on_device", lambda weight: isinstance(weight, Tensor))
+    monkeypatch.setattr(weights, "_on_device", lambda weight: isinstance(weight, Tensor))
     given = weighing([torch.tensor(1e21)])
 
     def run(group: Any) -> None:
@@ -212,7 +212,7 @@ def test_a_weight_is_finite_and_not_negative(
     weight: float, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if on_device:
-        monkeypatch.setattr(loss, "_on_device", lambda weight: isinstance(weight, Tensor))
+        monkeypatch.setattr(weights, "_on_device", lambda weight: isinstance(weight, Tensor))
     given = torch.tensor(weight)
     for accumulate in (1, 2):
         step = fz.train_step(weighing([3.0, given]), optim.sgd(0.1), accumulate=accumulate)
@@ -234,7 +234,7 @@ def test_a_wrong_weight_on_one_rank_is_an_error_on_all(
 ) -> None:
     """A device's weight is first known to the host when the ranks agree."""
     if on_device:
-        monkeypatch.setattr(loss, "_on_device", lambda weight: isinstance(weight, Tensor))
+        monkeypatch.setattr(weights, "_on_device", lambda weight: isinstance(weight, Tensor))
     given = weighing([torch.tensor(5.0), torch.tensor(weight)])
     step = fz.train_step(given, optim.sgd(1.0), accumulate=2 if call == "accumulated" else 1)
     evaluation = fz.eval_step(lambda p, b, x: given(p, b, x)[1])
