@@ -29,7 +29,7 @@ from ..step.program_step import ProgramStep
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep
 from ..step.weight_reminder import WeightReminder
-from ..tree import PyTree, named_leaves, paths
+from ..tree import PyTree, named_leaves, paths, same_structure
 from .equality import (
     Equality,
     Grade,
@@ -321,13 +321,21 @@ class _ProgramOracle:
 def _leaves_of_trees(step: ProgramStep, args: tuple[Any, ...]) -> list[bool]:
     """Per leaf of a program's whole value, whether it is one of a tree that ranks cut, as params
     are. Others are an optimizer's, or no tree's."""
-    value = shard(step, level=0, group=SingleRank()).init(*args).value
+    sharded = shard(step, level=0, group=SingleRank())
+    state = sharded.init(*args)
+    same_structure(
+        step.init(*args).value,
+        sharded.unshard(state).value,
+        what="the value that init makes of sharded trees",
+        remedy="let init make the same of whole and of sharded trees. A whole tree's copy is not "
+        "trained in init, so pass fz.zero_updates the tree itself",
+    )
 
     def of_node(node: Any) -> Any:
         is_tree = isinstance(node, ShardedTree) and node.holding.form == "held"
         return tree_map(lambda leaf: is_tree, node)
 
-    found: list[bool] = optree.tree_leaves(tree_map(of_node, value, is_leaf=is_on_engine))
+    found: list[bool] = optree.tree_leaves(tree_map(of_node, state.value, is_leaf=is_on_engine))
     return found
 
 

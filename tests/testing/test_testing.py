@@ -466,6 +466,30 @@ def test_programs_that_prove_nothing_are_refused() -> None:
         assert_sharded_equals_unsharded(step, net, batches, per_rank=True)
 
 
+def test_wrong_inits_of_programs_are_refused() -> None:
+    net = {"w": torch.ones(3, requires_grad=True)}
+
+    def check(init: Any, *trees: Any) -> None:
+        step = fz.program_step(lambda value, x: (value, {}), init=init)
+        assert_sharded_equals_unsharded(step, *trees, [torch.ones(6)], ranks=(2,))
+
+    def two_trees(net: Any, read: Any) -> Any:
+        return {"net": net, "read": read}
+
+    def with_zeros(net: Any) -> Any:
+        return {"net": net, "zeros": fz.zero_updates(tree_map(torch.clone, net))}
+
+    story = r"those of init\(net.*, read.*got {} \(.*Remedy"
+    with pytest.raises(TypeError, match=story.format(1)):
+        check(two_trees, net)
+    with pytest.raises(TypeError, match=story.format(3)):
+        check(two_trees, net, net, net)
+    # None of a whole tree's copy, zeros of a sharded one
+    story = r"init makes of sharded trees.*path zeros\.w, expected 1 leaves.*got 2.*Remedy"
+    with pytest.raises(StructureError, match=story):
+        check(with_zeros, net)
+
+
 def slow_average(scale: float, *, moves_on_ranks: bool) -> Any:
     """A program that reads a tree of ones, and adds `scale` to it, in float32."""
     _, params, _, batches = linear_step(optim.sgd(0.1))
