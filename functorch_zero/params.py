@@ -21,6 +21,11 @@ class Engine(Protocol):
     and nothing is ambient.
     """
 
+    @property
+    def rank(self) -> int:
+        """This rank's number, for errors."""
+        ...
+
     def init(self, transform: Any, params: Any) -> Any:
         """The first state of an optimizer's transform."""
         ...

@@ -103,6 +103,11 @@ class ShardedEngine:
     def __hash__(self) -> int:
         return hash(id(self.options.axes.world))
 
+    @property
+    def rank(self) -> int:
+        """This rank's number among all."""
+        return self.options.axes.world.rank
+
     def init(self, transform: Transform, params: ShardedTree) -> Any:
         """The optimizer's state, in pieces. Collectives: an exchange, which compares the
         transform, and those that it asks for.

@@ -60,6 +60,8 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
     """
 
     def run(params: Any, vector: Any, *args: Any) -> tuple[Any, Any, Any]:
+        engine = engine_of(params, vector)
+        rank = None if engine is None else engine.rank
         has_aux = False  # known once the loss has returned: whether the caller wants metrics
 
         # Under the loss's name, which ranks compare
@@ -68,13 +70,13 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
             nonlocal has_aux
             own, along = trees
             leaves = _Watched(unshard(own))
-            value, aux = check_loss(loss(leaves.tree, *args))
-            _refuse_buffers(aux)
-            refuse_reentrant_checkpoints(nodes_behind(value))
+            value, aux = check_loss(loss(leaves.tree, *args), rank)
+            _refuse_buffers(aux, rank)
+            refuse_reentrant_checkpoints(nodes_behind(value), rank)
             has_aux = aux is not None
             given = aux or Aux()
             metrics = {_VALUE: value.detach(), **given.metrics}
-            slope = _inner_product(leaves.gradients_of(value), along)
+            slope = _inner_product(leaves.gradients_of(value), along, rank)
             return slope, Aux(metrics=metrics, weight=given.weight)
 
         with _noting_first_derivatives():
@@ -88,12 +90,13 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
     return run
 
 
-def _refuse_buffers(aux: Aux | None) -> None:
+def _refuse_buffers(aux: Aux | None, rank: int | None) -> None:
     """Raise if a loss has returned buffers: a product has no place for them."""
     if aux is not None and aux.buffers is not None:
         raise StructureError(
             explain(
                 "the loss of fz.hvp returned Aux(buffers=...), which a product has no place for",
+                rank=rank,
                 remedy="leave them out here; fz.value_and_grad(loss)(..., buffers=) gives new ones",
             )
         )
@@ -141,7 +144,9 @@ class _Watched:
         return [*found]
 
 
-def _inner_product(grads: Sequence[Tensor | None], along: PyTree[Tensor]) -> Tensor:
+def _inner_product(
+    grads: Sequence[Tensor | None], along: PyTree[Tensor], rank: int | None
+) -> Tensor:
     """The real inner product of the trained leaves' gradients and a vector, 0-d.
 
     The vector's leaves become whole one by one, between the products. So backward, which takes the
@@ -158,7 +163,7 @@ def _inner_product(grads: Sequence[Tensor | None], along: PyTree[Tensor]) -> Ten
         term = (dense(grad).conj() * direction).real.sum()
         total = term if total is None else total + term
     if total is None:
-        raise independent()
+        raise independent(rank)
     return total
 
 

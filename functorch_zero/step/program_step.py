@@ -145,7 +145,17 @@ def named_args(first_value: Callable[..., Any], args: tuple[Any, ...]) -> dict[s
                     remedy="name the parameters, or pass one tree that holds them all",
                 )
             )
-    return signature.bind(*args).arguments
+    try:
+        return signature.bind(*args).arguments
+    except TypeError as error:
+        raise TypeError(
+            explain(
+                "a program's init was given other arguments than it takes",
+                expected=f"those of init{signature}",
+                got=f"{len(args)} ({error})",
+                remedy="pass one argument per parameter, each tree as one of its own",
+            )
+        ) from None
 
 
 def device_of(value: Any) -> torch.device:

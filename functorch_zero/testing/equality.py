@@ -303,7 +303,7 @@ def _check_update(
     elif equality.grade == "reordered" and not is_visible(leaf.old, leaf.new):
         size = _largest(update)
         story = f"the expected update, at most {size:.3g}, is lost in the param's last places"
-        remedy = "take a larger learning rate, or float64"
+        remedy = "take a larger learning rate, or float64, or name it in `unused`"
     else:
         return
     raise ProvesNothing(explain(story + _told(context), path=leaf.path, remedy=remedy))

@@ -29,7 +29,7 @@ from ..step.program_step import ProgramStep
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep
 from ..step.weight_reminder import WeightReminder
-from ..tree import PyTree, named_leaves, paths
+from ..tree import PyTree, named_leaves, paths, same_structure
 from .equality import (
     Equality,
     Grade,
@@ -84,10 +84,11 @@ def assert_sharded_equals_unsharded(
     """Prove a step: run it unsharded, and at each level on each number of ranks, and compare after
     every batch.
 
-    The params' updates are compared, and each trained leaf must move visibly in some step. So are
-    the optimizer's state, the buffers and the metrics, and all ranks must agree bit by bit. Of a
-    program's value, the updates of all trees are compared, and the values of all else. Ranks are
-    threads of this process.
+    The params' updates are compared, and each trained leaf must move visibly in some step. So must
+    each other leaf of a program's trees that moves. The optimizer's state, the buffers and the
+    metrics are compared, too, and all ranks must agree bit by bit. Of a program's value, the
+    updates of all trees are compared, and the values of all else. Ranks are threads of this
+    process.
 
     Args:
         step: an unsharded step, from `train_step` or `program_step`.
@@ -102,8 +103,8 @@ def assert_sharded_equals_unsharded(
             taking the whole batch: for losses that couple the samples of a batch (BatchNorm) or
             draw random numbers (dropout), and for unequal parts of a loss without a weight. Of a
             program it isn't possible.
-        unused: paths, or patterns of paths, of trained leaves that the loss does not use, whose
-            update may be zero.
+        unused: paths, or patterns of paths, of leaves whose update may be zero or lost in rounding:
+            trained ones that the loss does not use, averages of frozen ones.
         allow_round_off: leaf by leaf, also allow ten times the difference that round-off makes in
             the unsharded step, when its gradients are changed in their last places; of a program,
             the trained leaves that it starts with. Some optimizers
@@ -320,13 +321,21 @@ class _ProgramOracle:
 def _leaves_of_trees(step: ProgramStep, args: tuple[Any, ...]) -> list[bool]:
     """Per leaf of a program's whole value, whether it is one of a tree that ranks cut, as params
     are. Others are an optimizer's, or no tree's."""
-    value = shard(step, level=0, group=SingleRank()).init(*args).value
+    sharded = shard(step, level=0, group=SingleRank())
+    state = sharded.init(*args)
+    same_structure(
+        step.init(*args).value,
+        sharded.unshard(state).value,
+        what="the value that init makes of sharded trees",
+        remedy="let init make the same of whole and of sharded trees. A whole tree's copy is not "
+        "trained in init, so pass fz.zero_updates the tree itself",
+    )
 
     def of_node(node: Any) -> Any:
         is_tree = isinstance(node, ShardedTree) and node.holding.form == "held"
         return tree_map(lambda leaf: is_tree, node)
 
-    found: list[bool] = optree.tree_leaves(tree_map(of_node, value, is_leaf=is_on_engine))
+    found: list[bool] = optree.tree_leaves(tree_map(of_node, state.value, is_leaf=is_on_engine))
     return found
 
 
@@ -450,11 +459,10 @@ class Comparison:
         before, after = self.expected.states[k : k + 2]
         got_before, got_after = self.got[0].states[k : k + 2]
         trained = tree_map(_is_trained, before.params)
-        # A tree that is only read, such as an average, may move or rest; a frozen leaf may not move
+        # A tree that is only read, such as an average, moves or rests as the oracle's does
         moves = tree_map(
             lambda on, old, new: on or _differ(old, new), trained, before.params, after.params
         )
-        read_only = [path for path, on in named_leaves(trained).items() if not on]
         # The oracle's, then the jittered runs' of the same step
         updates = [run.update(k) for run in (self.expected, *jittered)]
         assert_equal_updates(
@@ -465,7 +473,7 @@ class Comparison:
             old_got=got_before.params,
             trained=moves,
             unused=self.unused,
-            resting=[*moving, *map(escape, read_only)],
+            resting=moving,
             slack=_slack(*updates),
             # Zero without jittered runs
             context=at,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import StructureError
-from functorch_zero.groups import run_ranks
+from functorch_zero.groups import HybridGroup, SingleRank, run_ranks
 from functorch_zero.groups.counting import counted
 from functorch_zero.testing import assert_equal_values
 from tests.programs.cases import applied, gan, net
@@ -194,3 +194,27 @@ def test_what_is_refused_on_ranks() -> None:
             ),
             1,
         )
+
+
+@pytest.mark.parametrize(
+    "of_value", [lambda group: HybridGroup(group, shard_size=2), lambda group: SingleRank()]
+)
+def test_trees_of_other_groups_are_refused(of_value: Any) -> None:
+    """Cut by one group's layout and gathered by another's, they would be other numbers."""
+
+    def run(group: Any) -> None:
+        own = of_value(group)
+        state = fz.shard(AVERAGED, level=3, group=own).init(first_net)
+        teacher = fz.shard_tree(first_net, level=3, group=group)
+        evaluate = fz.shard(fz.eval_step(distance), level=3, group=own)
+        with pytest.raises(StructureError, match=r"trees of different groups.*Remedy"):
+            evaluate(state, teacher)
+        # Also where it has replaced a tree of the value
+        with pytest.raises(StructureError, match=r"trees of different groups.*Remedy"):
+            evaluate(state.replace(value=state.value._replace(mean=teacher)), state.value.net)
+
+    run_ranks(run, 4)
+
+
+def distance(value: Averaged, teacher: Any) -> Any:
+    return {"distance": (value.mean["0.weight"] - teacher["0.weight"]).square().sum()}

@@ -285,6 +285,38 @@ def test_wrong_vectors_are_refused(level: int) -> None:
         assert "layers.0.weight" in texts[2]
 
 
+@pytest.mark.parametrize(
+    ("loss", "story"),
+    [
+        (lambda params: torch.ones((), dtype=torch.float64), "does not depend on any"),
+        (lambda params: params["w"] ** 2, "the loss is not a scalar"),
+        (lambda params: (params["w"].sum() ** 2, fz.Aux(buffers={})), r"Aux\(buffers=...\)"),
+    ],
+)
+def test_wrong_losses_are_refused_by_their_rank(loss: Any, story: str) -> None:
+    params = {"w": torch.ones(5, dtype=torch.float64, requires_grad=True)}
+
+    def run(group: Any) -> None:
+        sharded = fz.shard_tree(params, level=3, group=group)
+        with pytest.raises(StructureError, match=rf"{story}.* on rank {group.rank}.*Remedy"):
+            fz.hvp(loss)(sharded, fz.zero_updates(sharded))
+
+    run_ranks(run, 2)
+
+
+def test_a_loss_of_its_data_alone_is_refused_by_its_rank() -> None:
+    params = {"w": torch.ones(5, dtype=torch.float64, requires_grad=True)}
+
+    def run(group: Any) -> None:
+        sharded = fz.shard_tree(params, level=3, group=group)
+        x = torch.ones((), dtype=torch.float64, requires_grad=True)
+        story = rf"does not depend on any trained leaf: on rank {group.rank}"
+        with pytest.raises(StructureError, match=story):
+            fz.hvp(lambda params, x: x**2)(sharded, fz.zero_updates(sharded), x)
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_backward_inside_of_a_custom_functions_backward_is_refused(level: int) -> None:
     params = CASES["mlp"].build()[1]

@@ -29,6 +29,7 @@ from functorch_zero.optim.base import (
     with_whole_leaves,
     with_whole_tree,
 )
+from functorch_zero.params import OnEngine
 from functorch_zero.sharded.program_step import ShardedProgramStep
 from functorch_zero.sharded.train import ShardedTrainStep
 from functorch_zero.step.loss import Aux
@@ -455,13 +456,73 @@ def test_a_wrong_program_fails(monkeypatch: pytest.MonkeyPatch, change: Any, sto
 
 def test_programs_that_prove_nothing_are_refused() -> None:
     with pytest.raises(ProvesNothing, match=r"expected update is zero.*path net\.w"):
-        assert_sharded_equals_unsharded(*averaged_program(optim.set_to_zero()))
+        # The average of a net that rests moves by a rounding
+        assert_sharded_equals_unsharded(*averaged_program(optim.set_to_zero()), unused=["mean.w"])
     idle = fz.program_step(lambda value, x: (value, {}), init=lambda net: net)
     with pytest.raises(ProvesNothing, match="no tree of the program's value has a trained leaf"):
         assert_sharded_equals_unsharded(idle, {"w": torch.ones(2)}, [torch.ones(6)])
     step, net, batches = averaged_program(optim.sgd(0.1))
     with pytest.raises(ValueError, match=r"per_rank=True is of training steps.*Remedy"):
         assert_sharded_equals_unsharded(step, net, batches, per_rank=True)
+
+
+def test_wrong_inits_of_programs_are_refused() -> None:
+    net = {"w": torch.ones(3, requires_grad=True)}
+
+    def check(init: Any, *trees: Any) -> None:
+        step = fz.program_step(lambda value, x: (value, {}), init=init)
+        assert_sharded_equals_unsharded(step, *trees, [torch.ones(6)], ranks=(2,))
+
+    def two_trees(net: Any, read: Any) -> Any:
+        return {"net": net, "read": read}
+
+    def with_zeros(net: Any) -> Any:
+        return {"net": net, "zeros": fz.zero_updates(tree_map(torch.clone, net))}
+
+    story = r"those of init\(net.*, read.*got {} \(.*Remedy"
+    with pytest.raises(TypeError, match=story.format(1)):
+        check(two_trees, net)
+    with pytest.raises(TypeError, match=story.format(3)):
+        check(two_trees, net, net, net)
+    # None of a whole tree's copy, zeros of a sharded one
+    story = r"init makes of sharded trees.*path zeros\.w, expected 1 leaves.*got 2.*Remedy"
+    with pytest.raises(StructureError, match=story):
+        check(with_zeros, net)
+
+
+def slow_average(scale: float, *, moves_on_ranks: bool) -> Any:
+    """A program that reads a tree of ones, and adds `scale` to it, in float32."""
+    _, params, _, batches = linear_step(optim.sgd(0.1))
+    sgd = optim.sgd(0.1)
+
+    def init(net: Any, read: Any) -> Any:
+        return {"net": net, "read": read, "opt": sgd.init(net)}
+
+    def loss(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (x @ net["w"] + net["b"] - y).square().mean()
+
+    def program(value: Any, x: Tensor, y: Tensor) -> Any:
+        _, grads = fz.value_and_grad(loss)(value["net"], x, y)
+        net, opt = sgd.apply(grads, value["opt"], value["net"])
+        rests = isinstance(net, OnEngine) and not moves_on_ranks
+        read = tree_map(lambda r: r + (0.0 if rests else scale), value["read"])
+        return {"net": net, "read": read, "opt": opt}, {}
+
+    read = {"r": torch.ones(3)}
+    step = fz.program_step(program, init=init)
+    return step, params, read, [(batch["x"], batch["y"]) for batch in batches]
+
+
+def test_a_tree_that_is_read_must_move_visibly() -> None:
+    # One last place of 1.0: ranks on which it rests would pass
+    for moves in (True, False):
+        arguments = slow_average(2**-23, moves_on_ranks=moves)
+        with pytest.raises(ProvesNothing, match=r"lost in .* path read\.r\. Remedy.*float64"):
+            assert_sharded_equals_unsharded(*arguments, ranks=(2,))
+    for scale in (2**-10, 0.0):
+        assert_sharded_equals_unsharded(*slow_average(scale, moves_on_ranks=True), ranks=(2,))
+    with pytest.raises(AssertionError, match=r"updates differ .*leaf read\.r"):
+        assert_sharded_equals_unsharded(*slow_average(2**-10, moves_on_ranks=False), ranks=(2,))
 
 
 def test_round_off_of_a_program_is_told_from_a_defect() -> None:
