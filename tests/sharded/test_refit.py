@@ -488,3 +488,29 @@ def test_a_donated_state_is_refused() -> None:
             assert torch.equal(one, two)
 
     run_ranks(run, 2)
+
+
+def test_init_and_refit_of_a_program_leave_its_other_states_valid() -> None:
+    trained = {name: torch.ones(3, requires_grad=True) for name in ("weight", "bias")}
+    other_shape = trained | {"weight": torch.ones(7, requires_grad=True)}
+    frozen = trained | {"bias": trained["bias"].detach()}
+    step = fz.program_step(
+        lambda value: (value, {}), init=lambda params, number: (params, torch.tensor(number))
+    )
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group)
+        state = sharded.init(trained, 0)
+        with pytest.raises(StructureError, match="another shape"):
+            sharded.refit(state, other_shape, 0)
+        # It fails when ranks compare the values that their init has made
+        with pytest.raises(MismatchError):
+            sharded.init(frozen, group.rank)
+        state, _ = sharded(state)
+        sharded.shard_state(sharded.unshard(state))
+        other = sharded.refit(state, frozen, 0)
+        for valid in (state, other):
+            sharded.unshard(sharded(valid)[0])
+        sharded.refit(state, frozen, 0)
+
+    run_ranks(run, 2)
