@@ -70,7 +70,8 @@ class ShardedProgramStep:
         self.engine = ShardedEngine(options) if engine is None else engine
         self.background = BackgroundTasks()
         self.gather_order = self.engine.orders  # of all gradients of the program
-        self._form: _Form | None = None  # of the last state that `init` has made
+        # Of the states that `init` and `refit` have made: the last one's comes last
+        self._forms: list[_Form] = []
 
     @property
     def group(self) -> Group:
@@ -96,16 +97,22 @@ class ShardedProgramStep:
         """
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="init"), torch.no_grad():
-            given = named_args(self.unsharded.first_value, args)
-            layouts = self._layouts(given)
-            # Before any tensor is made, so that ranks that differ say so instead of hanging later
-            group = labelled(axes.world, "init/agreement")
-            agree(group, self._facts(given, layouts, seed))
-            state = self._first_state(given, layouts, seed)
-            # The rest of the value lies on every rank, and nothing would show that it differs
-            value = state.value
-            agree(group, {"value": paths(value), "values": _digests(_rest(value))})
+            state = self._agreed_first_state(args, seed)
+            self._note_form(state)
             return state
+
+    def _agreed_first_state(self, args: tuple[Any, ...], seed: int | None) -> State:
+        """The first state, of which all ranks know that they have made the same."""
+        given = named_args(self.unsharded.first_value, args)
+        layouts = self._layouts(given)
+        # Before any tensor is made, so that ranks that differ say so instead of hanging later
+        group = labelled(self.options.axes.world, "init/agreement")
+        agree(group, self._facts(given, layouts, seed))
+        state = self._first_state(given, layouts, seed)
+        # The rest of the value lies on every rank, and nothing would show that it differs
+        value = state.value
+        agree(group, {"value": paths(value), "values": _digests(_rest(value))})
+        return state
 
     def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
         """Those of the trees among the arguments of `init`, by name."""
@@ -124,7 +131,6 @@ class ShardedProgramStep:
         check_value(value, self.group.rank)
         value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)
         sharding = self._sharding(layouts)
-        self._form = _Form.of(value, sharding)
         return State.first(value, seed, sharding=sharding)
 
     def refit(self, state: State, *args: Any) -> State:
@@ -144,10 +150,19 @@ class ShardedProgramStep:
             check_is_state(state)
             check_same_ranks(state, self.options)
             agree_on_refit(state, _rest(state.value), self.options)
-            fresh = self.init(*args, seed=None)
+            fresh = self._agreed_first_state(args, None)
             group = labelled(axes.optimizer, "refit")
             value = carried(fresh.value, state.value, group, "the value")
+            # A refit that fails changes nothing
+            self._note_form(fresh)
             return fresh.replace(step=state.step.clone(), seed=state.seed, value=value)
+
+    def _note_form(self, state: State) -> None:
+        """Remember how a first state is cut. States of other forms stay valid."""
+        assert state.sharding is not None
+        form = _Form.of(state.value, state.sharding)
+        others = [known for known in self._forms if known.sharding != form.sharding]
+        self._forms = [*others, form]
 
     def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
         """One step of the program on this rank's part of the batch; the state given stays valid.
@@ -209,17 +224,18 @@ class ShardedProgramStep:
         """The inverse of `unshard`: this rank's part of a whole state that every rank holds. No
         communication.
 
-        The parts are cut as those of the last `init`, which every rank has called before.
+        The parts are cut as those of the last `init` or `refit`, which every rank has called
+        before.
         """
         check_is_state(state)
         if state.sharding is not None:
             raise StructureError("shard_state takes a whole state, and this one is sharded already")
-        if self._form is None:
+        if not self._forms:
             raise StructureError(
                 "shard_state was called before init: how a program's value is cut follows from its "
                 "init. Remedy: like = step.init(...) once, then step.shard_state(state)"
             )
-        form, piece_number = self._form, self.options.axes.piece_number
+        form, piece_number = self._forms[-1], self.options.axes.piece_number
         with torch.no_grad():
             wholes = form.subtrees(state.value, self.group.rank)
             rows = zip(form.paths, form.nodes, wholes, strict=True)
@@ -295,12 +311,13 @@ class ShardedProgramStep:
             raise StructureError(
                 "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
             )
-        if self._form is None or state.sharding == self._form.sharding:
+        known = [form.sharding for form in reversed(self._forms)]
+        if not known or state.sharding in known:
             return
         raise StructureError(
             explain(
                 "the state was sharded by another step, or for another level, group or rank",
-                expected=self._form.sharding,
+                expected=known[0],
                 got=state.sharding,
                 rank=self.group.rank,
                 remedy="unshard it with the step that made it, then shard_state with this one",

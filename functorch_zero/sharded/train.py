@@ -28,7 +28,7 @@ from ..sharded_optim.state_plan import StatePlan
 from ..step.loss import Metrics
 from ..step.metrics import check_reported
 from ..step.refit import carried as carried_whole
-from ..step.refit import check_values
+from ..step.refit import check_own_leaves, check_values
 from ..step.state import (
     State,
     TrainValue,
@@ -249,6 +249,9 @@ class ShardedTrainStep:
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self.options.layout_of(params)
             self._agree_on_new(state, before.layout, params, buffers)
+            check_own_leaves(
+                state.opt_state, _trained(before.layout), _trained(layout), self.group.rank
+            )
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
 
             axis = labelled(self.options.axes.optimizer, "refit")
@@ -372,6 +375,11 @@ def _without_values(layout: Layout) -> PyTree[Tensor]:
         for leaf in layout.leaves
     ]
     return layout.treedef.unflatten(leaves)
+
+
+def _trained(layout: Layout) -> set[str]:
+    """The paths of the trained leaves."""
+    return {leaf.path for leaf in layout.leaves if leaf.trainable}
 
 
 def _parts_stay(options: Options) -> NotImplementedError:

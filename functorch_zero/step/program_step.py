@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import StructureError, explain
 from ..overlap import check_apart
-from ..tree import paths, same_structure
+from ..tree import named_leaves, paths, same_structure
 from .loss import Metrics, as_metric, check_metrics
 from .refit import carried
 from .rng import streams
@@ -166,7 +166,7 @@ def device_of(value: Any) -> torch.device:
 
 def check_value(value: Any, rank: int | None = None) -> None:
     """Raise, naming the first leaf, unless a program's value is made of tensors and numbers, with a
-    tensor among them."""
+    tensor among them, and each leaf has a path of its own."""
     leaves = optree.tree_leaves(value)
     for n, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor | bool | int | float):
@@ -179,6 +179,7 @@ def check_value(value: Any, rank: int | None = None) -> None:
                     remedy="keep what stays as it is outside, where the program closes over it",
                 )
             )
+    named_leaves(value)  # which names a path that two leaves have
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         raise StructureError(
             explain(

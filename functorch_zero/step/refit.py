@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import optree
 from torch import Tensor
 
 from ..errors import StructureError, explain
-from ..tree import PyTree, paths
+from ..tree import PyTree, names_of, paths
 
 
 class Form(NamedTuple):
@@ -54,6 +54,42 @@ def kept(
             )
         found.append(path)
     return found
+
+
+def check_own_leaves(
+    opt_state: PyTree[Any], before: Set[str], after: Set[str], rank: int | None = None
+) -> None:
+    """Raise where other leaves are trained than before, if an optimizer's state has a tensor of all
+    of them together. Its shape may stay the same, but its elements belong to leaves that were.
+
+    Tensors of one param have its path in theirs. Counters and scales, which are 0-d, go on.
+
+    Args:
+        before: the paths of the leaves that were trained.
+        after: those of the leaves that are trained now.
+    """
+    if before == after:
+        return
+    for path, leaf in zip(paths(opt_state), optree.tree_leaves(opt_state), strict=True):
+        if isinstance(leaf, Tensor) and leaf.ndim > 0 and not _parts_of(path) & before:
+            raise StructureError(
+                explain(
+                    "refit trains other leaves than before, and can't keep a leaf of the "
+                    "optimizer's state that belongs to all leaves together",
+                    path=path,
+                    expected=f"the trained leaves {sorted(before)}",
+                    got=f"{sorted(after)}",
+                    rank=rank,
+                    remedy="let the optimizer begin anew, by init of the state's params",
+                )
+            )
+
+
+def _parts_of(path: str) -> set[str]:
+    """A path, and each run of its names: "mu.w.0" has "mu.w", "w", "w.0" and so on."""
+    names = names_of(path)
+    ends = range(1, len(names) + 1)
+    return {".".join(names[start:end]) for end in ends for start in range(end)}
 
 
 def carried(new: PyTree[Any], old: PyTree[Any], what: str) -> PyTree[Any]:

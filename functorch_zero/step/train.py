@@ -40,7 +40,7 @@ from .loss import LossFn, Metrics, Outcome, as_metric
 from .metrics import UpdateMetrics, check_names, check_reported
 from .micro_batches import check_accumulate
 from .nonfinite import LossScale, NonFinite, NonFinitePolicy, all_finite, not_finite, refusal
-from .refit import carried
+from .refit import carried, check_own_leaves
 from .rng import replayed
 from .state import (
     State,
@@ -152,6 +152,8 @@ class TrainStep:
         if buffers is not None:
             buffers = carried(buffers, state.buffers, "buffers")
         fresh = self.init(params, state.buffers if buffers is None else buffers, seed=None)
+        now, _ = optimizer_view(fresh.params, trained(fresh))
+        check_own_leaves(state.opt_state, {*paths(view)}, {*paths(now)})
         opt_state = carried(fresh.opt_state, state.opt_state, "the optimizer's state")
         finite = carried(fresh.finite, state.finite, "the policy's state")
         return fresh.replace(step=state.step, seed=state.seed, opt_state=opt_state, finite=finite)

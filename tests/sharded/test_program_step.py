@@ -558,3 +558,15 @@ def test_options_of_training_steps_are_refused(option: str, value: Any) -> None:
     with pytest.raises(NotImplementedError, match=story):
         options = {"level": 2, "ranks": 2, "batch": batches(1)[0], option: value}
         fz.plan((first_gen, first_disc), step, **options)
+
+
+def test_two_leaves_of_one_path_are_refused() -> None:
+    def init(params: Any) -> Any:
+        return {"p": params, "p.b": torch.zeros(2)}
+
+    step = fz.program_step(lambda value: (value, {}), init=init)
+    params = {"b": torch.ones(2, requires_grad=True)}
+    with pytest.raises(StructureError, match=r"same path.*p\.b"):
+        step.init(params)
+    with pytest.raises(StructureError, match=r"same path.*p\.b"):
+        fz.shard(step, level=1, group=SingleRank()).init(params)

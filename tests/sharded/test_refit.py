@@ -488,3 +488,59 @@ def test_a_donated_state_is_refused() -> None:
             assert torch.equal(one, two)
 
     run_ranks(run, 2)
+
+
+def test_init_and_refit_of_a_program_leave_its_other_states_valid() -> None:
+    trained = {name: torch.ones(3, requires_grad=True) for name in ("weight", "bias")}
+    other_shape = trained | {"weight": torch.ones(7, requires_grad=True)}
+    frozen = trained | {"bias": trained["bias"].detach()}
+    step = fz.program_step(
+        lambda value: (value, {}), init=lambda params, number: (params, torch.tensor(number))
+    )
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group)
+        state = sharded.init(trained, 0)
+        with pytest.raises(StructureError, match="another shape"):
+            sharded.refit(state, other_shape, 0)
+        # It fails when ranks compare the values that their init has made
+        with pytest.raises(MismatchError):
+            sharded.init(frozen, group.rank)
+        state, _ = sharded(state)
+        sharded.shard_state(sharded.unshard(state))
+        other = sharded.refit(state, frozen, 0)
+        for valid in (state, other):
+            sharded.unshard(sharded(valid)[0])
+        sharded.refit(state, frozen, 0)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("name", ["full_matrix_adagrad", "lbfgs"])
+def test_a_tensor_of_all_leaves_is_refused_though_it_keeps_its_shape(name: str) -> None:
+    optimizer = {
+        "full_matrix_adagrad": optim.contrib.full_matrix_adagrad(0.1, whole_tree=True),
+        "lbfgs": optim.lbfgs(0.1, memory_size=2),
+    }[name]
+    # Of one size: the optimizer's matrices have the same shapes for both
+    params = {"a": torch.ones(2, 2), "b": torch.ones(4)}
+
+    def summed(params: Any, buffers: Any, x: Tensor) -> Tensor:
+        return (params["a"].sum() + params["b"].sum()) * x.mean()
+
+    first, second = (
+        fz.train_step(summed, optimizer, trainable=lambda path, leaf, own=own: path == own)
+        for own in "ab"
+    )
+
+    def run(group: Any) -> None:
+        before, after = (fz.shard(step, level=2, group=group) for step in (first, second))
+        state = before.init(params)
+        before.refit(state)  # the same leaves are trained
+        with pytest.raises(StructureError, match="all leaves together"):
+            after.refit(state)
+
+    run_ranks(run, 2)
+    first.refit(first.init(params))
+    with pytest.raises(StructureError, match="all leaves together"):
+        second.refit(first.init(params))
