@@ -106,7 +106,8 @@ class Drawn:
                     if gradient.use == "displaced":
                         away = tree_map(lambda g: 0.02 * g, grad)
                         at[name] = fz.apply_updates(params, away)
-            mean = tree_map(lambda m, p: 0.9 * m + 0.1 * p, value.mean, nets["one"])
+            # Of a frozen leaf it is the leaf, to the bit
+            mean = tree_map(lambda m, p: m + 0.1 * (p - m), value.mean, nets["one"])
             return Value(nets, mean, opts, value.num_steps + 1), metrics
 
         return fz.program_step(program, init=init)
