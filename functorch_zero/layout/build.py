@@ -15,8 +15,8 @@ from ..tree import PyTree, paths
 from .layout import Bucket, Cut, Layout, LeafSpec, Unit
 
 # Bytes that a leaf starts at a multiple of, in each dtype that its flat takes. Libraries for GPUs
-# choose a matrix product's kernel by alignment, and others round otherwise. torch's allocators give
-# 512 bytes, but a leaf that starts inside of a flat is only aligned to its start there.
+# choose a matrix product's kernel by alignment, and others round otherwise. torch's allocator for
+# them gives 512 bytes, but a leaf that starts inside of a flat is only aligned to its start there.
 LEAF_ALIGNMENT = 256
 # Bytes that a rank's piece starts at a multiple of. Pieces are only copied and updated, and more
 # would pad small buckets for many ranks.

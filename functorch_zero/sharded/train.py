@@ -13,7 +13,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from ..errors import StructureError
+from ..errors import StructureError, explain
 from ..groups import labelled
 from ..groups.protocol import Group
 from ..layout.layout import Layout
@@ -243,9 +243,11 @@ class ShardedTrainStep:
             past = PreparedUpdate(self.unsharded, before.layout, self.options)
             past.check_state(state.opt_state, self.group.rank)
             if state.parts is not None:
-                raise _parts_stay(self.options)
+                raise _parts_stay(self.group.rank)
             if params is None:
                 params = _without_values(before.layout)
+            if buffers is None:
+                buffers = state.buffers
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self.options.layout_of(params)
             self._agree_on_new(state, before.layout, params, buffers)
@@ -268,8 +270,9 @@ class ShardedTrainStep:
             old_state = past.fetched(state.opt_state)
             old_state = ShardedOptState(old_state, StateHolding(before, past.plan))
             opt_state = carried(first_state, old_state, axis, "the optimizer's state").tree
-            new_buffers = state.buffers if buffers is None else buffers
-            new_buffers = carried_whole(new_buffers, state.buffers, "buffers")
+            # The caller's buffers stay the caller's
+            copies = tree_map(lambda buffer: buffer.detach().clone(), buffers)
+            new_buffers = carried_whole(copies, state.buffers, "buffers")
             finite = self.unsharded.policy.init()
             return State(
                 step=state.step.clone(),
@@ -277,6 +280,8 @@ class ShardedTrainStep:
                 seed=tree_map(torch.clone, state.seed),
                 sharding=sharding,
                 finite=carried_whole(finite, state.finite, "the policy's state"),
+                # None so far: a reduction begins with what it keeps
+                parts=prepared.parts.init(held.flats()[0].device),
             )
 
     def _agree_on_new(
@@ -284,14 +289,13 @@ class ShardedTrainStep:
         state: State,
         before: Layout,
         params: PyTree[Tensor],
-        buffers: PyTree[Tensor] | None,
+        buffers: PyTree[Tensor],
     ) -> None:
         """Raise on every rank, unless all refit one state to the same params and buffers."""
         agree_on_refit(state, named_leaves(state.buffers), self.options)
         known = {leaf.path for leaf in before.leaves}
         new = {path: leaf for path, leaf in named_leaves(params).items() if path not in known}
         check_values(new, "params", self.group.rank)
-        buffers = {} if buffers is None else buffers
         check_tensors(buffers, "buffers", dense=False)
         layout = self.options.layout_of(params)
         facts = self._facts(layout, new, buffers, None)
@@ -382,11 +386,16 @@ def _trained(layout: Layout) -> set[str]:
     return {leaf.path for leaf in layout.leaves if leaf.trainable}
 
 
-def _parts_stay(options: Options) -> NotImplementedError:
+def _parts_stay(rank: int) -> NotImplementedError:
     return NotImplementedError(
-        f"reduction={type(options.reduction).__name__} keeps tensors between steps, and refit "
-        "can't cut them anew. Remedy: refit the whole state, whose first ones are made by "
-        "step.shard_state(step.unsharded.refit(other.unshard(state).replace(parts=None)))"
+        explain(
+            "the state's parts hold tensors that a reduction keeps between steps, and refit can't "
+            "cut them anew",
+            path="parts",
+            rank=rank,
+            remedy="refit the whole state, and let the reduction begin anew: "
+            "step.shard_state(step.unsharded.refit(other.unshard(state).replace(parts=None)))",
+        )
     )
 
 

@@ -26,7 +26,7 @@ from ..optim.across import reduced_dtype, smallest, with_ones, without
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """The boxes that the elements [start, stop) of a flattened tensor consist of, in their order:
-    at most 2 * dims - 1."""
+    at most 2 * dims - 1, and one of a 0-d tensor."""
     if start == stop:
         return
     if stop - start == prod(shape):

@@ -98,8 +98,9 @@ class ShardedOptState(OnEngine):
 
     def __getattr__(self, name: str) -> Any:
         """The state's own fields; private ones are not looked up."""
-        # "_" also keeps copy and pickle from asking a half-made node for its tree
-        if name.startswith("_") or name == "holding":
+        # "_" also keeps copy and pickle from asking a half-made node for its tree, and "tree" the
+        # property's own error from beginning anew
+        if name.startswith("_") or name in ("holding", "tree"):
             raise AttributeError(name)
         return getattr(self.tree, name)
 

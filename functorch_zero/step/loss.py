@@ -1,4 +1,4 @@
-"""A user's loss: its call, its checked results, micro-batches, and means by weight."""
+"""A user's loss: its call, and its checked results."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ class Aux:
 
 
 LossFn = Callable[[Any, Any, Any], Tensor | tuple[Tensor, Aux]]
-
-
 Metrics = dict[str, Tensor]
 
 

@@ -322,10 +322,26 @@ def test_buffers_and_loss_scale_go_on() -> None:
     def run(group: Any) -> Any:
         before, after = (fz.shard(step, level=3, group=group) for step in (first, second))
         state, _ = before(before.init(PARAMS, buffers, seed=4), part(X[0], group))
-        return after.unshard(after.refit(state, buffers=more))
+        own = tree_map(torch.clone, more)
+        made = after.refit(state, buffers=own)
+        own["more"].zero_()  # the caller's own, as in init
+        return after.unshard(made)
 
     for whole in run_ranks(run, 2):
         assert_equal_values(expected, whole)
+
+
+def test_ranks_that_give_other_buffers_are_told() -> None:
+    step = fz.train_step(lambda params, buffers, x: loss(params, buffers, x), optim.sgd(0.1))
+
+    def run(group: Any) -> str:
+        sharded = fz.shard(step, level=2, group=group)
+        state = sharded.init(PARAMS, {"mean": torch.ones(2)})
+        with pytest.raises(MismatchError, match="buffers"):
+            sharded.refit(state, buffers=None if group.rank == 0 else {})
+        return "told"
+
+    assert run_ranks(run, 2) == ["told", "told"]
 
 
 class Value(NamedTuple):
@@ -441,7 +457,7 @@ def test_a_reduction_that_keeps_tensors_goes_by_whole_states() -> None:
             for step in (first, second)
         )
         state = before.init(PARAMS)
-        with pytest.raises(NotImplementedError, match=r"Remembering keeps tensors"):
+        with pytest.raises(NotImplementedError, match=r"keeps between steps.*path parts"):
             after.refit(state)
         with pytest.raises(StructureError, match=r"replace\(parts=None\)"):
             second.refit(before.unshard(state))
@@ -450,6 +466,20 @@ def test_a_reduction_that_keeps_tensors_goes_by_whole_states() -> None:
 
     for found in run_ranks(run, 2):
         assert_equal_values(second.refit(first.init(PARAMS)), found, grade="bitwise")
+
+
+def test_a_reduction_that_keeps_tensors_begins_with_the_refit() -> None:
+    first, second = steps_of("adamw")
+
+    def run(group: Any) -> Any:
+        before = fz.shard(first, level=2, group=group)
+        after = fz.shard(second, level=2, group=group, reduction=Remembering())
+        made, _ = after(after.refit(before.init(PARAMS)), part(X[0], group))
+        return after.unshard(made).params
+
+    expected, _ = second(second.refit(first.init(PARAMS)), X[0])
+    for params in run_ranks(run, 2):
+        assert_equal_values(expected.params, params)
 
 
 def test_state_that_lies_elsewhere(tmp_path: Any) -> None:
