@@ -227,10 +227,19 @@ class ShardedTree(OnEngine):
                 if flat is None:
                     parts.append([None] * len(bucket.leaves))
                 else:
-                    parts.append(self.holding.views(flat, bucket))
+                    parts.append(self._views(flat, bucket))
             self._tree = to_tree(parts, layout)
             self._known.remember(self._leaves())
         return self._tree
+
+    @torch.no_grad()
+    def _views(self, flat: Tensor, bucket: Bucket) -> Sequence[Tensor]:
+        """The bucket's leaves as views of its flat. As whole leaves, held ones require grad where
+        they are trained."""
+        views = self.holding.views(flat, bucket)
+        if self.holding.form == "held" and bucket.trainable and not self.holding.read_only:
+            return [view.requires_grad_() for view in views]
+        return views
 
     @torch.no_grad()
     def flats(self, *, to_write: bool = False) -> list[Any]:
@@ -252,6 +261,9 @@ class ShardedTree(OnEngine):
         # The usual case: one step's result is the next one's argument
         if known is not None and known.still(leaves) and (known.own or not to_write):
             return known.flats
+        # The updates of a tree that is read only
+        if self.holding.form == "pieces" and all(leaf is None for leaf in leaves):
+            return [None] * len(buckets)
         # Leaves from outside: `tree_map` or assignment made them
         self.check_leaves()
         flats: list[Tensor | None] = []
@@ -324,17 +336,43 @@ class ShardedTree(OnEngine):
         return [extent for leaf, extent in rows if leaf is not None]
 
     @property
+    def is_read_only(self) -> bool:
+        """Whether no leaf of a held tree is trained: whether none requires grad, as of a whole
+        tree. What `tree_map` makes of params without gradients is such a tree.
+
+        Raises:
+            StructureError: some of the leaves that the layout trains require grad, and others
+                don't.
+        """
+        self._check_not_used_up()
+        # Nobody has seen the leaves, so they are as the library makes them
+        if not self.are_leaves_cut:
+            return self.holding.read_only
+        rows = []
+        for leaf, spec in zip(self._leaves(), self.sharding.layout.leaves, strict=True):
+            if spec.trainable and isinstance(leaf, Tensor):
+                rows.append((leaf.requires_grad, spec.path))
+        frozen = [path for on, path in rows if not on]
+        if frozen and len(frozen) < len(rows):
+            raise StructureError(
+                explain(
+                    "some leaves of a sharded tree require grad, and others don't",
+                    path=frozen[0],
+                    expected="requires_grad=True, as of the tree's other leaves",
+                    got="requires_grad=False",
+                    rank=self.sharding.rank,
+                    remedy="freeze leaves in the tree that is cut, or change all of them alike",
+                )
+            )
+        return bool(frozen)
+
+    @property
     def trained(self) -> PyTree[bool]:
         """Per leaf, whether it is trained."""
         layout = self.sharding.layout
-        if self.holding.read_only:
+        if self.is_read_only:
             return layout.treedef.unflatten([False] * len(layout.leaves))
         return layout.trainable
-
-    @property
-    def is_made_of_flats(self) -> bool:
-        """Whether this library has made the tree; not `tree_map`."""
-        return self._known is not None and self._known.own
 
     @property
     def are_leaves_cut(self) -> bool:
@@ -342,12 +380,10 @@ class ShardedTree(OnEngine):
         return self._known is None or self._known.leaves is not None
 
     def as_read_only(self, read_only: bool) -> ShardedTree:
-        """The same leaves in a tree that is read only, or isn't."""
-        if read_only == self.holding.read_only:
+        """The same in a tree that is read only, or isn't."""
+        if read_only == self.holding.read_only == self.is_read_only:
             return self
-        made = ShardedTree(self._tree, replace(self.holding, read_only=read_only))
-        made._known = self._known
-        return made
+        return ShardedTree.of_flats(self.flats(), replace(self.holding, read_only=read_only))
 
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there

@@ -119,6 +119,17 @@ class ShardedEngine:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="optimizer init"), torch.no_grad():
             self._check_held(params)
+            if params.is_read_only:
+                raise StructureError(
+                    explain(
+                        "an optimizer was asked for a state of a tree of which no leaf is trained",
+                        expected="leaves with requires_grad=True",
+                        got=params,
+                        rank=axes.world.rank,
+                        remedy="pass the params that are trained; of a copy that tree_map has "
+                        "made, tree_map(torch.Tensor.requires_grad_, copy)",
+                    )
+                )
             layout = params.sharding.layout
             # First: other transforms ask other questions, whose collectives would not meet
             group = labelled(axes.world, "optimizer/agreement")
@@ -167,7 +178,8 @@ class ShardedEngine:
             self._check_held(params)
             self._check_pieces(updates, params, some=True)
             gather = self.options.gather
-            return publish(params, params.flats(), updates.tree, axes, gather, donate=False)
+            made = publish(params, params.flats(), updates.tree, axes, gather, donate=False)
+            return made.as_read_only(params.is_read_only)
 
     def dot(self, a: ShardedTree, b: ShardedTree) -> Tensor:
         """The inner product of two trees in pieces, 0-d, the same on every rank. One all-reduce."""
@@ -179,7 +191,7 @@ class ShardedEngine:
     def zero_updates(self, params: ShardedTree) -> ShardedTree:
         """Zeros in pieces for trained leaves, None elsewhere. No communication."""
         self._check_held(params)
-        if params.holding.read_only:
+        if params.is_read_only:
             return _no_updates(params)
         view = params.pieces()
         zeros = [None if flat is None else torch.zeros_like(flat) for flat in view.flats()]
@@ -208,7 +220,6 @@ class ShardedEngine:
         trees: list[ShardedTree] = [given[i] for i in numbers]
         # Per sharded tree: whether its gradients are asked for; those in `args` are read only
         asked = [i < num_trained for i in numbers]
-        trained = [on and not t.holding.read_only for on, t in zip(asked, trees, strict=True)]
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
@@ -217,6 +228,7 @@ class ShardedEngine:
                     "a gradient was asked of sharded and of whole trees together. Remedy: shard "
                     "them all with fz.shard_tree, or pass the whole ones as later arguments"
                 )
+            trained = [on and not t.is_read_only for on, t in zip(asked, trees, strict=True)]
             # One pass over all trees: a unit is gathered where the loss uses it, in whatever tree
             joined, order = self.join(trees, trained)
             stack.enter_context(order.forgotten_on_failure())

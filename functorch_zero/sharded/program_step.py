@@ -265,10 +265,7 @@ class ShardedProgramStep:
     def _cut(self, tree: Any, layout: Layout) -> ShardedTree:
         """This rank's part of a whole tree: copies."""
         number = next_number(self.group)
-        made = hold(tree, self.options.sharding(layout), engine=self.engine, number=number)
-        # For `init` alone, so that what it makes of them tells, as whole leaves do
-        tree_map(lambda leaf, on: leaf.requires_grad_(on), made.tree, layout.trainable)
-        return made
+        return hold(tree, self.options.sharding(layout), engine=self.engine, number=number)
 
     def _sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
         """The static part of a state: of all trees that `init` was given."""
@@ -397,31 +394,14 @@ def _trained(node: Any) -> Any:
 
 
 def _known_as_trained(node: Any) -> Any:
-    """A node of the value of `init`, whose leaves don't require grad; it says whether they are
-    trained. The same for whole trees: a clone that is made without gradients isn't."""
+    """A node of the value of `init`, which says whether its leaves are trained; other tensors
+    don't. The same for whole trees: a clone that is made without gradients isn't trained."""
     if isinstance(node, Tensor):
         return node.detach()
     if not isinstance(node, ShardedTree) or node.holding.form != "held":
         return tree_map(_detached, node)
-    holding, layout = node.holding, node.sharding.layout
-    if not node.is_made_of_flats:
-        leaves = zip(optree.tree_leaves(node), layout.leaves, strict=True)
-        rows = [(spec.path, leaf.requires_grad) for leaf, spec in leaves if spec.trainable]
-        if len({on for _, on in rows}) > 1:
-            raise StructureError(
-                explain(
-                    "init has made a tree of which some leaves are trained, and others aren't",
-                    path=next(path for path, on in rows if not on),
-                    expected="requires_grad=True, as of the tree's other leaves",
-                    got="requires_grad=False",
-                    rank=node.sharding.rank,
-                    remedy="set requires_grad in the tree that init is given, or change all of "
-                    "its leaves alike",
-                )
-            )
-        holding = replace(holding, read_only=bool(rows) and not rows[0][1])
-    # Other views of the same flats
-    return ShardedTree.of_flats(node.flats(), holding)
+    # In other views of the same flats
+    return ShardedTree.of_flats(node.flats(), replace(node.holding, read_only=node.is_read_only))
 
 
 def _device_of(value: Any) -> torch.device:

@@ -342,7 +342,8 @@ def test_a_copy_that_init_makes_is_read_only_as_a_whole_one_is() -> None:
     def run(group: Any) -> Any:
         sharded = fz.shard(step, level=3, group=group)
         state = sharded.init(first_noisy)
-        assert not any(leaf.requires_grad for leaf in optree.tree_leaves(state))
+        assert all(leaf.requires_grad for leaf in optree.tree_leaves(state.value.params))
+        assert not any(leaf.requires_grad for leaf in optree.tree_leaves(state.value.ema))
         state, _ = sharded(state, part(x, group))
         state = sharded.shard_state(sharded.unshard(state))
         state, _ = sharded(state, part(x, group))
@@ -360,6 +361,80 @@ def test_a_copy_that_init_makes_is_read_only_as_a_whole_one_is() -> None:
     assert set(num_found) == {0}
 
 
+def test_trees_that_a_program_maps_are_trained_as_whole_ones_are() -> None:
+    """Programs run without gradients, so a mapped leaf is trained where its function says so."""
+    maps: list[Any] = [lambda p: p, torch.clone, Tensor.detach, lambda p: 2 * p]
+    maps += [lambda p: p.clone().requires_grad_(), lambda p: p.detach().requires_grad_()]
+
+    def loss(trees: Any, x: Tensor) -> Tensor:
+        return sum((apply_noisy(tree, x).square().mean() for tree in trees), torch.tensor(0.0))
+
+    kinds: list[Any] = []
+
+    def program(params: Any, x: Tensor) -> Any:
+        trees = (params, *(tree_map(function, params) for function in maps))
+        value, grads = fz.value_and_grad(loss)(trees, x)
+        kinds.append([len(optree.tree_leaves(of_tree)) > 0 for of_tree in grads])
+        trained = [on for on, kind in zip(grads, kinds[-1], strict=True) if kind]
+        total = tree_map(lambda *g: -0.1 * sum(g), *trained)
+        # The next params are a map's, and are trained in the next step all the same
+        return tree_map(torch.clone, fz.apply_updates(params, total)), {"loss": value}
+
+    step = fz.program_step(program, init=lambda params: params)
+    x = batches(1)[0]["noise"]
+    oracle = step.init(first_noisy)
+    for _ in range(3):
+        oracle, _ = step(oracle, x)
+    assert kinds == 3 * [[True, True, False, False, False, True, True]]
+
+    def run(group: Any, level: int) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init(first_noisy)
+        for _ in range(3):
+            state, _ = sharded(state, part(x, group))
+        return sharded.unshard(state)
+
+    for level in (0, 3):
+        kinds.clear()
+        for whole in run_ranks(lambda group: run(group, level), 2):  # noqa: B023
+            assert_equal_values(oracle, whole)
+        assert kinds == 6 * [[True, True, False, False, False, True, True]]
+
+
+def test_updates_of_a_mapped_tree_are_those_of_the_whole_one() -> None:
+    optimizer = optim.adam(0.1)
+
+    def first(params: Any) -> Any:
+        copy = tree_map(torch.clone, params)
+        trained = tree_map(lambda p: p.clone().requires_grad_(), params)
+        return {
+            "of copy": fz.zero_updates(copy),
+            "trained": fz.zero_updates(trained),
+            "opt_state": optimizer.init(trained),
+            "applied": fz.apply_updates(copy, fz.zero_updates(trained)),
+        }
+
+    step = fz.program_step(lambda value: (value, {}), init=first)
+    oracle = step.init(first_noisy)
+    assert optree.tree_leaves(oracle.value["of copy"]) == []
+    assert not any(leaf.requires_grad for leaf in optree.tree_leaves(oracle.value["applied"]))
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=1, group=group)
+        state = sharded.init(first_noisy)
+        of_copy = fz.program_step(
+            lambda value: (value, {}), init=lambda p: optimizer.init(tree_map(torch.clone, p))
+        )
+        with pytest.raises(StructureError, match="of which no leaf is trained"):
+            fz.shard(of_copy, level=1, group=group).init(first_noisy)
+        return sharded.unshard(state)
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(oracle, whole)
+        applied = optree.tree_leaves(whole.value["applied"])
+        assert not any(leaf.requires_grad for leaf in applied)
+
+
 def test_init_that_freezes_some_leaves_of_a_tree_is_refused() -> None:
     def first(params: Any) -> Any:
         leaves, treedef = optree.tree_flatten(params)
@@ -368,7 +443,7 @@ def test_init_that_freezes_some_leaves_of_a_tree_is_refused() -> None:
     step = fz.program_step(lambda value: (value, {}), init=first)
 
     def run(group: Any) -> None:
-        with pytest.raises(StructureError, match="some leaves are trained"):
+        with pytest.raises(StructureError, match="some leaves of a sharded tree require grad"):
             fz.shard(step, level=3, group=group).init(first_noisy)
 
     run_ranks(run, 2)
