@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,19 +167,23 @@ def status_of(ended: Sequence[Ended]) -> int:
     return 2 if any(stage.verdict == "needs CUDA" for stage in ended) else 0
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", default="ABC")
-    parser.add_argument("--only", nargs="*", choices=[stage.name for stage in STAGES])
+    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES])
     parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
-    out = Path(os.environ.get("OUT", "gpu-session"))
-    out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args(words)
+    if not re.fullmatch("[ABC]+", args.part):
+        parser.error(f"--part is of the letters A, B and C, got {args.part!r}")
     chosen = [stage for stage in STAGES if stage.part in args.part]
     if args.only:
         chosen = [stage for stage in chosen if stage.name in args.only]
+    if not chosen:
+        parser.error(f"part {args.part} has no stage of {', '.join(args.only)}")
+    out = Path(os.environ.get("OUT", "gpu-session"))
+    out.mkdir(parents=True, exist_ok=True)
     ended: list[Ended] = []
     with (out / "session.log").open("w") as log:
         for stage in chosen:

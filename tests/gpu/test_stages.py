@@ -147,6 +147,23 @@ def test_the_command() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--part a", "letters A, B and C, got 'a'"),
+        ("--part AD", "letters A, B and C, got 'AD'"),
+        ("--part A --only bench", "part A has no stage of bench"),
+        ("--only", "expected at least one argument"),
+    ],
+)
+def test_a_session_without_stages_is_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        session.main(words.split())
+    assert message in capsys.readouterr().err
+
+
 @THOROUGH
 def test_the_session(tmp_path: Path) -> None:
     """As it is started on a GPU, by its path."""
