@@ -178,8 +178,8 @@ def test_the_session(tmp_path: Path) -> None:
     )
     assert made.returncode == 2, made.stdout + made.stderr
     assert "| env | needs CUDA |" in made.stdout
-    assert json.loads((tmp_path / "session.json").read_text())["env"]["lines"]
+    assert json.loads((tmp_path / "session-A.json").read_text())["env"]["lines"]
     assert {path.name for path in tmp_path.iterdir()} == {
-        "session.md", "session.json", "session.log",
+        "session-A.md", "session-A.json", "session-A.log",
     }  # fmt: skip
-    assert "measured   torch" in (tmp_path / "session.log").read_text()
+    assert "measured   torch" in (tmp_path / "session-A.log").read_text()
