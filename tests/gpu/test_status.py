@@ -6,6 +6,9 @@ from __future__ import annotations
 import ast
 import re
 
+import torch
+
+from tests.gpu.model import GPT
 from tests.gpu.stage import STAGES
 from tests.scripts import ROOT
 
@@ -51,6 +54,19 @@ def test_the_page_names_files_that_exist() -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", PAGE))
     missing = [name for name in named if not any((d / name).exists() for d in (PACKAGE, ROOT))]
     assert not missing
+
+
+def test_the_docs_name_the_models_sizes() -> None:
+    sizes = {}
+    for size in ("small", "large"):
+        with torch.device("meta"):
+            sizes[size] = sum(leaf.numel() for leaf in GPT(size).parameters())
+    small, large = f"{sizes['small'] / 1e6:.1f} million", f"{sizes['large'] / 1e9:.3f} billion"
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
+    for text in (PAGE, benchmarks[benchmarks.index("tests/gpu/session.py") :]):
+        assert small in text and large in text
+        others = set(re.findall(r"[\d.,]+ (?:m|b)illion", text)) - {small, large}
+        assert not others
 
 
 def test_the_page_names_every_stage() -> None:
