@@ -60,9 +60,11 @@ def test_only_a_gpu_passes_its_checks(tmp_path: Path, monkeypatch: pytest.Monkey
     for has_cuda in (False, True):
         monkeypatch.setattr("tests.gpu.report.CUDA", has_cuda)
         for ok in (False, True):
-            report.check_on_cuda("a number", 1, ok, "1")
+            report.check_on_cuda("a time", 1, ok, "1")
+            report.check_result("a result", 1, ok, "1")
     verdicts = [line["verdict"] for line in report.lines]
-    assert verdicts == ["needs CUDA", "needs CUDA", "FAIL", "pass"]
+    assert verdicts[0::2] == ["needs CUDA", "needs CUDA", "FAIL", "pass"]
+    assert verdicts[1::2] == ["FAIL", "needs CUDA", "FAIL", "pass"]
 
 
 def test_the_session_has_every_stage() -> None:
