@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import session
+from tests.gpu import session, speed
 from tests.gpu.report import Report
 from tests.gpu.session import Ended, Stage, run_stage, status_of, table
 from tests.gpu.stage import STAGES
@@ -65,6 +65,20 @@ def test_only_a_gpu_passes_its_checks(tmp_path: Path, monkeypatch: pytest.Monkey
     verdicts = [line["verdict"] for line in report.lines]
     assert verdicts[0::2] == ["needs CUDA", "needs CUDA", "FAIL", "pass"]
     assert verdicts[1::2] == ["FAIL", "needs CUDA", "FAIL", "pass"]
+
+
+def test_a_run_that_failed_is_no_baseline(tmp_path: Path) -> None:
+    """The wire's time is beside the run without a wire, or it is an error that names what lacks."""
+    report = Report(tmp_path / "report.json", tiny=True)
+    found = {speed.BEST: {"step ms": 3.0}, "fully_shard": {"step ms": 5.0}}
+    message = "no numbers of fully_shard, .* there are those of level 3, time$"
+    with pytest.raises(LookupError, match=message):
+        speed.added_by_wire(report, "1 GB/s", found, {speed.BEST: {"step ms": 2.0}})
+    with pytest.raises(LookupError, match="there are those of none"):
+        speed.added_by_wire(report, "1 GB/s", found, {})
+    assert not report.lines
+    speed.added_by_wire(report, "1 GB/s", found, {kind: {"step ms": 2.0} for kind in found})
+    assert report.lines[0]["found"] == 1.0 and "3.00" in report.lines[0]["wanted"]
 
 
 def test_the_session_has_every_stage() -> None:
