@@ -45,9 +45,9 @@ def thinned(values: Iterable[Any], n: int = 3, *, rows: bool = False) -> list[An
 def crossed(*axes: Iterable[Any], n: int = 3) -> list[Any]:
     """Rows for `parametrize`: all combinations of the axes' values.
 
-    Quick ones have each value of each axis once or more: they go along the diagonal. Where one row
-    of n is less than that, these are quick instead. Of the others, those at an odd sum of places
-    are thorough, as on a chessboard, and the rest full.
+    Quick rows go along the diagonal, and so have each value of each axis. Where the rows whose sum
+    of places is a multiple of n are fewer, those are quick instead, and may lack some values. Of
+    the others, those at an odd sum of places are thorough, as on a chessboard, and the rest full.
     """
     lists = [[*axis] for axis in axes]
     places = [*itertools.product(*(range(len(values)) for values in lists))]

@@ -369,7 +369,7 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any] | str:
 
 def table(optimizer: str, args: argparse.Namespace) -> str:
     """One optimizer's rows, as Markdown."""
-    names = {system: f"{optimizer}:{system}" for system in LABELS if system in args.only.split(",")}
+    names = {system: f"{optimizer}:{system}" for system in LABELS if system in args.only}
     found = {system: measured(name, args) for system, name in names.items()}
     alive = [
         f"{optimizer}:alone",
@@ -404,15 +404,25 @@ def table(optimizer: str, args: argparse.Namespace) -> str:
 
 
 def main() -> None:
+    from tests.benchmarks.peers import some_of
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
     parser.add_argument("--rounds", type=int, default=12, help="of timing")
     parser.add_argument(
-        "--optimizers", default="lamb,adafactor,muon", help=f"some of {', '.join(SETUPS)}"
+        "--optimizers",
+        type=some_of(SETUPS),
+        default="lamb,adafactor,muon",
+        help=f"some of {', '.join(SETUPS)}, with commas between",
     )
-    parser.add_argument("--only", default=",".join(LABELS))
+    parser.add_argument(
+        "--only",
+        type=some_of(LABELS),
+        default=",".join(LABELS),
+        help=f"some of {', '.join(LABELS)}, with commas between",
+    )
     parser.add_argument("--timeout", type=float, default=180, help="seconds a contender")
     args = parser.parse_args()
     args.ranks, args.warmup, args.steps = RANKS, 3, 3
@@ -424,7 +434,7 @@ def main() -> None:
     print(
         f"{torch.__version__}; {RANKS} ranks, {args.rounds} rounds; errors after {NUM_STEPS} steps."
     )
-    for optimizer in args.optimizers.split(","):
+    for optimizer in args.optimizers:
         print(f"\n{table(optimizer, args)}", flush=True)
 
 

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,6 +193,22 @@ def bars(
     return "\n".join(rows)
 
 
+def some_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an option that takes some of these names, with commas between."""
+    known = [*choices]
+
+    def names(text: str) -> list[str]:
+        given = text.split(",")
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"takes some of {', '.join(known)}, got {', '.join(unknown)}"
+            )
+        return given
+
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -203,7 +220,12 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10, help="timed steps a turn")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--only", help=f"some of {', '.join(OURS + PEERS)}, with commas between")
+    parser.add_argument(
+        "--only",
+        type=some_of(OURS + PEERS),
+        default=[*OURS, *PEERS],
+        help=f"some of {', '.join(OURS + PEERS)}, with commas between",
+    )
     parser.add_argument(
         "--max-foreign",
         type=float,
@@ -217,7 +239,7 @@ def main() -> None:
     args = parser.parse_args()
     # So that `launch` kills its ranks
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    names = args.only.split(",") if args.only else [*OURS, *PEERS]
+    names = args.only
     sizes = {}
     for name in names:
         sizes[name] = launch(name, "size", args)

@@ -6,8 +6,8 @@ adding its row; `test_conformance.py` fails while `functorch_zero.optim` has one
 no column for skipping.
 
 The grade follows from what a transform needs: bitwise where it is pointwise, since nothing is
-summed across ranks then, else reordered. A row that could not meet it would state its bound and
-reason as an `Equality`.
+summed across ranks then, else reordered. A row states an `Equality` of its own where it meets more
+than that; one that met less would state a bound and a reason.
 """
 
 from __future__ import annotations

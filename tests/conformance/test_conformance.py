@@ -1,8 +1,8 @@
 """Every optimizer, sharded, is what it is unsharded: the table in `conformance/table.py`, run.
 
-A row has 32 cells: level, number of ranks, dtype. One is thorough, in turn over the rows. One is
-quick for every sixth row, and takes fewer steps: over 96 rows these are all pairs of a level and a
-number of ranks. The full tier runs every cell of every row.
+A row has 32 cells: level, number of ranks, dtype. The thorough tier runs one cell per row, in turn.
+The quick tier runs one of every sixth row, in fewer steps: over 96 rows these are all pairs of a
+level and a number of ranks. The full tier runs every cell of every row.
 """
 
 from __future__ import annotations
@@ -226,14 +226,15 @@ def test_a_compiled_chain_is_a_row_too() -> None:
     assert launch(conforms, 1, start_method="fork", timeout=110)[0] > 0
 
 
-OTHERS = sorted(TABLE.keys() - known_optimizers())  # those are in test_testing.py
+OTHERS = sorted(TABLE.keys() - known_optimizers())  # test_testing.py checks some of the known
 
 
 @pytest.mark.parametrize("name", tiers(OTHERS[::24], OTHERS[::6], sorted(TABLE)))
 def test_claims_hold(name: str) -> None:
     """Whole, cut at random and joined, pointwise parts give the same bits.
 
-    Of some rows, but for the full tier; `shard` watches every row's operators above.
+    The full tier checks all rows, and the others some. `shard` checks the claims of each row that
+    is run above, too: on small leaves, when a state begins.
     """
     check_transform(TABLE[name].make(), seeds=(0,), steps=2, ranks=())
 

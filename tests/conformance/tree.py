@@ -20,7 +20,6 @@ import functorch_zero as fz
 from functorch_zero.params import Params
 
 NUM_ROWS = 8  # a power of two: dividing by it is exact
-NUM_STEPS = 6
 VOCAB, WIDTH, LENGTH = 5, 3, 4
 Batch = dict[str, Any]
 

@@ -39,8 +39,14 @@ class Report:
         """A number, or another finding, and whether it is as wanted on any device."""
         self._add(name, PASS if ok else FAIL, found, wanted)
 
+    def check_result(self, name: str, found: Any, ok: bool, wanted: str) -> None:
+        """The same of code for a GPU: a wrong result fails on any device, and a right one passes on
+        a GPU only."""
+        verdict = FAIL if not ok else PASS if CUDA else NEEDS_CUDA
+        self._add(name, verdict, found, wanted)
+
     def check_on_cuda(self, name: str, found: Any, ok: bool, wanted: str) -> None:
-        """The same, where only a GPU's answer counts."""
+        """The same of times, memory and waits, of which a CPU says nothing: it never fails."""
         verdict = NEEDS_CUDA if not CUDA else PASS if ok else FAIL
         self._add(name, verdict, found, wanted)
 

@@ -94,4 +94,4 @@ def on_a_side_stream(report: Report, size: str, *, donate: bool) -> None:
         saving.result()
         ok = training.is_restored(expected, count)
         found, name = "equal" if ok else "differs", f"from a side stream, donate={donate}"
-        report.check_on_cuda(name, found, ok, "equal to the bit")
+        report.check_result(name, found, ok, "equal to the bit")

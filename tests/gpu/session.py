@@ -2,8 +2,8 @@
 
 A: is it right? B: how fast is it? C: saves, failures, two ranks. Each part takes under 10 minutes.
 Stages run one after the other, each in a process of its own with a limit; one that fails or is late
-stops nothing. The folder that $OUT names (by default gpu-session) gets session.md, the table that
-is printed, too; session.json, every line of every stage; and session.log.
+stops nothing. The folder that $OUT names (by default gpu-session) gets files by part: session-A.md,
+the table that is printed; session-A.json, every line of every stage; and session-A.log.
 
     --only NAME ...   these stages, of the parts
     --tiny            tiny models, for a dry run, also on a machine without a GPU
@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -150,14 +151,14 @@ def table(ended: Sequence[Ended]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def write(out: Path, ended: Sequence[Ended]) -> None:
+def write(out: Path, name: str, ended: Sequence[Ended]) -> None:
     """After each stage, since the session itself may be ended."""
-    (out / "session.md").write_text(table(ended))
+    (out / f"{name}.md").write_text(table(ended))
     found = {
         stage.name: {"verdict": stage.verdict, "seconds": stage.seconds, "lines": stage.lines}
         for stage in ended
     }
-    (out / "session.json").write_text(json.dumps(found, indent=1))
+    (out / f"{name}.json").write_text(json.dumps(found, indent=1))
 
 
 def status_of(ended: Sequence[Ended]) -> int:
@@ -166,26 +167,31 @@ def status_of(ended: Sequence[Ended]) -> int:
     return 2 if any(stage.verdict == "needs CUDA" for stage in ended) else 0
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", default="ABC")
-    parser.add_argument("--only", nargs="*", choices=[stage.name for stage in STAGES])
+    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES])
     parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
-    out = Path(os.environ.get("OUT", "gpu-session"))
-    out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args(words)
+    if not re.fullmatch("[ABC]+", args.part):
+        parser.error(f"--part is of the letters A, B and C, got {args.part!r}")
     chosen = [stage for stage in STAGES if stage.part in args.part]
     if args.only:
         chosen = [stage for stage in chosen if stage.name in args.only]
+    if not chosen:
+        parser.error(f"part {args.part} has no stage of {', '.join(args.only)}")
+    out = Path(os.environ.get("OUT", "gpu-session"))
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"session-{args.part}"  # so that a part keeps the files of the others
     ended: list[Ended] = []
-    with (out / "session.log").open("w") as log:
+    with (out / f"{name}.log").open("w") as log:
         for stage in chosen:
             command = stage.command(Path("FILE"), tiny=args.tiny)
             ended.append(run_stage(stage.name, command, stage.seconds, log, **stage.env))
             print(table(ended[-1:]).splitlines()[-1], flush=True)
-            write(out, ended)
+            write(out, name, ended)
     print("\n" + table(ended))
     return status_of(ended)
 

@@ -50,7 +50,7 @@ def check(report: Report, name: str, run: Callable[[], object]) -> None:
     """Whether something holds, which raises where it doesn't."""
     with report.failing(name):
         run()
-        report.check_on_cuda(name, "equal", True, "as in one process")
+        report.check_result(name, "equal", True, "as in one process")
 
 
 def on_device(tree: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import session
+from tests.gpu import session, speed
 from tests.gpu.report import Report
 from tests.gpu.session import Ended, Stage, run_stage, status_of, table
 from tests.gpu.stage import STAGES
@@ -60,9 +60,25 @@ def test_only_a_gpu_passes_its_checks(tmp_path: Path, monkeypatch: pytest.Monkey
     for has_cuda in (False, True):
         monkeypatch.setattr("tests.gpu.report.CUDA", has_cuda)
         for ok in (False, True):
-            report.check_on_cuda("a number", 1, ok, "1")
+            report.check_on_cuda("a time", 1, ok, "1")
+            report.check_result("a result", 1, ok, "1")
     verdicts = [line["verdict"] for line in report.lines]
-    assert verdicts == ["needs CUDA", "needs CUDA", "FAIL", "pass"]
+    assert verdicts[0::2] == ["needs CUDA", "needs CUDA", "FAIL", "pass"]
+    assert verdicts[1::2] == ["FAIL", "needs CUDA", "FAIL", "pass"]
+
+
+def test_a_run_that_failed_is_no_baseline(tmp_path: Path) -> None:
+    """The wire's time is beside the run without a wire, or it is an error that names what lacks."""
+    report = Report(tmp_path / "report.json", tiny=True)
+    found = {speed.BEST: {"step ms": 3.0}, "fully_shard": {"step ms": 5.0}}
+    message = "no numbers of fully_shard, .* there are those of level 3, time$"
+    with pytest.raises(LookupError, match=message):
+        speed.added_by_wire(report, "1 GB/s", found, {speed.BEST: {"step ms": 2.0}})
+    with pytest.raises(LookupError, match="there are those of none"):
+        speed.added_by_wire(report, "1 GB/s", found, {})
+    assert not report.lines
+    speed.added_by_wire(report, "1 GB/s", found, {kind: {"step ms": 2.0} for kind in found})
+    assert report.lines[0]["found"] == 1.0 and "3.00" in report.lines[0]["wanted"]
 
 
 def test_the_session_has_every_stage() -> None:
@@ -147,6 +163,23 @@ def test_the_command() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--part a", "letters A, B and C, got 'a'"),
+        ("--part AD", "letters A, B and C, got 'AD'"),
+        ("--part A --only bench", "part A has no stage of bench"),
+        ("--only", "expected at least one argument"),
+    ],
+)
+def test_a_session_without_stages_is_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        session.main(words.split())
+    assert message in capsys.readouterr().err
+
+
 @THOROUGH
 def test_the_session(tmp_path: Path) -> None:
     """As it is started on a GPU, by its path."""
@@ -161,8 +194,8 @@ def test_the_session(tmp_path: Path) -> None:
     )
     assert made.returncode == 2, made.stdout + made.stderr
     assert "| env | needs CUDA |" in made.stdout
-    assert json.loads((tmp_path / "session.json").read_text())["env"]["lines"]
+    assert json.loads((tmp_path / "session-A.json").read_text())["env"]["lines"]
     assert {path.name for path in tmp_path.iterdir()} == {
-        "session.md", "session.json", "session.log",
+        "session-A.md", "session-A.json", "session-A.log",
     }  # fmt: skip
-    assert "measured   torch" in (tmp_path / "session.log").read_text()
+    assert "measured   torch" in (tmp_path / "session-A.log").read_text()

@@ -1,8 +1,8 @@
 """What a plan predicts is what a run does: bytes of state, collectives and peaks; and planning
 allocates nothing.
 
-The quick tier runs a part of the combinations, in which each case, level and option is; the full
-tier runs all.
+The quick tier runs a few combinations of models, levels and options, and the thorough tier more of
+them; the full tier runs all.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def check_ranks(name: str, level: int, ranks: int) -> None:
     )
 
 
-# Each program at two levels in the quick tier, and each level with half of the programs
+# Each program at one level in the quick tier, and each level with a quarter of the programs
 @pytest.mark.parametrize(("name", "level"), crossed([*CASES], LEVELS))
 def test_ranks(name: str, level: int) -> None:
     check_ranks(name, level, ranks=2)

@@ -1,7 +1,7 @@
 """Sharded = unsharded: every level, 1 to 5 ranks, each kind of optimizer, every model of the zoo.
 
-The quick tier runs 35 cases of 1400, in which every pair of choices is; the thorough tier 140, the
-full tier all.
+Of 1,400 cases, 35 have every pair of choices. The quick tier runs 25 of these, for all models but
+the large ones. The thorough tier runs the other 10, and 140 of all models; the full tier runs all.
 """
 
 from __future__ import annotations
