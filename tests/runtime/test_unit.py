@@ -714,16 +714,19 @@ def test_what_a_loss_is_given_are_not_the_states_own_leaves(level: int) -> None:
 
     def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
         with torch.no_grad():
-            seen.append(unshard(params["w"]).requires_grad_())
+            seen.append(unshard(params["frozen"]).requires_grad_())
         seen.append(unshard(params["w"]))
         return (batch["x"] @ seen[-1]).square().mean()
 
-    step = train_step(loss_fn, optim.sgd(0.1), trainable=lambda path, leaf: True)
+    step = train_step(loss_fn, optim.sgd(0.1), trainable=lambda path, leaf: path == "w")
     sharded = shard(step, level=level, group=CountingGroup(2))
-    state = sharded.init({"w": torch.ones(7, 3, dtype=torch.float64)})
+    leaf = torch.ones(7, 3, dtype=torch.float64)
+    state = sharded.init({"w": leaf, "frozen": leaf.clone()})
     state, _ = sharded(state, batches_of(rows(7, 3))[0])
-    assert all(whole.requires_grad and whole is not state.params["w"] for whole in seen)
-    assert not state.params["w"].requires_grad
+    assert all(whole.requires_grad for whole in seen)
+    own = state.params["w"], state.params["frozen"]
+    assert not any(whole is leaf for whole in seen for leaf in own)
+    assert [leaf.requires_grad for leaf in own] == [True, False]
 
 
 @pytest.mark.parametrize("level", tiers([3], [2, 0], [1]))
