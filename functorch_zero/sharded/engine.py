@@ -212,6 +212,7 @@ class ShardedEngine:
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
+            call.check()
             if any(not _is_sharded(node) for node in given[:num_trained]):
                 raise StructureError(
                     "a gradient was asked of sharded and of whole trees together. Remedy: shard "

@@ -133,28 +133,36 @@ class LossCall:
         self.loss, self.args, self.count = loss, args, count
         self.counted = loss if counted is None else counted
         self.takes_buffers, self.takes_batch = buffers is not None, batch is not None
-        _refuse_sharded("buffers", buffers, _WHOLE_BUFFERS)
-        _refuse_sharded("batch", batch, "pass the tree by its place, value_and_grad(loss)(t, tree)")
-        if not all(map(is_plain, optree.tree_leaves(buffers))):
-            check_tensors(buffers, "buffers", dense=False)  # which names the leaf
+        self.buffers: PyTree[Tensor] = {} if buffers is None else buffers
+        self.batch = batch
+        self._has_aux = False  # known once the loss has returned: whether metrics are wanted
+
+    def check(self) -> None:
+        """Raise unless buffers and batch are as they must be. They are for use from here on.
+
+        Sharded, other ranks must hear of the error: the engine calls this where they do.
+        """
+        _refuse_sharded("buffers", self.buffers, _WHOLE_BUFFERS)
+        remedy = "pass the tree by its place, value_and_grad(loss)(t, tree)"
+        _refuse_sharded("batch", self.batch, remedy)
+        if not all(map(is_plain, optree.tree_leaves(self.buffers))):
+            check_tensors(self.buffers, "buffers", dense=False)  # which names the leaf
         # In no graph: the loss is differentiated by the tree alone
-        self.buffers = tree_map(torch.detach, buffers) if self.takes_buffers else {}
+        self.buffers = tree_map(torch.detach, self.buffers)
         if self.takes_batch:
-            self.batch = batch
-        elif count > 1:
+            return
+        if self.count > 1:
             raise TypeError(
                 explain(
-                    f"value_and_grad(accumulate={count}) was given no batch to cut",
+                    f"value_and_grad(accumulate={self.count}) was given no batch to cut",
                     expected="value_and_grad(loss, accumulate=...)(tree, ..., batch=...)",
-                    got=f"{len(args)} arguments beside the tree, and no batch=",
+                    got=f"{len(self.args)} arguments beside the tree, and no batch=",
                     remedy="let the loss have a parameter `batch`, which is a tree of tensors "
                     "with a row per example, and pass it by that name",
                 )
             )
-        else:
-            own = tree_map(lambda x: None if is_on_engine(x) else x, args, is_leaf=is_on_engine)
-            self.batch = own[0] if len(own) == 1 else own
-        self._has_aux = False  # known once the loss has returned: whether metrics are wanted
+        own = tree_map(lambda x: None if is_on_engine(x) else x, self.args, is_leaf=is_on_engine)
+        self.batch = own[0] if len(own) == 1 else own
 
     def loss_fn(self, *, look: bool, rank: int | None = None) -> LossFn:
         """The loss in the form of a training step's: of the tree and the arguments, the buffers,
@@ -251,6 +259,7 @@ def _device_of(tree: Any) -> torch.device:
 
 
 def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
+    call.check()
     leaves = optree.tree_leaves(tree)
     # Such a leaf has no storage to be a leaf of a graph
     if any(type(leaf) is LazyParam for leaf in leaves):

@@ -498,6 +498,22 @@ def test_what_is_refused() -> None:
     run_ranks(run, 2)
 
 
+def test_a_batch_that_one_rank_lacks_is_told_to_the_others() -> None:
+    """In the user's own loop, where no step tells them."""
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (batch @ params["w"]).mean()
+
+    def run(group: Any) -> None:
+        params = fz.shard_tree({"w": torch.ones(3, requires_grad=True)}, level=3, group=group)
+        gradient = fz.value_and_grad(loss, accumulate=2)
+        mine: Any = TypeError if group.rank == 1 else PeerError
+        with pytest.raises(mine, match="no batch to cut"):
+            gradient(params, batch=torch.ones(4, 3) if group.rank == 0 else None)
+
+    run_ranks(run, 2, timeout=20)
+
+
 # Collectives
 
 
