@@ -180,7 +180,9 @@ class LossCall:
                 named["buffers"] = buffers
             if self.takes_batch:
                 named["batch"] = batch
-            own = [leaf for leaf in optree.tree_leaves(args) if _is_plain(leaf)]
+            # A sharded state among them stays closed: a loss can't read it, nor write to it
+            nodes = optree.tree_leaves(args, is_leaf=is_on_engine)
+            own = [node for node in nodes if _is_plain(node)]
             untouched = Untouched(own, look=look)
             result = self.loss(tree, *args, **named)
             changed = untouched.first_changed()
@@ -237,13 +239,13 @@ def _is_plain(leaf: Any) -> bool:
 def _written(
     loss: Callable[..., Any], args: tuple[Any, ...], tensor: Tensor, rank: int | None
 ) -> StructureError:
-    leaves = optree.tree_leaves(args)
-    n = next(n for n, leaf in enumerate(leaves) if leaf is tensor)
+    nodes = optree.tree_leaves(args, is_leaf=is_on_engine)
+    n = next(n for n, node in enumerate(nodes) if node is tensor)
     return StructureError(
         explain(
             f"{getattr(loss, '__qualname__', 'the loss')} has written to one of its arguments in "
             "place, which each rank would keep for itself",
-            path=f"args.{paths(args)[n]}",
+            path=f"args.{paths(args, is_on_engine)[n]}",
             rank=rank,
             remedy="pass buffers by name, value_and_grad(loss)(tree, ..., buffers=buffers): the "
             "loss may write to them, and they come back equal on all ranks. Of other tensors make "
