@@ -201,11 +201,11 @@ class ShardedEngine:
         """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
         `fz.value_and_grad`."""
         # Sharded trees count as leaves here; whole ones fall into their tensors
-        given, treedef = optree.tree_flatten((tree, call.args), is_leaf=_is_sharded)
-        # The first ones given are those of `tree`
+        nodes, treedef = optree.tree_flatten((tree, call.args), is_leaf=_is_sharded)
+        # Those of `tree` come first
         num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
-        numbers = [i for i, node in enumerate(given) if _is_sharded(node)]  # among all given
-        trees: list[ShardedTree] = [given[i] for i in numbers]
+        numbers = [i for i, node in enumerate(nodes) if _is_sharded(node)]
+        trees: list[ShardedTree] = [nodes[i] for i in numbers]
         # Per sharded tree: whether its gradients are asked for; those in `args` are read only
         asked = [i < num_trained for i in numbers]
         trained = [on and not t.holding.read_only for on, t in zip(asked, trees, strict=True)]
@@ -213,7 +213,7 @@ class ShardedEngine:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
             call.check()
-            if any(not _is_sharded(node) for node in given[:num_trained]):
+            if any(not _is_sharded(node) for node in nodes[:num_trained]):
                 raise StructureError(
                     "a gradient was asked of sharded and of whole trees together. Remedy: shard "
                     "them all with fz.shard_tree, or pass the whole ones as later arguments"
@@ -224,10 +224,10 @@ class ShardedEngine:
 
             def with_lazy(lazy_trees: Sequence[Any]) -> Any:
                 # A copy with lazy trees where the sharded ones were given
-                nodes = list(given)
+                for_loss = list(nodes)
                 for i, lazy in zip(numbers, lazy_trees, strict=True):
-                    nodes[i] = lazy
-                return treedef.unflatten(nodes)
+                    for_loss[i] = lazy
+                return treedef.unflatten(for_loss)
 
             results, reduced = self._differentiate(call, with_lazy, trees, joined, order)
             grads = []
@@ -277,7 +277,7 @@ class ShardedEngine:
         if not flats:
             raise independent(rank)
         if any(flat.is_meta for flat in flats):
-            check_not_on_meta(trees, call.batch)
+            check_not_on_meta(trees, call.data)
         # A program, the user's own loop, has no State.parts in which a reduction could keep tensors
         by = SUMMED if self.options.reduction.keeps else self.options.reduction
         options = replace(self.options, reduction=by)
@@ -292,7 +292,7 @@ class ShardedEngine:
         # This rank's part of the batch is its own; ranks of the same data draw alike
         streams = next_streams(axes.data.rank, _device_of(trees))
         given = Differentiated(
-            loss_fn, call.buffers, call.batch, call.count, streams, self._reminder
+            loss_fn, call.buffers, call.data, call.count, streams, self._reminder
         )
         outcome = run_passes(given, flats, layout, reduction, order, options, log, look=look)
         reduced = reduction.finish()
@@ -300,8 +300,8 @@ class ShardedEngine:
         check_synchronizable(old, new, rule, axes.data, rank)
         # Logs are compared here, when all collectives of the passes have started
         changed = self.changed_buffers(old, new)
-        report = self.average(outcome, log, changed, total_size(call.batch))
-        self._reminder.compare_ranks(call.batch, outcome.weight, report.mean_size, rank)
+        report = self.average(outcome, log, changed, total_size(call.data))
+        self._reminder.compare_ranks(call.data, outcome.weight, report.mean_size, rank)
         with torch.no_grad():
             # In place: the flats were made for this gradient
             total = None if outcome.weight is None else report.weight

@@ -116,11 +116,11 @@ def run_pass(
 
 
 class Differentiated(NamedTuple):
-    """A loss, and this rank's part of a batch: that of a step, or of a gradient of a program."""
+    """A loss, and this rank's data: for a step's gradient, or for one of a program."""
 
     loss_fn: LossFn
     buffers: PyTree[Tensor]
-    batch: Any
+    data: Any  # the batch; or the arguments of a loss that takes none, which are never cut
     accumulate: int  # micro-batches per batch
     streams: MicroStreams  # their random numbers
     reminder: WeightReminder  # warns of micro-batches of unequal sizes
@@ -142,7 +142,7 @@ def run_passes(
     """One pass per micro-batch, whose gradients add up in the reduction. Returns the outcomes as
     one, without their graphs. For the arguments, see `run_pass`."""
     axes, rank = options.axes, options.axes.world.rank
-    parts = micro_batches(given.batch, given.accumulate)
+    parts = micro_batches(given.data, given.accumulate)
 
     def on_micro_batch(i: int, buffers: PyTree[Tensor]) -> Outcome:
         part = parts[i]

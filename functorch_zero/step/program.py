@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -114,7 +115,7 @@ class LossCall:
     Attributes:
         args: passed on as they are; sharded trees among them.
         buffers: {} where none were given.
-        batch: where none was given, `args` without their sharded trees, for errors and for sizes.
+        batch: None where none was given.
         count: of the micro-batches.
         counted: the user's own function, whose calls are counted: a loss made of it may be new in
             each call.
@@ -132,13 +133,27 @@ class LossCall:
     ):
         self.loss, self.args, self.count = loss, args, count
         self.counted = loss if counted is None else counted
-        self.takes_buffers, self.takes_batch = buffers is not None, batch is not None
+        self.takes_buffers = buffers is not None
         self.buffers: PyTree[Tensor] = {} if buffers is None else buffers
         self.batch = batch
         self._has_aux = False  # known once the loss has returned: whether metrics are wanted
 
+    @property
+    def takes_batch(self) -> bool:
+        """Whether the loss is given a batch by name."""
+        return self.batch is not None
+
+    @cached_property
+    def data(self) -> Any:
+        """This rank's own data, for errors and for sizes: the batch; where none was given, `args`
+        without their sharded trees."""
+        if self.takes_batch:
+            return self.batch
+        own = tree_map(lambda x: None if is_on_engine(x) else x, self.args, is_leaf=is_on_engine)
+        return own[0] if len(own) == 1 else own
+
     def check(self) -> None:
-        """Raise unless buffers and batch are as they must be. They are for use from here on.
+        """Raise unless buffers and batch are as they must be. Buffers are in no graph afterwards.
 
         Sharded, other ranks must hear of the error: the engine calls this where they do.
         """
@@ -147,11 +162,9 @@ class LossCall:
         _refuse_sharded("batch", self.batch, remedy)
         if not all(map(is_plain, optree.tree_leaves(self.buffers))):
             check_tensors(self.buffers, "buffers", dense=False)  # which names the leaf
-        # In no graph: the loss is differentiated by the tree alone
+        # The loss is differentiated by the tree alone
         self.buffers = tree_map(torch.detach, self.buffers)
-        if self.takes_batch:
-            return
-        if self.count > 1:
+        if self.count > 1 and not self.takes_batch:
             raise TypeError(
                 explain(
                     f"value_and_grad(accumulate={self.count}) was given no batch to cut",
@@ -161,8 +174,6 @@ class LossCall:
                     "with a row per example, and pass it by that name",
                 )
             )
-        own = tree_map(lambda x: None if is_on_engine(x) else x, self.args, is_leaf=is_on_engine)
-        self.batch = own[0] if len(own) == 1 else own
 
     def loss_fn(self, *, look: bool, rank: int | None = None) -> LossFn:
         """The loss in the form of a training step's: of the tree and the arguments, the buffers,
@@ -219,9 +230,9 @@ _WHOLE_BUFFERS = (
 )
 
 
-def _refuse_sharded(name: str, given: Any, remedy: str) -> None:
+def _refuse_sharded(name: str, argument: Any, remedy: str) -> None:
     """Raise if a named argument holds a sharded tree."""
-    if any(map(is_on_engine, optree.tree_leaves(given, is_leaf=is_on_engine))):
+    if any(map(is_on_engine, optree.tree_leaves(argument, is_leaf=is_on_engine))):
         raise StructureError(
             explain(
                 f"value_and_grad was given a sharded tree in {name}=",
@@ -278,7 +289,7 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
         call.loss_fn(look=look),
         (tree, call.args),
         call.buffers,
-        call.batch,
+        call.data,
         count=call.count,
         # Part 0: one process has all of the batch
         streams=next_streams(0, _device_of(tree)),
