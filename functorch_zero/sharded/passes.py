@@ -124,6 +124,7 @@ class Differentiated(NamedTuple):
     accumulate: int  # micro-batches per batch
     streams: MicroStreams  # their random numbers
     reminder: WeightReminder  # warns of micro-batches of unequal sizes
+    takes_batch: bool = True  # whether the data are a batch
     scale: float | None = None  # of the loss; None: it isn't scaled
 
 
@@ -151,7 +152,7 @@ def run_passes(
             return call_loss(given.loss_fn, params, buffers, part, rank)
 
         def seed_of(outcome: Outcome) -> LossSeed:
-            check_not_empty(part, outcome.loss, outcome.weight, rank)
+            check_not_empty(part, outcome.loss, outcome.weight, rank, is_batch=given.takes_batch)
             return loss_seed_of(outcome, layout, axes.data.size, given.accumulate, given.scale)
 
         with given.streams(i), noting_lost_graphs():
