@@ -276,6 +276,7 @@ class ShardedEngine:
             flats += sharded.flats()
         if not flats:
             raise independent(rank)
+        # Trees that are only read as well: a unit of theirs can't be gathered without values
         if any(flat.is_meta for flat in flats):
             check_not_on_meta(trees, call.data)
         # A program, the user's own loop, has no State.parts in which a reduction could keep tensors

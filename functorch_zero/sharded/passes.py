@@ -144,12 +144,15 @@ def run_passes(
     one, without their graphs. For the arguments, see `run_pass`."""
     axes, rank = options.axes, options.axes.world.rank
     parts = micro_batches(given.data, given.accumulate)
+    # Trees that are only read are frozen here
+    buckets = zip(flats, layout.buckets, strict=True)
+    trained = [flat for flat, bucket in buckets if bucket.trainable]
 
     def on_micro_batch(i: int, buffers: PyTree[Tensor]) -> Outcome:
         part = parts[i]
 
         def loss(params: PyTree[Tensor]) -> Outcome:
-            return call_loss(given.loss_fn, params, buffers, part, rank)
+            return call_loss(given.loss_fn, params, buffers, part, rank, differentiated=trained)
 
         def seed_of(outcome: Outcome) -> LossSeed:
             check_not_empty(part, outcome.loss, outcome.weight, rank, is_batch=given.takes_batch)

@@ -282,7 +282,7 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
         )
     if not all(map(is_plain, leaves)):
         check_tensors(tree, "the tree")  # which names the leaf
-    check_not_on_meta(tree, (call.args, call.batch))
+    check_not_on_meta(tree, call.data)
     history = _history_of(call.counted)
     look = is_looked_at(next(history.numbers))
     grads, outcome = mean_gradients(
