@@ -7,7 +7,6 @@ and a tree that is only read is frozen there.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,7 +37,7 @@ from ..sharded_optim.across import Sharded
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import plan_state, state_like
 from ..step.loss import Outcome, independent
-from ..step.program import LossCall
+from ..step.program import LossCall, PerLoss
 from ..step.rng import next_streams
 from ..step.state import check_not_on_meta
 from ..step.weight_reminder import WeightReminder, total_size
@@ -79,7 +78,7 @@ class ShardedEngine:
         self.options = options
         self._reminder = WeightReminder()  # for all losses together
         self._num_gradients = 0  # so far; ranks compare it, in the log
-        self._num_calls = Counter[str]()  # by a loss's name
+        self._call_numbers = PerLoss(itertools.count)  # from 0
         self._era = 0  # of the ranks' group, in which the gradients are counted
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
@@ -260,7 +259,7 @@ class ShardedEngine:
         Returns: the loss, and its metrics and buffers if it has some, for all ranks; and the
             reduced gradients by bucket of the joined layout.
         """
-        axes, layout, name = self.options.axes, joined.layout, _name_of(call.loss)
+        axes, layout = self.options.axes, joined.layout
         rank = axes.world.rank
         # Counted from 0 in each era: ranks that come back after a failure may differ in it
         era = era_of(axes.world)
@@ -270,6 +269,7 @@ class ShardedEngine:
         # The trees' serial numbers, the same on all ranks
         numbers = [sharded.holding.number for sharded in trees]
         # Ranks that take gradients of other things, or in another order, find out in `average`
+        name = _name_of(call.loss)
         log = [f"gradient {self._num_gradients} of {name} at trees {numbers}"]
         flats: list[Tensor] = []  # one per bucket of the joined layout, as held between steps
         for sharded in trees:
@@ -283,8 +283,7 @@ class ShardedEngine:
         by = SUMMED if self.options.reduction.keeps else self.options.reduction
         options = replace(self.options, reduction=by)
         reduction = make_reduction(layout, options, log, {})
-        look = is_looked_at(self._num_calls[name])
-        self._num_calls[name] += 1
+        look = is_looked_at(next(self._call_numbers.of(call.counted)))
         of_trees = call.loss_fn(look=look, rank=rank)
 
         def loss_fn(lazy: Any, buffers: Any, batch: Any) -> Any:

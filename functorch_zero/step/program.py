@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import optree
 import torch
@@ -31,6 +31,45 @@ from .rng import next_streams
 from .state import State, check_not_on_meta
 from .weight_reminder import WeightReminder
 
+T = TypeVar("T")
+
+
+class PerLoss(Generic[T]):
+    """An object for each loss, made when it is first asked for.
+
+    A lambda or a bound method that a program makes anew in each step goes on with the object of
+    one that is gone: of the same code, or of the same class where a loss has none. Losses that
+    live at the same time have objects of their own.
+    """
+
+    def __init__(self, make: Callable[[], T]):
+        self._make = make
+        # By code or class: weak references to losses, with their objects
+        self._of_kind: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], T]]]
+        self._of_kind = WeakKeyDictionary()
+
+    def of(self, loss: Callable[..., Any]) -> T:
+        """The object of a loss."""
+        entries = self._of_kind.setdefault(getattr(loss, "__code__", type(loss)), [])
+        for reference, own in entries:
+            if reference() is loss:
+                return own
+        for i, (reference, own) in enumerate(entries):
+            if reference() is None:
+                entries[i] = _weak(loss), own
+                return own
+        entries.append((_weak(loss), self._make()))
+        return entries[-1][1]
+
+
+def _weak(loss: Callable[..., Any]) -> Callable[[], Any]:
+    """A weak reference; of an object that can't have one, a reference to nothing, so that all
+    losses of its class share their object."""
+    try:
+        return ref(loss)
+    except TypeError:
+        return lambda: None
+
 
 class _History:
     """The unsharded calls of one loss in this process, whichever `value_and_grad(loss)` made
@@ -41,14 +80,7 @@ class _History:
         self.reminder = WeightReminder()
 
 
-_HISTORIES: WeakKeyDictionary[Callable[..., Any], _History] = WeakKeyDictionary()
-
-
-def _history_of(loss: Callable[..., Any]) -> _History:
-    try:
-        return _HISTORIES.setdefault(loss, _History())
-    except TypeError:  # an object that can't be a key
-        return _History()
+_HISTORIES = PerLoss(_History)
 
 
 def value_and_grad(
@@ -283,7 +315,7 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
     if not all(map(is_plain, leaves)):
         check_tensors(tree, "the tree")  # which names the leaf
     check_not_on_meta(tree, call.data)
-    history = _history_of(call.counted)
+    history = _HISTORIES.of(call.counted)
     look = is_looked_at(next(history.numbers))
     grads, outcome = mean_gradients(
         call.loss_fn(look=look),
