@@ -583,3 +583,32 @@ def test_reductions_and_buffers_are_counted() -> None:
             in_each = level >= 2 and kind is None
             assert reduces == (3 if in_each else 1) * units, (level, kind)
             assert longest < 2000, "a buffer that nobody changes is not sent"
+
+
+@pytest.mark.parametrize(
+    ("changed", "weights", "num"),
+    [
+        (True, (1, 1), 0),
+        (True, (0, 1), 1),
+        (True, (0, 0), 0),
+        (False, (0, 1), 0),
+    ],
+)
+def test_an_exchange_finds_a_rank_that_counts(
+    changed: bool, weights: tuple[int, int], num: int
+) -> None:
+    """Only where buffers have changed, and some ranks count and others don't."""
+
+    def loss(params: Any, weight: int, *, buffers: Any) -> Any:
+        new = {"seen": buffers["seen"] + 1} if changed else buffers
+        return params["w"].sum(), fz.Aux(buffers=new, weight=weight)
+
+    def run(group: Any) -> tuple[int, Any]:
+        watched, weight = counted(group), weights[group.rank]
+        params = fz.shard_tree({"w": torch.ones(3, requires_grad=True)}, level=0, group=watched)
+        watched.reset()
+        buffers = {"seen": torch.zeros((), dtype=torch.int64)}
+        (_, _, new), _ = fz.value_and_grad(loss)(params, weight, buffers=buffers)
+        return watched.num_calls("exchange"), int(new["seen"])
+
+    assert run_ranks(run, 2) == [(num, int(changed and any(weights)))] * 2
