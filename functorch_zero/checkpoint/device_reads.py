@@ -19,7 +19,8 @@ class DeviceReads:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._written = {}  # by GPU, the end of what is queued now
+        # By GPU, the end of the work that is queued now
+        self._written: dict[torch.device, torch.cuda.Event] = {}
         for device in devices:
             self._written[device] = torch.cuda.current_stream(device).record_event()
 

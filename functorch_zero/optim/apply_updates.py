@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import optree
 import torch
 from optree import tree_map
 from torch import Tensor
 
+from ..errors import StructureError, explain
 from ..params import engine_of
-from ..tree import PyTree, same_structure
+from ..tree import PyTree, paths, same_structure
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -18,6 +21,9 @@ def apply_updates(params: Any, updates: Any) -> Any:
     Sharded params stay held as they are, and keep their number of ranks; updates are in pieces, as
     gradients are. Collectives at levels 1 and 2: one all-gather per trained bucket. With
     `state_axes="both"` there is one more along the replicate axis, at level 3 too.
+
+    Raises:
+        StructureError: the updates are another tree's; or one is complex, and its leaf is real.
 
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 1.0])})
     {'w': tensor([1.5000, 2.0000])}
@@ -39,4 +45,37 @@ def _apply_updates(params: PyTree[Tensor], updates: PyTree[Tensor | None]) -> Py
     remedy = "pass the trees that fz.value_and_grad and the optimizer gave of these params"
     # None is an update here, so optree must not skip it
     same_structure(params, updates, what="the tree of updates", none_is_leaf=True, remedy=remedy)
+    leaves = optree.tree_leaves(params, none_is_leaf=True)
+    given = optree.tree_leaves(updates, none_is_leaf=True)
+    check_no_complex_for_real(given, leaves, lambda n: paths(params, lambda x: x is None)[n])
     return tree_map(add, params, updates, none_is_leaf=True)
+
+
+def check_no_complex_for_real(
+    updates: Sequence[Any],
+    leaves: Sequence[Any],
+    path_of: Callable[[int], str],
+    rank: int | None = None,
+) -> None:
+    """Raise unless a sum keeps all of each update: a real leaf has no place for an imaginary part.
+
+    Args:
+        updates: tensors, or None.
+        leaves: tensors, or others that have a dtype; one for each update.
+        path_of: of the leaf of that number, for the error.
+        rank: for the error.
+    """
+    for n, update in enumerate(updates):
+        is_complex = isinstance(update, Tensor) and update.is_complex()
+        if is_complex and not leaves[n].dtype.is_complex:
+            raise StructureError(
+                explain(
+                    "a complex tensor was given for a real leaf, which would lose its imaginary "
+                    "part",
+                    path=path_of(n),
+                    expected=leaves[n].dtype,
+                    got=update.dtype,
+                    rank=rank,
+                    remedy="pass its .real, if that is meant, or make the leaf complex",
+                )
+            )

@@ -160,7 +160,7 @@ def plan(
         state_storage=Elsewhere() if stored_elsewhere else None,
     )
     if program is not None:
-        check_of_program(options.reduction, state_storage)
+        check_of_program(options)
         with _values_refused(journal):
             return _plan_of_program(program, params, batch, options, device)
     # A traced loss may leave tensors in cycles, which must not count as alive for long

@@ -150,12 +150,7 @@ def shard(
     if isinstance(step, TrainStep):
         return ShardedTrainStep(step, options)
     if isinstance(step, ProgramStep):
-        check_of_program(options.reduction, options.state_storage)
-        if sync_buffers == "local":
-            raise ValueError(
-                'sync_buffers="local" leaves each rank its own buffers, and the tensors of a '
-                'program\'s value are the same on every rank. Remedy: "mean" or "rank0"'
-            )
+        check_of_program(options)
         return ShardedProgramStep(step, options)
     return ShardedEvalStep(step, options)
 

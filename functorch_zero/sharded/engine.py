@@ -7,7 +7,6 @@ and a tree that is only read is frozen there.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,6 +26,7 @@ from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import ShardedTree, hold
 from ..model.untouched import is_looked_at
+from ..optim.apply_updates import check_no_complex_for_real
 from ..optim.base import Transform
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
@@ -38,7 +38,7 @@ from ..sharded_optim.across import Sharded
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
 from ..sharded_optim.state_plan import plan_state, state_like
 from ..step.loss import Outcome, independent
-from ..step.program import LossCall
+from ..step.program import LossCall, PerLoss
 from ..step.rng import next_streams
 from ..step.state import check_not_on_meta
 from ..step.weight_reminder import WeightReminder, total_size
@@ -79,7 +79,7 @@ class ShardedEngine:
         self.options = options
         self._reminder = WeightReminder()  # for all losses together
         self._num_gradients = 0  # so far; ranks compare it, in the log
-        self._num_calls = Counter[str]()  # by a loss's name
+        self._call_numbers = PerLoss(itertools.count)  # from 0
         self._era = 0  # of the ranks' group, in which the gradients are counted
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
@@ -177,6 +177,13 @@ class ShardedEngine:
         with sharing_failures(*axes.groups, call="apply_updates"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params, some=True)
+            layout = params.sharding.layout
+            check_no_complex_for_real(
+                layout.treedef.flatten_up_to(updates.tree),
+                layout.leaves,
+                lambda n: layout.leaves[n].path,
+                self.rank,
+            )
             gather = self.options.gather
             made = publish(params, params.flats(), updates.tree, axes, gather, donate=False)
             return made.as_read_only(params.is_read_only)
@@ -213,17 +220,18 @@ class ShardedEngine:
         """The loss, its metrics and its buffers for all ranks, and gradients in pieces. See
         `fz.value_and_grad`."""
         # Sharded trees count as leaves here; whole ones fall into their tensors
-        given, treedef = optree.tree_flatten((tree, call.args), is_leaf=_is_sharded)
-        # The first ones given are those of `tree`
+        nodes, treedef = optree.tree_flatten((tree, call.args), is_leaf=_is_sharded)
+        # Those of `tree` come first
         num_trained = optree.tree_structure(tree, is_leaf=_is_sharded).num_leaves
-        numbers = [i for i, node in enumerate(given) if _is_sharded(node)]  # among all given
-        trees: list[ShardedTree] = [given[i] for i in numbers]
+        numbers = [i for i, node in enumerate(nodes) if _is_sharded(node)]
+        trees: list[ShardedTree] = [nodes[i] for i in numbers]
         # Per sharded tree: whether its gradients are asked for; those in `args` are read only
         asked = [i < num_trained for i in numbers]
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
-            if any(not _is_sharded(node) for node in given[:num_trained]):
+            call.check()
+            if any(not _is_sharded(node) for node in nodes[:num_trained]):
                 raise StructureError(
                     "a gradient was asked of sharded and of whole trees together. Remedy: shard "
                     "them all with fz.shard_tree, or pass the whole ones as later arguments"
@@ -235,10 +243,10 @@ class ShardedEngine:
 
             def with_lazy(lazy_trees: Sequence[Any]) -> Any:
                 # A copy with lazy trees where the sharded ones were given
-                nodes = list(given)
+                for_loss = list(nodes)
                 for i, lazy in zip(numbers, lazy_trees, strict=True):
-                    nodes[i] = lazy
-                return treedef.unflatten(nodes)
+                    for_loss[i] = lazy
+                return treedef.unflatten(for_loss)
 
             results, reduced = self._differentiate(call, with_lazy, trees, joined, order)
             grads = []
@@ -271,7 +279,7 @@ class ShardedEngine:
         Returns: the loss, and its metrics and buffers if it has some, for all ranks; and the
             reduced gradients by bucket of the joined layout.
         """
-        axes, layout, name = self.options.axes, joined.layout, _name_of(call.loss)
+        axes, layout = self.options.axes, joined.layout
         rank = axes.world.rank
         # Counted from 0 in each era: ranks that come back after a failure may differ in it
         era = era_of(axes.world)
@@ -281,20 +289,21 @@ class ShardedEngine:
         # The trees' serial numbers, the same on all ranks
         numbers = [sharded.holding.number for sharded in trees]
         # Ranks that take gradients of other things, or in another order, find out in `average`
+        name = _name_of(call.loss)
         log = [f"gradient {self._num_gradients} of {name} at trees {numbers}"]
         flats: list[Tensor] = []  # one per bucket of the joined layout, as held between steps
         for sharded in trees:
             flats += sharded.flats()
         if not flats:
             raise independent(rank)
+        # Trees that are only read as well: a unit of theirs can't be gathered without values
         if any(flat.is_meta for flat in flats):
-            check_not_on_meta(trees, call.batch)
+            check_not_on_meta(trees, call.data)
         # A program, the user's own loop, has no State.parts in which a reduction could keep tensors
         by = SUMMED if self.options.reduction.keeps else self.options.reduction
         options = replace(self.options, reduction=by)
         reduction = make_reduction(layout, options, log, {})
-        look = is_looked_at(self._num_calls[name])
-        self._num_calls[name] += 1
+        look = is_looked_at(next(self._call_numbers.of(call.counted)))
         of_trees = call.loss_fn(look=look, rank=rank)
 
         def loss_fn(lazy: Any, buffers: Any, batch: Any) -> Any:
@@ -303,7 +312,13 @@ class ShardedEngine:
         # This rank's part of the batch is its own; ranks of the same data draw alike
         streams = next_streams(axes.data.rank, _device_of(trees))
         given = Differentiated(
-            loss_fn, call.buffers, call.batch, call.count, streams, self._reminder
+            loss_fn,
+            call.buffers,
+            call.data,
+            call.count,
+            streams,
+            self._reminder,
+            takes_batch=call.takes_batch,
         )
         outcome = run_passes(given, flats, layout, reduction, order, options, log, look=look)
         reduced = reduction.finish()
@@ -311,8 +326,8 @@ class ShardedEngine:
         check_synchronizable(old, new, rule, axes.data, rank)
         # Logs are compared here, when all collectives of the passes have started
         changed = self.changed_buffers(old, new)
-        report = self.average(outcome, log, changed, total_size(call.batch))
-        self._reminder.compare_ranks(call.batch, outcome.weight, report.mean_size, rank)
+        report = self.average(outcome, log, changed, total_size(call.data))
+        self._reminder.compare_ranks(call.data, outcome.weight, report.mean_size, rank)
         with torch.no_grad():
             # In place: the flats were made for this gradient
             total = None if outcome.weight is None else report.weight

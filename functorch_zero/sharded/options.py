@@ -225,18 +225,23 @@ def check_state_storage(value: Any) -> StateStorage | None:
     return value
 
 
-def check_of_program(reduction: Reduction, state_storage: StateStorage | None) -> None:
+def check_of_program(options: Options) -> None:
     """Raise if a program is given an option that it has no place for."""
     remedy = "Remedy: leave it out, or write the program as a train_step"
-    if reduction.keeps:
+    if options.reduction.keeps:
         raise NotImplementedError(
-            f"reduction={type(reduction).__name__} keeps tensors between steps, and a program's "
-            f"state has no place for them. {remedy}"
+            f"reduction={type(options.reduction).__name__} keeps tensors between steps, and a "
+            f"program's state has no place for them. {remedy}"
         )
-    if state_storage is not None:
+    if options.state_storage is not None:
         raise NotImplementedError(
             "state_storage is for a training step's optimizer, and a program's optimizers are its "
             f"own. {remedy}"
+        )
+    if options.sync_buffers == "local":
+        raise ValueError(
+            'sync_buffers="local" leaves each rank its own buffers, and the tensors of a '
+            'program\'s value are the same on every rank. Remedy: "mean" or "rank0"'
         )
 
 

@@ -116,14 +116,15 @@ def run_pass(
 
 
 class Differentiated(NamedTuple):
-    """A loss, and this rank's part of a batch: that of a step, or of a gradient of a program."""
+    """A loss, and this rank's data: for a step's gradient, or for one of a program."""
 
     loss_fn: LossFn
     buffers: PyTree[Tensor]
-    batch: Any
+    data: Any  # the batch; or the arguments of a loss that takes none, which are never cut
     accumulate: int  # micro-batches per batch
     streams: MicroStreams  # their random numbers
     reminder: WeightReminder  # warns of micro-batches of unequal sizes
+    takes_batch: bool = True  # whether the data are a batch
     scale: float | None = None  # of the loss; None: it isn't scaled
 
 
@@ -142,16 +143,19 @@ def run_passes(
     """One pass per micro-batch, whose gradients add up in the reduction. Returns the outcomes as
     one, without their graphs. For the arguments, see `run_pass`."""
     axes, rank = options.axes, options.axes.world.rank
-    parts = micro_batches(given.batch, given.accumulate)
+    parts = micro_batches(given.data, given.accumulate)
+    # Trees that are only read are frozen here
+    buckets = zip(flats, layout.buckets, strict=True)
+    trained = [flat for flat, bucket in buckets if bucket.trainable]
 
     def on_micro_batch(i: int, buffers: PyTree[Tensor]) -> Outcome:
         part = parts[i]
 
         def loss(params: PyTree[Tensor]) -> Outcome:
-            return call_loss(given.loss_fn, params, buffers, part, rank)
+            return call_loss(given.loss_fn, params, buffers, part, rank, differentiated=trained)
 
         def seed_of(outcome: Outcome) -> LossSeed:
-            check_not_empty(part, outcome.loss, outcome.weight, rank)
+            check_not_empty(part, outcome.loss, outcome.weight, rank, is_batch=given.takes_batch)
             return loss_seed_of(outcome, layout, axes.data.size, given.accumulate, given.scale)
 
         with given.streams(i), noting_lost_graphs():

@@ -87,7 +87,7 @@ def _gradients(
     untouched = Untouched(own, look=look)
     # One cast for both: trees that are only read may have policies too
     cast = CastParams((treedef.unflatten(own), read), look=look)
-    outcome = call_loss(loss_fn, cast.params, buffers, batch)
+    outcome = call_loss(loss_fn, cast.params, buffers, batch, differentiated=own)
     if look:
         refuse_reentrant_checkpoints(nodes_behind(outcome.loss))
         check_weight_value(outcome.weight)

@@ -48,8 +48,9 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
     and 2 one all-gather of the vector per trained bucket before.
 
     Raises:
-        StructureError: as for `value_and_grad`; the vector is not like the gradients; a custom
-            function runs a backward of its own in its backward.
+        StructureError: as for `value_and_grad`; the vector is not like the gradients, or complex
+            for a real leaf; an argument is given by its name; a custom function runs a backward of
+            its own in its backward.
 
     >>> def loss(params, x):
     ...     return (params["w"] ** 3).sum() * x
@@ -59,7 +60,7 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
     (tensor(18.), {'w': tensor([ 6., 24.])}, {'w': tensor([ 12., 240.])})
     """
 
-    def run(params: Any, vector: Any, *args: Any) -> tuple[Any, Any, Any]:
+    def run(params: Any, vector: Any, *args: Any, **named: Any) -> tuple[Any, Any, Any]:
         engine = engine_of(params, vector)
         rank = None if engine is None else engine.rank
         has_aux = False  # known once the loss has returned: whether the caller wants metrics
@@ -68,6 +69,8 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
         @wraps(loss, updated=())
         def slope_of(trees: tuple[Any, Any], *args: Any) -> tuple[Tensor, Aux]:
             nonlocal has_aux
+            # Here, where other ranks hear of the error
+            _refuse_named(named, rank)
             own, along = trees
             leaves = _Watched(unshard(own))
             value, aux = check_loss(loss(leaves.tree, *args), rank)
@@ -88,6 +91,20 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
         return ((value, metrics) if has_aux else value), grads, product
 
     return run
+
+
+def _refuse_named(named: dict[str, Any], rank: int | None) -> None:
+    """Raise if a loss was to be given arguments by name, as that of `value_and_grad` is."""
+    if named:
+        raise StructureError(
+            explain(
+                f"fz.hvp was given {'= and '.join(named)}=, and passes no argument by its name",
+                expected="fz.hvp(loss)(params, vector, *args)",
+                rank=rank,
+                remedy="pass it by its place, among args; a product has neither micro-batches nor "
+                "new buffers, which fz.value_and_grad(loss)(...) has",
+            )
+        )
 
 
 def _refuse_buffers(aux: Aux | None, rank: int | None) -> None:

@@ -61,10 +61,21 @@ class Outcome(NamedTuple):
 
 
 def call_loss(
-    loss_fn: LossFn, params: Any, buffers: Any, batch: Any, rank: int | None = None
+    loss_fn: LossFn,
+    params: Any,
+    buffers: Any,
+    batch: Any,
+    rank: int | None = None,
+    *,
+    differentiated: PyTree[Tensor],
 ) -> Outcome:
-    """Call a user's loss, with copies of the buffers, and check its results. Errors name the rank,
-    if one is given."""
+    """Call a user's loss, with copies of the buffers, and check its results.
+
+    Args:
+        loss_fn: called with params, copies of the buffers, and the batch.
+        rank: for errors, if one is given.
+        differentiated: the tree among params whose gradients are taken, or the flats of it.
+    """
     old, treedef = optree.tree_flatten(buffers)
     copies = [copy_of(buffer) for buffer in old]
     own = treedef.unflatten([copied.tensor for copied in copies])
@@ -72,7 +83,7 @@ def call_loss(
         result = loss_fn(params, own, batch)
     loss, given = check_loss(result, rank)
     aux = given or Aux()
-    check_has_values({"loss": loss, **aux.metrics}, params, rank)
+    check_has_values({"loss": loss, **aux.metrics}, differentiated, rank)
     # Without others, its own as the loss left them: written to, or replaced in their dict
     after, what = aux.buffers, "Aux.buffers"
     if after is None:
@@ -209,7 +220,8 @@ def check_has_values(results: Mapping[str, Any], params: PyTree[Any], rank: int 
 
     Args:
         results: the loss and metrics, by name.
-        params: as the loss was given them.
+        params: those that are trained or evaluated. A tree on the meta device that a loss only
+            reads doesn't make it a dry run.
         rank: for the error.
     """
     empty = [name for name, x in results.items() if _on_meta(x)]

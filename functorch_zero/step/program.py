@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
-from weakref import WeakKeyDictionary
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import optree
 import torch
@@ -30,6 +31,45 @@ from .rng import next_streams
 from .state import State, check_not_on_meta
 from .weight_reminder import WeightReminder
 
+T = TypeVar("T")
+
+
+class PerLoss(Generic[T]):
+    """An object for each loss, made when it is first asked for.
+
+    A lambda or a bound method that a program makes anew in each step goes on with the object of
+    one that is gone: of the same code, or of the same class where a loss has none. Losses that
+    live at the same time have objects of their own.
+    """
+
+    def __init__(self, make: Callable[[], T]):
+        self._make = make
+        # By code or class: weak references to losses, with their objects
+        self._of_kind: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], T]]]
+        self._of_kind = WeakKeyDictionary()
+
+    def of(self, loss: Callable[..., Any]) -> T:
+        """The object of a loss."""
+        entries = self._of_kind.setdefault(getattr(loss, "__code__", type(loss)), [])
+        for reference, own in entries:
+            if reference() is loss:
+                return own
+        for i, (reference, own) in enumerate(entries):
+            if reference() is None:
+                entries[i] = _weak(loss), own
+                return own
+        entries.append((_weak(loss), self._make()))
+        return entries[-1][1]
+
+
+def _weak(loss: Callable[..., Any]) -> Callable[[], Any]:
+    """A weak reference; of an object that can't have one, a reference to nothing, so that all
+    losses of its class share their object."""
+    try:
+        return ref(loss)
+    except TypeError:
+        return lambda: None
+
 
 class _History:
     """The unsharded calls of one loss in this process, whichever `value_and_grad(loss)` made
@@ -40,14 +80,7 @@ class _History:
         self.reminder = WeightReminder()
 
 
-_HISTORIES: WeakKeyDictionary[Callable[..., Any], _History] = WeakKeyDictionary()
-
-
-def _history_of(loss: Callable[..., Any]) -> _History:
-    try:
-        return _HISTORIES.setdefault(loss, _History())
-    except TypeError:  # an object that can't be a key
-        return _History()
+_HISTORIES = PerLoss(_History)
 
 
 def value_and_grad(
@@ -75,6 +108,7 @@ def value_and_grad(
     `shard`; for trees of `shard_tree`, it is "mean". Units of read trees are gathered on use, like
     those of `tree`. Every rank calls it. Collectives: those of each level's row in the table of
     `layout/levels.py`, one all-reduce of the value, and one per dtype of the buffers that changed.
+    Those by "mean" follow an exchange where some ranks' batches weigh 0, and others' don't.
 
     Random numbers are torch's own, as they come. Inside of a step they follow from its seed, its
     number, the gradient's number in the step, the micro-batch and the part of the batch instead.
@@ -114,7 +148,7 @@ class LossCall:
     Attributes:
         args: passed on as they are; sharded trees among them.
         buffers: {} where none were given.
-        batch: where none was given, `args` without their sharded trees, for errors and for sizes.
+        batch: None where none was given.
         count: of the micro-batches.
         counted: the user's own function, whose calls are counted: a loss made of it may be new in
             each call.
@@ -132,29 +166,47 @@ class LossCall:
     ):
         self.loss, self.args, self.count = loss, args, count
         self.counted = loss if counted is None else counted
-        self.takes_buffers, self.takes_batch = buffers is not None, batch is not None
-        _refuse_sharded("buffers", buffers, _WHOLE_BUFFERS)
-        _refuse_sharded("batch", batch, "pass the tree by its place, value_and_grad(loss)(t, tree)")
-        if not all(map(is_plain, optree.tree_leaves(buffers))):
-            check_tensors(buffers, "buffers", dense=False)  # which names the leaf
-        # In no graph: the loss is differentiated by the tree alone
-        self.buffers = tree_map(torch.detach, buffers) if self.takes_buffers else {}
+        self.takes_buffers = buffers is not None
+        self.buffers: PyTree[Tensor] = {} if buffers is None else buffers
+        self.batch = batch
+        self._has_aux = False  # known once the loss has returned: whether metrics are wanted
+
+    @property
+    def takes_batch(self) -> bool:
+        """Whether the loss is given a batch by name."""
+        return self.batch is not None
+
+    @cached_property
+    def data(self) -> Any:
+        """This rank's own data, for errors and for sizes: the batch; where none was given, `args`
+        without their sharded trees."""
         if self.takes_batch:
-            self.batch = batch
-        elif count > 1:
+            return self.batch
+        own = tree_map(lambda x: None if is_on_engine(x) else x, self.args, is_leaf=is_on_engine)
+        return own[0] if len(own) == 1 else own
+
+    def check(self) -> None:
+        """Raise unless buffers and batch are as they must be. Buffers are in no graph afterwards.
+
+        Sharded, other ranks must hear of the error: the engine calls this where they do.
+        """
+        _refuse_sharded("buffers", self.buffers, _WHOLE_BUFFERS)
+        remedy = "pass the tree by its place, value_and_grad(loss)(t, tree)"
+        _refuse_sharded("batch", self.batch, remedy)
+        if not all(map(is_plain, optree.tree_leaves(self.buffers))):
+            check_tensors(self.buffers, "buffers", dense=False)  # which names the leaf
+        # The loss is differentiated by the tree alone
+        self.buffers = tree_map(torch.detach, self.buffers)
+        if self.count > 1 and not self.takes_batch:
             raise TypeError(
                 explain(
-                    f"value_and_grad(accumulate={count}) was given no batch to cut",
+                    f"value_and_grad(accumulate={self.count}) was given no batch to cut",
                     expected="value_and_grad(loss, accumulate=...)(tree, ..., batch=...)",
-                    got=f"{len(args)} arguments beside the tree, and no batch=",
+                    got=f"{len(self.args)} arguments beside the tree, and no batch=",
                     remedy="let the loss have a parameter `batch`, which is a tree of tensors "
                     "with a row per example, and pass it by that name",
                 )
             )
-        else:
-            own = tree_map(lambda x: None if is_on_engine(x) else x, args, is_leaf=is_on_engine)
-            self.batch = own[0] if len(own) == 1 else own
-        self._has_aux = False  # known once the loss has returned: whether metrics are wanted
 
     def loss_fn(self, *, look: bool, rank: int | None = None) -> LossFn:
         """The loss in the form of a training step's: of the tree and the arguments, the buffers,
@@ -172,7 +224,9 @@ class LossCall:
                 named["buffers"] = buffers
             if self.takes_batch:
                 named["batch"] = batch
-            own = [leaf for leaf in optree.tree_leaves(args) if _is_plain(leaf)]
+            # A sharded state among them stays closed: a loss can't read it, nor write to it
+            nodes = optree.tree_leaves(args, is_leaf=is_on_engine)
+            own = [node for node in nodes if _is_plain(node)]
             untouched = Untouched(own, look=look)
             result = self.loss(tree, *args, **named)
             changed = untouched.first_changed()
@@ -209,9 +263,9 @@ _WHOLE_BUFFERS = (
 )
 
 
-def _refuse_sharded(name: str, given: Any, remedy: str) -> None:
+def _refuse_sharded(name: str, argument: Any, remedy: str) -> None:
     """Raise if a named argument holds a sharded tree."""
-    if any(map(is_on_engine, optree.tree_leaves(given, is_leaf=is_on_engine))):
+    if any(map(is_on_engine, optree.tree_leaves(argument, is_leaf=is_on_engine))):
         raise StructureError(
             explain(
                 f"value_and_grad was given a sharded tree in {name}=",
@@ -229,13 +283,13 @@ def _is_plain(leaf: Any) -> bool:
 def _written(
     loss: Callable[..., Any], args: tuple[Any, ...], tensor: Tensor, rank: int | None
 ) -> StructureError:
-    leaves = optree.tree_leaves(args)
-    n = next(n for n, leaf in enumerate(leaves) if leaf is tensor)
+    nodes = optree.tree_leaves(args, is_leaf=is_on_engine)
+    n = next(n for n, node in enumerate(nodes) if node is tensor)
     return StructureError(
         explain(
             f"{getattr(loss, '__qualname__', 'the loss')} has written to one of its arguments in "
             "place, which each rank would keep for itself",
-            path=f"args.{paths(args)[n]}",
+            path=f"args.{paths(args, is_on_engine)[n]}",
             rank=rank,
             remedy="pass buffers by name, value_and_grad(loss)(tree, ..., buffers=buffers): the "
             "loss may write to them, and they come back equal on all ranks. Of other tensors make "
@@ -251,6 +305,7 @@ def _device_of(tree: Any) -> torch.device:
 
 
 def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
+    call.check()
     leaves = optree.tree_leaves(tree)
     # Such a leaf has no storage to be a leaf of a graph
     if any(type(leaf) is LazyParam for leaf in leaves):
@@ -260,14 +315,14 @@ def _value_and_grad(call: LossCall, tree: Any) -> tuple[Any, Any]:
         )
     if not all(map(is_plain, leaves)):
         check_tensors(tree, "the tree")  # which names the leaf
-    check_not_on_meta(tree, (call.args, call.batch))
-    history = _history_of(call.counted)
+    check_not_on_meta(tree, call.data)
+    history = _HISTORIES.of(call.counted)
     look = is_looked_at(next(history.numbers))
     grads, outcome = mean_gradients(
         call.loss_fn(look=look),
         (tree, call.args),
         call.buffers,
-        call.batch,
+        call.data,
         count=call.count,
         # Part 0: one process has all of the batch
         streams=next_streams(0, _device_of(tree)),

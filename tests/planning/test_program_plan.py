@@ -16,12 +16,13 @@ from torch import Tensor, nn
 import functorch_zero as fz
 from functorch_zero import optim, plan
 from functorch_zero.errors import StructureError, TransformError
-from functorch_zero.groups import HybridGroup, run_ranks
+from functorch_zero.groups import CountingGroup, HybridGroup, run_ranks
 from functorch_zero.groups.counting import counted
 from functorch_zero.params import is_on_engine
 from functorch_zero.planning.program import held_and_others
 from tests.planning.test_plan import allocations, calls_of, held
 from tests.programs.cases import CASES, Case, applied, gan, net
+from tests.sharded.test_seams import ROUNDED
 from tests.tiers import tiers
 
 
@@ -236,3 +237,15 @@ def test_an_optimizer_that_reads_values_is_refused() -> None:
     step = fz.program_step(program, init=lambda params: (params, optimizer.init(params)))
     with pytest.raises(TransformError, match=r"the optimizer reads values.*Remedy"):
         plan(trees()[0], step, level=1, ranks=2, batch=torch.empty(2, WIDTH))
+
+
+@pytest.mark.parametrize("options", [{"sync_buffers": "local"}, {"reduction": ROUNDED}])
+def test_an_option_that_a_program_has_no_place_for_is_refused_as_by_shard(
+    options: dict[str, Any],
+) -> None:
+    case = CASES["gan"]()
+    with pytest.raises((ValueError, NotImplementedError), match="Remedy") as by_shard:
+        fz.shard(case.step, level=1, group=CountingGroup(2), **options)
+    with pytest.raises(by_shard.type) as by_plan:
+        plan(tuple(case.trees()), case.step, level=1, ranks=2, batch=case.batches()[0], **options)
+    assert str(by_plan.value) == str(by_shard.value)

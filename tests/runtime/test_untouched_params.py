@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from functorch_zero.precision import Precision
 from functorch_zero.runtime.unit import Pass
 from functorch_zero.sharded.api import shard
 from functorch_zero.step.evaluate import eval_step
+from functorch_zero.step.program import PerLoss
 from functorch_zero.step.train import train_step
 from tests.tiers import crossed
 
@@ -165,6 +168,69 @@ def test_a_program_that_writes_to_params(level: int | None) -> None:
 def test_the_calls_at_which_values_are_compared() -> None:
     calls = [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]
     assert [call for call in range(220) if is_looked_at(call)] == calls
+
+
+class Model:
+    def loss(self, params: Any) -> Tensor:
+        return params["w"].sum()
+
+
+class Unreferenced:
+    """A loss without a place for weak references."""
+
+    __slots__ = ()
+
+    def __call__(self, params: Any) -> Tensor:
+        return params["w"].sum()
+
+
+def test_calls_are_counted_by_the_loss() -> None:
+    counts = PerLoss(itertools.count)
+
+    def numbers_of(*losses: Any) -> list[int]:
+        return [next(counts.of(loss)) for loss in losses]
+
+    # Each of one name, one of them of the code of another
+    several = [*(lambda p, n=n: p["w"] * n for n in range(3)), lambda p: p["w"]]
+    for step in range(3):
+        assert numbers_of(*several) == [step] * 4
+    # Made anew for each step, as one or as several at a time
+    model = Model()
+    for step in range(3):
+        assert numbers_of(model.loss) == [step]
+        assert numbers_of(*[lambda p, n=n: p["w"] * n for n in range(3)]) == [step] * 3
+    assert numbers_of(partial(Model.loss, model)) == [0]
+
+
+def test_losses_that_no_weak_reference_can_have_share_a_count() -> None:
+    counts = PerLoss(itertools.count)
+    assert [next(counts.of(Unreferenced())) for _ in range(3)] == [0, 1, 2]
+    kept = Unreferenced()
+    assert [next(counts.of(kept)) for _ in range(3)] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("level", [None, 3])
+def test_each_lambda_is_looked_at_in_its_first_call(level: int | None) -> None:
+    """Also the fourth one, whose number among all calls is 3."""
+    x = torch.ones(2)
+
+    def past_the_counter(x: Tensor) -> Tensor:
+        x.data.mul_(2)
+        return x.sum()
+
+    losses = [lambda params, x: params["w"].sum() for _ in range(3)]
+    losses.append(lambda params, x: params["w"].sum() * past_the_counter(x))
+
+    def run(group: Any) -> None:
+        params: Any = {"w": torch.ones(3, requires_grad=True)}
+        if level is not None:
+            params = fz.shard_tree(params, level=level, group=group)
+        for loss in losses[:3]:
+            fz.value_and_grad(loss)(params, x)
+        with pytest.raises(StructureError, match="has written to one of its arguments"):
+            fz.value_and_grad(losses[3])(params, x)
+
+    run_ranks(run, 1)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import StructureError
+from functorch_zero.errors import PeerError, StructureError
 from functorch_zero.groups import CountingGroup, ProcessGroup, launch, run_ranks
 from functorch_zero.testing.equality import assert_equal_values
 from tests.models import MLP, ZOO, Batch, Case, even, split, uneven
@@ -121,6 +121,31 @@ def test_replicas(level: int) -> None:
 def test_weights_of_zero() -> None:
     case = CASES["mlp"]
     check(case, run_ranks(lambda group: on_rank(group, case, 3, [ROWS, 0]), 2))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_rank_s_mistake_reaches_the_other(level: int) -> None:
+    """A vector that is complex, and an argument by its name."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (params["w"] * x).square().sum()
+
+    def run(group: Any) -> None:
+        params = {"w": torch.ones(5, requires_grad=True)}
+        sharded, x = fz.shard_tree(params, level=level, group=group), torch.ones(5)
+        vector = fz.zero_updates(sharded)
+        mine: Any = StructureError if group.rank == 1 else PeerError
+        along = tree_map(lambda v: v * 1j, vector) if group.rank == 1 else vector
+        found = r"path w, expected torch.float32, got torch.complex64.*Remedy: .*\.real"
+        with pytest.raises(mine, match=found):
+            fz.hvp(loss)(sharded, along, x)
+        with pytest.raises(mine, match=r"given batch=.*Remedy"):
+            fz.hvp(loss)(sharded, vector, x, **({"batch": x} if group.rank == 1 else {}))
+        # Both go on
+        value, *_ = fz.hvp(loss)(sharded, vector, x)
+        assert value == 5
+
+    run_ranks(run, 2, timeout=20)
 
 
 @pytest.mark.parametrize("level", [0, 3])

@@ -498,6 +498,46 @@ def test_what_is_refused() -> None:
     run_ranks(run, 2)
 
 
+def test_a_batch_that_one_rank_lacks_is_told_to_the_others() -> None:
+    """In the user's own loop, where no step tells them."""
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (batch @ params["w"]).mean()
+
+    def run(group: Any) -> None:
+        params = fz.shard_tree({"w": torch.ones(3, requires_grad=True)}, level=3, group=group)
+        gradient = fz.value_and_grad(loss, accumulate=2)
+        mine: Any = TypeError if group.rank == 1 else PeerError
+        with pytest.raises(mine, match="no batch to cut"):
+            gradient(params, batch=torch.ones(4, 3) if group.rank == 0 else None)
+
+    run_ranks(run, 2, timeout=20)
+
+
+def test_an_empty_argument_is_no_empty_batch() -> None:
+    """A loss of other arguments may be NaN for reasons of its own, as it may be of whole trees."""
+
+    def of_rows(params: Any, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        return (x @ params["w"]).mean()
+
+    def by_name(params: Any, batch: Any) -> Tensor:
+        return of_rows(params, *batch)
+
+    params = {"w": torch.full((3,), torch.nan, requires_grad=True)}
+    full, none = torch.ones(4, 3), torch.ones(0, 3)
+    assert fz.value_and_grad(of_rows)(params, full, none)[0].isnan()
+
+    def run(group: Any) -> None:
+        sharded = fz.shard_tree(params, level=3, group=group)
+        assert fz.value_and_grad(of_rows)(sharded, full, none)[0].isnan()
+        with pytest.raises(StructureError, match=r"batch is empty.*path 0,.*Aux\(weight"):
+            fz.value_and_grad(of_rows)(sharded, none, none)
+        with pytest.raises(StructureError, match=r"batch is empty.*path 1,.*Aux\(weight"):
+            fz.value_and_grad(by_name)(sharded, batch=(full, none))
+
+    run_ranks(run, 2)
+
+
 # Collectives
 
 
@@ -543,3 +583,32 @@ def test_reductions_and_buffers_are_counted() -> None:
             in_each = level >= 2 and kind is None
             assert reduces == (3 if in_each else 1) * units, (level, kind)
             assert longest < 2000, "a buffer that nobody changes is not sent"
+
+
+@pytest.mark.parametrize(
+    ("changed", "weights", "num"),
+    [
+        (True, (1, 1), 0),
+        (True, (0, 1), 1),
+        (True, (0, 0), 0),
+        (False, (0, 1), 0),
+    ],
+)
+def test_an_exchange_finds_a_rank_that_counts(
+    changed: bool, weights: tuple[int, int], num: int
+) -> None:
+    """Only where buffers have changed, and some ranks count and others don't."""
+
+    def loss(params: Any, weight: int, *, buffers: Any) -> Any:
+        new = {"seen": buffers["seen"] + 1} if changed else buffers
+        return params["w"].sum(), fz.Aux(buffers=new, weight=weight)
+
+    def run(group: Any) -> tuple[int, Any]:
+        watched, weight = counted(group), weights[group.rank]
+        params = fz.shard_tree({"w": torch.ones(3, requires_grad=True)}, level=0, group=watched)
+        watched.reset()
+        buffers = {"seen": torch.zeros((), dtype=torch.int64)}
+        (_, _, new), _ = fz.value_and_grad(loss)(params, weight, buffers=buffers)
+        return watched.num_calls("exchange"), int(new["seen"])
+
+    assert run_ranks(run, 2) == [(num, int(changed and any(weights)))] * 2

@@ -367,6 +367,65 @@ def test_optimizers_that_lie_or_differ_are_told() -> None:
     run_ranks(run, 2)
 
 
+def test_read_tensors_without_values_are_no_dry_run() -> None:
+    """The differentiated tree and the data decide, for whole trees as for sharded ones."""
+
+    def loss(params: Any, read: Tensor, batch: Tensor | None = None) -> Tensor:
+        return params["w"] * read
+
+    here = {"w": torch.tensor(2.0, requires_grad=True)}
+    there = {"w": torch.tensor(2.0, device="meta", requires_grad=True)}
+    read = torch.ones((), device="meta")
+
+    def check(params: Any, without_values: Any) -> None:
+        with pytest.raises(StructureError, match=r"result of the loss has no values.*path loss"):
+            fz.value_and_grad(loss)(params, read)
+        # The batch is here, so this is no dry run of params on the meta device
+        with pytest.raises(StructureError, match=r"a param has no values: path (0\.)?w,"):
+            fz.value_and_grad(loss)(without_values, read, batch=torch.ones(3))
+
+    def run(group: Any) -> None:
+        for level in LEVELS:
+            params = fz.shard_tree(here, level=level, group=group)
+            check(params, tree_map(lambda leaf: leaf.to("meta"), params))
+
+    check(here, there)
+    value, _ = fz.value_and_grad(loss)(there, read)
+    assert value.is_meta
+    run_ranks(run, 1)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_an_optimizer_s_state_is_passed_on_to_a_loss(level: int) -> None:
+    """Where it isn't read. A loss that has one signature for several uses is given it, say."""
+    params, sgd = {"w": torch.ones(5, requires_grad=True)}, optim.sgd(0.1, momentum=0.9)
+
+    def loss(params: Any, opt_state: Any, x: Tensor) -> Tensor:
+        return (params["w"] * x).sum()
+
+    def reading(params: Any, opt_state: Any) -> Tensor:
+        return sum(leaf.sum() for leaf in optree.tree_leaves(opt_state)) * params["w"].sum()
+
+    def writing(params: Any, opt_state: Any, x: Tensor) -> Tensor:
+        x.zero_()
+        return params["w"].sum()
+
+    x = torch.arange(5.0)
+    expected = fz.value_and_grad(loss)(params, sgd.init(params), x)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard_tree(params, level=level, group=group)
+        opt_state = sgd.init(sharded)
+        value, grads = fz.value_and_grad(loss)(sharded, opt_state, x)
+        assert_equal_values(expected, (value, fz.unshard(grads)))
+        with pytest.raises(StructureError, match=r"state was read inside of a sharded loss"):
+            fz.value_and_grad(reading)(sharded, opt_state)
+        with pytest.raises(StructureError, match=r"written to .*path args\.1,"):
+            fz.value_and_grad(writing)(sharded, opt_state, x.clone())
+
+    run_ranks(run, 2)
+
+
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
 def test_a_loss_of_read_trees_alone_is_refused(level: int) -> None:
     """Even where it requires grad, by its data; as on whole trees."""

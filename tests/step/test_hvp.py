@@ -110,6 +110,23 @@ def test_a_vector_unlike_the_gradients_is_refused() -> None:
         fz.hvp(loss)(frozen, VECTOR, X)
 
 
+def test_a_complex_vector_is_refused_for_real_leaves() -> None:
+    along = fz.Params({**VECTOR, "norm.bias": VECTOR["norm.bias"] * 1j}, VECTOR.units)
+    found = r"path norm.bias, expected torch.float64, got torch.complex128.*Remedy: .*\.real"
+    with pytest.raises(StructureError, match=found):
+        fz.hvp(loss)(PARAMS, along, X)
+    # An update as well, which params are moved by
+    with pytest.raises(StructureError, match=found):
+        fz.apply_updates(PARAMS, along)
+
+
+def test_arguments_by_name_are_refused() -> None:
+    with pytest.raises(StructureError, match=r"given batch=, .*Remedy: pass it by its place"):
+        fz.hvp(loss)(PARAMS, VECTOR, batch=X)
+    with pytest.raises(StructureError, match=r"given buffers= and x=, .*Remedy"):
+        fz.hvp(loss)(PARAMS, VECTOR, buffers={}, x=X)
+
+
 def test_a_loss_that_uses_no_param_is_refused() -> None:
     other = torch.ones((), requires_grad=True)
     with pytest.raises(StructureError, match="does not depend on any trained leaf"):
