@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_private import base_of, register_in_torch, storage_id
+from .._torch_private import base_of, register_in_torch, storage_id, transforms_active
 from ..errors import DonatedError, StructureError, explain
 from ..params import Engine, OnEngine
 from ..tree import PyTree
@@ -237,9 +237,14 @@ class ShardedTree(OnEngine):
         """The bucket's leaves as views of its flat. As whole leaves, held ones require grad where
         they are trained."""
         views = self.holding.views(flat, bucket)
-        if self.holding.form == "held" and bucket.trainable and not self.holding.read_only:
-            return [view.requires_grad_() for view in views]
-        return views
+        if self.holding.form != "held" or self.holding.read_only or not bucket.trainable:
+            return views
+        if transforms_active():
+            raise StructureError(
+                "leaves of a sharded tree can't be made inside of torch.func. Remedy: read them "
+                "before, `leaves = params.tree`"
+            )
+        return [view.requires_grad_() for view in views]
 
     @torch.no_grad()
     def flats(self, *, to_write: bool = False) -> list[Any]:
@@ -262,7 +267,7 @@ class ShardedTree(OnEngine):
         if known is not None and known.still(leaves) and (known.own or not to_write):
             return known.flats
         # The updates of a tree that is read only
-        if self.holding.form == "pieces" and all(leaf is None for leaf in leaves):
+        if self._is_of_no_updates(leaves):
             return [None] * len(buckets)
         # Leaves from outside: `tree_map` or assignment made them
         self.check_leaves()
@@ -281,6 +286,10 @@ class ShardedTree(OnEngine):
             self._known = _Known(flats, own=False)
             self._known.remember(leaves)
         return flats
+
+    def _is_of_no_updates(self, leaves: Sequence[Tensor | None]) -> bool:
+        is_noted = self.holding.form == "pieces" and self.holding.read_only
+        return is_noted and all(leaf is None for leaf in leaves)
 
     def adopt(self) -> ShardedTree:
         """The same tree, of whose leaves the caller says that no other tree has them."""
@@ -343,17 +352,13 @@ class ShardedTree(OnEngine):
         Raises:
             StructureError: some of the leaves that the layout trains require grad, and others
                 don't.
+            DonatedError: a step has taken its storage.
         """
-        self._check_not_used_up()
-        # Nobody has seen the leaves, so they are as the library makes them
-        if not self.are_leaves_cut:
-            return self.holding.read_only
-        rows = []
-        for leaf, spec in zip(self._leaves(), self.sharding.layout.leaves, strict=True):
-            if spec.trainable and isinstance(leaf, Tensor):
-                rows.append((leaf.requires_grad, spec.path))
-        frozen = [path for on, path in rows if not on]
-        if frozen and len(frozen) < len(rows):
+        rows = zip(self._flags(), self.sharding.layout.leaves, strict=True)
+        flags = {spec.path: on for on, spec in rows if spec.trainable}
+        frozen = [path for path, on in flags.items() if not on]
+        if frozen and len(frozen) < len(flags):
+            self.check_leaves()  # one that is no tensor, say
             raise StructureError(
                 explain(
                     "some leaves of a sharded tree require grad, and others don't",
@@ -364,15 +369,34 @@ class ShardedTree(OnEngine):
                     remedy="freeze leaves in the tree that is cut, or change all of them alike",
                 )
             )
-        return bool(frozen)
+        return len(frozen) == len(flags)
 
     @property
     def trained(self) -> PyTree[bool]:
-        """Per leaf, whether it is trained."""
-        layout = self.sharding.layout
-        if self.is_read_only:
-            return layout.treedef.unflatten([False] * len(layout.leaves))
-        return layout.trainable
+        """Per leaf of a held tree, whether it is trained: whether it requires grad."""
+        return self.sharding.layout.treedef.unflatten(self._flags())
+
+    def _flags(self) -> list[bool]:
+        """Per leaf of a held tree, whether it requires grad."""
+        self._check_not_used_up()
+        # Nobody has seen the leaves, so they are as the library makes them
+        if not self.are_leaves_cut:
+            return self._noted_flags()
+        return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._leaves()]
+
+    def _are_leaves_as_noted(self) -> bool:
+        return not self.are_leaves_cut or self._flags() == self._noted_flags()
+
+    def _noted_flags(self) -> list[bool]:
+        """Per leaf, whether it is trained, by layout and holding."""
+        read_only = self.holding.read_only
+        return [spec.trainable and not read_only for spec in self.sharding.layout.leaves]
+
+    @property
+    def is_made_of_flats(self) -> bool:
+        """Whether this library has made the tree, in flats that no other tree is known to have; not
+        `tree_map`."""
+        return self._known is not None and self._known.own
 
     @property
     def are_leaves_cut(self) -> bool:
@@ -380,10 +404,19 @@ class ShardedTree(OnEngine):
         return self._known is None or self._known.leaves is not None
 
     def as_read_only(self, read_only: bool) -> ShardedTree:
-        """The same in a tree that is read only, or isn't."""
-        if read_only == self.holding.read_only == self.is_read_only:
+        """The same in a tree that is read only, or isn't, whatever its leaves say."""
+        if read_only == self.holding.read_only and self._are_leaves_as_noted():
             return self
-        return ShardedTree.of_flats(self.flats(), replace(self.holding, read_only=read_only))
+        made = ShardedTree.of_flats(self.flats(), replace(self.holding, read_only=read_only))
+        assert made._known is not None
+        # Another tree's leaves may lie in the flats, too
+        made._known.own = self.is_made_of_flats
+        return made
+
+    def as_noted(self) -> ShardedTree:
+        """The same, trained as the tree was when it was cut. A state's trees are: users may have
+        changed their leaves between steps, without gradients or with them."""
+        return self.as_read_only(self.holding.read_only)
 
     def with_flats(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same with leaves in these flats; with the leaves it has where they lie there
@@ -445,8 +478,9 @@ class ShardedTree(OnEngine):
 
     def __getattr__(self, name: str) -> Any:
         """The tree's own attributes, such as `items` of a dict; private ones are not looked up."""
-        # "_" also keeps copy and pickle from asking a half-made node for its tree
-        if name.startswith("_"):
+        # "_" also keeps copy and pickle from asking a half-made node for its tree, and the others
+        # the properties' own errors from beginning anew
+        if name.startswith("_") or name in ("holding", "tree"):
             raise AttributeError(name)
         return getattr(self.tree, name)
 

@@ -196,13 +196,18 @@ class ShardedEngine:
             return self._across_of(a.sharding.layout).dot(a.tree, b.tree)
 
     def zero_updates(self, params: ShardedTree) -> ShardedTree:
-        """Zeros in pieces for trained leaves, None elsewhere. No communication."""
-        self._check_held(params)
-        if params.is_read_only:
-            return _no_updates(params)
-        view = params.pieces()
-        zeros = [None if flat is None else torch.zeros_like(flat) for flat in view.flats()]
-        return ShardedTree.of_flats(zeros, view.holding)
+        """Zeros in pieces for trained leaves, None elsewhere. No communication.
+
+        Raises:
+            StructureError: some of the leaves require grad, and others don't.
+        """
+        with sharing_failures(*self.options.axes.groups, call="zero_updates"):
+            self._check_held(params)
+            if params.is_read_only:
+                return _no_updates(params)
+            view = params.pieces()
+            zeros = [None if flat is None else torch.zeros_like(flat) for flat in view.flats()]
+            return ShardedTree.of_flats(zeros, view.holding)
 
     def unshard(self, tree: ShardedTree | ShardedOptState) -> PyTree[Tensor]:
         """The whole tree, copies. At level 3, or in pieces, one all-gather per bucket; of an
@@ -248,7 +253,7 @@ class ShardedEngine:
                     for_loss[i] = lazy
                 return treedef.unflatten(for_loss)
 
-            results, reduced = self._differentiate(call, with_lazy, trees, joined, order)
+            results, reduced = self._differentiate(call, with_lazy, trees, trained, joined, order)
             grads = []
             for i, sharded in enumerate(trees):
                 if trained[i]:
@@ -263,6 +268,7 @@ class ShardedEngine:
         call: LossCall,
         with_lazy: Callable[[Sequence[Any]], Any],
         trees: Sequence[ShardedTree],
+        trained: Sequence[bool],
         joined: Joined,
         order: PrefetchOrder,
     ) -> tuple[Any, dict[int, Tensor]]:
@@ -273,6 +279,7 @@ class ShardedEngine:
             with_lazy: gives the tree and the arguments for the loss, of the trees as it may use
                 them, in their order.
             trees: those that are joined.
+            trained: per tree, whether its gradients are taken.
             joined: their layouts as one.
             order: the units as the last such pass gathered them.
 
@@ -290,7 +297,8 @@ class ShardedEngine:
         numbers = [sharded.holding.number for sharded in trees]
         # Ranks that take gradients of other things, or in another order, find out in `average`
         name = _name_of(call.loss)
-        log = [f"gradient {self._num_gradients} of {name} at trees {numbers}"]
+        read = [t.holding.number for t, on in zip(trees, trained, strict=True) if not on]
+        log = [f"gradient {self._num_gradients} of {name} at trees {numbers}, {read} read only"]
         flats: list[Tensor] = []  # one per bucket of the joined layout, as held between steps
         for sharded in trees:
             flats += sharded.flats()
@@ -475,7 +483,7 @@ def join_layouts(
 def _no_updates(params: ShardedTree) -> ShardedTree:
     """A tree of updates whose leaves are None."""
     none = [None] * len(params.sharding.layout.buckets)
-    return ShardedTree.of_flats(none, replace(params.holding, form="pieces"))
+    return ShardedTree.of_flats(none, replace(params.holding, form="pieces", read_only=True))
 
 
 def _follows(state: ShardedOptState, params: ShardedTree) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -161,6 +160,7 @@ class ShardedProgramStep:
         """Remember how a first state is cut. States of other forms stay valid."""
         assert state.sharding is not None
         form = _Form.of(state.value, state.sharding)
+        # One per layout
         others = [known for known in self._forms if known.sharding != form.sharding]
         self._forms = [*others, form]
 
@@ -181,13 +181,14 @@ class ShardedProgramStep:
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             self.check_state(state)
-            with streams(state.seed, state.step, _device_of(state.value)) as running:
-                result = self.unsharded.program(state.value, *args)
+            value = tree_map(_as_noted, state.value, is_leaf=is_on_engine)
+            with streams(state.seed, state.step, _device_of(value)) as running:
+                result = self.unsharded.program(value, *args)
             new, metrics = check_result(result, axes.world.rank)
-            check_next_value(*_without_uncut(state.value, new), axes.world.rank)
+            check_next_value(*_without_uncut(value, new), axes.world.rank)
             self._agree(int(state.step), new, metrics, running.num_draws)
             # A leaf stays trained, or not, as `init` has made it
-            new = tree_map(_trained_like, state.value, new, is_leaf=is_on_engine)
+            new = tree_map(_trained_like, value, new, is_leaf=is_on_engine)
             return state.replace(step=state.step + 1, value=new), metrics
 
     def _agree(self, number: int, value: Any, metrics: Metrics, num_draws: int) -> None:
@@ -211,8 +212,9 @@ class ShardedProgramStep:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="unshard", state=state), torch.no_grad():
             self.check_state(state)
-            value = tree_map(_whole, state.value, is_leaf=is_on_engine)
-            trained = tree_map(_trained, state.value, is_leaf=is_on_engine)
+            noted = tree_map(_as_noted, state.value, is_leaf=is_on_engine)
+            value = tree_map(_whole, noted, is_leaf=is_on_engine)
+            trained = tree_map(_trained, noted, is_leaf=is_on_engine)
             return State(
                 step=state.step.clone(),
                 value=value,
@@ -386,6 +388,12 @@ def _whole(node: Any) -> Any:
     return node.clone() if isinstance(node, Tensor) else node
 
 
+def _as_noted(node: Any) -> Any:
+    """A node of a state's value, trained as `init` has made it."""
+    is_held = isinstance(node, ShardedTree) and node.holding.form == "held"
+    return node.as_noted() if is_held else node
+
+
 def _trained(node: Any) -> Any:
     """Per leaf of a node, whether it is trained."""
     if isinstance(node, ShardedTree) and node.holding.form == "held":
@@ -400,8 +408,7 @@ def _known_as_trained(node: Any) -> Any:
         return node.detach()
     if not isinstance(node, ShardedTree) or node.holding.form != "held":
         return tree_map(_detached, node)
-    # In other views of the same flats
-    return ShardedTree.of_flats(node.flats(), replace(node.holding, read_only=node.is_read_only))
+    return node.as_read_only(node.is_read_only)
 
 
 def _device_of(value: Any) -> torch.device:

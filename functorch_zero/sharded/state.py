@@ -78,7 +78,7 @@ def unshard_state(state: State, prepared: PreparedUpdate, axes: Axes) -> State:
     # Beside the params, where collectives can reach it; the given state stays where it lies
     opt_state = prepared.fetched(state.opt_state)
     value = TrainValue(
-        params=all_gather_params(state.params, axes),
+        params=all_gather_params(state.params.as_noted(), axes),
         buffers=tree_map(torch.clone, state.buffers),
         opt_state=all_gather_state(opt_state, prepared.plan, layout, axes.optimizer),
     )

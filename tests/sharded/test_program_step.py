@@ -12,13 +12,14 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import MismatchError, PeerError, StructureError
+from functorch_zero.errors import FunctorchZeroError, MismatchError, PeerError, StructureError
 from functorch_zero.groups import SingleRank, run_ranks
 from functorch_zero.optim.states import ScaleByLearningRateState
 from functorch_zero.planning.trace import Elsewhere
 from functorch_zero.runtime.reduce import Summed
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
 from tests.models import MLP
+from tests.tiers import tiers
 
 
 def model(dims: tuple[int, ...], seed: int) -> tuple[Any, Any]:
@@ -399,6 +400,81 @@ def test_trees_that_a_program_maps_are_trained_as_whole_ones_are() -> None:
         for whole in run_ranks(lambda group: run(group, level), 2):  # noqa: B023
             assert_equal_values(oracle, whole)
         assert kinds == 6 * [[True, True, False, False, False, True, True]]
+
+
+@pytest.mark.parametrize("level", tiers([0, 3], [1, 2]))
+def test_trees_that_are_changed_between_steps_stay_trained_or_read_only(level: int) -> None:
+    """A state says which of its trees are trained, whatever leaves it is given."""
+    sgd = optim.sgd(0.1)
+
+    def first(a: Any, b: Any) -> Any:
+        return {"a": a, "b": b, "mean": tree_map(torch.clone, a)}
+
+    def loss(trees: Any, x: Tensor) -> Tensor:
+        return sum((apply_noisy(tree, x).square().mean() for tree in trees), torch.tensor(0.0))
+
+    def program(value: Any, x: Tensor) -> Any:
+        trees = (value["a"], value["b"], value["mean"])
+        loss_value, (of_a, of_b, of_mean) = fz.value_and_grad(loss)(trees, x)
+        assert optree.tree_leaves(of_mean) == []
+        a, _ = sgd.apply(of_a, sgd.init(value["a"]), value["a"])
+        b, _ = sgd.apply(of_b, sgd.init(value["b"]), value["b"])
+        return {**value, "a": a, "b": b}, {"loss": loss_value}
+
+    def clamped(value: Any) -> Any:
+        return {**value, "a": tree_map(lambda p: p.detach().clamp(-0.5, 0.5), value["a"])}
+
+    def averaged(value: Any) -> Any:
+        mean = tree_map(lambda m, p: 0.5 * (m + p), value["mean"], value["a"])
+        assert all(leaf.requires_grad for leaf in optree.tree_leaves(mean))
+        return {**value, "mean": mean}
+
+    def with_one_frozen(value: Any) -> Any:
+        leaves, treedef = optree.tree_flatten(value["b"])
+        return {**value, "b": treedef.unflatten([0.5 * leaves[0].detach(), *leaves[1:]])}
+
+    step = fz.program_step(program, init=first)
+    x = batches(1)[0]["noise"]
+
+    def train(step: Any, x: Tensor, unshard: Any) -> list[Any]:
+        state, wholes = step.init(first_noisy, first_noisy), []
+        for change in (clamped, averaged, with_one_frozen):
+            state, _ = step(state.replace(value=change(state.value)), x)
+            wholes.append(unshard(state))
+            wholes.append(unshard(state.replace(value=change(state.value))))
+        return wholes
+
+    expected = train(step, x, lambda state: state)
+
+    def run(group: Any) -> list[Any]:
+        sharded = fz.shard(step, level=level, group=group)
+        return train(sharded, part(x, group), sharded.unshard)
+
+    for found in run_ranks(run, 2):
+        for whole, oracle in zip(found, expected, strict=True):
+            assert_equal_values(oracle, whole)
+            # Whole steps go on from it as from their own
+            assert whole.trained is not None
+            step(whole, x)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_tree_that_one_rank_alone_has_detached_is_an_error_on_all(level: int) -> None:
+    story = "different collectives" if level == 0 else "different units"
+
+    def run(group: Any) -> None:
+        params = fz.shard_tree(first_noisy, level=level, group=group)
+        if group.rank == 1:
+            params = tree_map(Tensor.detach, params)
+        other = fz.shard_tree(first_noisy, level=level, group=group)
+
+        def loss(trees: Any, x: Tensor) -> Tensor:
+            return apply_noisy(trees[0], x).mean() + apply_noisy(trees[1], x).mean()
+
+        with pytest.raises(FunctorchZeroError, match=story):
+            fz.value_and_grad(loss)((other, params), batches(1)[0]["noise"])
+
+    run_ranks(run, 2, timeout=30)
 
 
 def test_updates_of_a_mapped_tree_are_those_of_the_whole_one() -> None:
