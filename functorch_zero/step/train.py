@@ -21,6 +21,7 @@ from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import is_looked_at
 from ..optim.across import Across
+from ..optim.apply_updates import check_no_complex_for_real
 from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
 from ..optim.local import Local
@@ -240,6 +241,11 @@ class TrainStep:
             # Updates have the params' structure, None where frozen
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
             same_structure(params, updates, what="the optimizer's updates")
+            check_no_complex_for_real(
+                optree.tree_leaves(updates),
+                optree.tree_leaves(params),
+                lambda n: paths(params)[n],
+            )
             # Sums in new tensors: the state given stays valid
             new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
             next_state = next_state.replace(
