@@ -270,9 +270,10 @@ class ShardedTrainStep:
             old_state = past.fetched(state.opt_state)
             old_state = ShardedOptState(old_state, StateHolding(before, past.plan))
             opt_state = carried(first_state, old_state, axis, "the optimizer's state").tree
-            # The caller's buffers stay the caller's
-            copies = tree_map(lambda buffer: buffer.detach().clone(), buffers)
-            new_buffers = carried_whole(copies, state.buffers, "buffers")
+            given = tree_map(torch.detach, buffers)
+            # Copies of those that the state has; the others stay the caller's
+            new_buffers = carried_whole(given, state.buffers, "buffers")
+            new_buffers = tree_map(lambda b, own: b.clone() if b is own else b, new_buffers, given)
             finite = self.unsharded.policy.init()
             return State(
                 step=state.step.clone(),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from optree import tree_map
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_zero as fz
 from functorch_zero import optim
@@ -329,6 +330,32 @@ def test_buffers_and_loss_scale_go_on() -> None:
 
     for whole in run_ranks(run, 2):
         assert_equal_values(expected, whole)
+
+
+class Clones(TorchDispatchMode):
+    """The shapes of tensors that are cloned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **kwargs or {})
+
+
+def test_buffers_are_copied_once() -> None:
+    step = fz.train_step(lambda params, buffers, x: loss(params, buffers, x), optim.sgd(0.1))
+    sharded = fz.shard(step, level=2, group=fz.groups.SingleRank())
+    state = sharded.init(PARAMS, {"kept": torch.ones(131)})
+    given = {"kept": torch.zeros(131), "new": torch.zeros(137)}
+    with Clones() as clones:
+        made = sharded.refit(state, buffers=given)
+    assert [clones.shapes.count((n,)) for n in (131, 137)] == [1, 1]
+    for own in (state.buffers["kept"], *given.values()):
+        own.fill_(7)
+    assert made.buffers["kept"].eq(1).all() and made.buffers["new"].eq(0).all()
 
 
 def test_ranks_that_give_other_buffers_are_told() -> None:
