@@ -138,7 +138,8 @@ class TrainStep:
 
         Raises:
             StructureError: the optimizer's state is another one's, or a leaf has another shape or
-                dtype than before.
+                dtype than before. Or other leaves are trained, and the optimizer's state has a
+                tensor of all of them together, or an `init` that can't run on the meta device.
         """
         check_whole_state(state)
         view, _ = optimizer_view(state.params, trained(state))
@@ -154,7 +155,7 @@ class TrainStep:
             buffers = carried(buffers, state.buffers, "buffers")
         fresh = self.init(params, state.buffers if buffers is None else buffers, seed=None)
         now, _ = optimizer_view(fresh.params, trained(fresh))
-        check_own_leaves(state.opt_state, {*paths(view)}, {*paths(now)})
+        check_own_leaves(self.optimizer, view, now)
         opt_state = carried(fresh.opt_state, state.opt_state, "the optimizer's state")
         finite = carried(fresh.finite, state.finite, "the policy's state")
         return fresh.replace(step=state.step, seed=state.seed, opt_state=opt_state, finite=finite)
