@@ -155,17 +155,22 @@ class Transform(Named):
         outline = outline_of((params, state))
         if outline in self.known:
             return
-        # A state from elsewhere, a checkpoint say: only `init` can tell. On the meta device a
-        # second state takes no memory. What `init` draws elsewhere is undone.
-        devices = {leaf.device for leaf in optree.tree_leaves(params) if leaf.is_cuda}
-        metas = tree_map(lambda p: torch.empty_like(p, device="meta"), params)
-        with torch.random.fork_rng(devices=devices):
-            try:
-                expected = self.init_fn(metas, Local(metas))
-            except Exception:
-                expected = state  # it asks for values, or for a device
+        # A state from elsewhere, a checkpoint say: only `init` can tell
+        try:
+            expected = self.init_on_meta(params)
+        except Exception:
+            expected = state  # it asks for values, or for a device
         check_opt_state(expected, state, what=what)
         self._remember(outline)
+
+    def init_on_meta(self, params: PyTree[Tensor]) -> Any:
+        """A first state of one process without values, which takes no memory. Nothing is drawn from
+        the global random state."""
+        devices = {leaf.device for leaf in optree.tree_leaves(params) if leaf.is_cuda}
+        metas = tree_map(lambda p: torch.empty_like(p, device="meta"), params)
+        # What `init` draws elsewhere is undone
+        with torch.random.fork_rng(devices=devices):
+            return self.init_fn(metas, Local(metas))
 
     def _remember(self, outline: Any) -> None:
         if outline not in self.known:

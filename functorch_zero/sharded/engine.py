@@ -26,7 +26,6 @@ from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
 from ..layout.sharded_tree import ShardedTree, hold
 from ..model.untouched import is_looked_at
-from ..optim.apply_updates import check_no_complex_for_real
 from ..optim.base import Transform
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
@@ -177,13 +176,6 @@ class ShardedEngine:
         with sharing_failures(*axes.groups, call="apply_updates"), torch.no_grad():
             self._check_held(params)
             self._check_pieces(updates, params, some=True)
-            layout = params.sharding.layout
-            check_no_complex_for_real(
-                layout.treedef.flatten_up_to(updates.tree),
-                layout.leaves,
-                lambda n: layout.leaves[n].path,
-                self.rank,
-            )
             gather = self.options.gather
             made = publish(params, params.flats(), updates.tree, axes, gather, donate=False)
             return made.as_read_only(params.is_read_only)

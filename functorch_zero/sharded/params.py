@@ -22,6 +22,7 @@ from ..layout.flat_buffers import (
 from ..layout.layout import Bucket, Layout
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree
+from ..optim.apply_updates import check_no_complex_for_real
 from ..runtime.reduce import GradientReduction, Kept
 from ..runtime.unshard import Gather, GatheredFlats, ResidentFlats, UnitFlats
 from ..tree import PyTree
@@ -163,10 +164,18 @@ def publish(
 
     Levels 1 and 2: one all-gather per trained bucket along the shard axis, started when the bucket
     is ready. With `state_axes="both"` one along the replicate axis comes first, at level 3 too.
+
+    Raises:
+        StructureError: an update is complex, and its leaf is real. Nothing has been written then.
     """
     piece_number, layout = axes.piece_number, params.sharding.layout
     # Per leaf in tree order, (n,) or None
     given = None if updates is None else layout.treedef.flatten_up_to(updates)
+    if given is not None:
+        # Before anything is written
+        check_no_complex_for_real(
+            given, layout.leaves, lambda n: layout.leaves[n].path, axes.world.rank
+        )
     made, started = [], []
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         # A frozen flat stays the same one; without donation the given params stay valid

@@ -251,9 +251,10 @@ class ShardedTrainStep:
             params = mark_trainable(params, self.unsharded.trainable)
             layout = self.options.layout_of(params)
             self._agree_on_new(state, before.layout, params, buffers)
-            check_own_leaves(
-                state.opt_state, _trained(before.layout), _trained(layout), self.group.rank
+            was, now = (
+                select(_without_values(one), one.trainable) for one in (before.layout, layout)
             )
+            check_own_leaves(self.unsharded.optimizer, was, now, self.group.rank)
             check_claims(self.unsharded.optimizer, select(params, layout.trainable))
 
             axis = labelled(self.options.axes.optimizer, "refit")
@@ -270,9 +271,10 @@ class ShardedTrainStep:
             old_state = past.fetched(state.opt_state)
             old_state = ShardedOptState(old_state, StateHolding(before, past.plan))
             opt_state = carried(first_state, old_state, axis, "the optimizer's state").tree
-            # The caller's buffers stay the caller's
-            copies = tree_map(lambda buffer: buffer.detach().clone(), buffers)
-            new_buffers = carried_whole(copies, state.buffers, "buffers")
+            given = tree_map(torch.detach, buffers)
+            # Copies of those that the state has; the others stay the caller's
+            new_buffers = carried_whole(given, state.buffers, "buffers")
+            new_buffers = tree_map(lambda b, own: b.clone() if b is own else b, new_buffers, given)
             finite = self.unsharded.policy.init()
             return State(
                 step=state.step.clone(),
@@ -379,11 +381,6 @@ def _without_values(layout: Layout) -> PyTree[Tensor]:
         for leaf in layout.leaves
     ]
     return layout.treedef.unflatten(leaves)
-
-
-def _trained(layout: Layout) -> set[str]:
-    """The paths of the trained leaves."""
-    return {leaf.path for leaf in layout.leaves if leaf.trainable}
 
 
 def _parts_stay(rank: int) -> NotImplementedError:

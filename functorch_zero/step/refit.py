@@ -9,7 +9,8 @@ import optree
 from torch import Tensor
 
 from ..errors import StructureError, explain
-from ..tree import PyTree, names_of, paths
+from ..optim.base import Transform
+from ..tree import PyTree, paths, select
 
 
 class Form(NamedTuple):
@@ -56,40 +57,74 @@ def kept(
     return found
 
 
+_BEGIN_ANEW = "let the optimizer begin anew, by init of the state's params"
+
+
 def check_own_leaves(
-    opt_state: PyTree[Any], before: Set[str], after: Set[str], rank: int | None = None
+    optimizer: Transform,
+    before: PyTree[Tensor],
+    after: PyTree[Tensor],
+    rank: int | None = None,
 ) -> None:
     """Raise where other leaves are trained than before, if an optimizer's state has a tensor of all
     of them together. Its shape may stay the same, but its elements belong to leaves that were.
 
-    Tensors of one param have its path in theirs. Counters and scales, which are 0-d, go on.
+    Counters and scales, which are 0-d, go on.
 
     Args:
-        before: the paths of the leaves that were trained.
-        after: those of the leaves that are trained now.
+        before: the leaves that were trained, None elsewhere; they need no values.
+        after: those that are trained now.
     """
-    if before == after:
+    old, new = paths(before), paths(after)
+    if old == new:
         return
-    for path, leaf in zip(paths(opt_state), optree.tree_leaves(opt_state), strict=True):
-        if isinstance(leaf, Tensor) and leaf.ndim > 0 and not _parts_of(path) & before:
-            raise StructureError(
-                explain(
-                    "refit trains other leaves than before, and can't keep a leaf of the "
-                    "optimizer's state that belongs to all leaves together",
-                    path=path,
-                    expected=f"the trained leaves {sorted(before)}",
-                    got=f"{sorted(after)}",
-                    rank=rank,
-                    remedy="let the optimizer begin anew, by init of the state's params",
-                )
+
+    def made_of(params: PyTree[Tensor], chosen: Set[str]) -> set[str]:
+        return _tensors_of_state(optimizer, params, chosen, rank)
+
+    # A leaf's own tensor is kept where the leaf was trained and still is. So a tensor that the
+    # others have, too, belongs to no leaf alone
+    shared = made_of(before, {*old} - {*new}) | made_of(after, {*new} - {*old})
+    # The same leaves in another order: no tensor is two leaves' own
+    if {*old} == {*new}:
+        shared = made_of(before, {old[0]}) & made_of(before, {*old[1:]})
+    kept_and_shared = shared & made_of(before, {*old}) & made_of(after, {*new})
+    if kept_and_shared:
+        raise StructureError(
+            explain(
+                "refit trains other leaves than before, or in another order, and can't keep a leaf "
+                "of the optimizer's state that belongs to all leaves together",
+                path=min(kept_and_shared),
+                expected=f"the trained leaves {old}",
+                got=f"{new}",
+                rank=rank,
+                remedy=_BEGIN_ANEW,
             )
+        )
 
 
-def _parts_of(path: str) -> set[str]:
-    """A path, and each run of its names: "mu.w.0" has "mu.w", "w", "w.0" and so on."""
-    names = names_of(path)
-    ends = range(1, len(names) + 1)
-    return {".".join(names[start:end]) for end in ends for start in range(end)}
+def _tensors_of_state(
+    optimizer: Transform, params: PyTree[Tensor], chosen: Set[str], rank: int | None
+) -> set[str]:
+    """The paths of the tensors with dims in a first state of the chosen leaves."""
+    if not chosen:
+        return set()
+    mask = optree.tree_structure(params).unflatten([path in chosen for path in paths(params)])
+    try:
+        state = optimizer.init_on_meta(select(params, mask))
+    except Exception as error:
+        raise StructureError(
+            explain(
+                "refit trains other leaves than before, and can't tell which part of the "
+                "optimizer's state belongs to them, since its init fails on the meta device",
+                expected=f"a state of the leaves {sorted(chosen)}",
+                got=f"{type(error).__name__}: {error}",
+                rank=rank,
+                remedy=f"let init take any part of the leaves, without values; or {_BEGIN_ANEW}",
+            )
+        ) from error
+    leaves = zip(paths(state), optree.tree_leaves(state), strict=True)
+    return {path for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 0}
 
 
 def carried(new: PyTree[Any], old: PyTree[Any], what: str) -> PyTree[Any]:

@@ -21,6 +21,7 @@ from ..errors import StructureError, explain
 from ..model.deferred_init import DeferredInit
 from ..model.untouched import is_looked_at
 from ..optim.across import Across
+from ..optim.apply_updates import check_no_complex_for_real
 from ..optim.arguments import check_is_transform, check_takes
 from ..optim.base import Transform
 from ..optim.local import Local
@@ -137,7 +138,8 @@ class TrainStep:
 
         Raises:
             StructureError: the optimizer's state is another one's, or a leaf has another shape or
-                dtype than before.
+                dtype than before. Or other leaves are trained, and the optimizer's state has a
+                tensor of all of them together, or an `init` that can't run on the meta device.
         """
         check_whole_state(state)
         view, _ = optimizer_view(state.params, trained(state))
@@ -153,7 +155,7 @@ class TrainStep:
             buffers = carried(buffers, state.buffers, "buffers")
         fresh = self.init(params, state.buffers if buffers is None else buffers, seed=None)
         now, _ = optimizer_view(fresh.params, trained(fresh))
-        check_own_leaves(state.opt_state, {*paths(view)}, {*paths(now)})
+        check_own_leaves(self.optimizer, view, now)
         opt_state = carried(fresh.opt_state, state.opt_state, "the optimizer's state")
         finite = carried(fresh.finite, state.finite, "the policy's state")
         return fresh.replace(step=state.step, seed=state.seed, opt_state=opt_state, finite=finite)
@@ -240,6 +242,11 @@ class TrainStep:
             # Updates have the params' structure, None where frozen
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params, across)
             same_structure(params, updates, what="the optimizer's updates")
+            check_no_complex_for_real(
+                optree.tree_leaves(updates),
+                optree.tree_leaves(params),
+                lambda n: paths(params)[n],
+            )
             # Sums in new tensors: the state given stays valid
             new = tree_map(lambda p, u: (p + u.to(p.dtype)).requires_grad_(), params, updates)
             next_state = next_state.replace(

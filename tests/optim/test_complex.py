@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from optree import tree_leaves
+from optree import tree_leaves, tree_map
 from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import TransformError
+from functorch_zero.errors import StructureError, TransformError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from tests.conformance.table import TABLE
@@ -143,3 +143,18 @@ def test_an_authors_update_sees_complex_leaves_unless_it_asks() -> None:
         params = {"w": torch.ones(3, dtype=torch.complex64, requires_grad=True)}
         transform.update(params, transform.init(params), params)
     assert seen == [torch.complex64, torch.float32]
+
+
+@pytest.mark.parametrize("level", [None, *tiers([0, 1, 3], [2])])
+def test_a_step_refuses_a_complex_update_of_a_real_leaf(level: int | None) -> None:
+    """The sum would lose its imaginary part."""
+    turned = optim.pointwise(lambda params: (), lambda u, s, p: (tree_map(lambda x: 1j * x, u), s))
+    step = fz.train_step(lambda params, buffers, batch: (params["b"] * batch).sum(), turned)
+    params = {"b": torch.ones(4, requires_grad=True)}
+
+    def run(group: Any) -> None:
+        own = step if level is None else fz.shard(step, level=level, group=group)
+        with pytest.raises(StructureError, match=r"(?s)complex.*path b.*float32.*complex64"):
+            own(own.init(params), torch.ones(4))
+
+    run_ranks(run, 1 if level is None else 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from optree import tree_map
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_zero as fz
 from functorch_zero import optim
@@ -331,6 +332,32 @@ def test_buffers_and_loss_scale_go_on() -> None:
         assert_equal_values(expected, whole)
 
 
+class Clones(TorchDispatchMode):
+    """The shapes of tensors that are cloned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **kwargs or {})
+
+
+def test_buffers_are_copied_once() -> None:
+    step = fz.train_step(lambda params, buffers, x: loss(params, buffers, x), optim.sgd(0.1))
+    sharded = fz.shard(step, level=2, group=fz.groups.SingleRank())
+    state = sharded.init(PARAMS, {"kept": torch.ones(131)})
+    given = {"kept": torch.zeros(131), "new": torch.zeros(137)}
+    with Clones() as clones:
+        made = sharded.refit(state, buffers=given)
+    assert [clones.shapes.count((n,)) for n in (131, 137)] == [1, 1]
+    for own in (state.buffers["kept"], *given.values()):
+        own.fill_(7)
+    assert made.buffers["kept"].eq(1).all() and made.buffers["new"].eq(0).all()
+
+
 def test_ranks_that_give_other_buffers_are_told() -> None:
     step = fz.train_step(lambda params, buffers, x: loss(params, buffers, x), optim.sgd(0.1))
 
@@ -574,3 +601,82 @@ def test_a_tensor_of_all_leaves_is_refused_though_it_keeps_its_shape(name: str) 
     first.refit(first.init(params))
     with pytest.raises(StructureError, match="all leaves together"):
         second.refit(first.init(params))
+
+
+def squared(params: Any, buffers: Any, x: Tensor) -> Tensor:
+    return sum((leaf - 1).square().sum() for leaf in optree.tree_leaves(params)) * x.mean()
+
+
+def refits(params: Any, optimizer: Any, old: str, new: str, then: Any = None) -> list[Any]:
+    """Both steps' states of one process and on two ranks, where the second one is a refit."""
+    first, second = (
+        fz.train_step(squared, optimizer, trainable=lambda path, leaf, own=own: path in own)
+        for own in (old.split(), new.split())
+    )
+    x = torch.ones(2)
+    state, _ = first(first.init(params), x)
+    found = [(state, second.refit(state, then))]
+
+    def run(group: Any) -> Any:
+        before, after = (fz.shard(step, level=1, group=group) for step in (first, second))
+        state, _ = before(before.init(params), part(x, group))
+        return before.unshard(state), after.unshard(after.refit(state, then))
+
+    return [*found, *run_ranks(run, 2)]
+
+
+@pytest.mark.parametrize("name", ["full_matrix_adagrad", "lbfgs"])
+@pytest.mark.parametrize(("old", "new"), [("1", "0"), ("0", "1"), ("0 1", "1")])
+def test_names_of_leaves_hide_no_tensor_of_all_leaves(name: str, old: str, new: str) -> None:
+    optimizer = {
+        "full_matrix_adagrad": optim.contrib.full_matrix_adagrad(0.1, whole_tree=True),
+        "lbfgs": optim.chain(optim.lbfgs(0.1, memory_size=2)),
+    }[name]
+    params = [torch.zeros(4), torch.zeros(4)]
+    with pytest.raises(StructureError, match="all leaves together"):
+        refits(params, optimizer, old, new)
+
+
+def test_a_leaf_of_the_name_of_a_state_s_field() -> None:
+    optimizer = optim.contrib.full_matrix_adagrad(0.1, whole_tree=True)
+    params = {"outer": torch.zeros(4), "b": torch.zeros(4)}
+    with pytest.raises(StructureError, match="all leaves together"):
+        refits(params, optimizer, "outer", "b")
+    # Names of fields of Adam's state, whose moments are each leaf's own
+    params = {"mu": torch.zeros(4), "nu": torch.zeros(4), "0": torch.zeros(4)}
+    for old, new in refits(params, optim.adam(0.1), "mu nu", "nu 0"):
+        known, made = named_leaves(old.opt_state), named_leaves(new.opt_state)
+        assert torch.equal(made["0.mu.nu"], known["0.mu.nu"]) and made["0.mu.nu"].any()
+        assert not made["0.mu.0"].any() and "0.mu.mu" not in made
+
+
+def test_the_same_leaves_in_another_order() -> None:
+    params = fz.Params({"a": torch.zeros(4), "b": torch.full((4,), 2.0)})
+    turned = fz.Params(reversed(params.items()))
+    optimizer = optim.contrib.full_matrix_adagrad(0.1, whole_tree=True)
+    with pytest.raises(StructureError, match="another order"):
+        refits(params, optimizer, "a b", "a b", turned)
+    for old, new in refits(params, optim.adam(0.1), "a b", "a b", turned):
+        assert_equal_values(named_leaves(old.opt_state), named_leaves(new.opt_state))
+
+
+def test_a_single_tensor_becomes_a_tree() -> None:
+    first = fz.train_step(squared, optim.adam(0.1))
+    one, tree = (torch.zeros(4, requires_grad=True) for _ in range(2))
+    state, _ = first(first.init(one), torch.ones(1))
+    made = first.refit(state, {"w": tree})
+    assert not named_leaves(made.opt_state)["0.mu.w"].any() and int(made.step) == 1
+
+
+def test_an_init_that_asks_for_values_can_tell_nothing() -> None:
+    optimizer = optim.with_statistics(
+        lambda params: tree_map(lambda p: p + float(p.sum()), params),
+        lambda updates, state, params, across: (updates, state),
+    )
+    first, second = (
+        fz.train_step(squared, optimizer, trainable=lambda path, leaf, own=own: path in own)
+        for own in ("a", "ab")
+    )
+    state = first.init({"a": torch.zeros(4), "b": torch.zeros(4)})
+    with pytest.raises(StructureError, match=r"init fails on the meta device.*begin anew"):
+        second.refit(state)
