@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -38,19 +38,19 @@ class PerLoss(Generic[T]):
     """An object for each loss, made when it is first asked for.
 
     A lambda or a bound method that a program makes anew in each step goes on with the object of
-    one that is gone: of the same code, or of the same class where a loss has none. Losses that
-    live at the same time have objects of their own.
+    one that is gone: of the same kind, see `_kind_of`. Losses that live at the same time have
+    objects of their own.
     """
 
     def __init__(self, make: Callable[[], T]):
         self._make = make
-        # By code or class: weak references to losses, with their objects
+        # By kind: weak references to losses, with their objects
         self._of_kind: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], T]]]
         self._of_kind = WeakKeyDictionary()
 
     def of(self, loss: Callable[..., Any]) -> T:
         """The object of a loss."""
-        entries = self._of_kind.setdefault(getattr(loss, "__code__", type(loss)), [])
+        entries = self._of_kind.setdefault(_kind_of(loss), [])
         for reference, own in entries:
             if reference() is loss:
                 return own
@@ -60,6 +60,13 @@ class PerLoss(Generic[T]):
                 return own
         entries.append((_weak(loss), self._make()))
         return entries[-1][1]
+
+
+def _kind_of(loss: Callable[..., Any]) -> Any:
+    """The code of a loss, below partials of it; its class, where it has no code."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    return getattr(loss, "__code__", type(loss))
 
 
 def _weak(loss: Callable[..., Any]) -> Callable[[], Any]:
