@@ -39,27 +39,45 @@ class PerLoss(Generic[T]):
 
     A lambda or a bound method that a program makes anew in each step goes on with the object of
     one that is gone: of the same kind, see `_kind_of`. Losses that live at the same time have
-    objects of their own.
+    objects of their own, up to 16 of a kind. A further one goes on with the object that was asked
+    for longest ago, since losses in reference cycles stay until a garbage collection.
+
+    Ranks collect garbage at different times, so calls that are counted by such an object may have
+    other numbers on other ranks. A number decides only whether this rank looks at its loss: by
+    `Untouched`, `refuse_reentrant_checkpoints` and `check_weight_value`. It never decides about a
+    collective.
     """
 
     def __init__(self, make: Callable[[], T]):
         self._make = make
-        # By kind: weak references to losses, with their objects
+        # By kind: weak references to losses, with their objects; the last one asked for is last
         self._of_kind: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], T]]]
         self._of_kind = WeakKeyDictionary()
 
     def of(self, loss: Callable[..., Any]) -> T:
         """The object of a loss."""
-        entries = self._of_kind.setdefault(_kind_of(loss), [])
-        for reference, own in entries:
-            if reference() is loss:
-                return own
-        for i, (reference, own) in enumerate(entries):
-            if reference() is None:
-                entries[i] = _weak(loss), own
-                return own
-        entries.append((_weak(loss), self._make()))
-        return entries[-1][1]
+        kind = _kind_of(loss)
+        before = self._of_kind.get(kind, [])
+        entry = _entry_for(loss, before)
+        own = self._make() if entry is None else entry[1]
+        # A new list, since other threads may be reading that one
+        self._of_kind[kind] = [*(e for e in before if e is not entry), (_weak(loss), own)]
+        return own
+
+
+_MOST_OF_A_KIND = 16  # objects of `PerLoss`: each call of a loss looks through them
+
+
+def _entry_for(
+    loss: Callable[..., Any], entries: list[tuple[Callable[[], Any], T]]
+) -> tuple[Callable[[], Any], T] | None:
+    """The loss's own entry, else that of a loss that is gone; where there are many, else the one
+    asked for longest ago. None: the loss gets a new one."""
+    for wanted in (loss, None):
+        for entry in entries:
+            if entry[0]() is wanted:
+                return entry
+    return entries[0] if len(entries) >= _MOST_OF_A_KIND else None
 
 
 def _kind_of(loss: Callable[..., Any]) -> Any:

@@ -218,6 +218,34 @@ def test_partials_of_different_functions_have_counts_of_their_own() -> None:
     assert next(counts.of(partial(partial(other, scale=1), shift=2))) == 1
 
 
+def test_losses_in_cycles_are_few() -> None:
+    """Each refers to itself, and so stays until a garbage collection."""
+    made = []
+
+    def new_object() -> Any:
+        made.append(itertools.count())
+        return made[-1]
+
+    counts = PerLoss(new_object)
+
+    def recursive() -> Callable[..., Any]:
+        again = lambda n: again(n - 1) if n else 0.0
+        return again
+
+    kept = recursive()
+    gc.disable()
+    try:
+        numbers = []
+        for step in range(100):
+            assert next(counts.of(kept)) == step
+            numbers.append(next(counts.of(recursive())))
+    finally:
+        gc.enable()
+    assert len(made) == 16
+    # Each of the 15 beside the kept one's is asked in turn
+    assert numbers == [step // 15 for step in range(100)]
+
+
 def test_losses_that_no_weak_reference_can_have_share_a_count() -> None:
     counts = PerLoss(itertools.count)
     assert [next(counts.of(Unreferenced())) for _ in range(3)] == [0, 1, 2]
