@@ -210,14 +210,17 @@ class LossCall:
         own = tree_map(lambda x: None if is_on_engine(x) else x, self.args, is_leaf=is_on_engine)
         return own[0] if len(own) == 1 else own
 
-    def check(self) -> None:
+    def check(self, rank: int | None = None) -> None:
         """Raise unless buffers and batch are as they must be. Buffers are in no graph afterwards.
 
         Sharded, other ranks must hear of the error: the engine calls this where they do.
+
+        Args:
+            rank: for errors.
         """
-        _refuse_sharded("buffers", self.buffers, _WHOLE_BUFFERS)
+        _refuse_sharded("buffers", self.buffers, _WHOLE_BUFFERS, rank)
         remedy = "pass the tree by its place, value_and_grad(loss)(t, tree)"
-        _refuse_sharded("batch", self.batch, remedy)
+        _refuse_sharded("batch", self.batch, remedy, rank)
         if not all(map(is_plain, optree.tree_leaves(self.buffers))):
             check_tensors(self.buffers, "buffers", dense=False)  # which names the leaf
         # The loss is differentiated by the tree alone
@@ -228,6 +231,7 @@ class LossCall:
                     f"value_and_grad(accumulate={self.count}) was given no batch to cut",
                     expected="value_and_grad(loss, accumulate=...)(tree, ..., batch=...)",
                     got=f"{len(self.args)} arguments beside the tree, and no batch=",
+                    rank=rank,
                     remedy="let the loss have a parameter `batch`, which is a tree of tensors "
                     "with a row per example, and pass it by that name",
                 )
@@ -288,13 +292,14 @@ _WHOLE_BUFFERS = (
 )
 
 
-def _refuse_sharded(name: str, argument: Any, remedy: str) -> None:
+def _refuse_sharded(name: str, argument: Any, remedy: str, rank: int | None) -> None:
     """Raise if a named argument holds a sharded tree."""
     if any(map(is_on_engine, optree.tree_leaves(argument, is_leaf=is_on_engine))):
         raise StructureError(
             explain(
                 f"value_and_grad was given a sharded tree in {name}=",
                 expected="whole tensors",
+                rank=rank,
                 remedy=remedy,
             )
         )
