@@ -90,6 +90,11 @@ def engine_of(*trees: Any) -> Engine | None:
     return found[0] if found else None
 
 
+def check_one_group(*trees: Any) -> None:
+    """Raise StructureError if sharded trees among these lie on different groups of ranks."""
+    engine_of(*trees)
+
+
 def is_on_engine(node: Any) -> bool:
     """Whether a node of a tree has an engine."""
     return isinstance(node, OnEngine)

@@ -17,7 +17,7 @@ from ..layout.layout import Layout
 from ..layout.sharded_tree import ShardedTree, in_a_loss, pieces_of
 from ..model.casting import mark_policies
 from ..model.untouched import Untouched, is_looked_at
-from ..params import engine_of, is_on_engine
+from ..params import check_one_group, is_on_engine
 from ..runtime.prefetch import PrefetchOrder
 from ..runtime.unit import Pass
 from ..step.evaluate import EvalStep, call_eval, total_weight
@@ -142,7 +142,7 @@ class ShardedEvalStep:
     def _of_program(self, state: State, args: tuple[Any, ...]) -> _Reading:
         """All sharded trees of a program's value, and of the other arguments."""
         self.unsharded.check_takes_value()
-        engine_of(state.value, args)  # raises where trees lie on different groups
+        check_one_group(state.value, args)
         nodes, treedef = optree.tree_flatten((state.value, args), is_leaf=is_on_engine)
         numbers = [n for n, node in enumerate(nodes) if _is_held(node)]
         trees: list[ShardedTree] = [nodes[n] for n in numbers]

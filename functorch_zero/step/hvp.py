@@ -94,7 +94,11 @@ def hvp(loss: Callable[..., Any]) -> Callable[..., tuple[Any, Any, Any]]:
 
 
 def _refuse_named(named: dict[str, Any], rank: int | None) -> None:
-    """Raise if a loss was to be given arguments by name, as that of `value_and_grad` is."""
+    """Raise if a loss was to be given arguments by name, as that of `value_and_grad` is.
+
+    It is called inside of the loss, so that all ranks hear of the error. At levels 1 and 2 the
+    vector was gathered before.
+    """
     if named:
         raise StructureError(
             explain(

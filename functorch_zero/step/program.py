@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -38,28 +38,53 @@ class PerLoss(Generic[T]):
     """An object for each loss, made when it is first asked for.
 
     A lambda or a bound method that a program makes anew in each step goes on with the object of
-    one that is gone: of the same code, or of the same class where a loss has none. Losses that
-    live at the same time have objects of their own.
+    one that is gone: of the same kind, see `_kind_of`. Losses that live at the same time have
+    objects of their own, up to 16 of a kind. A further one goes on with the object that was asked
+    for longest ago, since losses in reference cycles stay until a garbage collection.
+
+    Ranks collect garbage at different times, so calls that are counted by such an object may have
+    other numbers on other ranks. A number decides only whether this rank looks at its loss: by
+    `Untouched`, `refuse_reentrant_checkpoints` and `check_weight_value`. It never decides about a
+    collective.
     """
 
     def __init__(self, make: Callable[[], T]):
         self._make = make
-        # By code or class: weak references to losses, with their objects
+        # By kind: weak references to losses, with their objects; the last one asked for is last
         self._of_kind: WeakKeyDictionary[Any, list[tuple[Callable[[], Any], T]]]
         self._of_kind = WeakKeyDictionary()
 
     def of(self, loss: Callable[..., Any]) -> T:
         """The object of a loss."""
-        entries = self._of_kind.setdefault(getattr(loss, "__code__", type(loss)), [])
-        for reference, own in entries:
-            if reference() is loss:
-                return own
-        for i, (reference, own) in enumerate(entries):
-            if reference() is None:
-                entries[i] = _weak(loss), own
-                return own
-        entries.append((_weak(loss), self._make()))
-        return entries[-1][1]
+        kind = _kind_of(loss)
+        before = self._of_kind.get(kind, [])
+        entry = _entry_for(loss, before)
+        own = self._make() if entry is None else entry[1]
+        # A new list, since other threads may be reading that one
+        self._of_kind[kind] = [*(e for e in before if e is not entry), (_weak(loss), own)]
+        return own
+
+
+_MOST_OF_A_KIND = 16  # objects of `PerLoss`: each call of a loss looks through them
+
+
+def _entry_for(
+    loss: Callable[..., Any], entries: list[tuple[Callable[[], Any], T]]
+) -> tuple[Callable[[], Any], T] | None:
+    """The loss's own entry, else that of a loss that is gone; where there are many, else the one
+    asked for longest ago. None: the loss gets a new one."""
+    for wanted in (loss, None):
+        for entry in entries:
+            if entry[0]() is wanted:
+                return entry
+    return entries[0] if len(entries) >= _MOST_OF_A_KIND else None
+
+
+def _kind_of(loss: Callable[..., Any]) -> Any:
+    """The code of a loss, below partials of it; its class, where it has no code."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    return getattr(loss, "__code__", type(loss))
 
 
 def _weak(loss: Callable[..., Any]) -> Callable[[], Any]:
@@ -185,14 +210,17 @@ class LossCall:
         own = tree_map(lambda x: None if is_on_engine(x) else x, self.args, is_leaf=is_on_engine)
         return own[0] if len(own) == 1 else own
 
-    def check(self) -> None:
+    def check(self, rank: int | None = None) -> None:
         """Raise unless buffers and batch are as they must be. Buffers are in no graph afterwards.
 
         Sharded, other ranks must hear of the error: the engine calls this where they do.
+
+        Args:
+            rank: for errors.
         """
-        _refuse_sharded("buffers", self.buffers, _WHOLE_BUFFERS)
+        _refuse_sharded("buffers", self.buffers, _WHOLE_BUFFERS, rank)
         remedy = "pass the tree by its place, value_and_grad(loss)(t, tree)"
-        _refuse_sharded("batch", self.batch, remedy)
+        _refuse_sharded("batch", self.batch, remedy, rank)
         if not all(map(is_plain, optree.tree_leaves(self.buffers))):
             check_tensors(self.buffers, "buffers", dense=False)  # which names the leaf
         # The loss is differentiated by the tree alone
@@ -203,6 +231,7 @@ class LossCall:
                     f"value_and_grad(accumulate={self.count}) was given no batch to cut",
                     expected="value_and_grad(loss, accumulate=...)(tree, ..., batch=...)",
                     got=f"{len(self.args)} arguments beside the tree, and no batch=",
+                    rank=rank,
                     remedy="let the loss have a parameter `batch`, which is a tree of tensors "
                     "with a row per example, and pass it by that name",
                 )
@@ -263,13 +292,14 @@ _WHOLE_BUFFERS = (
 )
 
 
-def _refuse_sharded(name: str, argument: Any, remedy: str) -> None:
+def _refuse_sharded(name: str, argument: Any, remedy: str, rank: int | None) -> None:
     """Raise if a named argument holds a sharded tree."""
     if any(map(is_on_engine, optree.tree_leaves(argument, is_leaf=is_on_engine))):
         raise StructureError(
             explain(
                 f"value_and_grad was given a sharded tree in {name}=",
                 expected="whole tensors",
+                rank=rank,
                 remedy=remedy,
             )
         )

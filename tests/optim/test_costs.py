@@ -32,6 +32,15 @@ RANKS = 3
 NAMES = [*TABLE]
 QUICK = NAMES[::14]
 NOT_QUICK = [name for name in NAMES if name not in QUICK]
+# Rows of each kind of needs
+DEEP = [
+    "scale_by_radam",
+    "adafactor, momentum",
+    "lbfgs",
+    "shampoo, blocks",
+    "muon, match_rms_adamw",
+    "scale_by_full_matrix_adagrad_tree",
+]
 NUM_STEPS = 2  # some optimizers rest in one of them
 
 
@@ -103,8 +112,8 @@ def plan_for(optimizer: Transform, state: fz.State) -> StatePlan:
     ("name", "layers"),
     tiers(
         [(n, 1) for n in QUICK],
-        [(n, 1) for n in NOT_QUICK],
-        [(n, 2) for n in NAMES],
+        [(n, 1) for n in NOT_QUICK] + [(n, 2) for n in DEEP],
+        [(n, 2) for n in NAMES if n not in DEEP],
         rows=True,
     ),
 )
@@ -230,6 +239,10 @@ def takes_params(transform: Transform) -> bool:
     asked = Asked(params)
     transform.update(params, (), params, asked)
     return asked.takes_params
+
+
+def test_the_deep_rows_are_of_each_kind() -> None:
+    assert {TABLE[name].make().needs for name in DEEP} == {*Needs}
 
 
 def test_more_leaves_are_not_more_collectives() -> None:

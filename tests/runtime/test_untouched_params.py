@@ -199,7 +199,51 @@ def test_calls_are_counted_by_the_loss() -> None:
     for step in range(3):
         assert numbers_of(model.loss) == [step]
         assert numbers_of(*[lambda p, n=n: p["w"] * n for n in range(3)]) == [step] * 3
-    assert numbers_of(partial(Model.loss, model)) == [0]
+    # A partial goes on with its function's
+    assert numbers_of(partial(Model.loss, model)) == [3]
+
+
+def test_partials_of_different_functions_have_counts_of_their_own() -> None:
+    counts = PerLoss(itertools.count)
+
+    def one(params: Any, scale: float, shift: float) -> Tensor:
+        return params["w"].sum() * scale + shift
+
+    def other(params: Any, scale: float, shift: float) -> Tensor:
+        return params["w"].mean() * scale + shift
+
+    # Each is gone before the next is made
+    assert [next(counts.of(partial(one, scale=k))) for k in range(3)] == [0, 1, 2]
+    assert next(counts.of(partial(other, scale=1))) == 0
+    assert next(counts.of(partial(partial(other, scale=1), shift=2))) == 1
+
+
+def test_losses_in_cycles_are_few() -> None:
+    """Each refers to itself, and so stays until a garbage collection."""
+    made = []
+
+    def new_object() -> Any:
+        made.append(itertools.count())
+        return made[-1]
+
+    counts = PerLoss(new_object)
+
+    def recursive() -> Callable[..., Any]:
+        again = lambda n: again(n - 1) if n else 0.0
+        return again
+
+    kept = recursive()
+    gc.disable()
+    try:
+        numbers = []
+        for step in range(100):
+            assert next(counts.of(kept)) == step
+            numbers.append(next(counts.of(recursive())))
+    finally:
+        gc.enable()
+    assert len(made) == 16
+    # Each of the 15 beside the kept one's is asked in turn
+    assert numbers == [step // 15 for step in range(100)]
 
 
 def test_losses_that_no_weak_reference_can_have_share_a_count() -> None:
@@ -209,14 +253,15 @@ def test_losses_that_no_weak_reference_can_have_share_a_count() -> None:
     assert [next(counts.of(kept)) for _ in range(3)] == [3, 4, 5]
 
 
+def past_the_counter(x: Tensor) -> Tensor:
+    x.data.mul_(2)
+    return x.sum()
+
+
 @pytest.mark.parametrize("level", [None, 3])
 def test_each_lambda_is_looked_at_in_its_first_call(level: int | None) -> None:
     """Also the fourth one, whose number among all calls is 3."""
     x = torch.ones(2)
-
-    def past_the_counter(x: Tensor) -> Tensor:
-        x.data.mul_(2)
-        return x.sum()
 
     losses = [lambda params, x: params["w"].sum() for _ in range(3)]
     losses.append(lambda params, x: params["w"].sum() * past_the_counter(x))
@@ -229,6 +274,28 @@ def test_each_lambda_is_looked_at_in_its_first_call(level: int | None) -> None:
             fz.value_and_grad(loss)(params, x)
         with pytest.raises(StructureError, match="has written to one of its arguments"):
             fz.value_and_grad(losses[3])(params, x)
+
+    run_ranks(run, 1)
+
+
+@pytest.mark.parametrize("level", [None, 3])
+def test_a_partial_is_looked_at_in_the_first_call_of_its_function(level: int | None) -> None:
+    x = torch.ones(2)
+
+    def harmless(scale: float, params: Any, x: Tensor) -> Tensor:
+        return params["w"].sum() * scale
+
+    def writes(scale: float, params: Any, x: Tensor) -> Tensor:
+        return params["w"].sum() * scale * past_the_counter(x)
+
+    def run(group: Any) -> None:
+        params: Any = {"w": torch.ones(3, requires_grad=True)}
+        if level is not None:
+            params = fz.shard_tree(params, level=level, group=group)
+        for scale in range(3):
+            fz.value_and_grad(partial(harmless, scale))(params, x)
+        with pytest.raises(StructureError, match="has written to one of its arguments"):
+            fz.value_and_grad(partial(writes, 2))(params, x)
 
     run_ranks(run, 1)
 

@@ -15,6 +15,7 @@ import functorch_zero as fz
 from functorch_zero import optim
 from functorch_zero.errors import PeerError, StructureError, UnequalBatchesWarning
 from functorch_zero.groups import counted, run_ranks
+from functorch_zero.step.program import LossCall
 from functorch_zero.testing.equality import assert_equal_values
 from tests.tiers import crossed
 
@@ -496,6 +497,24 @@ def test_what_is_refused() -> None:
 
     check(calls(plain_params))
     run_ranks(run, 2)
+
+
+def test_errors_about_named_arguments_name_the_rank() -> None:
+    def run(group: Any) -> None:
+        sharded = fz.shard_tree(plain_params, level=3, group=group)
+        for call, error in [
+            (LossCall(plain, (), buffers=sharded), StructureError),
+            (LossCall(plain, (), batch={"teacher": sharded}), StructureError),
+            (LossCall(plain, (), count=2), TypeError),
+        ]:
+            with pytest.raises(error, match=r"on rank 5\. Remedy"):
+                call.check(5)
+            # One process has no ranks
+            with pytest.raises(error) as raised:
+                call.check()
+            assert "rank" not in str(raised.value).partition("Remedy")[0]
+
+    run_ranks(run, 1)
 
 
 def test_a_batch_that_one_rank_lacks_is_told_to_the_others() -> None:
