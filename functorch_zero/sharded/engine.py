@@ -227,7 +227,7 @@ class ShardedEngine:
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
-            call.check()
+            call.check(self.rank)
             if any(not _is_sharded(node) for node in nodes[:num_trained]):
                 raise StructureError(
                     "a gradient was asked of sharded and of whole trees together. Remedy: shard "
