@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -134,6 +135,27 @@ def test_resume(run_example: RunExample, tmp_path: Path) -> None:
     assert (
         "from step 0" in first and "from step 4" in again and first.split()[-1] == again.split()[-1]
     )
+
+
+def gan_losses(out: str) -> list[float]:
+    """The numbers that gan.py prints: the last step's losses, and the distance at the end."""
+    *_, losses, distance = out.splitlines()
+    found = re.findall(r"\d+\.\d+", losses)
+    return [float(x) for x in (*found, distance.split()[-1])]
+
+
+def test_gan_prints_the_same_losses_on_1_and_3_ranks(run_example: RunExample) -> None:
+    one, three = (gan_losses(run_example("gan.py", "--ranks", n, "--steps", "2")) for n in "13")
+    assert len(one) == 3 and one == pytest.approx(three, abs=2e-9)
+
+
+@THOROUGH
+def test_gan_goes_on_with_other_ranks_and_levels(run_example: RunExample, tmp_path: Path) -> None:
+    root = ["--root", str(tmp_path / "saved")]
+    whole = gan_losses(run_example("gan.py", "--ranks", "1", "--steps", "4"))
+    run_example("gan.py", "--ranks", "3", "--steps", "2", *root)
+    resumed = gan_losses(run_example("gan.py", "--level", "1", "--steps", "4", *root))
+    assert whole == pytest.approx(resumed, abs=2e-9)
 
 
 def test_every_example_is_run() -> None:
