@@ -37,6 +37,7 @@ class Case(NamedTuple):
         modules: those that `init` is given as trees, by name.
         widths: of the batch's entries, by name.
         plain: trains copies of the modules, named as the trees of the value, on whole batches.
+        by_rank: whether a loss couples a rank's rows. Then `plain` is given the number of ranks.
     """
 
     step: ProgramStep
@@ -45,6 +46,7 @@ class Case(NamedTuple):
     plain: Callable[..., Plain]
     dtypes: tuple[torch.dtype, ...] = ()  # that losses compute in, beside float64
     rows: int = 60  # of a batch, over all ranks: 2, 3 and 5 divide it, into even parts
+    by_rank: bool = False
 
     def batches(self) -> list[Batch]:
         made = torch.Generator().manual_seed(7)
@@ -60,8 +62,9 @@ class Case(NamedTuple):
         """The arguments of `init`."""
         return [fz.functionalize(module, units=nn.Linear)[1] for module in self.modules.values()]
 
-    def run_plain(self) -> Plain:
-        return self.plain(self.batches(), **copy.deepcopy(self.modules))
+    def run_plain(self, ranks: int) -> Plain:
+        parts = {"ranks": ranks} if self.by_rank else {}
+        return self.plain(self.batches(), **parts, **copy.deepcopy(self.modules))
 
 
 def net(seed: int, *widths: int, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -102,7 +105,7 @@ def gan() -> Case:
     modules = {"gen": net(1, 3, 5, 4), "disc": net(2, 4, 7, 1)}
     generate, judge = applied(modules["gen"]), applied(modules["disc"])
     gen_optimizer = optim.adam(0.02)
-    disc_optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01))
+    disc_optimizer = optim.chain(optim.clip_by_global_norm(0.2), optim.adamw(0.01))
 
     def init(gen: Any, disc: Any) -> Gan:
         return Gan(gen, disc, gen_optimizer.init(gen), disc_optimizer.init(disc))
@@ -132,7 +135,11 @@ def gan() -> Case:
                 disc_opt.zero_grad()
                 d_loss = critic_loss_of(disc, gen(batch[f"noise{i}"]), batch[f"real{i}"])
                 d_loss.backward()
-                nn.utils.clip_grad_norm_(disc.parameters(), 0.5)
+                # By hand, since torch's function adds 1e-6 to the norm
+                slopes = [p.grad for p in disc.parameters() if p.grad is not None]
+                norm = torch.cat([slope.flatten() for slope in slopes]).norm()
+                for slope in slopes:
+                    slope *= min(1.0, 0.2 / float(norm))
                 disc_opt.step()
             gen_opt.zero_grad()
             g_loss = F.softplus(-disc(gen(batch["noise0"]))).mean()
@@ -143,6 +150,98 @@ def gan() -> Case:
 
     widths = {"noise0": 3, "noise1": 3, "real0": 4, "real1": 4}
     return Case(fz.program_step(program, init=init), modules, widths, plain)
+
+
+# A GAN whose critic has BatchNorm, which sees one rank's rows at a time
+
+
+class NormGan(NamedTuple):
+    gen: Any
+    disc: Any
+    gen_opt: Any
+    disc_opt: Any
+    buffers: Any  # by tree, whole on every rank
+
+
+def backward_by_rank(
+    loss: Callable[[Batch], Tensor], batch: Batch, ranks: int, module: nn.Module
+) -> Tensor:
+    """The mean of the losses of all ranks' parts.
+
+    Gradients are added to, as by `backward`. Each part finds the module's buffers as they were, and
+    those after it are averaged.
+    """
+    before = {name: x.clone() for name, x in module.named_buffers()}
+    after: dict[str, list[Tensor]] = {name: [] for name in before}
+    losses = []
+    for rank in range(ranks):
+        for name, x in module.named_buffers():
+            x.copy_(before[name])
+        found = loss({name: x.chunk(ranks)[rank] for name, x in batch.items()})
+        (found / ranks).backward()
+        losses.append(found.detach())
+        for name, x in module.named_buffers():
+            after[name].append(x.clone())
+    for name, x in module.named_buffers():
+        x.copy_(torch.stack(after[name]).double().mean(0))
+    return torch.stack(losses).mean()
+
+
+def norm_gan() -> Case:
+    torch.manual_seed(13)
+    first, hidden = nn.Linear(4, 6), nn.Linear(6, 7, bias=False)
+    layers = [first, nn.Tanh(), hidden, nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1)]
+    modules = {"gen": net(14, 3, 5, 4), "disc": nn.Sequential(*layers).double()}
+    generate = applied(modules["gen"])
+    judge, _, disc_buffers = fz.functionalize(modules["disc"], units=nn.Linear)
+    sgd, adam = optim.sgd(0.1, momentum=0.9), optim.adam(0.02)
+
+    def init(gen: Any, disc: Any) -> NormGan:
+        return NormGan(gen, disc, sgd.init(gen), adam.init(disc), {"disc": disc_buffers})
+
+    def disc_loss(disc: Any, gen: Any, *, buffers: Any, batch: Batch) -> Any:
+        on_fake, after = judge(disc, buffers["disc"], generate(gen, batch["noise"]))
+        on_real, after = judge(disc, after, batch["real"])
+        loss = F.softplus(on_fake).mean() + F.softplus(-on_real).mean()
+        return loss, fz.Aux(buffers={"disc": after})
+
+    def gen_loss(gen: Any, disc: Any, *, buffers: Any, batch: Batch) -> Any:
+        on_fake, after = judge(disc, buffers["disc"], generate(gen, batch["noise"]))
+        return F.softplus(-on_fake).mean(), fz.Aux(buffers={"disc": after})
+
+    def program(value: NormGan, batch: Batch) -> Any:
+        gen, disc, gen_opt, disc_opt, buffers = value
+        of_disc, of_gen = fz.value_and_grad(disc_loss), fz.value_and_grad(gen_loss)
+        (d_loss, _, buffers), grads = of_disc(disc, gen, buffers=buffers, batch=batch)
+        disc, disc_opt = adam.apply(grads, disc_opt, disc)
+        (g_loss, _, buffers), grads = of_gen(gen, disc, buffers=buffers, batch=batch)
+        gen, gen_opt = sgd.apply(grads, gen_opt, gen)
+        metrics = {"d_loss": d_loss, "g_loss": g_loss}
+        return NormGan(gen, disc, gen_opt, disc_opt, buffers), metrics
+
+    def plain(batches: list[Batch], gen: nn.Module, disc: nn.Module, *, ranks: int) -> Plain:
+        def on_disc(part: Batch) -> Tensor:
+            on_fake, on_real = disc(gen(part["noise"])), disc(part["real"])
+            return F.softplus(on_fake).mean() + F.softplus(-on_real).mean()
+
+        def on_gen(part: Batch) -> Tensor:
+            return F.softplus(-disc(gen(part["noise"]))).mean()
+
+        gen_opt = torch.optim.SGD(gen.parameters(), 0.1, momentum=0.9)
+        disc_opt = torch.optim.Adam(disc.parameters(), 0.02)
+        metrics = []
+        for batch in batches:
+            disc_opt.zero_grad()
+            d_loss = backward_by_rank(on_disc, batch, ranks, disc)
+            disc_opt.step()
+            gen_opt.zero_grad()
+            g_loss = backward_by_rank(on_gen, batch, ranks, disc)
+            gen_opt.step()
+            metrics.append({"d_loss": d_loss, "g_loss": g_loss})
+        return Plain({"gen": gen, "disc": disc}, metrics)
+
+    step = fz.program_step(program, init=init)
+    return Case(step, modules, {"noise": 3, "real": 4}, plain, by_rank=True)
 
 
 # Sharpness-aware minimisation: the gradient at a displaced copy, as one step
@@ -414,6 +513,112 @@ def byol() -> Case:
     return Case(step, modules, {"x": 4, "view": 4}, plain, dtypes=(torch.float32,))
 
 
+# DINO: a student's outputs on three crops against a teacher's on two. The teacher is a moving
+# average, and its outputs are centred by the moving average of the whole batch's mean
+
+
+class Dino(NamedTuple):
+    student: Any
+    teacher: Any
+    opt: Any
+    center: Tensor  # (3,), whole on every rank
+
+
+DINO = net(15, 4, 6, 3)
+WHOLE_VIEWS, ALL_VIEWS = ("one", "two"), ("one", "two", "small")
+
+
+def numbered(name: str, values: Tensor) -> dict[str, Tensor]:
+    """A metric per element, since each metric is one number."""
+    return {f"{name}{i}": x for i, x in enumerate(values)}
+
+
+def dino_loss(seen: list[Tensor], known: list[Tensor], center: Tensor) -> Tensor:
+    """Caron et al., "Emerging Properties in Self-Supervised Vision Transformers" (2021)."""
+    losses = []
+    for i, target in enumerate(known):
+        wanted = ((target - center) / 0.04).softmax(1).detach()
+        for j, output in enumerate(seen):
+            if i != j:
+                losses.append(-(wanted * (output / 0.1).log_softmax(1)).sum(1).mean())
+    return torch.stack(losses).mean()
+
+
+def plain_dino(batches: list[Batch], student: nn.Module) -> Plain:
+    teacher, center, metrics = copy.deepcopy(student), torch.zeros(3).double(), []
+    opt = torch.optim.SGD(student.parameters(), 0.1, momentum=0.9)
+    for batch in batches:
+        with torch.no_grad():
+            known = [teacher(batch[name]) for name in WHOLE_VIEWS]
+        found = dino_loss([student(batch[name]) for name in ALL_VIEWS], known, center)
+        opt.zero_grad()
+        found.backward()
+        opt.step()
+        center = 0.9 * center + 0.1 * torch.cat(known).mean(0)
+        with torch.no_grad():
+            for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+                t.mul_(0.9).add_(0.1 * s)
+        metrics.append({"loss": found.detach(), **numbered("center", center)})
+    return Plain({"student": student, "teacher": teacher}, metrics)
+
+
+def dino_case(gradient: Callable[[Dino, Batch], tuple[Tensor, Tensor, Any]], rows: int) -> Case:
+    """`gradient` gives the loss, the next centre, and the student's gradients."""
+    sgd = optim.sgd(0.1, momentum=0.9)
+
+    def init(student: Any) -> Dino:
+        teacher, center = tree_map(torch.clone, student), torch.zeros(3, dtype=torch.float64)
+        return Dino(student, teacher, sgd.init(student), center)
+
+    def program(value: Dino, batch: Batch) -> Any:
+        found, center, grads = gradient(value, batch)
+        student, opt = sgd.apply(grads, value.opt, value.student)
+        teacher = tree_map(lambda t, s: 0.9 * t + 0.1 * s, value.teacher, student)
+        return Dino(student, teacher, opt, center), {"loss": found, **numbered("center", center)}
+
+    step, widths = fz.program_step(program, init=init), dict.fromkeys(ALL_VIEWS, 4)
+    return Case(step, {"student": DINO}, widths, plain_dino, rows=rows)
+
+
+def dino() -> Case:
+    """The centre is a buffer, whose mean over ranks is that over the batch."""
+    forward = applied(DINO)
+
+    def loss(student: Any, teacher: Any, *, buffers: Any, batch: Batch) -> Any:
+        known = [forward(teacher, batch[name]) for name in WHOLE_VIEWS]
+        seen = [forward(student, batch[name]) for name in ALL_VIEWS]
+        found = dino_loss(seen, known, buffers["center"])
+        buffers["center"].mul_(0.9).add_(0.1 * torch.cat(known).mean(0))
+        return found
+
+    def gradient(value: Dino, batch: Batch) -> Any:
+        (found, _, buffers), grads = fz.value_and_grad(loss)(
+            value.student, value.teacher, buffers={"center": value.center}, batch=batch
+        )
+        return found, buffers["center"], grads
+
+    return dino_case(gradient, rows=60)
+
+
+def dino_weighted() -> Case:
+    """The centre comes of metrics, whose means are by weight, since ranks' parts are uneven."""
+    forward = applied(DINO)
+
+    def loss(student: Any, teacher: Any, center: Tensor, batch: Batch) -> Any:
+        known = [forward(teacher, batch[name]) for name in WHOLE_VIEWS]
+        seen = [forward(student, batch[name]) for name in ALL_VIEWS]
+        means = numbered("mean", torch.cat(known).mean(0))
+        return dino_loss(seen, known, center), fz.Aux(metrics=means, weight=len(batch["one"]))
+
+    def gradient(value: Dino, batch: Batch) -> Any:
+        trees = value.student, value.teacher
+        (found, means), grads = fz.value_and_grad(loss)(*trees, value.center, batch)
+        mean = torch.stack([*means.values()])
+        return found, 0.9 * value.center + 0.1 * mean, grads
+
+    return dino_case(gradient, rows=61)
+
+
 # PPO: epochs over minibatches within one step, actor and critic apart
 
 
@@ -424,7 +629,8 @@ class ActorCritic(NamedTuple):
     critic_opt: Any
 
 
-def ppo() -> Case:
+def ppo_case(minibatches: Callable[[Batch, int], list[Batch]]) -> Case:
+    """`minibatches` gives those of an epoch."""
     modules = {"actor": net(9, 3, 6, 2), "critic": net(10, 3, 5, 1)}
     act, judge = applied(modules["actor"]), applied(modules["critic"])
     adam, rmsprop = optim.adam(0.02), optim.rmsprop(0.01)
@@ -435,26 +641,23 @@ def ppo() -> Case:
         advantage = batch["advantage"][:, 0]
         return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
 
-    def minibatches(batch: Batch) -> list[Batch]:
-        # By every other row, so that the parts of a batch have their minibatches' parts
-        return [{name: x[start::2] for name, x in batch.items()} for start in range(2)]
+    def actor_loss(actor: Any, batch: Batch) -> Any:
+        return -gain(act(actor, batch["x"]), batch), fz.Aux(weight=len(batch["x"]))
 
-    def actor_loss(actor: Any, batch: Batch) -> Tensor:
-        return -gain(act(actor, batch["x"]), batch)
-
-    def critic_loss(critic: Any, batch: Batch) -> Tensor:
-        return F.mse_loss(judge(critic, batch["x"]), batch["returns"])
+    def critic_loss(critic: Any, batch: Batch) -> Any:
+        loss = F.mse_loss(judge(critic, batch["x"]), batch["returns"])
+        return loss, fz.Aux(weight=len(batch["x"]))
 
     def init(actor: Any, critic: Any) -> ActorCritic:
         return ActorCritic(actor, critic, adam.init(actor), rmsprop.init(critic))
 
     def program(value: ActorCritic, batch: Batch) -> Any:
         actor, critic, actor_opt, critic_opt = value
-        for _ in range(2):
-            for part in minibatches(batch):
-                a_loss, grads = fz.value_and_grad(actor_loss)(actor, part)
+        for epoch in range(2):
+            for part in minibatches(batch, epoch):
+                (a_loss, _), grads = fz.value_and_grad(actor_loss)(actor, part)
                 actor, actor_opt = adam.apply(grads, actor_opt, actor)
-                c_loss, grads = fz.value_and_grad(critic_loss)(critic, part)
+                (c_loss, _), grads = fz.value_and_grad(critic_loss)(critic, part)
                 critic, critic_opt = rmsprop.apply(grads, critic_opt, critic)
         metrics = {"actor": a_loss, "critic": c_loss}
         return ActorCritic(actor, critic, actor_opt, critic_opt), metrics
@@ -464,8 +667,8 @@ def ppo() -> Case:
         critic_opt = torch.optim.RMSprop(critic.parameters(), 0.01)
         metrics = []
         for batch in batches:
-            for _ in range(2):
-                for part in minibatches(batch):
+            for epoch in range(2):
+                for part in minibatches(batch, epoch):
                     actor_opt.zero_grad()
                     a_loss = -gain(actor(part["x"]), part)
                     a_loss.backward()
@@ -477,8 +680,25 @@ def ppo() -> Case:
             metrics.append({"actor": a_loss.detach(), "critic": c_loss.detach()})
         return Plain({"actor": actor, "critic": critic}, metrics)
 
-    widths = {"x": 3, "old": 1, "advantage": 1, "returns": 1}
+    widths = {"x": 3, "old": 1, "advantage": 1, "returns": 1, "order": 2}
     return Case(fz.program_step(program, init=init), modules, widths, plain)
+
+
+def ppo() -> Case:
+    def minibatches(batch: Batch, epoch: int) -> list[Batch]:
+        # By every other row, so that the parts of a batch have their minibatches' parts
+        return [{name: x[start::2] for name, x in batch.items()} for start in range(2)]
+
+    return ppo_case(minibatches)
+
+
+def ppo_shuffled() -> Case:
+    def minibatches(batch: Batch, epoch: int) -> list[Batch]:
+        """Others in each epoch, to which each rank has another number of rows."""
+        first = batch["order"][:, epoch] > 0
+        return [{name: x[chosen] for name, x in batch.items()} for chosen in (first, ~first)]
+
+    return ppo_case(minibatches)
 
 
 # MeanFlow: the loss differentiates the network forward, by jvp
@@ -590,6 +810,13 @@ def adahessian() -> Case:
     return Case(step, modules, {"x": 4, "y": 2}, plain)
 
 
-CASES = {f.__name__: f for f in (gan, sam, pcgrad, maml, reptile, byol, ppo, adahessian)}
+CASES = {
+    f.__name__: f
+    for f in (gan, sam, pcgrad, maml, reptile, byol, ppo, adahessian, dino, dino_weighted)
+}
+# Shapes follow from the batch's values, so there is no plan of the program
+BY_VALUES = {f.__name__: f for f in (ppo_shuffled,)}
+# Each number of ranks trains otherwise
+BY_RANK = {f.__name__: f for f in (norm_gan,)}
 # Torch's forward-mode levels are the process's, so ranks that are threads can't use them
 OF_ONE_THREAD = {f.__name__: f for f in (mean_flow,)}

@@ -11,10 +11,12 @@ from optree import tree_map
 import functorch_zero as fz
 from functorch_zero.groups import ProcessGroup, launch, run_ranks
 from functorch_zero.testing import assert_equal_values, assert_sharded_equals_unsharded
-from tests.programs.cases import CASES, OF_ONE_THREAD, Case
+from tests.programs.cases import BY_RANK, BY_VALUES, CASES, OF_ONE_THREAD, Case
 from tests.tiers import crossed, tiers
 
 LEVELS = [0, 1, 2, 3]
+LIKE_ONE_PROCESS = CASES | BY_VALUES  # on any number of ranks
+ALL = LIKE_ONE_PROCESS | BY_RANK | OF_ONE_THREAD
 Result = tuple[dict[str, Any], list[Any]]  # the trees of the last value by name, all metrics
 
 
@@ -34,10 +36,10 @@ def on_rank(group: Any, case: Case, level: Any) -> Result:
     return run(case, step, lambda x: x.chunk(group.size)[group.rank])
 
 
-def check(case: Case, result: Result) -> None:
-    """A run's updates and metrics are those of plain torch."""
+def check(case: Case, result: Result, ranks: int) -> None:
+    """A run's updates, buffers and metrics are those of plain torch."""
     values, metrics = result
-    expected = case.run_plain()
+    expected = case.run_plain(ranks)
     for name, module in expected.modules.items():
         # A tree that `init` has made begins as the first one given
         first = case.modules.get(name, next(iter(case.modules.values())))
@@ -45,6 +47,9 @@ def check(case: Case, result: Result) -> None:
         for path, leaf in moved.items():
             assert torch.count_nonzero(leaf), f"{name}.{path} does not move"
         assert_equal_values(moved, updates(first, values[name]), dtypes=case.dtypes)
+        buffers = dict(module.named_buffers())
+        if buffers:
+            assert_equal_values(buffers, values["buffers"][name])
     assert_equal_values(expected.metrics, metrics, dtypes=case.dtypes)
 
 
@@ -53,43 +58,72 @@ def updates(first: torch.nn.Module, after: Any) -> dict[str, torch.Tensor]:
     return {path: (after[path] - leaf).detach() for path, leaf in first.named_parameters()}
 
 
-@pytest.mark.parametrize("name", [*CASES, *OF_ONE_THREAD])
+@pytest.mark.parametrize("name", ALL)
 def test_one_process(name: str) -> None:
-    case = (CASES | OF_ONE_THREAD)[name]()
-    check(case, run(case, case.step))
+    case = ALL[name]()
+    check(case, run(case, case.step), ranks=1)
 
 
-def check_ranks(name: str, level: int, ranks: int) -> None:
-    case = CASES[name]()
+def check_ranks(name: str, level: Any, ranks: int) -> None:
+    case = LIKE_ONE_PROCESS[name]()
     assert_sharded_equals_unsharded(
         case.step, *case.trees(), case.batches(), levels=[level], ranks=[ranks]
     )
 
 
 # Each program at one level in the quick tier, and each level with a quarter of the programs
-@pytest.mark.parametrize(("name", "level"), crossed([*CASES], LEVELS))
+@pytest.mark.parametrize(("name", "level"), crossed([*LIKE_ONE_PROCESS], LEVELS))
 def test_ranks(name: str, level: int) -> None:
     check_ranks(name, level, ranks=2)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])
 @pytest.mark.parametrize("level", tiers(thorough=LEVELS))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LIKE_ONE_PROCESS)
 def test_numbers_of_ranks(name: str, level: int, ranks: int) -> None:
     check_ranks(name, level, ranks)
+
+
+# A teacher that is an average has the student's level, a frozen one its own
+LEVELS_BY_TREE = [
+    ("byol", {"student": 1, "frozen": 3}),
+    ("byol", {"student": 3, "frozen": 0}),
+    ("gan", {"gen": 3, "disc": 1}),
+    ("ppo", {"actor": 2, "critic": 3}),
+]
+
+
+@pytest.mark.parametrize("ranks", tiers([2], [3, 5], [1]))
+@pytest.mark.parametrize(
+    ("name", "level"), tiers(LEVELS_BY_TREE[:1], LEVELS_BY_TREE[1:], rows=True)
+)
+def test_levels_by_tree(name: str, level: Any, ranks: int) -> None:
+    check_ranks(name, level, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "ranks"),
+    crossed(BY_RANK, [*LEVELS, {"gen": 3, "disc": 1}], [1, 2, 3, 5], n=5),
+)
+def test_by_rank(name: str, level: Any, ranks: int) -> None:
+    case = BY_RANK[name]()
+    for result in run_ranks(lambda group: on_rank(group, case, level), ranks):
+        check(case, result, ranks)
 
 
 @pytest.mark.parametrize(("name", "level"), crossed([*OF_ONE_THREAD], LEVELS, n=4))
 def test_one_thread(name: str, level: int) -> None:
     case = OF_ONE_THREAD[name]()
     (result,) = run_ranks(lambda group: on_rank(group, case, level), 1)
-    check(case, result)
+    check(case, result, ranks=1)
 
 
-@pytest.mark.parametrize(("level", "ranks"), tiers(thorough=[(3, 2), (1, 3)], rows=True))
+@pytest.mark.parametrize(
+    ("level", "ranks"), tiers(thorough=[(3, 2), (1, 3)], full=[(2, 5), (0, 2)], rows=True)
+)
 def test_processes(level: int, ranks: int) -> None:
     """All programs over gloo, one after the other on the same ranks."""
-    cases = [make() for make in (CASES | OF_ONE_THREAD).values()]
+    cases = [make() for make in ALL.values()]
 
     def on_ranks() -> list[Result]:
         group = ProcessGroup()
@@ -97,4 +131,4 @@ def test_processes(level: int, ranks: int) -> None:
 
     for results in launch(on_ranks, ranks, start_method="fork", timeout=200):
         for case, result in zip(cases, results, strict=True):
-            check(case, result)
+            check(case, result, ranks)

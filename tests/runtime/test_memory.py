@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from functorch_zero import apply_updates, optim, program_step, value_and_grad
+from functorch_zero import apply_updates, optim, program_step, unshard, value_and_grad
 from functorch_zero.groups import CountingGroup
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.sharded.api import shard
@@ -239,3 +239,34 @@ def test_the_largest_gradient_decides(order: tuple[int, int]) -> None:
     alone = program_peak(several(1, moving=False), Deep)
     both = program_peak(program, Deep, Half)
     assert both <= alone + PIECES + 0.1
+
+
+class FrozenDeep(Deep):
+    """A teacher, which is only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def test_a_teacher_in_the_loss_is_never_whole() -> None:
+    """A moving average of the student: its units come and go as the student's do."""
+
+    def distillation(use: Callable[[Any], Any]) -> Callable[..., Any]:
+        def program(value: Any, losses: Any, x: Tensor) -> Any:
+            def loss(student: Any, teacher: Any, x: Tensor) -> Tensor:
+                known = losses[1](use(teacher), x)
+                return (losses[0](student, x) - known - 1).square()
+
+            _, grads = value_and_grad(loss)(*value, x)
+            student = apply_updates(value[0], tree_map(lambda g: -0.1 * g, grads))
+            teacher = tree_map(lambda t, s: 0.9 * t + 0.1 * s.detach(), value[1], student)
+            return student, teacher
+
+        return program
+
+    # The student alone takes PIECES + 3.5. The leaves that `tree_map` makes of a teacher lie apart,
+    # and are copied into one flat for the gathers
+    assert program_peak(distillation(lambda tree: tree), Deep, FrozenDeep) <= 2 * PIECES + 3.5
+    # The measure sees a teacher that is gathered at once
+    assert program_peak(distillation(unshard), Deep, FrozenDeep) >= DEPTH
