@@ -404,10 +404,13 @@ class ShardedTree(OnEngine):
         return self._known is None or self._known.leaves is not None
 
     def as_read_only(self, read_only: bool) -> ShardedTree:
-        """The same in a tree that is read only, or isn't, whatever its leaves say."""
-        if read_only == self.holding.read_only and self._are_leaves_as_noted():
+        """The same in a tree that is read only, or isn't, whatever its leaves say. Leaves that lay
+        in no flat lie in one then, so that they are packed once."""
+        flats = self.flats()
+        is_packed = self._known is not None and self._known.flats is flats
+        if is_packed and read_only == self.holding.read_only and self._are_leaves_as_noted():
             return self
-        made = ShardedTree.of_flats(self.flats(), replace(self.holding, read_only=read_only))
+        made = ShardedTree.of_flats(flats, replace(self.holding, read_only=read_only))
         assert made._known is not None
         # Another tree's leaves may lie in the flats, too
         made._known.own = self.is_made_of_flats
