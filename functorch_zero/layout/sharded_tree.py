@@ -381,16 +381,9 @@ class ShardedTree(OnEngine):
         self._check_not_used_up()
         # Nobody has seen the leaves, so they are as the library makes them
         if not self.are_leaves_cut:
-            return self._noted_flags()
+            read_only = self.holding.read_only
+            return [spec.trainable and not read_only for spec in self.sharding.layout.leaves]
         return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._leaves()]
-
-    def _are_leaves_as_noted(self) -> bool:
-        return not self.are_leaves_cut or self._flags() == self._noted_flags()
-
-    def _noted_flags(self) -> list[bool]:
-        """Per leaf, whether it is trained, by layout and holding."""
-        read_only = self.holding.read_only
-        return [spec.trainable and not read_only for spec in self.sharding.layout.leaves]
 
     @property
     def is_made_of_flats(self) -> bool:
@@ -404,13 +397,11 @@ class ShardedTree(OnEngine):
         return self._known is None or self._known.leaves is not None
 
     def as_read_only(self, read_only: bool) -> ShardedTree:
-        """The same in a tree that is read only, or isn't, whatever its leaves say. Leaves that lay
-        in no flat lie in one then, so that they are packed once."""
-        flats = self.flats()
-        is_packed = self._known is not None and self._known.flats is flats
-        if is_packed and read_only == self.holding.read_only and self._are_leaves_as_noted():
+        """The same in a tree that is read only, or isn't, whatever its leaves say. Leaves that
+        somebody has read are cut anew, without the gradients that theirs may have by now."""
+        if read_only == self.holding.read_only and not self.are_leaves_cut:
             return self
-        made = ShardedTree.of_flats(flats, replace(self.holding, read_only=read_only))
+        made = ShardedTree.of_flats(self.flats(), replace(self.holding, read_only=read_only))
         assert made._known is not None
         # Another tree's leaves may lie in the flats, too
         made._known.own = self.is_made_of_flats
@@ -433,8 +424,8 @@ class ShardedTree(OnEngine):
     def handed_on(self, flats: Sequence[Tensor]) -> ShardedTree:
         """The same, in a node of its own, for a step that will write to these flats, the tree's;
         this node is used up."""
-        made = ShardedTree(self._tree, replace(self.holding, donated=WeakIdKeyDictionary()))
-        made._known = self._known
+        # Leaves are cut anew: those of this node may have gradients by now
+        made = ShardedTree.of_flats(flats, replace(self.holding, donated=WeakIdKeyDictionary()))
         for flat in flats:
             self.holding.donated[flat.untyped_storage()] = None
         self._tree, self._known, self._is_used_up = None, None, True

@@ -572,8 +572,9 @@ def shard_tree(
         check_apart(tree)
         if layout_like is not None:
             sharding = layout_like.sharding
-            _check_like(tree, sharding.layout)
+            read_only = _check_like(tree, sharding.layout)
         else:
+            read_only = False
             sharding = options.sharding(options.layout_of(tree))
         layout = sharding.layout
         # Each rank cuts its own copy, and no later collective would show that copies differ
@@ -583,12 +584,13 @@ def shard_tree(
             "values": content_digests(tree),
         }
         agreement.agree(labelled(axes.world, "shard_tree/agreement"), facts)
-        return hold(tree, sharding, engine=engine, number=next_number(axes.world))
+        made = hold(tree, sharding, engine=engine, number=next_number(axes.world))
+        return made.as_read_only(read_only)
 
 
-def _check_like(tree: PyTree[Tensor], layout: Layout) -> None:
+def _check_like(tree: PyTree[Tensor], layout: Layout) -> bool:
     """Raise unless a tree's leaves are those of the layout: in path, shape and dtype; and trained
-    where those are, unless none of the tree's is."""
+    where those are, unless none of the tree's is. Returns whether none is."""
     same_structure(layout.trainable, tree, what="the tree")
     leaves = optree.tree_leaves(tree)
     # A teacher, say: it is cut as if trained, so that its pieces lie beside the student's
@@ -608,3 +610,4 @@ def _check_like(tree: PyTree[Tensor], layout: Layout) -> None:
                     remedy=remedy,
                 )
             )
+    return read_only

@@ -181,15 +181,22 @@ class ShardedProgramStep:
         # A rank may fail in another gradient than this one
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             self.check_state(state)
-            value = tree_map(_as_noted, state.value, is_leaf=is_on_engine)
+            value = self._marked(state, state.value)
             with streams(state.seed, state.step, _device_of(value)) as running:
                 result = self.unsharded.program(value, *args)
             new, metrics = check_result(result, axes.world.rank)
             check_next_value(*_without_uncut(value, new), axes.world.rank)
             self._agree(int(state.step), new, metrics, running.num_draws)
-            # A leaf stays trained, or not, as `init` has made it
-            new = tree_map(_trained_like, value, new, is_leaf=is_on_engine)
-            return state.replace(step=state.step + 1, value=new), metrics
+            return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics
+
+    def _marked(self, state: State, value: Any) -> Any:
+        """A value whose trees are trained, or read only, as `init` has made those in their
+        places."""
+        nodes, treedef = optree.tree_flatten(value, is_leaf=is_on_engine)
+        known = [form for form in self._forms if form.sharding == state.sharding]
+        # Of another structure: as each tree was made
+        noted = known[-1].nodes if known and known[-1].treedef == treedef else [None] * len(nodes)
+        return treedef.unflatten(map(_marked_like, nodes, noted))
 
     def _agree(self, number: int, value: Any, metrics: Metrics, num_draws: int) -> None:
         """Raise, on every rank, unless all ranks have the same results of step `number`; or where
@@ -212,9 +219,9 @@ class ShardedProgramStep:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="unshard", state=state), torch.no_grad():
             self.check_state(state)
-            noted = tree_map(_as_noted, state.value, is_leaf=is_on_engine)
-            value = tree_map(_whole, noted, is_leaf=is_on_engine)
-            trained = tree_map(_trained, noted, is_leaf=is_on_engine)
+            marked = self._marked(state, state.value)
+            value = tree_map(_whole, marked, is_leaf=is_on_engine)
+            trained = tree_map(_trained, marked, is_leaf=is_on_engine)
             return State(
                 step=state.step.clone(),
                 value=value,
@@ -388,10 +395,11 @@ def _whole(node: Any) -> Any:
     return node.clone() if isinstance(node, Tensor) else node
 
 
-def _as_noted(node: Any) -> Any:
-    """A node of a state's value, trained as `init` has made it."""
-    is_held = isinstance(node, ShardedTree) and node.holding.form == "held"
-    return node.as_noted() if is_held else node
+def _marked_like(node: Any, noted: Any) -> Any:
+    """A node of a value, trained or read only as this one of a `_Form` says."""
+    if not isinstance(node, ShardedTree) or node.holding.form != "held":
+        return node
+    return node.as_read_only(noted.read_only) if isinstance(noted, Holding) else node.as_noted()
 
 
 def _trained(node: Any) -> Any:
@@ -439,12 +447,6 @@ def _without_uncut(old: Any, new: Any) -> tuple[Any, Any]:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _trained_like(before: Any, after: Any) -> Any:
-    if isinstance(before, ShardedTree) and isinstance(after, ShardedTree):
-        return after.as_read_only(before.holding.read_only)
-    return after
 
 
 def _part_like(path: str, holding: Any, whole: Any, piece_number: int) -> Any:
