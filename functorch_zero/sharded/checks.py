@@ -37,42 +37,30 @@ def check_batch(batch: Any, device: torch.device, rank: int) -> None:
             )
 
 
-def check_not_empty(
-    data: Any, loss: Tensor, weight: Tensor | float | None, rank: int, *, is_batch: bool
-) -> None:
+def check_not_empty(batch: Any, loss: Tensor, weight: Tensor | float | None, rank: int) -> None:
     """Refuse a loss that is the mean of nothing, NaN, and would count as much as the others'.
 
     Args:
-        data: this rank's.
-        loss: 0-d, of these data.
+        batch: this rank's part.
+        loss: 0-d, of this batch.
         weight: that the loss returned; None: every batch counts the same.
-        rank: for the error.
-        is_batch: whether the data are a batch, which one tensor without rows makes empty. Of other
-            arguments any may have no rows, unless none has.
     """
     # A weight of 0 says it already
     if weight is not None:
         return
-    # By number among the leaves; 0-d tensors have no rows to lack
-    num_rows = {
-        n: len(leaf)
-        for n, leaf in enumerate(optree.tree_leaves(data))
-        if isinstance(leaf, Tensor) and leaf.dim() > 0
-    }
-    empty = [n for n, num in num_rows.items() if num == 0]
-    if not empty or (len(empty) < len(num_rows) and not is_batch):
-        return
-    # An accelerator is waited for only here
-    if bool(loss.isnan()):
-        raise StructureError(
-            explain(
-                "the batch is empty, and its loss NaN",
-                path=paths(data)[empty[0]],
-                rank=rank,
-                remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing "
-                "counts for nothing",
+    for n, leaf in enumerate(optree.tree_leaves(batch)):
+        is_empty = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 0
+        # An accelerator is waited for only where a leaf is empty
+        if is_empty and bool(loss.isnan()):
+            raise StructureError(
+                explain(
+                    "the batch is empty, and its loss NaN",
+                    path=paths(batch)[n],
+                    rank=rank,
+                    remedy="give batches a weight, fz.Aux(weight=len(x)): what weighs nothing "
+                    "counts for nothing",
+                )
             )
-        )
 
 
 def check_place(state: State, options: Options) -> Sharding:

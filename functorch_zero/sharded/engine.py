@@ -312,13 +312,7 @@ class ShardedEngine:
         # This rank's part of the batch is its own; ranks of the same data draw alike
         streams = next_streams(axes.data.rank, _device_of(trees))
         given = Differentiated(
-            loss_fn,
-            call.buffers,
-            call.data,
-            call.count,
-            streams,
-            self._reminder,
-            takes_batch=call.takes_batch,
+            loss_fn, call.buffers, call.data, call.count, streams, self._reminder
         )
         outcome = run_passes(given, flats, layout, reduction, order, options, log, look=look)
         reduced = reduction.finish()

@@ -124,7 +124,6 @@ class Differentiated(NamedTuple):
     accumulate: int  # micro-batches per batch
     streams: MicroStreams  # their random numbers
     reminder: WeightReminder  # warns of micro-batches of unequal sizes
-    takes_batch: bool = True  # whether the data are a batch
     scale: float | None = None  # of the loss; None: it isn't scaled
 
 
@@ -155,7 +154,7 @@ def run_passes(
             return call_loss(given.loss_fn, params, buffers, part, rank, differentiated=trained)
 
         def seed_of(outcome: Outcome) -> LossSeed:
-            check_not_empty(part, outcome.loss, outcome.weight, rank, is_batch=given.takes_batch)
+            check_not_empty(part, outcome.loss, outcome.weight, rank)
             return loss_seed_of(outcome, layout, axes.data.size, given.accumulate, given.scale)
 
         with given.streams(i), noting_lost_graphs():

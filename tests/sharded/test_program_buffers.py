@@ -533,30 +533,6 @@ def test_a_batch_that_one_rank_lacks_is_told_to_the_others() -> None:
     run_ranks(run, 2, timeout=20)
 
 
-def test_an_empty_argument_is_no_empty_batch() -> None:
-    """A loss of other arguments may be NaN for reasons of its own, as it may be of whole trees."""
-
-    def of_rows(params: Any, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        return (x @ params["w"]).mean()
-
-    def by_name(params: Any, batch: Any) -> Tensor:
-        return of_rows(params, *batch)
-
-    params = {"w": torch.full((3,), torch.nan, requires_grad=True)}
-    full, none = torch.ones(4, 3), torch.ones(0, 3)
-    assert fz.value_and_grad(of_rows)(params, full, none)[0].isnan()
-
-    def run(group: Any) -> None:
-        sharded = fz.shard_tree(params, level=3, group=group)
-        assert fz.value_and_grad(of_rows)(sharded, full, none)[0].isnan()
-        with pytest.raises(StructureError, match=r"batch is empty.*path 0,.*Aux\(weight"):
-            fz.value_and_grad(of_rows)(sharded, none, none)
-        with pytest.raises(StructureError, match=r"batch is empty.*path 1,.*Aux\(weight"):
-            fz.value_and_grad(by_name)(sharded, batch=(full, none))
-
-    run_ranks(run, 2)
-
-
 # Collectives
 
 
