@@ -429,6 +429,9 @@ def test_trees_that_are_changed_between_steps_stay_trained_or_read_only(level: i
         assert all(leaf.requires_grad for leaf in optree.tree_leaves(mean))
         return {**value, "mean": mean}
 
+    def swapped(value: Any) -> Any:
+        return {**value, "a": value["mean"], "mean": value["a"]}
+
     def with_one_frozen(value: Any) -> Any:
         leaves, treedef = optree.tree_flatten(value["b"])
         return {**value, "b": treedef.unflatten([0.5 * leaves[0].detach(), *leaves[1:]])}
@@ -438,7 +441,7 @@ def test_trees_that_are_changed_between_steps_stay_trained_or_read_only(level: i
 
     def train(step: Any, x: Tensor, unshard: Any) -> list[Any]:
         state, wholes = step.init(first_noisy, first_noisy), []
-        for change in (clamped, averaged, with_one_frozen):
+        for change in (clamped, averaged, swapped, with_one_frozen):
             state, _ = step(state.replace(value=change(state.value)), x)
             wholes.append(unshard(state))
             wholes.append(unshard(state.replace(value=change(state.value))))
@@ -456,6 +459,51 @@ def test_trees_that_are_changed_between_steps_stay_trained_or_read_only(level: i
             # Whole steps go on from it as from their own
             assert whole.trained is not None
             step(whole, x)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_gradient_that_a_leaf_collects_ends_with_its_step(donate: bool) -> None:
+    """Leaves of the next state are others, as in one process."""
+
+    def loss_fn(params: Any, buffers: Any, batch: Any) -> Tensor:
+        return apply_noisy(params, batch).square().mean()
+
+    x = batches(1)[0]["noise"]
+    train = fz.train_step(loss_fn, optim.sgd(0.1))
+    idle = fz.program_step(lambda params, x: (params, {}), init=lambda params: params)
+
+    def sums(step: Any, x: Tensor, params_of: Any) -> list[float]:
+        state, found = step.init(first_noisy), []
+        for _ in range(3):
+            for leaf in optree.tree_leaves(params_of(state)):
+                leaf.square().sum().backward()
+                found.append(float(leaf.grad.sum()))
+            state, _ = step(state, x)
+        return found
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(train, level=0, group=group, donate=donate)
+        of_train = sums(sharded, part(x, group), lambda state: state.params)
+        assert of_train == pytest.approx(sums(train, x, lambda state: state.params))
+        of_idle = sums(fz.shard(idle, level=0, group=group), x, lambda state: state.value)
+        assert of_idle == pytest.approx(sums(idle, x, lambda state: state.value))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_frozen_tree_that_is_cut_like_a_trained_one_is_read_only(level: int) -> None:
+    def loss(trees: Any, x: Tensor) -> Tensor:
+        return apply_noisy(trees[0], x).mean() + apply_noisy(trees[1], x).mean()
+
+    def run(group: Any) -> None:
+        params = fz.shard_tree(first_noisy, level=level, group=group)
+        teacher = fz.shard_tree(tree_map(Tensor.detach, first_noisy), layout_like=params)
+        _, (grads, of_teacher) = fz.value_and_grad(loss)((params, teacher), batches(1)[0]["noise"])
+        assert optree.tree_leaves(grads)
+        assert not optree.tree_leaves(of_teacher)
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("level", [0, 3])
