@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -56,6 +56,21 @@ def in_a_loss() -> Iterator[None]:
 def is_in_a_loss() -> bool:
     """Whether a sharded loss runs in this thread."""
     return _IN_A_LOSS.get()
+
+
+# Told of the leaves of sharded trees that somebody reads in this thread
+Reader = Callable[["ShardedTree", Sequence[Tensor | None]], None]
+_READER: ContextVar[Reader | None] = ContextVar("_READER", default=None)
+
+
+@contextmanager
+def reading_leaves(reader: Reader) -> Iterator[None]:
+    """Tell the reader of the trees whose leaves are read inside, and of these leaves."""
+    token = _READER.set(reader)
+    try:
+        yield
+    finally:
+        _READER.reset(token)
 
 
 @dataclass(frozen=True)
@@ -230,6 +245,9 @@ class ShardedTree(OnEngine):
                     parts.append(self._views(flat, bucket))
             self._tree = to_tree(parts, layout)
             self._known.remember(self._leaves())
+        reader = _READER.get()
+        if reader is not None:
+            reader(self, self._leaves())
         return self._tree
 
     @torch.no_grad()

@@ -55,6 +55,7 @@ from .params import (
     publish,
 )
 from .passes import Differentiated, run_passes
+from .piece_watch import unwatched
 from .state import all_gather_state, lay_out_state
 
 
@@ -116,7 +117,7 @@ class ShardedEngine:
             TransformError: a transform does what its `needs` says it does not.
         """
         axes = self.options.axes
-        with sharing_failures(*axes.groups, call="optimizer init"), torch.no_grad():
+        with sharing_failures(*axes.groups, call="optimizer init"), torch.no_grad(), unwatched():
             self._check_held(params)
             if params.is_read_only:
                 raise StructureError(
@@ -157,7 +158,7 @@ class ShardedEngine:
                 is another transform's.
         """
         groups = self.options.axes.groups
-        with sharing_failures(*groups, call="optimizer update"), torch.no_grad():
+        with sharing_failures(*groups, call="optimizer update"), torch.no_grad(), unwatched():
             self._check_held(params)
             self._check_pieces(updates, params)
             self._check_opt_state(transform, state, params)
@@ -227,6 +228,7 @@ class ShardedEngine:
         with ExitStack() as stack:
             groups = self.options.axes.groups
             stack.enter_context(sharing_failures(*groups, call="value_and_grad"))
+            stack.enter_context(unwatched())
             call.check(self.rank)
             if any(not _is_sharded(node) for node in nodes[:num_trained]):
                 raise StructureError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import optree
@@ -50,6 +51,7 @@ from .background import BackgroundTasks
 from .engine import ShardedEngine, join_layouts, next_number
 from .failures import sharing_failures
 from .options import Options
+from .piece_watch import PieceWatch
 from .refit import agree_on_refit, carried, check_same_ranks
 from .state import part_of_state
 
@@ -126,7 +128,8 @@ class ShardedProgramStep:
         cut = {name: self._cut(given[name], layout) for name, layout in layouts.items()}
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
-        value = self.unsharded.first_value(*own)
+        with PieceWatch(self.group.rank).running():
+            value = self.unsharded.first_value(*own)
         check_value(value, self.group.rank)
         value = tree_map(_known_as_trained, value, is_leaf=is_on_engine)
         sharding = self._sharding(layouts)
@@ -182,7 +185,9 @@ class ShardedProgramStep:
         with failures, self.gather_order.forgotten_on_failure(), torch.no_grad():
             self.check_state(state)
             value = self._marked(state, state.value)
-            with streams(state.seed, state.step, _device_of(value)) as running:
+            watch = PieceWatch(axes.world.rank)
+            watched = watch.running() if is_looked_at(int(state.step)) else nullcontext()
+            with streams(state.seed, state.step, _device_of(value)) as running, watched:
                 result = self.unsharded.program(value, *args)
             new, metrics = check_result(result, axes.world.rank)
             check_next_value(*_without_uncut(value, new), axes.world.rank)

@@ -398,10 +398,13 @@ def test_a_second_interrupt_kills_the_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_end_after_an_interrupt_are_killed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     module = importlib.import_module("functorch_zero.groups.launch")  # the name is a function's
     monkeypatch.setattr(module, "_SECONDS_AFTER_INTERRUPT", 0.5)
+    # A shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def fn() -> None:
         if dist.get_rank() == 0:

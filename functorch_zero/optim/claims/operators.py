@@ -25,7 +25,7 @@ from ...errors import TransformError
 from ...tree import PyTree, named_leaves
 
 # Ways to a tensor's values or address that run no operator
-_HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
+HOST_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 # Elementwise, or moving elements only, though neither tagged nor a view by their schema
 _MOVES = {
@@ -83,7 +83,7 @@ class Watch:
         """
         self._given, self._inputs = given, {}
         # Versions tell of a write afterwards, whichever way it was made
-        for x in _tensors(optree.tree_leaves(given)):
+        for x in tensors_among(optree.tree_leaves(given)):
             self._inputs[storage_id(x)] = x, version_of(x)
         if operators:
             # The state needs no mark: tensors made of leaves in earlier runs still have theirs
@@ -134,7 +134,7 @@ class Watch:
         if self._paused:
             return func(*args, **kwargs)
         # Refusals come before the operator runs, so nothing is changed by then
-        kind = _kind_of(func)
+        kind = kind_of(func)
         if kind.random:
             remedy = (
                 "across.normal(updates, seed=seed, step=count), or across.uniform or .rademacher, "
@@ -145,9 +145,9 @@ class Watch:
         # Arguments may be passed by position or by name
         for i, argument in kind.written:
             written.append(args[i] if i < len(args) else kwargs.get(argument))
-        for x in _tensors(*written):
+        for x in tensors_among(*written):
             self._refuse_change(storage_id(x), f"by {func}")
-        given = _tensors(*args, *kwargs.values())
+        given = tensors_among(*args, *kwargs.values())
         # One marked operand is enough: the result depends on values of leaves
         marked = next((x for x in given if storage_id(x) in self._marked), None)
         if marked is not None:
@@ -172,13 +172,13 @@ class Watch:
         if self._paused:
             return
         # Numbers that are not made of leaves may be read: counts are the same on all ranks
-        if func in _HOST_READS and storage_id(x) in self._marked:
+        if func in HOST_READS and storage_id(x) in self._marked:
             self._refuse_reading(f"Tensor.{func.__name__}")
         if func == _SET_DATA:
             self._refuse_change(storage_id(x), "by setting .data")
 
     def _mark(self, *made: Any) -> None:
-        self._marked |= {storage_id(x): x.untyped_storage() for x in _tensors(*made)}
+        self._marked |= {storage_id(x): x.untyped_storage() for x in tensors_among(*made)}
 
     def _refuse_change(self, key: int, how: str) -> None:
         """Refuse to change the input in this storage, if there is one."""
@@ -239,7 +239,7 @@ class _Kind(NamedTuple):
 
 
 @functools.cache
-def _kind_of(func: Any) -> _Kind:
+def kind_of(func: Any) -> _Kind:
     # Cached by the overload: a schema doesn't change
     name, tags = func.overloadpacket.__name__, func.tags
     makes_new = name.endswith("_like") or name.startswith("new_")
@@ -269,13 +269,13 @@ def _fills_a_mask(func: Any, args: Sequence[Any]) -> bool:
     return is_mask and not others and value.numel() == 1
 
 
-def _tensors(*values: Any) -> Iterator[Tensor]:
+def tensors_among(*values: Any) -> Iterator[Tensor]:
     """The tensors among some arguments, and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(*value)
+            yield from tensors_among(*value)
 
 
 def _line() -> str:

@@ -1,0 +1,193 @@
+"""`PieceWatch`: refuses functions of pieces that give other numbers than those of whole leaves.
+
+A program computes with the leaves of sharded trees by `tree_map`. On ranks many of them are pieces,
+1-D and a part of their leaf. Elementwise functions of pieces of the same extent are those of whole
+leaves. All others, such as a sum, are of this rank's part alone, and nothing would tell.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import optree
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .._torch_private import QuickDispatchMode
+from ..errors import StructureError, explain
+from ..layout.extent import Extent
+from ..layout.levels import level_of
+from ..layout.sharded_tree import ShardedTree, reading_leaves
+from ..optim.claims.operators import HOST_READS, kind_of, tensors_among
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# Their frames are nobody's: functions of the user's are called from there
+_BETWEEN = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
+
+# Views that leave each element in its place, if the shape stays; a transposed piece is no piece
+_VIEWS_OF_ALL = {"_conj", "_neg_view", "alias", "detach", "expand", "view"}
+
+# The watch of the program that runs in this thread, outside of the library's calls
+_RUNNING: ContextVar[PieceWatch | None] = ContextVar("_RUNNING", default=None)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Let everything pass inside: a loss, or an optimizer, which have checks of their own."""
+    watch = _RUNNING.get()
+    if watch is None:
+        yield
+        return
+    watch.stop()
+    try:
+        yield
+    finally:
+        watch.start()
+
+
+class PieceWatch:
+    """Watches the operators of one call of a program, on this rank."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        # Leaves that are pieces, and what elementwise operators have made of them
+        self._extents = WeakIdKeyDictionary()
+        self._stack = ExitStack()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch the program that runs inside."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        """Begin, or go on."""
+        token = _RUNNING.set(self)
+        self._stack.callback(_RUNNING.reset, token)
+        self._stack.enter_context(reading_leaves(self.note))
+        self._stack.enter_context(_Functions(self))
+        self._stack.enter_context(_Operators(self))
+
+    def stop(self) -> None:
+        """End, or pause. Operators are not slowed down then, and units may be compiled."""
+        self._stack.close()
+
+    def note(self, tree: ShardedTree, leaves: Sequence[Tensor | None]) -> None:
+        """Remember the extents of a tree's leaves, which somebody reads."""
+        layout = tree.sharding.layout
+        extents = tree.holding.extents()
+        for (b, _), leaf, extent in zip(layout.places, leaves, extents, strict=True):
+            is_piece = tree.holding.form == "pieces" or level_of(layout.buckets[b]).cuts_params
+            if is_piece and isinstance(leaf, Tensor):
+                self._extents[leaf] = extent
+
+    def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one operator, or refuse it."""
+        given = [*tensors_among(*args, *kwargs.values())]
+        pieces = [x for x in given if x in self._extents]
+        if not pieces or not _is_users():
+            return func(*args, **kwargs)
+        kind, extent = kind_of(func), self._extents[pieces[0]]
+        if kind.random:
+            self._refuse(f"{func} draws other numbers on each rank", extent, _DRAW)
+        if kind.reads_values:
+            self._refuse(f"{func} reads their values", extent, _ASK)
+        moves = func.is_view and func.overloadpacket.__name__ not in _VIEWS_OF_ALL
+        if moves or not kind.elementwise:
+            self._refuse(f"{func} is not elementwise", extent, _ASK)
+        for x in given:
+            other = self._extents.get(x)
+            if other is None and x.dim() > 0:
+                self._refuse(f"{func} combines them with a tensor of shape {(*x.shape,)}", extent)
+            if other not in (None, extent):
+                self._refuse(f"{func} combines them with pieces of another leaf", extent)
+        shape = pieces[0].shape
+        made = func(*args, **kwargs)
+        for x in tensors_among(made):
+            if x.shape != shape:
+                self._refuse(f"{func} makes shape {(*x.shape,)} of {(*shape,)}", extent)
+            self._extents[x] = extent
+        return made
+
+    def see_function(self, func: Any, x: Tensor) -> None:
+        """Refuse to hand values to Python or numpy."""
+        if func in HOST_READS and x in self._extents and _is_users():
+            self._refuse(f"Tensor.{func.__name__} reads their values", self._extents[x], _ASK)
+
+    def _refuse(self, story: str, extent: Extent, remedy: str = "") -> NoReturn:
+        raise StructureError(
+            explain(
+                f"a program uses pieces of leaves as if they were whole: {story}{_users_line()}",
+                expected="elementwise functions of the leaves of trees that are cut alike",
+                got=f"elements {extent.start} to {extent.stop} of a leaf of shape {extent.shape}",
+                rank=self.rank,
+                remedy=remedy or _ELEMENTWISE,
+            )
+        )
+
+
+_ASK = (
+    "fz.dot(a, b) for sums over a tree; a loss of fz.value_and_grad, or a transform that says what "
+    "it needs, for all else; whole = fz.unshard(tree) makes whole leaves"
+)
+_DRAW = "fz.random.normal(tree), uniform or rademacher"
+_ELEMENTWISE = (
+    "make tensors by tree_map of the same tree, torch.zeros_like for one; or compute with whole "
+    "leaves, fz.unshard(tree)"
+)
+
+
+class _Operators(QuickDispatchMode):
+    def __init__(self, watch: PieceWatch):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._watch.see(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Sees the few ways to values that run no operator."""
+
+    def __init__(self, watch: PieceWatch):
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], Tensor):
+            self._watch.see_function(func, args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _users_frame() -> Any:
+    """The innermost frame outside of torch and optree, from the operator outwards."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file != __file__ and not file.startswith((*_BETWEEN, "<")):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_users() -> bool:
+    """Whether an operator is called by the user's code, not by this library's."""
+    frame = _users_frame()
+    return frame is None or not frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def _users_line() -> str:
+    frame = _users_frame()
+    if frame is None:
+        return ""
+    return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"

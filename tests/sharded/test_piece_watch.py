@@ -1,0 +1,172 @@
+"""Functions of pieces in programs: elementwise ones pass, others are refused on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.errors import StructureError
+from functorch_zero.groups import run_ranks
+from functorch_zero.testing import assert_equal_values
+from tests.tiers import thinned
+
+torch.manual_seed(0)
+FIRST = {
+    "a": torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+    "b": torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+    "scale": torch.tensor(0.5, dtype=torch.float64, requires_grad=True),
+}
+X = torch.randn(8, 3, dtype=torch.float64)
+sgd = optim.sgd(0.1)
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    return (params["scale"] * (x @ params["a"]).tanh() * (x @ params["b"])).square().mean()
+
+
+def step_with(change: Callable[[Any, Any], Any]) -> Any:
+    """A program that changes its gradients; it is given them, and the params."""
+
+    def program(params: Any, x: Tensor) -> Any:
+        value, grads = fz.value_and_grad(loss)(params, x)
+        grads = change(grads, params)
+        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g, grads)), {"loss": value}
+
+    return fz.program_step(program, init=lambda params: params)
+
+
+def part(x: Tensor, group: Any) -> Tensor:
+    return x.chunk(group.size)[group.rank]
+
+
+def norm_by_hand(grads: Any, params: Any) -> Any:
+    norm = sum(g.square().sum() for g in grads.values()).sqrt()
+    return tree_map(lambda g: g / norm, grads)
+
+
+def mixed_leaves(grads: Any, params: Any) -> Any:
+    changed = tree_map(lambda g: g, grads)
+    changed["a"] = grads["a"] * grads["scale"]
+    return changed
+
+
+WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "norm": (norm_by_hand, "aten.sum.* is not elementwise"),
+    "max": (lambda g, p: tree_map(lambda g: g / g.abs().max(), g), "not elementwise"),
+    "columns": (lambda g, p: tree_map(lambda g: g - g.mean(0), g), "not elementwise"),
+    "vector": (
+        lambda g, p: torch.cat([g["a"], g["b"]]).numel() and g,
+        "makes shape|pieces of another",
+    ),
+    "first": (lambda g, p: tree_map(lambda g: g * g.reshape(-1)[:1].sum(), g), "not elementwise"),
+    "noise": (lambda g, p: tree_map(lambda g: g + torch.randn_like(g), g), "draws other"),
+    "dropout": (lambda g, p: tree_map(lambda g: torch.dropout(g, 0.5, True), g), "draws other"),
+    "table": (lambda g, p: tree_map(lambda g: g * torch.ones(g.shape), g), "tensor of shape"),
+    "other leaf": (mixed_leaves, "pieces of another leaf"),
+    "read": (lambda g, p: tree_map(lambda g: g * len(g.nonzero()), g), "reads their"),
+    "numpy": (lambda g, p: tree_map(lambda g: torch.from_numpy(g.numpy()), g), "reads their"),
+    "cumulated": (lambda g, p: tree_map(lambda g: g.cumsum(0), g), "not elementwise"),
+}
+
+RIGHT: dict[str, Callable[[Any, Any], Any]] = {
+    "by dot": lambda g, p: tree_map(lambda x: x / fz.dot(g, g).sqrt(), g),
+    "elementwise": lambda g, p: tree_map(lambda g: g.clamp(-1, 1) + torch.sign(g) * g**2, g),
+    "a like": lambda g, p: tree_map(lambda g: torch.where(g > 0, g, torch.zeros_like(g)), g),
+    "in place": lambda g, p: tree_map(lambda g: g.clone().mul_(0.5).add_(g), g),
+    "random": lambda g, p: tree_map(lambda g, n: g + 0.1 * n, g, fz.random.normal(g)),
+    "cast": lambda g, p: tree_map(lambda g: g.float().double(), g),
+    "optimizer": lambda g, p: sgd.update(g, sgd.init(p), p)[0],
+    "clipped": lambda g, p: optim.clip_by_global_norm(0.1).update(
+        g, optim.clip_by_global_norm(0.1).init(p), p
+    )[0],
+}
+
+
+@pytest.mark.parametrize("level", thinned([0, 1, 2, 3], 3))
+@pytest.mark.parametrize("name", WRONG)
+def test_functions_that_are_not_elementwise_are_refused(name: str, level: int) -> None:
+    change, story = WRONG[name]
+    step = step_with(change)
+    step(step.init(FIRST), X)  # right on whole leaves
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        state = sharded.init(FIRST)
+        with pytest.raises(StructureError, match=rf"as if they were whole: .*({story}).*Remedy"):
+            sharded(state, part(X, group))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("level", thinned([0, 1, 2, 3], 3))
+@pytest.mark.parametrize("name", RIGHT)
+def test_elementwise_functions_pass(name: str, level: int) -> None:
+    step = step_with(RIGHT[name])
+    expected, _ = step(step.init(FIRST), X)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=level, group=group)
+        state, _ = sharded(sharded.init(FIRST), part(X, group))
+        return sharded.unshard(state)
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(expected, whole)
+
+
+def test_a_transposed_piece_is_refused() -> None:
+    """A piece is 1-D, and would be its own transpose."""
+    first = {"w": torch.randn(3, 3, dtype=torch.float64, requires_grad=True)}
+
+    def program(params: Any, x: Tensor) -> Any:
+        _, grads = fz.value_and_grad(lambda p, x: (x @ p["w"]).square().mean())(params, x)
+        return fz.apply_updates(params, tree_map(lambda g: -g.T, grads)), {}
+
+    step = fz.program_step(program, init=lambda params: params)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=1, group=group)
+        with pytest.raises(StructureError, match="not elementwise"):
+            sharded(sharded.init(first), part(X, group))
+
+    run_ranks(run, 2)
+
+
+def test_init_is_watched_too() -> None:
+    def init(params: Any) -> Any:
+        return {"params": params, "size": sum(p.abs().sum() for p in params.values())}
+
+    step = fz.program_step(lambda value: (value, {}), init=init)
+
+    def run(group: Any) -> None:
+        with pytest.raises(StructureError, match=r"not elementwise.*test_piece_watch\.py:\d+"):
+            fz.shard(step, level=3, group=group).init(FIRST)
+        whole = fz.shard(step, level=1, group=group)  # held whole: right as it stands
+        assert_equal_values(step.init(FIRST), whole.unshard(whole.init(FIRST)))
+
+    run_ranks(run, 2)
+
+
+def test_held_leaves_that_are_whole_may_be_used_at_will() -> None:
+    def program(params: Any, x: Tensor) -> Any:
+        value, grads = fz.value_and_grad(loss)(params, x)
+        size = sum(p.square().sum() for p in optree.tree_leaves(params))
+        return fz.apply_updates(params, tree_map(lambda g: -0.1 * g / size, grads)), {"l": value}
+
+    step = fz.program_step(program, init=lambda params: params)
+    expected, _ = step(step.init(FIRST), X)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=2, group=group)
+        state, _ = sharded(sharded.init(FIRST), part(X, group))
+        return sharded.unshard(state)
+
+    for whole in run_ranks(run, 2):
+        assert_equal_values(expected, whole)
