@@ -162,7 +162,16 @@ class Across(ABC):
         return _one_or_all(self.reduce(trees, "norm"))
 
     def max(self, *trees: Tree) -> Any:
-        """Per leaf, the largest element, 0-d (for an empty leaf -inf, or the smallest integer)."""
+        """Per leaf, the largest element, 0-d (for an empty leaf -inf, or the smallest integer).
+
+        Raises:
+            TransformError: a leaf is complex, and has no order.
+        """
+        if any(leaf.is_complex() for leaf in optree.tree_leaves(trees)):
+            raise TransformError(
+                "across.max was asked of a complex leaf, whose elements have no order. Remedy: "
+                "across.max(tree_map(torch.abs, tree))"
+            )
         return _one_or_all(self.reduce(trees, "max"))
 
     # One number per tree

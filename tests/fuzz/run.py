@@ -80,10 +80,11 @@ def outcome(case: Case) -> Outcome:
 
 
 def _check_tame(run: list[Seen]) -> None:
-    """Raise where leaves have grown so that round-off has, too."""
-    largest = max(_largest(leaf) for leaf in run[-1].params.values() if leaf.numel())
-    if not largest < LARGE:
-        raise OverflowError(f"leaves have grown to {largest:.2g}")
+    """Raise where leaves have grown so that round-off has, too. NaNs are left of infinities."""
+    for seen in run:
+        largest = max(_largest(leaf) for leaf in seen.params.values() if leaf.numel())
+        if not largest < LARGE:
+            raise OverflowError(f"leaves have grown to {largest:.2g}")
 
 
 def run_on_ranks(case: Case, folder: Path) -> list[list[Seen]]:

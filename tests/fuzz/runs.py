@@ -54,9 +54,12 @@ def in_micro_batches(batch: Batch, count: int) -> list[Batch]:
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """What weighs nothing is left out, also when it is a NaN."""
-    terms = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
-    return sum(terms[1:], terms[0]) / sum(weights)
+    """In double precision, rounded once. Values that weigh nothing are left out, NaNs too."""
+    dtype = values[0].dtype
+    wide = [value.to(torch.promote_types(dtype, torch.float64)) for value in values]
+    terms = [value * weight for value, weight in zip(wide, weights, strict=True) if weight]
+    mean = sum(terms[1:], terms[0]) / sum(weights)
+    return mean.to(dtype) if dtype.is_floating_point or dtype.is_complex else mean
 
 
 def mean_of_named(given: Sequence[Named], weights: Sequence[float]) -> Named:

@@ -158,3 +158,14 @@ def test_a_step_refuses_a_complex_update_of_a_real_leaf(level: int | None) -> No
             own(own.init(params), torch.ones(4))
 
     run_ranks(run, 1 if level is None else 2)
+
+
+def test_the_largest_element_of_a_complex_leaf_is_refused() -> None:
+    def update(updates: Any, state: Any, params: Any, across: Any) -> Any:
+        largest = across.max(updates)
+        return tree_map(torch.div, updates, largest), state
+
+    by_largest = optim.with_statistics(optim.base.init_empty, update)
+    params = {"w": torch.ones(3, dtype=torch.complex128, requires_grad=True)}
+    with pytest.raises(TransformError, match=r"across\.max.*complex leaf.*Remedy.*torch\.abs"):
+        by_largest.update(tree_map(torch.ones_like, params), by_largest.init(params), params)
