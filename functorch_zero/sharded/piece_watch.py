@@ -17,20 +17,21 @@ from typing import Any, NoReturn
 import optree
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_private import QuickDispatchMode
 from ..errors import StructureError, explain
 from ..layout.extent import Extent
 from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree, reading_leaves
-from ..optim.claims.operators import HOST_READS, kind_of, tensors_among
+from ..optim.claims import operators
+from ..optim.claims.operators import HOST_READS, kind_of, tensors_among, watching
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Their frames are nobody's: functions of the user's are called from there
 _BETWEEN = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
 
+# Files whose frames are of the watch itself
+_WATCHING = {__file__, operators.__file__}
 # Views that leave each element in its place, if the shape stays; a transposed piece is no piece
 _VIEWS_OF_ALL = {"_conj", "_neg_view", "alias", "detach", "expand", "view"}
 
@@ -75,8 +76,7 @@ class PieceWatch:
         token = _RUNNING.set(self)
         self._stack.callback(_RUNNING.reset, token)
         self._stack.enter_context(reading_leaves(self.note))
-        self._stack.enter_context(_Functions(self))
-        self._stack.enter_context(_Operators(self))
+        self._stack.enter_context(watching(self))
 
     def stop(self) -> None:
         """End, or pause. Operators are not slowed down then, and units may be compiled."""
@@ -147,34 +147,12 @@ _ELEMENTWISE = (
 )
 
 
-class _Operators(QuickDispatchMode):
-    def __init__(self, watch: PieceWatch):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._watch.see(func, args, kwargs or {})
-
-
-class _Functions(TorchFunctionMode):
-    """Sees the few ways to values that run no operator."""
-
-    def __init__(self, watch: PieceWatch):
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], Tensor):
-            self._watch.see_function(func, args[0])
-        return func(*args, **(kwargs or {}))
-
-
 def _users_frame() -> Any:
     """The innermost frame outside of torch and optree, from the operator outwards."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file != __file__ and not file.startswith((*_BETWEEN, "<")):
+        if file not in _WATCHING and not file.startswith((*_BETWEEN, "<")):
             return frame
         frame = frame.f_back
     return None

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import optree
 import torch
@@ -96,8 +96,7 @@ class Watch:
         try:
             with ExitStack() as stack:
                 if operators:
-                    stack.enter_context(_Functions(self))
-                    stack.enter_context(_Operators(self))
+                    stack.enter_context(watching(self))
                 yield
         except TransformError as error:
             if self.name in str(error):  # this watch's own
@@ -205,26 +204,43 @@ class Watch:
         raise TransformError(f"{self.name} {story}{line}. Remedy: {remedy}")
 
 
+class Watcher(Protocol):
+    """Sees what runs inside of `watching`."""
+
+    def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one of ATen's operators, or refuse it."""
+        ...
+
+    def see_function(self, func: Any, x: Tensor) -> None:
+        """Refuse a function whose first argument is x, or let it run."""
+        ...
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Show the watcher each operator that runs inside, and the few ways to values that run none."""
+    with _Functions(watcher), _Operators(watcher):
+        yield
+
+
 # Below autograd and composite functions, so these are ATen's own operators
 class _Operators(QuickDispatchMode):
-    def __init__(self, watch: Watch):
+    def __init__(self, watcher: Watcher):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
+        self._watcher = watcher
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._watch.see(func, args, kwargs or {})
+        return self._watcher.see(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):
-    """Sees the few ways to the values that run no operator."""
-
-    def __init__(self, watch: Watch):
+    def __init__(self, watcher: Watcher):
         super().__init__()
-        self._watch = watch
+        self._watcher = watcher
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], Tensor):
-            self._watch.see_function(func, args[0])
+            self._watcher.see_function(func, args[0])
         return func(*args, **(kwargs or {}))
 
 
