@@ -290,8 +290,7 @@ def held_flats_of(
     pieces = {n: next(leaves) for n in _trained_numbers(layout)}  # by the leaf's number
     for bucket, flat in zip(layout.buckets, flats, strict=True):
         if bucket.trainable:
-            # A user's function may have given another shape
-            in_bucket = [pieces[n].reshape(-1) for n in bucket.leaves]
+            in_bucket = [pieces[n] for n in bucket.leaves]
             own = flat_of_pieces(in_bucket, bucket, axes.piece_number)
             # Never in place: the state's own params stay as they are
             flat = torch.empty_like(flat)

@@ -17,7 +17,7 @@ from ..errors import StructureError, explain
 from ..model.casting import CastParams
 from ..model.lazy_param import make_whole
 from ..model.untouched import Untouched, is_looked_at
-from ..tree import PyTree, merge, same_structure
+from ..tree import PyTree, check_tensors, merge, named_leaves, same_structure
 from .loss import (
     Aux,
     Metrics,
@@ -104,8 +104,31 @@ class EvalStep:
         whole, or this rank's pieces."""
         assert self.params is not None
         found = self.params(opt_state, params)
-        same_structure(params, found, what="what eval_step(params=...) gave")
+        same_structure(params, found, what="the tree that eval_step(params=...) gave")
+        _check_fits(params, found)
         return found
+
+
+def _check_fits(params: PyTree[Tensor], chosen: PyTree[Tensor]) -> None:
+    """Raise if a chosen leaf has another shape or dtype than the param whose place it takes.
+
+    Ranks hold it in the param's place, and would round it to the param's dtype.
+    """
+    check_tensors(chosen, "the tree that eval_step(params=...) gave")
+    given = named_leaves(chosen)
+    for path, param in named_leaves(params).items():
+        expected = tuple(param.shape), param.dtype
+        got = tuple(given[path].shape), given[path].dtype
+        if got != expected:
+            raise StructureError(
+                explain(
+                    "eval_step(params=...) gave a leaf that can't take its param's place",
+                    path=path,
+                    expected=expected,
+                    got=got,
+                    remedy="cast it there, `average.to(param.dtype)`, on the unsharded step too",
+                )
+            )
 
 
 def eval_step(

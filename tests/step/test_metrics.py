@@ -278,3 +278,23 @@ def test_a_mean_of_another_structure_is_refused() -> None:
     )
     with pytest.raises(StructureError, match=r"eval_step\(params=\.\.\.\) gave"):
         evaluate(step.init(params, buffers), None)
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_a_mean_of_another_dtype_or_shape_is_refused(level: int | None) -> None:
+    step, params, buffers = models.mlp().step(optim.sgd(0.1))
+    chosen = {
+        "dtype": lambda _, params: tree_map(lambda p: p.to(torch.complex64), params),
+        "shape": lambda _, params: tree_map(lambda p: p[None], params),
+    }
+
+    def run(group: Any) -> None:
+        for params_of in chosen.values():
+            evaluate = eval_step(lambda p, b, batch: {}, params=params_of)
+            ours, theirs = step, evaluate
+            if level is not None:
+                ours, theirs = (shard(s, level=level, group=group) for s in (step, evaluate))
+            with pytest.raises(StructureError, match=r"can't take its param's place: path .*cast"):
+                theirs(ours.init(params, buffers), None)
+
+    run(None) if level is None else run_ranks(run, 2)
