@@ -30,8 +30,29 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Their frames are nobody's: functions of the user's are called from there
 _BETWEEN = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, optree))
 
-# Files whose frames are of the watch itself
-_WATCHING = {__file__, operators.__file__}
+# Files whose frames are of the watch itself, or torch's way from a tensor's method to it
+_WATCHING = {
+    __file__,
+    operators.__file__,
+    torch.overrides.__file__,
+    Tensor.__len__.__code__.co_filename,  # type: ignore[attr-defined]
+}
+# Ways to the place and the extents of elements that run no operator
+_SHAPE_READS = (
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.__len__,
+    Tensor.numel,
+    Tensor.nelement,
+    torch.numel,
+    Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+    Tensor.stride,
+    Tensor.storage_offset,
+    Tensor.untyped_storage,
+)
 # Views that leave each element in its place, if the shape stays; a transposed piece is no piece
 _VIEWS_OF_ALL = {"_conj", "_neg_view", "alias", "detach", "expand", "view"}
 
@@ -120,9 +141,13 @@ class PieceWatch:
         return made
 
     def see_function(self, func: Any, x: Tensor) -> None:
-        """Refuse to hand values to Python or numpy."""
-        if func in HOST_READS and x in self._extents and _is_users():
+        """Refuse to hand values to Python or numpy, and to tell a piece's own shape."""
+        if x not in self._extents:
+            return
+        if func in HOST_READS and _is_users():
             self._refuse(f"Tensor.{func.__name__} reads their values", self._extents[x], _ASK)
+        if func in _SHAPE_READS and _is_called_by_user():
+            self._refuse(f"{_read_by(func)} is of this rank's part", self._extents[x], _SHAPES)
 
     def _refuse(self, story: str, extent: Extent, remedy: str = "") -> NoReturn:
         raise StructureError(
@@ -139,6 +164,11 @@ class PieceWatch:
 _ASK = (
     "fz.dot(a, b) for sums over a tree; a loss of fz.value_and_grad, or a transform that says what "
     "it needs, for all else; whole = fz.unshard(tree) makes whole leaves"
+)
+_SHAPES = (
+    "read shapes of whole params before the step, by path, and use optree.tree_map_with_path; "
+    "optim.masked for an optimizer of some leaves; fz.dot(ones, ones), ones made by "
+    "torch.ones_like, for a number of elements"
 )
 _DRAW = "fz.random.normal(tree), uniform or rademacher"
 _ELEMENTWISE = (
@@ -162,6 +192,20 @@ def _is_users() -> bool:
     """Whether an operator is called by the user's code, not by this library's."""
     frame = _users_frame()
     return frame is None or not frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def _is_called_by_user() -> bool:
+    """Whether the user's code itself calls a function; torch's Python code asks for shapes, too."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_filename in _WATCHING:
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith((*_BETWEEN, _PACKAGE))
+
+
+def _read_by(func: Any) -> str:
+    """A function's name for errors; an attribute's, where it reads one."""
+    attribute = getattr(func, "__self__", None)
+    return f"Tensor.{getattr(attribute, '__name__', func.__name__)}"
 
 
 def _users_line() -> str:
