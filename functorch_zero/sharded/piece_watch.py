@@ -35,7 +35,7 @@ _WATCHING = {
     __file__,
     operators.__file__,
     torch.overrides.__file__,
-    Tensor.__len__.__code__.co_filename,  # type: ignore[attr-defined]
+    Tensor.__len__.__code__.co_filename,
 }
 # Ways to the place and the extents of elements that run no operator
 _SHAPE_READS = (
