@@ -58,8 +58,9 @@ def is_in_a_loss() -> bool:
     return _IN_A_LOSS.get()
 
 
-# Told of the leaves of sharded trees that somebody reads in this thread
-Reader = Callable[["ShardedTree", Sequence[Tensor | None]], None]
+# Told of the sharded trees and optimizers' states that somebody reads in this thread, and of their
+# leaves
+Reader = Callable[[Any, Sequence[Any]], None]
 _READER: ContextVar[Reader | None] = ContextVar("_READER", default=None)
 
 
@@ -71,6 +72,13 @@ def reading_leaves(reader: Reader) -> Iterator[None]:
         yield
     finally:
         _READER.reset(token)
+
+
+def tell_reader(node: Any, leaves: Callable[[], Sequence[Any]]) -> None:
+    """Tell the reader, if there is one, that the leaves of a tree or state are read."""
+    reader = _READER.get()
+    if reader is not None:
+        reader(node, leaves())
 
 
 @dataclass(frozen=True)
@@ -245,9 +253,7 @@ class ShardedTree(OnEngine):
                     parts.append(self._views(flat, bucket))
             self._tree = to_tree(parts, layout)
             self._known.remember(self._leaves())
-        reader = _READER.get()
-        if reader is not None:
-            reader(self, self._leaves())
+        tell_reader(self, self._leaves)
         return self._tree
 
     @torch.no_grad()

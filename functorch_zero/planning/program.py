@@ -21,6 +21,7 @@ from ..params import is_on_engine
 from ..sharded.agreement import Report
 from ..sharded.engine import ShardedEngine
 from ..sharded.options import Options
+from ..sharded.piece_watch import PieceWatch
 from ..sharded.program_step import ShardedProgramStep
 from ..step.loss import Metrics, Outcome, as_metric
 from ..step.program import LossCall
@@ -80,11 +81,13 @@ class ImaginedProgram(ShardedProgramStep):
             given = named_args(self.unsharded.first_value, args)
             return self._first_state(given, self._layouts(given), seed)
 
-    def _agree(self, number: int, value: Any, metrics: Metrics, num_draws: int) -> None:
+    def _agree(
+        self, number: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
+    ) -> None:
         self.watch.enter("metrics")
         # The same message about no results: a digest has the same length whatever it is of
         with self.watch.live.paused():
-            super()._agree(number, (), {}, num_draws)
+            super()._agree(number, (), {}, num_draws, PieceWatch(self.group.rank))
 
     def _adopt_held(self, given: Any, value: Any) -> None:
         """Give each tensor that is held between steps its kind, before anything is counted."""

@@ -263,6 +263,7 @@ def agree_on_results(
     rest: Mapping[str, str],
     group: Group,
     *,
+    operations: Sequence[str],
     num_draws: int,
     failed: bool,
 ) -> bool:
@@ -274,10 +275,13 @@ def agree_on_results(
         step: its number.
         metrics: by name, 0-d.
         rest: by path, digests of the leaves of the value that every rank holds whole.
+        operations: of the program on parts of leaves, where it was watched.
         num_draws: of `fz.random`.
         failed: whether a background task of this rank has.
     """
-    found = {f"metric {name!r}": float(value).hex() for name, value in metrics.items()}
+    # Causes before their effects
+    found = {f"operation {i} on parts of leaves": told for i, told in enumerate(operations, 1)}
+    found |= {f"metric {name!r}": float(value).hex() for name, value in metrics.items()}
     found |= {f"leaf {path!r}": digest for path, digest in rest.items()}
     found["the number of draws of fz.random"] = str(num_draws)
     log = f"step {step}", *found.items()

@@ -3,6 +3,10 @@
 A program computes with the leaves of sharded trees by `tree_map`. On ranks many of them are pieces,
 1-D and a part of their leaf. Elementwise functions of pieces of the same extent are those of whole
 leaves. All others, such as a sum, are of this rank's part alone, and nothing would tell.
+
+Note [operations]: an elementwise function may still be this rank's own: by a factor that it has
+made of its part of the batch, or in a branch that it alone takes. So the watch writes down each
+operation on a piece, with its numbers, and ranks compare them as they compare the step's results.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from ..layout.levels import level_of
 from ..layout.sharded_tree import ShardedTree, reading_leaves
 from ..optim.claims import operators
 from ..optim.claims.operators import HOST_READS, kind_of, tensors_among, watching
+from ..sharded_optim.sharded_state import ShardedOptState
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Their frames are nobody's: functions of the user's are called from there
@@ -75,12 +80,20 @@ def unwatched() -> Iterator[None]:
 
 
 class PieceWatch:
-    """Watches the operators of one call of a program, on this rank."""
+    """Watches the operators of one call of a program, on this rank.
+
+    Attributes:
+        computes_with_whole: whether an operator was given a leaf that every rank holds whole.
+    """
 
     def __init__(self, rank: int):
         self.rank = rank
+        self.computes_with_whole = False
+        # See Note [operations]: of each the operator, its operands and the line
+        self._operations: list[tuple[Any, list[Any], str]] = []
         # Leaves that are pieces, and what elementwise operators have made of them
         self._extents = WeakIdKeyDictionary()
+        self._whole = WeakIdKeyDictionary()  # a set of leaves that every rank holds
         self._stack = ExitStack()
 
     @contextmanager
@@ -103,20 +116,25 @@ class PieceWatch:
         """End, or pause. Operators are not slowed down then, and units may be compiled."""
         self._stack.close()
 
-    def note(self, tree: ShardedTree, leaves: Sequence[Tensor | None]) -> None:
-        """Remember the extents of a tree's leaves, which somebody reads."""
-        layout = tree.sharding.layout
-        extents = tree.holding.extents()
-        for (b, _), leaf, extent in zip(layout.places, leaves, extents, strict=True):
-            is_piece = tree.holding.form == "pieces" or level_of(layout.buckets[b]).cuts_params
-            if is_piece and isinstance(leaf, Tensor):
+    def note(self, node: ShardedTree | ShardedOptState, leaves: Sequence[Tensor | None]) -> None:
+        """Remember the extents of the leaves of a tree, or of a state, which somebody reads."""
+        for leaf, extent in zip(leaves, extents_of(node), strict=True):
+            if not isinstance(leaf, Tensor):
+                continue
+            if extent is None:
+                self._whole[leaf] = True
+            else:
                 self._extents[leaf] = extent
 
     def see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or refuse it."""
         given = [*tensors_among(*args, *kwargs.values())]
         pieces = [x for x in given if x in self._extents]
-        if not pieces or not _is_users():
+        whole = [x for x in given if x in self._whole]
+        if not (pieces or whole) or not _is_users():
+            return func(*args, **kwargs)
+        if not pieces:
+            self.computes_with_whole = True
             return func(*args, **kwargs)
         kind, extent = kind_of(func), self._extents[pieces[0]]
         if kind.random:
@@ -132,6 +150,8 @@ class PieceWatch:
                 self._refuse(f"{func} combines them with a tensor of shape {(*x.shape,)}", extent)
             if other not in (None, extent):
                 self._refuse(f"{func} combines them with pieces of another leaf", extent)
+        operands = [self._noted(x) for x in (*args, *kwargs.values())]
+        self._operations.append((func, operands, _users_line()))
         shape = pieces[0].shape
         made = func(*args, **kwargs)
         for x in tensors_among(made):
@@ -148,6 +168,23 @@ class PieceWatch:
             self._refuse(f"Tensor.{func.__name__} reads their values", self._extents[x], _ASK)
         if func in _SHAPE_READS and _is_called_by_user():
             self._refuse(f"{_read_by(func)} is of this rank's part", self._extents[x], _SHAPES)
+
+    def operations(self) -> list[str]:
+        """Those on pieces so far, in words that are the same on all ranks. Waits for numbers that
+        are on a device."""
+        told = []
+        for func, operands, line in self._operations:
+            told.append(f"{func} of {', '.join(map(_told, operands))}{line}")
+        return told
+
+    def _noted(self, operand: Any) -> Any:
+        """An operator's operand, to be told later; of a piece its extent."""
+        if isinstance(operand, list | tuple):
+            return [self._noted(x) for x in operand]
+        if not isinstance(operand, Tensor):
+            return operand
+        # What isn't a piece is a number, which the program may change
+        return self._extents[operand] if operand in self._extents else operand.detach().clone()
 
     def _refuse(self, story: str, extent: Extent, remedy: str = "") -> NoReturn:
         raise StructureError(
@@ -177,6 +214,19 @@ _ELEMENTWISE = (
 )
 
 
+def extents_of(node: ShardedTree | ShardedOptState) -> Sequence[Extent | None]:
+    """Per leaf, its extent; None: every rank holds it whole, in its own shape."""
+    if isinstance(node, ShardedOptState):
+        return node.holding.extents()
+    if node.holding.form == "pieces":
+        return node.holding.extents()
+    layout = node.sharding.layout
+    found: list[Extent | None] = []
+    for (b, _), extent in zip(layout.places, node.holding.extents(), strict=True):
+        found.append(extent if level_of(layout.buckets[b]).cuts_params else None)
+    return found
+
+
 def _users_frame() -> Any:
     """The innermost frame outside of torch and optree, from the operator outwards."""
     frame: Any = sys._getframe(2)
@@ -192,6 +242,17 @@ def _is_users() -> bool:
     """Whether an operator is called by the user's code, not by this library's."""
     frame = _users_frame()
     return frame is None or not frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def _told(noted: Any) -> str:
+    """A noted operand in words that are the same on all ranks."""
+    if isinstance(noted, list):
+        return f"[{', '.join(map(_told, noted))}]"
+    if isinstance(noted, Extent):
+        return f"a part of {noted.shape}"
+    if isinstance(noted, torch.device):
+        return noted.type
+    return repr(noted.item() if isinstance(noted, Tensor) else noted)
 
 
 def _is_called_by_user() -> bool:

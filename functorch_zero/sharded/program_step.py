@@ -51,7 +51,7 @@ from .background import BackgroundTasks
 from .engine import ShardedEngine, join_layouts, next_number
 from .failures import sharing_failures
 from .options import Options
-from .piece_watch import PieceWatch
+from .piece_watch import PieceWatch, extents_of
 from .refit import agree_on_refit, carried, check_same_ranks
 from .state import part_of_state
 
@@ -191,7 +191,7 @@ class ShardedProgramStep:
                 result = self.unsharded.program(value, *args)
             new, metrics = check_result(result, axes.world.rank)
             check_next_value(*_without_uncut(value, new), axes.world.rank)
-            self._agree(int(state.step), new, metrics, running.num_draws)
+            self._agree(int(state.step), new, metrics, running.num_draws, watch)
             return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics
 
     def _marked(self, state: State, value: Any) -> Any:
@@ -203,17 +203,23 @@ class ShardedProgramStep:
         noted = known[-1].nodes if known and known[-1].treedef == treedef else [None] * len(nodes)
         return treedef.unflatten(map(_marked_like, nodes, noted))
 
-    def _agree(self, number: int, value: Any, metrics: Metrics, num_draws: int) -> None:
+    def _agree(
+        self, number: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch
+    ) -> None:
         """Raise, on every rank, unless all ranks have the same results of step `number`; or where
         a background task has failed."""
         # Small tensors in every step, large ones now and then: their digests take time
         limit = math.inf if is_looked_at(number) else _SMALL
         rest = {path: leaf for path, leaf in _rest(value).items() if _numel(leaf) <= limit}
+        # The library's functions leave whole params alike; those of a program's own may not
+        if watch.computes_with_whole:
+            rest |= _whole_leaves(value)
         failed = agree_on_results(
             number,
             metrics,
             _digests(rest),
             labelled(self.options.axes.world, "step/agreement"),
+            operations=watch.operations(),
             num_draws=num_draws,
             failed=self.background.failed(),
         )
@@ -380,6 +386,20 @@ def _rest(value: Any) -> dict[str, Any]:
     leaves = optree.tree_leaves(value, is_leaf=is_on_engine)
     rows = zip(paths(value, is_on_engine), leaves, strict=True)
     return {path: leaf for path, leaf in rows if not is_on_engine(leaf)}
+
+
+def _whole_leaves(value: Any) -> dict[str, Tensor]:
+    """By path, the leaves of trees and states that every rank holds whole."""
+    nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+    found = {}
+    for prefix, node in zip(paths(value, is_on_engine), nodes, strict=True):
+        if not is_on_engine(node):
+            continue
+        rows = zip(paths(node.tree), optree.tree_leaves(node.tree), extents_of(node), strict=True)
+        for path, leaf, extent in rows:
+            if extent is None and isinstance(leaf, Tensor):
+                found[f"{prefix}.{path}".strip(".")] = leaf
+    return found
 
 
 def _numel(leaf: Any) -> int:

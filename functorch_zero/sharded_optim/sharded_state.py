@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import optree
 
 from .._torch_private import register_in_torch
 from ..errors import StructureError
-from ..layout.sharded_tree import is_in_a_loss
+from ..layout.extent import Extent
+from ..layout.sharded_tree import is_in_a_loss, tell_reader
 from ..layout.sharding import Sharding
 from ..params import Engine, OnEngine
 from ..tree import outline
-from .state_plan import StatePlan
+from .state_plan import EVERYONE, StatePlan
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,21 @@ class StateHolding:
     sharding: Sharding
     plan: StatePlan = field(repr=False)
     engine: Engine | None = field(default=None, compare=False, repr=False)
+
+    def extents(self) -> list[Extent | None]:
+        """Per leaf of the state, the part of it that is here; None: all ranks have the same."""
+        layout, piece_number = self.sharding.layout, self.sharding.piece_number
+        found: list[Extent | None] = []
+        for leaf in self.plan.leaves:
+            if leaf.kind == "follows":
+                b, k = layout.places[leaf.leaf]
+                found.append(layout.buckets[b].extent(k, piece_number))
+            elif leaf.kind == "owned":
+                is_here = leaf.owner in (piece_number, EVERYONE)
+                found.append(Extent(leaf.shape, 0, prod(leaf.shape) if is_here else 0))
+            else:
+                found.append(None)
+        return found
 
     def __hash__(self) -> int:
         return hash((self.sharding.rank, self.sharding.mesh, len(self.plan.leaves)))
@@ -68,6 +85,7 @@ class ShardedOptState(OnEngine):
                 "are one rank's pieces there. Remedy: pass the loss fz.unshard(state), or the "
                 "number that it needs"
             )
+        tell_reader(self, lambda: optree.tree_leaves(self._tree))
         return self._tree
 
     @property

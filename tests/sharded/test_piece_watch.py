@@ -13,7 +13,7 @@ from torch import Tensor
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.errors import StructureError
+from functorch_zero.errors import MismatchError, StructureError
 from functorch_zero.groups import run_ranks
 from functorch_zero.testing import assert_equal_values
 from tests.tiers import thinned
@@ -128,6 +128,100 @@ def test_elementwise_functions_pass(name: str, level: int) -> None:
 
     for whole in run_ranks(run, 2):
         assert_equal_values(expected, whole)
+
+
+OWN: dict[str, Callable[[Any, Any, Tensor], Any]] = {
+    "factor": lambda g, p, x: tree_map(lambda g: g * x.mean(), g),
+    "read factor": lambda g, p, x: tree_map(lambda g: g * float(x.mean()), g),
+    "filled": lambda g, p, x: tree_map(lambda g: torch.full_like(g, x.mean().item()), g),
+    "branch": lambda g, p, x: tree_map(torch.neg, g) if x.mean() > 0 else g,
+}
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("name", OWN)
+def test_operations_that_differ_between_ranks_are_refused(name: str, level: int) -> None:
+    """Elementwise functions by numbers that a rank has made of its own part of the batch."""
+
+    def program(params: Any, x: Tensor) -> Any:
+        value, grads = fz.value_and_grad(loss)(params, x)
+        return fz.apply_updates(params, OWN[name](grads, params, x)), {"loss": value}
+
+    story = r"operation 1 on parts of leaves is .*Remedy: make of each rank's own batch only"
+    step = fz.program_step(program, init=lambda params: params)
+    x = X - X[:4].mean() - 0.1  # of which the first rank's part has a negative mean, the other not
+    x[4:] += 1 - x[4:].mean()
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        with pytest.raises(MismatchError, match=story):
+            sharded(sharded.init(FIRST), part(x, group))
+
+    run_ranks(run, 2)
+
+
+def test_whole_params_that_differ_between_ranks_are_refused() -> None:
+    def program(params: Any, x: Tensor) -> Any:
+        return tree_map(lambda p: p * x.mean(), params), {}
+
+    step = fz.program_step(program, init=lambda params: params)
+
+    def run(group: Any) -> None:
+        for level in (0, 1, 2):
+            sharded = fz.shard(step, level=level, group=group)
+            with pytest.raises(MismatchError, match="differ between ranks: leaf 'a' is "):
+                sharded(sharded.init(FIRST), part(X, group))
+
+    run_ranks(run, 2)
+
+
+def test_pieces_in_an_optimizers_state_are_watched() -> None:
+    adam = optim.scale_by_adam()
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        loss_value, grads = fz.value_and_grad(loss)(params, x)
+        params, state = adam.apply(grads, state, params)
+        size = sum(mu.abs().sum() for mu in optree.tree_leaves(state.mu))
+        return (tree_map(lambda p: p / size, params), state), {"loss": loss_value}
+
+    step = fz.program_step(program, init=lambda params: (params, adam.init(params)))
+    step(step.init(FIRST), X)
+
+    def run(group: Any) -> None:
+        for level in (1, 3):
+            sharded = fz.shard(step, level=level, group=group)
+            with pytest.raises(StructureError, match=r"sum.* is not elementwise"):
+                sharded(sharded.init(FIRST), part(X, group))
+
+    run_ranks(run, 2)
+
+
+def test_an_optimizers_state_may_be_changed_elementwise() -> None:
+    """A restart of momentum, with the count of steps, which every rank has."""
+    adam = optim.scale_by_adam()
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        _, grads = fz.value_and_grad(loss)(params, x)
+        params, state = adam.apply(grads, state, params)
+        kept = 1 / (1 + state.count)
+        return (params, state._replace(mu=tree_map(lambda m: m * kept, state.mu))), {}
+
+    step = fz.program_step(program, init=lambda params: (params, adam.init(params)))
+    expected, _ = step(step.init(FIRST), X)
+
+    def run(group: Any) -> Any:
+        states = []
+        for level in (0, 2, 3):
+            sharded = fz.shard(step, level=level, group=group)
+            state, _ = sharded(sharded.init(FIRST), part(X, group))
+            states.append(sharded.unshard(state))
+        return states
+
+    for states in run_ranks(run, 2):
+        for whole in states:
+            assert_equal_values(expected, whole)
 
 
 def test_a_transposed_piece_is_refused() -> None:
