@@ -34,6 +34,10 @@ class Engine(Protocol):
         """A transform's updates, and its next state."""
         ...
 
+    def apply(self, transform: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """The next params and state: `update`, and its updates added to params."""
+        ...
+
     def value_and_grad(self, call: Any, tree: Any) -> tuple[Any, Any]:
         """A loss's value, with its metrics and buffers if it has some, for all ranks; and the
         gradients of the sharded trees in `tree`. `call`: the loss and its other arguments, a

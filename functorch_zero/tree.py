@@ -192,6 +192,16 @@ def storages(tree: PyTree[Any]) -> set[int]:
     return {storage_id(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
 
 
+def copied_if_in(tree: PyTree[Any], *others: PyTree[Any]) -> PyTree[Any]:
+    """A tree whose tensors lie in none of the storages of the others: copies where they did."""
+    shared = storages(others)
+
+    def own(x: Any) -> Any:
+        return x.clone() if isinstance(x, Tensor) and storage_id(x) in shared else x
+
+    return tree_map(own, tree)
+
+
 def is_flagged(x: Tensor) -> bool:
     """Whether a tensor is lazily conjugated or negated: its values aren't those in its memory.
 

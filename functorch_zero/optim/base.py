@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import TransformError, explain
 from ..params import engine_of
-from ..tree import PyTree, named_leaves, same_structure, storages
+from ..tree import PyTree, copied_if_in, named_leaves, same_structure, storages
 from .across import Across, Fused, Pointwise, Refusing, WholeLeaf
 from .apply_updates import apply_updates
 from .arguments import check_is_transform, check_number, check_takes
@@ -133,7 +133,9 @@ class Transform(Named):
                 raise
             across = Local(view)
             self.check_whole(state, view, what="the optimizer's state")
-            return self.update_fn(updates, state, view, across)
+            new, after = self.update_fn(updates, state, view, across)
+            # The caller may write to these trees later; a state must not follow
+            return new, copied_if_in(after, updates, new, view)
 
     def init_whole(self, params: PyTree[Tensor], across: Across) -> Any:
         """The first state of one process, whose outline is remembered."""
@@ -191,6 +193,9 @@ class Transform(Named):
         >>> params["w"]
         tensor([0.5000, 0.5000], requires_grad=True)
         """
+        engine = engine_of(grads, params)
+        if engine is not None:
+            return engine.apply(self, grads, state, params)
         updates, state = self.update(grads, state, params)
         return apply_updates(params, updates), state
 

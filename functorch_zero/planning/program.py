@@ -148,6 +148,16 @@ class _AnnouncingEngine(ShardedEngine):
         self._watch.enter(BETWEEN)
         return found, after
 
+    def apply(
+        self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
+    ) -> tuple[ShardedTree, Any]:
+        self._watch.enter("optimizer")
+        new, after = super().apply(transform, grads, state, params)
+        self._watch.live.adopt(new.flats(), "params")
+        self._watch.live.adopt(_tensors(after), "state")
+        self._watch.enter(BETWEEN)
+        return new, after
+
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         self._watch.enter("publish")
         new = super().apply_updates(params, updates)

@@ -131,7 +131,7 @@ class ImaginedStep:
     def _open(self, params: PyTree[Tensor], buffers: PyTree[Tensor], batch: Any) -> Run:
         """This rank's part of the first state, and the update of it."""
         step, options = self._step, self._options
-        prepared = PreparedUpdate(step, self._layout, options)
+        prepared = PreparedUpdate.of_step(step, self._layout, options)
         # No seed: nothing is drawn where nothing has values
         whole = step.init(params, buffers, seed=None)
         piece_number, sharding = options.axes.piece_number, options.sharding(self._layout)

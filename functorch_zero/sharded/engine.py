@@ -24,18 +24,17 @@ from ..groups.mesh import axes_of
 from ..groups.protocol import Group
 from ..layout.layout import Bucket, Layout, LeafSpec, Unit
 from ..layout.levels import LevelRule, Levels
-from ..layout.sharded_tree import ShardedTree, hold
+from ..layout.sharded_tree import ShardedTree, hold, pieces_of
 from ..model.untouched import is_looked_at
 from ..optim.base import Transform
 from ..optim.claims.check import check_claims
 from ..optim.naming import described
-from ..optim.state_checks import check_opt_state
 from ..overlap import check_apart
 from ..runtime.prefetch import PrefetchOrder, PrefetchOrders
 from ..runtime.reduce import SUMMED
 from ..sharded_optim.across import Sharded
 from ..sharded_optim.sharded_state import ShardedOptState, StateHolding
-from ..sharded_optim.state_plan import plan_state, state_like
+from ..sharded_optim.state_plan import plan_state
 from ..step.loss import Outcome, independent
 from ..step.program import LossCall, PerLoss
 from ..step.rng import next_streams
@@ -50,6 +49,7 @@ from .options import Options
 from .params import (
     all_gather_params,
     all_gather_pieces,
+    copies_to_update,
     grads_like,
     make_reduction,
     publish,
@@ -57,6 +57,7 @@ from .params import (
 from .passes import Differentiated, run_passes
 from .piece_watch import unwatched
 from .state import all_gather_state, lay_out_state
+from .update import PreparedUpdate
 
 
 class Joined(NamedTuple):
@@ -86,8 +87,8 @@ class ShardedEngine:
         # Each combination of trees is gathered in an order of its own
         self.orders = PrefetchOrders(options.axes.world)
         self._across: dict[int, Sharded] = {}  # by the id of a layout, which the value keeps alive
-        # Of each transform, by the id of such a layout: what its states are like; see `state_like`
-        self._states_like: WeakKeyDictionary[Transform, dict[int, Any]] = WeakKeyDictionary()
+        # Of each transform, by the id of a layout, which the value keeps alive
+        self._updates: WeakKeyDictionary[Transform, dict[int, PreparedUpdate]] = WeakKeyDictionary()
 
     def __eq__(self, other: object) -> bool:
         """Whether trees of both can be used together: they lie on one group, cut over one mesh.
@@ -159,17 +160,37 @@ class ShardedEngine:
         """
         groups = self.options.axes.groups
         with sharing_failures(*groups, call="optimizer update"), torch.no_grad(), unwatched():
-            self._check_held(params)
-            self._check_pieces(updates, params)
-            self._check_opt_state(transform, state, params)
-            across = self._across_of(params.sharding.layout)
+            prepared = self._prepared(transform, updates, state, params)
             view = params.pieces()
+            across = prepared.across
             new, after = transform.update_fn(updates.tree, state.tree, view.tree, across)
             # The caller may write to these trees later; a state must not follow
             after = across.keep(after, new, updates.tree, view.tree)
             same_structure(view.tree, new, what="the optimizer's updates")
             same_structure(state.tree, after, what="the optimizer's next state")
             return ShardedTree(new, updates.holding), ShardedOptState(after, state.holding)
+
+    def apply(
+        self, transform: Transform, grads: ShardedTree, state: Any, params: ShardedTree
+    ) -> tuple[ShardedTree, Any]:
+        """The next params, held as params are, and the next state: by the transform's fused kernel,
+        where it has one. Collectives: those that the transform asks for, and those of `publish`.
+
+        Raises:
+            StructureError: as `update`.
+        """
+        axes = self.options.axes
+        with sharing_failures(*axes.groups, call="optimizer apply"), torch.no_grad(), unwatched():
+            prepared = self._prepared(transform, grads, state, params)
+            if not prepared.fuses(params.pieces()):
+                updates, after = self.update(transform, grads, state, params)
+                return self.apply_updates(params, updates), after
+            # The kernel writes to these, and no argument is written to
+            flats = copies_to_update(params.flats(), params.sharding.layout, axes.piece_number)
+            _, after = prepared.update(grads, state.tree, pieces_of(flats, params.holding))
+            new = publish(params, flats, None, axes, self.options.gather, donate=True)
+            new = new.as_read_only(params.is_read_only)
+            return new, ShardedOptState(after, state.holding)
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. Collectives: those of `publish`."""
@@ -398,8 +419,13 @@ class ShardedEngine:
             )
         tree.check_frozen()
 
-    def _check_opt_state(self, transform: Transform, state: Any, params: ShardedTree) -> None:
-        """Raise unless a state is one that the transform makes of params that are cut so."""
+    def _prepared(
+        self, transform: Transform, updates: ShardedTree, state: Any, params: ShardedTree
+    ) -> PreparedUpdate:
+        """The transform's update of such params. Raise unless a state is one that the transform
+        makes of params that are cut so, and updates are theirs."""
+        self._check_held(params)
+        self._check_pieces(updates, params)
         axes = self.options.axes
         is_sharded = isinstance(state, ShardedOptState)
         if not is_sharded or not _follows(state, params):
@@ -413,13 +439,13 @@ class ShardedEngine:
                 )
             )
         layout = params.sharding.layout
-        self._across_of(layout)  # which keeps the layout's id
-        known = self._states_like.setdefault(transform, {})
+        known = self._updates.setdefault(transform, {})
         if id(layout) not in known:
-            plan = plan_state(transform.init_fn, layout, layout.trainable, axes.optimizer.size)
-            known[id(layout)] = state_like(plan, layout, axes.piece_number)
-        what = "the optimizer's state"
-        check_opt_state(known[id(layout)], state.tree, axes.world.rank, what=what)
+            # Trees have many owners, so nothing is donated; states lie where their owner has them
+            options = replace(self.options, donate=False, reduction=SUMMED, state_storage=None)
+            known[id(layout)] = PreparedUpdate(transform, layout, options, fuse=True)
+        known[id(layout)].check_state(state.tree, axes.world.rank)
+        return known[id(layout)]
 
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:
         """Raise unless a tree is updates of params; with `some`, of some of their leaves."""

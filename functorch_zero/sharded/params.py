@@ -202,6 +202,19 @@ def publish(
     return params.with_flats(made)
 
 
+def copies_to_update(flats: Sequence[Tensor], layout: Layout, piece_number: int) -> list[Tensor]:
+    """Flats of which this rank's pieces are copies, to be updated in place and published; of
+    frozen buckets the flats themselves."""
+    made = []
+    for bucket, flat in zip(layout.buckets, flats, strict=True):
+        if bucket.trainable:
+            new = torch.empty_like(flat)
+            own_piece(new, bucket, piece_number).copy_(own_piece(flat, bucket, piece_number))
+            flat = new
+        made.append(flat)
+    return made
+
+
 def _zeros_for_none(updates: Sequence[Tensor | None], pieces: Sequence[Tensor]) -> list[Tensor]:
     return [
         torch.zeros_like(piece) if update is None else update

@@ -240,7 +240,7 @@ class ShardedTrainStep:
         failures = sharing_failures(*self.options.axes.groups, call="refit", state=state)
         with failures, torch.no_grad():
             before = sharding_of(state, self.options)
-            past = PreparedUpdate(self.unsharded, before.layout, self.options)
+            past = PreparedUpdate.of_step(self.unsharded, before.layout, self.options)
             past.check_state(state.opt_state, self.group.rank)
             if state.parts is not None:
                 raise _parts_stay(self.group.rank)
@@ -328,7 +328,7 @@ class ShardedTrainStep:
         known = self._prepared
         # By identity first: comparing layouts takes longer, and steps ask every time
         if known is None or (known.layout is not layout and known.layout != layout):
-            known = PreparedUpdate(self.unsharded, layout, self.options)
+            known = PreparedUpdate.of_step(self.unsharded, layout, self.options)
             self._prepared = known
         return known
 

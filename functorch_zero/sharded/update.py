@@ -25,6 +25,10 @@ from .storage import fetched, stored
 class PreparedUpdate:
     """The optimizer's update on pieces, and all that a sharded step derives once from a layout.
 
+    Args:
+        optimizer: of the step.
+        fuse: whether a fused kernel may add the updates to the params itself.
+
     Attributes:
         layout: how the params are cut.
         parts: the tensors that a reduction keeps between steps.
@@ -32,21 +36,26 @@ class PreparedUpdate:
         plan: which leaves of the optimizer's state follow a param, and which have an owner.
     """
 
-    def __init__(self, step: TrainStep, layout: Layout, options: Options):
+    def __init__(self, optimizer: Transform, layout: Layout, options: Options, *, fuse: bool):
         group = options.axes.optimizer
         self.layout = layout
         self.parts = ReductionParts(options.reduction, layout, options.axes)
         self.across = Sharded(layout, labelled(group, "optimizer/update"), donate=options.donate)
-        self.plan: StatePlan = plan_state(step.optimizer.init, layout, layout.trainable, group.size)
+        self.plan: StatePlan = plan_state(optimizer.init_fn, layout, layout.trainable, group.size)
         self._like_state = state_like(self.plan, layout, options.axes.piece_number)
         # Positions in flatten order of the leaves that follow a param, and their shapes (n,)
         self._following = [i for i, leaf in enumerate(self.plan.leaves) if leaf.kind == "follows"]
         self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
-        self._optimizer, self._storage = step.optimizer, options.state_storage
-        # A fused kernel adds the updates to the params itself, so nobody could measure them
-        measures = "update_norm" in step.metrics
+        self._optimizer, self._storage = optimizer, options.state_storage
         # (the parts before it, its fused end), or None: no kernel runs
-        self._split = None if measures else split_fused(step.optimizer)
+        self._split = split_fused(optimizer) if fuse else None
+
+    @classmethod
+    def of_step(cls, step: TrainStep, layout: Layout, options: Options) -> PreparedUpdate:
+        """That of a training step. Only a step that donates lets a kernel write to its params, and
+        only one that doesn't measure the updates, which nobody else sees then."""
+        fuse = options.donate and "update_norm" not in step.metrics
+        return cls(step.optimizer, layout, options, fuse=fuse)
 
     def check_state(self, state: Any, rank: int) -> None:
         """Raise unless an optimizer's state is one that this update can take. One that is stored in
@@ -72,18 +81,24 @@ class PreparedUpdate:
         No updates where a fused kernel has added them to the params already. Collectives: those
         that the optimizer asks for.
         """
-        if self._split is not None:
+        if self._split is not None and self.fuses(params):
             head, fused = self._split
             # (piece,) each, views of the params' own, to which a kernel writes
             flats = _trained(params)
-            if self.across.fuses(fused, flats):
-                return None, self._update_fused(head, fused, grads, state, params, flats)
+            return None, self._update_fused(head, fused, grads, state, params, flats)
         updates, state = self._optimizer.update(grads.tree, state, params.tree, self.across)
         # `publish` writes over the params, in which leaves of the state may lie; gradients and
         # updates are only read from here on
         state = self.across.keep(state, params.tree)
         same_structure(params.tree, updates, what="the optimizer's updates")
         return updates, state
+
+    def fuses(self, params: ShardedTree) -> bool:
+        """Whether `update` adds the updates to these pieces itself, by a kernel."""
+        if self._split is None:
+            return False
+        _, fused = self._split
+        return self.across.fuses(fused, _trained(params))
 
     def _update_fused(
         self,
@@ -106,6 +121,8 @@ class PreparedUpdate:
         # A chain's state: one entry per part, the kernel's last
         *before, last = state
         updates, before = head.update(grads.tree, tuple(before), params.tree, self.across)
+        # The kernel writes to params, and a caller may write to gradients that it has kept
+        before = self.across.keep(before, grads.tree, params.tree)
         last = self.across.fused(fused, self.across.flats(updates), last, flats)
         return (*before, last)
 

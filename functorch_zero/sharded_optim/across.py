@@ -12,7 +12,6 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
-from .._torch_private import storage_id
 from ..errors import TransformError
 from ..groups.protocol import Group, ReduceOp
 from ..layout.extent import Extent
@@ -37,7 +36,7 @@ from ..optim.across import (
     widest_dtype,
 )
 from ..optim.base import Transform
-from ..tree import PyTree, select, storages
+from ..tree import PyTree, copied_if_in, select
 from .dim_reductions import reduce_piece, spread_over_piece
 from .pointwise import PointwiseOnFlats
 from .state_plan import EVERYONE, owners_of
@@ -207,13 +206,7 @@ class Sharded(Across):
         return reduced
 
     def keep(self, state: Any, *passing: Tree) -> Any:
-        passing_storages = storages(passing)
-
-        def own(x: Any) -> Any:
-            is_passing = isinstance(x, Tensor) and storage_id(x) in passing_storages
-            return x.clone() if is_passing else x
-
-        return tree_map(own, state)
+        return copied_if_in(state, passing)
 
     # Pointwise: flat by flat
 
@@ -233,8 +226,9 @@ class Sharded(Across):
     def fused(
         self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
     ) -> Any:
-        """Run a transform's kernel on flats (piece,) of updates and of donated params, as `flats`
-        gives them, and on donated state, where `fuses` is true. Returns the state."""
+        """Run a transform's kernel on flats (piece,) of updates and of params, as `flats` gives
+        them, where `fuses` is true. It writes to the params, and to state that is donated. Returns
+        the next state."""
         return self._on_flats.fused(transform, updates, state, params)
 
     # Whole leaves: one all-to-all in, one out

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import optree
 import torch
+from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import storage_id
@@ -162,8 +163,8 @@ class PointwiseOnFlats:
 
     def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this transform on these flats."""
-        # A kernel writes over params and state; `plain` tells how its state is cut flat by flat
-        if not self._donate or transform.fused is None or transform.plain is None or not params:
+        # `plain` tells how its state is cut flat by flat
+        if transform.fused is None or transform.plain is None or not params:
             return False
         if not all(map(transform.fused.takes, params)):
             return False
@@ -172,28 +173,32 @@ class PointwiseOnFlats:
     def fused(
         self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
     ) -> Any:
-        """Run a transform's kernel, which writes over params and state. Returns the next state.
+        """Run a transform's kernel, which writes over params, and over state that is donated.
+        Returns the next state.
 
         Args:
             transform: one of which `fuses` is true.
-            updates: the flat (piece,) of each group; donated, as are params and state.
+            updates: the flat (piece,) of each group, only read.
             state: leaf by leaf, as `init` made it.
-            params: the flats (piece,) of the params, in the same order.
+            params: the flats (piece,) of the params, in the same order; written to.
         """
         assert transform.fused is not None and transform.plain is not None
         regrouping = self._regrouping(transform.plain)
         assert regrouping is not None
+        # A plan's: a kernel works in place and takes no room
         if not all(map(has_values, params)):
-            return state  # a plan's: a kernel works in place and takes no room
+            return state if self._donate else tree_map(torch.clone, state)
 
         leaves = _copy_repeated(optree.tree_leaves(state))
         flats = regrouping.find_flats(leaves)
+        if not self._donate:
+            flats = [flat.clone() for flat in flats]
         states = regrouping.group_states(flats, leaves)
         trees = [regrouping.one.unflatten(own_state) for own_state in states]
         # One call for all groups: a kernel may launch once for many tensors
         next_trees = transform.fused.update(params, updates, trees)
         for flat, place in zip(flats, regrouping.following, strict=True):
-            # The kernel has written to a copy, where the leaves lay in no flat
+            # The kernel has written to a copy, where the leaves lay in no flat, or aren't donated
             if not _share(leaves[place.positions[0]], flat):
                 _put(place.group.cut(flat), place.positions, leaves)
 
