@@ -68,6 +68,7 @@ class DeferredInit:
         filled = []
         for name, leaf in zip(names, leaves, strict=True):
             if leaf.is_meta:
+                _check_shape(name, leaf, made[name])
                 value = made[name].to(leaf.dtype)  # another than the model's where a policy says so
                 filled.append(value.requires_grad_(leaf.requires_grad))
             else:
@@ -259,6 +260,21 @@ def _blank(meta: Tensor, device: torch.device) -> Tensor:
     if isinstance(meta, nn.Parameter):
         return nn.Parameter(x, requires_grad=meta.requires_grad)
     return x
+
+
+def _check_shape(path: str, leaf: Tensor, made: Tensor) -> None:
+    """Raise unless a leaf was made in its shape; another model's may have the same path."""
+    expected, got = tuple(leaf.shape), tuple(made.shape)
+    if expected != got:
+        raise StructureError(
+            explain(
+                "values were deferred of a model in which this leaf has another shape",
+                path=path,
+                expected=expected,
+                got=got,
+                remedy="pass deferred_init(model) of the model that was given to functionalize",
+            )
+        )
 
 
 def _own_reset(module: nn.Module) -> Callable[[], Any] | None:

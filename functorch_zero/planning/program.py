@@ -75,11 +75,11 @@ class ImaginedProgram(ShardedProgramStep):
         """Bytes of the largest gradients that the program was given."""
         return self._announcing.reduced
 
-    def init(self, *args: Any, seed: int | None = 0) -> State:
+    def init(self, *args: Any, seed: int | None = 0, values: Any = None) -> State:
         """The first state. Nobody is there to agree with, and nothing has a value to compare."""
         with torch.no_grad():
             given = named_args(self.unsharded.first_value, args)
-            return self._first_state(given, self._layouts(given), seed)
+            return self._first_state(given, self._layouts(given), seed, {})
 
     def _agree(
         self, number: int, value: Any, metrics: Metrics, num_draws: int, watch: PieceWatch

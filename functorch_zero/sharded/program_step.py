@@ -25,6 +25,7 @@ from ..layout.build import make_layout
 from ..layout.layout import Cut, Layout
 from ..layout.sharded_tree import Holding, ShardedTree, hold
 from ..layout.sharding import Sharding
+from ..model.deferred_init import DeferredInit
 from ..model.untouched import is_looked_at
 from ..optim.state_checks import check_opt_state
 from ..overlap import check_apart
@@ -40,6 +41,7 @@ from ..step.program_step import (
     device_of,
     leaf_form,
     named_args,
+    named_values,
 )
 from ..step.rng import streams
 from ..step.state import State, Trained
@@ -48,6 +50,7 @@ from ..tree import check_tensors, content_digests, paths, same_structure
 from ..version import __version__
 from .agreement import agree, agree_on_results
 from .background import BackgroundTasks
+from .deferred_values import DigestedFill
 from .engine import ShardedEngine, join_layouts, next_number
 from .failures import sharing_failures
 from .options import Options
@@ -84,12 +87,18 @@ class ShardedProgramStep:
         """0 to 3; None where `shard` was given levels by leaf."""
         return self.options.levels.number
 
-    def init(self, *args: Any, seed: int | None = 0) -> State:
+    def init(
+        self,
+        *args: Any,
+        seed: int | None = 0,
+        values: Mapping[str, DeferredInit] | None = None,
+    ) -> State:
         """The first state: this rank's part of what the program's `init` makes of copies of the
         arguments.
 
         Every rank passes the same arguments. Trees of whole leaves are cut before `init` sees them,
-        each at the level that `shard` was given for the argument's name. Collectives: exchanges,
+        each at the level that `shard` was given for the argument's name. Leaves on the meta device
+        get their values, a bucket at a time, from `values`, by that name. Collectives: exchanges,
         which compare them, and those of the optimizers' own `init`.
 
         Raises:
@@ -98,21 +107,31 @@ class ShardedProgramStep:
         """
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="init"), torch.no_grad():
-            state = self._agreed_first_state(args, seed)
+            state = self._agreed_first_state(args, seed, values)
             self._note_form(state)
             return state
 
-    def _agreed_first_state(self, args: tuple[Any, ...], seed: int | None) -> State:
+    def _agreed_first_state(
+        self,
+        args: tuple[Any, ...],
+        seed: int | None,
+        values: Mapping[str, DeferredInit] | None = None,
+    ) -> State:
         """The first state, of which all ranks know that they have made the same."""
         given = named_args(self.unsharded.first_value, args)
+        fills = _fills(given, values)
         layouts = self._layouts(given)
         # Before any tensor is made, so that ranks that differ say so instead of hanging later
         group = labelled(self.options.axes.world, "init/agreement")
         agree(group, self._facts(given, layouts, seed))
-        state = self._first_state(given, layouts, seed)
-        # The rest of the value lies on every rank, and nothing would show that it differs
+        state = self._first_state(given, layouts, seed, fills)
+        # The rest of the value lies on every rank, and nothing would show that it differs; values
+        # that are made on each rank could not be compared before
         value = state.value
-        agree(group, {"value": paths(value), "values": _digests(_rest(value))})
+        facts: dict[str, Any] = {"value": paths(value), "values": _digests(_rest(value))}
+        for name, fill in fills.items():
+            facts[f"deferred values of {name}"] = fill.digests
+        agree(group, facts)
         return state
 
     def _layouts(self, given: Mapping[str, Any]) -> dict[str, Layout]:
@@ -122,10 +141,16 @@ class ShardedProgramStep:
         return {name: self._layout_of(name, tree) for name, tree in trees.items()}
 
     def _first_state(
-        self, given: Mapping[str, Any], layouts: Mapping[str, Layout], seed: int | None
+        self,
+        given: Mapping[str, Any],
+        layouts: Mapping[str, Layout],
+        seed: int | None,
+        fills: Mapping[str, DigestedFill],
     ) -> State:
         """This rank's part of the value that the program's `init` makes."""
-        cut = {name: self._cut(given[name], layout) for name, layout in layouts.items()}
+        cut = {}
+        for name, layout in layouts.items():
+            cut[name] = self._cut(given[name], layout, fills.get(name))
         # Copies of all that isn't cut, too: nobody who holds it can change the state
         own = [cut[n] if n in cut else tree_map(copy_of, arg) for n, arg in given.items()]
         with PieceWatch(self.group.rank).running():
@@ -282,10 +307,10 @@ class ShardedProgramStep:
             cut=cut,
         )
 
-    def _cut(self, tree: Any, layout: Layout) -> ShardedTree:
+    def _cut(self, tree: Any, layout: Layout, fill: DigestedFill | None) -> ShardedTree:
         """This rank's part of a whole tree: copies."""
-        number = next_number(self.group)
-        return hold(tree, self.options.sharding(layout), engine=self.engine, number=number)
+        sharding, number = self.options.sharding(layout), next_number(self.group)
+        return hold(tree, sharding, engine=self.engine, number=number, fill=fill)
 
     def _sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
         """The static part of a state: of all trees that `init` was given."""
@@ -371,6 +396,25 @@ class _Form(NamedTuple):
                 )
             ) from error
         return found
+
+
+def _fills(
+    given: Mapping[str, Any], values: Mapping[str, DeferredInit] | None
+) -> dict[str, DigestedFill]:
+    """The values for trees on the meta device, by the names of `init`'s parameters."""
+    fills = {}
+    for name, deferred in named_values(given, values).items():
+        if not _is_tree(given[name]):
+            raise StructureError(
+                explain(
+                    "values were given for something that is no tree of whole leaves",
+                    path=name,
+                    got=f"a {type(given[name]).__name__}",
+                    remedy="pass values for trees of params that are on the meta device",
+                )
+            )
+        fills[name] = DigestedFill(deferred)
+    return fills
 
 
 def _is_tree(arg: Any) -> bool:

@@ -5,7 +5,6 @@ it composes.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -44,6 +43,7 @@ from ..version import __version__
 from .agreement import agree
 from .background import BackgroundTasks
 from .checks import check_batch, own_params, sharding_of
+from .deferred_values import DigestedFill
 from .engine import ShardedEngine, next_number
 from .failures import sharing_failures
 from .options import Options
@@ -400,17 +400,3 @@ def _shapes_and_dtypes(tree: PyTree[Tensor]) -> dict[str, Any]:
     """By path."""
     leaves = zip(paths(tree), optree.tree_leaves(tree), strict=True)
     return {path: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for path, leaf in leaves}
-
-
-class DigestedFill:
-    """`DeferredInit.fill_leaves`, with digests of all values that it has given, for ranks to
-    compare: a whole tree of them is never held at once."""
-
-    def __init__(self, values: DeferredInit):
-        self._values = values
-        self.digests: dict[str, Any] = {}  # by path
-
-    def __call__(self, names: Sequence[str], leaves: Sequence[Tensor]) -> list[Tensor]:
-        filled = self._values.fill_leaves(names, leaves)
-        self.digests |= content_digests(dict(zip(names, filled, strict=True)))
-        return filled

@@ -14,6 +14,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..errors import StructureError, explain
+from ..model.deferred_init import DeferredInit
 from ..overlap import check_apart
 from ..tree import named_leaves, paths, same_structure
 from .loss import Metrics, as_metric, check_metrics
@@ -35,7 +36,12 @@ class ProgramStep:
         name = getattr(self.program, "__qualname__", type(self.program).__name__)
         return f"program_step({name})"
 
-    def init(self, *args: Any, seed: int | None = 0) -> State:
+    def init(
+        self,
+        *args: Any,
+        seed: int | None = 0,
+        values: Mapping[str, DeferredInit] | None = None,
+    ) -> State:
         """The first state, whose value is what the program's `init` makes of copies of the
         arguments.
 
@@ -43,11 +49,18 @@ class ProgramStep:
             args: of `init`: trees of whole leaves, of which those with `requires_grad` are trained,
                 and whatever else it takes.
             seed: of each step's random numbers. None: the global random state is used.
+            values: from `deferred_init`, by the names of `init`'s parameters: the values of leaves
+                on the meta device.
         """
-        for arg in named_args(self.first_value, args).values():
+        given = named_args(self.first_value, args)
+        values = named_values(given, values)
+        for arg in given.values():
             check_apart(arg)
         # Copies, so that nobody who holds the tensors given can change the state
-        own_args = tree_map(copy_of, args)
+        own_args = []
+        for name, arg in given.items():
+            filled = values[name].fill(arg) if name in values else arg
+            own_args.append(tree_map(copy_of, filled))
         with torch.no_grad():
             value = self.first_value(*own_args)
         check_value(value)
@@ -156,6 +169,33 @@ def named_args(first_value: Callable[..., Any], args: tuple[Any, ...]) -> dict[s
                 remedy="pass one argument per parameter, each tree as one of its own",
             )
         ) from None
+
+
+def named_values(
+    given: Mapping[str, Any], values: Mapping[str, DeferredInit] | None
+) -> Mapping[str, DeferredInit]:
+    """The values for trees on the meta device, by the names of `init`'s parameters."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            explain(
+                "a program's init takes values by the names of its trees",
+                expected=f"values={{name: fz.deferred_init(model)}}, of {[*given]}",
+                got=f"a {type(values).__name__}",
+            )
+        )
+    unknown = [name for name in values if name not in given]
+    if unknown:
+        raise ValueError(
+            explain(
+                "a program's init was given values for a tree that it doesn't take",
+                expected=f"names among {[*given]}",
+                got=unknown,
+                remedy="name the parameters of the program's init",
+            )
+        )
+    return values
 
 
 def device_of(value: Any) -> torch.device:

@@ -285,6 +285,12 @@ def test_another_models_leaves_are_an_error() -> None:
         deferred_init(on_meta(ConvNet)).fill(params)
 
 
+def test_a_leaf_of_another_shape_is_an_error() -> None:
+    values = deferred_init(on_meta(lambda: nn.Linear(2, 3)))
+    with pytest.raises(StructureError, match=r"another shape: path bias, expected \(4,\)"):
+        values.fill(tensors(on_meta(lambda: nn.Linear(2, 4))))
+
+
 def test_an_error_while_leaves_are_made_leaves_none_in_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
