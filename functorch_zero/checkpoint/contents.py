@@ -95,7 +95,7 @@ def group_of(step: Step) -> Group:
 
 def donates(step: Step) -> bool:
     """Whether a step may write over the state that it is given."""
-    return isinstance(step, ShardedTrainStep) and step.options.donate
+    return isinstance(step, ShardedStep) and step.options.donate
 
 
 def optimizer_of(step: Step) -> Transform | None:

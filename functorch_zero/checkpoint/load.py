@@ -17,6 +17,7 @@ from .._torch_private import base_of
 from ..errors import MismatchError, StructureError
 from ..layout.sharded_tree import ShardedTree
 from ..params import is_on_engine
+from ..sharded.train import ShardedTrainStep
 from ..step.state import State
 from ..tree import is_flagged, path_matches, paths
 from .agreement import together
@@ -157,7 +158,7 @@ class _Load:
         manifest = self._manifest
         assert manifest is not None and self._old is not None
         # `like`'s storage becomes the result's
-        reuse = donates(self._step)
+        reuse = isinstance(self._step, ShardedTrainStep) and donates(self._step)
         state = blank_state(self._like, reuse=reuse)
         # Noted before the first write, so that a failure half-way leaves `like` refused, not wrong
         if reuse and self._like.sharding is not None:

@@ -65,9 +65,17 @@ _READER: ContextVar[Reader | None] = ContextVar("_READER", default=None)
 
 
 @contextmanager
-def reading_leaves(reader: Reader) -> Iterator[None]:
-    """Tell the reader of the trees whose leaves are read inside, and of these leaves."""
-    token = _READER.set(reader)
+def reading_leaves(reader: Reader | None) -> Iterator[None]:
+    """Tell the reader of the trees whose leaves are read inside, and of these leaves; those around
+    it, too. None: tell nobody."""
+    outer = _READER.get()
+
+    def both(node: Any, leaves: Sequence[Any]) -> None:
+        assert outer is not None and reader is not None
+        outer(node, leaves)
+        reader(node, leaves)
+
+    token = _READER.set(reader if reader is None or outer is None else both)
     try:
         yield
     finally:
@@ -201,7 +209,7 @@ class ShardedTree(OnEngine):
         self._tree: Any = tree  # None: made of the flats when it is asked for
         self.holding = holding
         self._known: _Known | None = None  # flats that the leaves are known to be views of
-        self._is_used_up = False
+        self.is_used_up = False
 
     @classmethod
     def of_flats(cls, flats: Sequence[Tensor | None], holding: Holding) -> ShardedTree:
@@ -452,12 +460,12 @@ class ShardedTree(OnEngine):
         made = ShardedTree.of_flats(flats, replace(self.holding, donated=WeakIdKeyDictionary()))
         for flat in flats:
             self.holding.donated[flat.untyped_storage()] = None
-        self._tree, self._known, self._is_used_up = None, None, True
+        self._tree, self._known, self.is_used_up = None, None, True
         return made
 
     def _check_not_used_up(self) -> None:
         # A step has taken flats of a tree that this one was made of: few trees come here
-        if self._is_used_up or (self.holding.donated and self._lies_in_donated_flats()):
+        if self.is_used_up or (self.holding.donated and self._lies_in_donated_flats()):
             raise _donated()
 
     def _lies_in_donated_flats(self) -> bool:
@@ -504,7 +512,7 @@ class ShardedTree(OnEngine):
 
     def __repr__(self) -> str:
         """The whole leaves' shapes, without values: inside of a loss there are none to read."""
-        if self._is_used_up:
+        if self.is_used_up:
             return f"ShardedTree(donated to a step, {self.holding!r})"
         return f"ShardedTree({{{_shapes_of(self.sharding.layout)}}}, {self.holding!r})"
 

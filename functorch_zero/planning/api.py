@@ -149,7 +149,7 @@ def plan(
     options = Options(
         levels=levels,
         axes=axes,
-        donate=True,
+        donate=program is None,
         sync_buffers=check_sync_buffers(sync_buffers),
         reshard_after_forward=reshard_after_forward,
         reduce_gradients=check_reduce_gradients(reduce_gradients, levels),

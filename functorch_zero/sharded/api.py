@@ -37,7 +37,7 @@ class _Options(TypedDict, total=False):
 
     level: Required[LevelRule]
     group: Any
-    donate: bool
+    donate: bool | None
     sync_buffers: SyncBuffers
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None
@@ -65,7 +65,7 @@ def shard(
     *,
     level: LevelRule,
     group: Any = None,
-    donate: bool = True,
+    donate: bool | None = None,
     sync_buffers: SyncBuffers = "mean",
     reshard_after_forward: bool = True,
     reduce_gradients: ReduceGradients | None = None,
@@ -88,7 +88,8 @@ def shard(
             `HybridGroup`, or a mesh of two dims (replicate, shard), keeps pieces inside the shard
             axis and copies along the other.
         donate: whether the step may reuse the storage of the state it is given. That state can't
-            be used again then.
+            be used again then. None: a training step may, and a program may not, which may keep
+            its trees.
         sync_buffers: the rule for buffers that ranks have changed differently. "mean": their mean
             (of integers, the values of the first rank that counts); "rank0": rank 0's; "local":
             each rank keeps its own, which a program can't. Where a batch weighs 0 they stay as
@@ -138,7 +139,7 @@ def shard(
     options = Options(
         levels=levels,
         axes=axes,
-        donate=donate,
+        donate=isinstance(step, TrainStep) if donate is None else donate,
         sync_buffers=check_sync_buffers(sync_buffers),
         reshard_after_forward=reshard_after_forward,
         reduce_gradients=check_reduce_gradients(reduce_gradients, levels),

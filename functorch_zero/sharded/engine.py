@@ -43,6 +43,7 @@ from ..step.weight_reminder import WeightReminder, total_size
 from ..tree import PyTree, check_tensors, content_digests, same_structure
 from . import agreement
 from .buffers import changed_here, check_synchronizable, synchronize
+from .donation import Donation
 from .failures import sharing_failures
 from .grad_mean import to_means
 from .options import Options
@@ -81,6 +82,7 @@ class ShardedEngine:
         self._reminder = WeightReminder()  # for all losses together
         self._num_gradients = 0  # so far; ranks compare it, in the log
         self._call_numbers = PerLoss(itertools.count)  # from 0
+        self.donation: Donation | None = None  # of the step that runs
         self._era = 0  # of the ranks' group, in which the gradients are counted
         # By layouts and what is trained: the same keys, in the same order, on every rank
         self._joined: dict[Any, Joined] = {}
@@ -182,15 +184,38 @@ class ShardedEngine:
         axes = self.options.axes
         with sharing_failures(*axes.groups, call="optimizer apply"), torch.no_grad(), unwatched():
             prepared = self._prepared(transform, grads, state, params)
+            if self.donation is not None and self.donation.takes(params, state):
+                return self._apply_in_place(prepared, grads, state, params)
             if not prepared.fuses(params.pieces()):
                 updates, after = self.update(transform, grads, state, params)
                 return self.apply_updates(params, updates), after
             # The kernel writes to these, and no argument is written to
             flats = copies_to_update(params.flats(), params.sharding.layout, axes.piece_number)
-            _, after = prepared.update(grads, state.tree, pieces_of(flats, params.holding))
+            pieces = pieces_of(flats, params.holding)
+            _, tree = prepared.update(grads, state.tree, pieces, donate=False)
             new = publish(params, flats, None, axes, self.options.gather, donate=True)
             new = new.as_read_only(params.is_read_only)
-            return new, ShardedOptState(after, state.holding)
+            return new, ShardedOptState(tree, state.holding)
+
+    def _apply_in_place(
+        self,
+        prepared: PreparedUpdate,
+        grads: ShardedTree,
+        state: ShardedOptState,
+        params: ShardedTree,
+    ) -> tuple[ShardedTree, Any]:
+        """The same for params that are used up, and, where a kernel runs, a state that is."""
+        flats, read_only = params.flats(to_write=True), params.is_read_only
+        pieces = pieces_of(flats, params.holding)
+        if prepared.fuses(pieces):
+            updates, tree = prepared.update(grads, state.tree, pieces, donate=True)
+            after = state.handed_on(tree)
+        else:
+            found, after = self.update(prepared.optimizer, grads, state, params)
+            updates = found.tree
+        axes, gather = self.options.axes, self.options.gather
+        new = publish(params.handed_on(flats), flats, updates, axes, gather, donate=True)
+        return new.as_read_only(read_only), after
 
     def apply_updates(self, params: ShardedTree, updates: ShardedTree) -> ShardedTree:
         """params + updates, held as params are. Collectives: those of `publish`."""
@@ -269,6 +294,8 @@ class ShardedEngine:
                 return treedef.unflatten(for_loss)
 
             results, reduced = self._differentiate(call, with_lazy, trees, trained, joined, order)
+            if self.donation is not None:
+                self.donation.num_taken += 1
             grads = []
             for i, sharded in enumerate(trees):
                 if trained[i]:
@@ -444,7 +471,7 @@ class ShardedEngine:
             # Trees have many owners, so nothing is donated; states lie where their owner has them
             options = replace(self.options, donate=False, reduction=SUMMED, state_storage=None)
             known[id(layout)] = PreparedUpdate(transform, layout, options, fuse=True)
-        known[id(layout)].check_state(state.tree, axes.world.rank)
+        known[id(layout)].check_state(state.tree, axes.world.rank, what="the optimizer's state")
         return known[id(layout)]
 
     def _check_pieces(self, tree: Any, params: ShardedTree, *, some: bool = False) -> None:

@@ -69,14 +69,14 @@ _RUNNING: ContextVar[PieceWatch | None] = ContextVar("_RUNNING", default=None)
 def unwatched() -> Iterator[None]:
     """Let everything pass inside: a loss, or an optimizer, which have checks of their own."""
     watch = _RUNNING.get()
-    if watch is None:
-        yield
-        return
-    watch.stop()
+    if watch is not None:
+        watch.stop()
     try:
-        yield
+        with reading_leaves(None):
+            yield
     finally:
-        watch.start()
+        if watch is not None:
+            watch.start()
 
 
 class PieceWatch:

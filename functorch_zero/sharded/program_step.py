@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ from ..version import __version__
 from .agreement import agree, agree_on_results
 from .background import BackgroundTasks
 from .deferred_values import DigestedFill
+from .donation import Donation
 from .engine import ShardedEngine, join_layouts, next_number
 from .failures import sharing_failures
 from .options import Options
@@ -76,6 +77,7 @@ class ShardedProgramStep:
         self.gather_order = self.engine.orders  # of all gradients of the program
         # Of the states that `init` and `refit` have made: the last one's comes last
         self._forms: list[_Form] = []
+        self._num_gradients: int | None = None  # the most that a call has taken
 
     @property
     def group(self) -> Group:
@@ -193,10 +195,11 @@ class ShardedProgramStep:
         self._forms = [*others, form]
 
     def __call__(self, state: State, *args: Any) -> tuple[State, Metrics]:
-        """One step of the program on this rank's part of the batch; the state given stays valid.
+        """One step of the program on this rank's part of the batch. The state given stays valid,
+        unless the step donates.
 
         Collectives: those of the functions that the program calls, and one all-reduce, which
-        compares the ranks' results.
+        compares the ranks' results; when donating, another one before the first write.
 
         Raises:
             StructureError: the state is of another step, or the program returns another structure.
@@ -213,11 +216,36 @@ class ShardedProgramStep:
             watch = PieceWatch(axes.world.rank)
             watched = watch.running() if is_looked_at(int(state.step)) else nullcontext()
             with streams(state.seed, state.step, _device_of(value)) as running, watched:
-                result = self.unsharded.program(value, *args)
+                result = self._run(state, value, args)
             new, metrics = check_result(result, axes.world.rank)
-            check_next_value(*_without_uncut(value, new), axes.world.rank)
+            check_next_value(*_without_fitting(value, new), axes.world.rank)
             self._agree(int(state.step), new, metrics, running.num_draws, watch)
             return state.replace(step=state.step + 1, value=self._marked(state, new)), metrics
+
+    def _run(self, state: State, value: Any, args: Sequence[Any]) -> Any:
+        """The program's result. When donating, it is updated in place where it may be."""
+        if not self.options.donate:
+            return self.unsharded.program(value, *args)
+        number = int(state.step)
+        donation = Donation(value, self._num_gradients, lambda: self._agree_on_writing(number))
+        self.engine.donation = donation
+        try:
+            with donation.running():
+                result = self.unsharded.program(value, *args)
+        finally:
+            self.engine.donation = None
+            if donation.has_written:
+                assert state.sharding is not None
+                state.sharding.donations.take(state.step)
+        self._num_gradients = max(donation.num_taken, self._num_gradients or 0)
+        return result
+
+    def _agree_on_writing(self, number: int) -> None:
+        """Raise, on every rank, unless all ranks are at step `number`, and none has failed."""
+        group = labelled(self.options.axes.world, "step/before writing")
+        failed = self.background.failed()
+        failed = agree_on_results(number, {}, {}, group, operations=(), num_draws=0, failed=failed)
+        self.background.raise_if(failed)
 
     def _marked(self, state: State, value: Any) -> Any:
         """A value whose trees are trained, or read only, as `init` has made those in their
@@ -353,6 +381,7 @@ class ShardedProgramStep:
             raise StructureError(
                 "a sharded step was given a whole state. Remedy: `step.shard_state(state)` first"
             )
+        state.sharding.donations.check(state.step, ())
         known = [form.sharding for form in reversed(self._forms)]
         if not known or state.sharding in known:
             return
@@ -497,21 +526,31 @@ def _device_of(value: Any) -> torch.device:
     return device_of(value)
 
 
-def _without_uncut(old: Any, new: Any) -> tuple[Any, Any]:
-    """Both values, with None where the new one's tree has flats that fit, and no leaves yet. To
-    compare its leaves would cut them."""
+def _without_fitting(old: Any, new: Any) -> tuple[Any, Any]:
+    """Both values, with None where the new one's node is known to fit: where its flats do and it
+    has no leaves yet, since to compare these would cut them; and where the old one is used up."""
     before, treedef = optree.tree_flatten(old, is_leaf=is_on_engine)
     after, other = optree.tree_flatten(new, is_leaf=is_on_engine)
     if treedef != other:
         return old, new
     for n, (one, two) in enumerate(zip(before, after, strict=True)):
-        if not (isinstance(one, ShardedTree) and isinstance(two, ShardedTree)):
-            continue
-        # In pieces the flats may be of another dtype
-        fits = two.holding == one.holding and one.holding.form == "held"
-        if fits and not two.are_leaves_cut:
+        if is_on_engine(one) and is_on_engine(two) and _fits(one, two):
             before[n] = after[n] = None
     return treedef.unflatten(before), treedef.unflatten(after)
+
+
+def _fits(old: Any, new: Any) -> bool:
+    """Whether a node's holding says that it fits the old one's place."""
+    if type(old) is not type(new) or old.holding != new.holding or new.is_used_up:
+        return False
+    if old.is_used_up:
+        # Its leaves are gone; the next update compares a state's with its plan
+        if isinstance(new, ShardedTree):
+            new.check_leaves()
+        return True
+    # In pieces the flats may be of another dtype
+    is_held = isinstance(new, ShardedTree) and new.holding.form == "held"
+    return is_held and not new.are_leaves_cut
 
 
 def _detached(leaf: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -30,6 +31,7 @@ class PreparedUpdate:
         fuse: whether a fused kernel may add the updates to the params itself.
 
     Attributes:
+        optimizer: as given.
         layout: how the params are cut.
         parts: the tensors that a reduction keeps between steps.
         across: the answers to the optimizer's questions.
@@ -46,7 +48,7 @@ class PreparedUpdate:
         # Positions in flatten order of the leaves that follow a param, and their shapes (n,)
         self._following = [i for i, leaf in enumerate(self.plan.leaves) if leaf.kind == "follows"]
         self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
-        self._optimizer, self._storage = optimizer, options.state_storage
+        self.optimizer, self._storage = optimizer, options.state_storage
         # (the parts before it, its fused end), or None: no kernel runs
         self._split = split_fused(optimizer) if fuse else None
 
@@ -57,16 +59,16 @@ class PreparedUpdate:
         fuse = options.donate and "update_norm" not in step.metrics
         return cls(step.optimizer, layout, options, fuse=fuse)
 
-    def check_state(self, state: Any, rank: int) -> None:
-        """Raise unless an optimizer's state is one that this update can take. One that is stored in
-        a place of its own is told by that place."""
+    def check_state(self, state: Any, rank: int, *, what: str = "state.opt_state") -> None:
+        """Raise unless an optimizer's state, of this name, is one that this update can take. One
+        that is stored in a place of its own is told by that place."""
         if self._storage is not None:
             return
         leaves, treedef = optree.tree_flatten(state)
         # The usual case, asked of all leaves at once: a state may have many
         if treedef == self.plan.treedef and self._shapes_in(leaves) == self._shapes:
             return
-        check_opt_state(self._like_state, state, rank)
+        check_opt_state(self._like_state, state, rank, what=what)
 
     def _shapes_in(self, leaves: Sequence[Any]) -> list[Any]:
         """Of a state's leaves, the shapes of those that follow a param; None of what is no
@@ -74,19 +76,20 @@ class PreparedUpdate:
         return [getattr(leaves[i], "shape", None) for i in self._following]
 
     def update(
-        self, grads: ShardedTree, state: Any, params: ShardedTree
+        self, grads: ShardedTree, state: Any, params: ShardedTree, *, donate: bool = True
     ) -> tuple[PyTree[Tensor] | None, Any]:
         """The updates in pieces, and the optimizer's next state.
 
-        No updates where a fused kernel has added them to the params already. Collectives: those
-        that the optimizer asks for.
+        No updates where a fused kernel has added them to the params already. With `donate` it
+        writes over the state, too. Collectives: those that the optimizer asks for.
         """
         if self._split is not None and self.fuses(params):
             head, fused = self._split
             # (piece,) each, views of the params' own, to which a kernel writes
             flats = _trained(params)
-            return None, self._update_fused(head, fused, grads, state, params, flats)
-        updates, state = self._optimizer.update(grads.tree, state, params.tree, self.across)
+            kernel = partial(self.across.fused, fused, params=flats, donate=donate)
+            return None, self._update_fused(head, kernel, grads, state, params)
+        updates, state = self.optimizer.update(grads.tree, state, params.tree, self.across)
         # `publish` writes over the params, in which leaves of the state may lie; gradients and
         # updates are only read from here on
         state = self.across.keep(state, params.tree)
@@ -103,28 +106,26 @@ class PreparedUpdate:
     def _update_fused(
         self,
         head: Transform | None,
-        fused: Transform,
+        kernel: Callable[[list[Tensor], Any], Any],
         grads: ShardedTree,
         state: Any,
         params: ShardedTree,
-        flats: list[Tensor],
     ) -> Any:
         """The next state of an optimizer that is a kernel, or a chain that ends in one.
 
         Args:
+            kernel: takes flats of updates, (piece,) each, and its state, and returns the next one.
             state: the kernel's; of a chain, a tuple with the kernel's last.
-            flats: (piece,) each, of the trained params, to which the kernel adds the updates.
         """
         # The kernel takes the gradients as they come
         if head is None:
-            return self.across.fused(fused, _trained(grads), state, flats)
+            return kernel(_trained(grads), state)
         # A chain's state: one entry per part, the kernel's last
         *before, last = state
         updates, before = head.update(grads.tree, tuple(before), params.tree, self.across)
         # The kernel writes to params, and a caller may write to gradients that it has kept
         before = self.across.keep(before, grads.tree, params.tree)
-        last = self.across.fused(fused, self.across.flats(updates), last, flats)
-        return (*before, last)
+        return (*before, kernel(self.across.flats(updates), last))
 
     def fetched(self, state: Any) -> Any:
         """The optimizer's state, beside the params."""

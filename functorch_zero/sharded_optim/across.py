@@ -224,12 +224,18 @@ class Sharded(Across):
         return self._on_flats.fuses(transform, params)
 
     def fused(
-        self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
+        self,
+        transform: Transform,
+        updates: list[Tensor],
+        state: Any,
+        params: list[Tensor],
+        *,
+        donate: bool,
     ) -> Any:
         """Run a transform's kernel on flats (piece,) of updates and of params, as `flats` gives
-        them, where `fuses` is true. It writes to the params, and to state that is donated. Returns
-        the next state."""
-        return self._on_flats.fused(transform, updates, state, params)
+        them, where `fuses` is true. It writes to the params and, with `donate`, over the state.
+        Returns the next state."""
+        return self._on_flats.fused(transform, updates, state, params, donate=donate)
 
     # Whole leaves: one all-to-all in, one out
 

@@ -171,27 +171,33 @@ class PointwiseOnFlats:
         return self._regrouping(transform.plain) is not None
 
     def fused(
-        self, transform: Transform, updates: list[Tensor], state: Any, params: list[Tensor]
+        self,
+        transform: Transform,
+        updates: list[Tensor],
+        state: Any,
+        params: list[Tensor],
+        *,
+        donate: bool,
     ) -> Any:
-        """Run a transform's kernel, which writes over params, and over state that is donated.
-        Returns the next state.
+        """Run a transform's kernel, which writes over params. Returns the next state.
 
         Args:
             transform: one of which `fuses` is true.
             updates: the flat (piece,) of each group, only read.
             state: leaf by leaf, as `init` made it.
             params: the flats (piece,) of the params, in the same order; written to.
+            donate: whether the state is written over.
         """
         assert transform.fused is not None and transform.plain is not None
         regrouping = self._regrouping(transform.plain)
         assert regrouping is not None
         # A plan's: a kernel works in place and takes no room
         if not all(map(has_values, params)):
-            return state if self._donate else tree_map(torch.clone, state)
+            return state if donate else tree_map(torch.clone, state)
 
         leaves = _copy_repeated(optree.tree_leaves(state))
         flats = regrouping.find_flats(leaves)
-        if not self._donate:
+        if not donate:
             flats = [flat.clone() for flat in flats]
         states = regrouping.group_states(flats, leaves)
         trees = [regrouping.one.unflatten(own_state) for own_state in states]

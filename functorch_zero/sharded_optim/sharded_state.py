@@ -11,7 +11,7 @@ from typing import Any
 import optree
 
 from .._torch_private import register_in_torch
-from ..errors import StructureError
+from ..errors import DonatedError, StructureError
 from ..layout.extent import Extent
 from ..layout.sharded_tree import is_in_a_loss, tell_reader
 from ..layout.sharding import Sharding
@@ -70,6 +70,7 @@ class ShardedOptState(OnEngine):
 
     def __init__(self, tree: Any, holding: StateHolding):
         self._tree, self.holding = tree, holding
+        self.is_used_up = False
 
     @property
     def tree(self) -> Any:
@@ -77,6 +78,7 @@ class ShardedOptState(OnEngine):
 
         Raises:
             StructureError: it is read inside of a loss.
+            DonatedError: a step has taken its storage.
         """
         # As of a sharded tree: a loss of one rank's pieces would silently be another one
         if is_in_a_loss():
@@ -85,8 +87,19 @@ class ShardedOptState(OnEngine):
                 "are one rank's pieces there. Remedy: pass the loss fz.unshard(state), or the "
                 "number that it needs"
             )
+        if self.is_used_up:
+            raise DonatedError(
+                "an optimizer's state was donated to a step, and its storage holds the next one "
+                "now. Remedy: use the state that the step returned, keep a copy with "
+                "tree_map(torch.clone, state), or shard with donate=False"
+            )
         tell_reader(self, lambda: optree.tree_leaves(self._tree))
         return self._tree
+
+    def handed_on(self, tree: Any) -> ShardedOptState:
+        """The next state, which has been written over this one's tensors; this node is used up."""
+        self._tree, self.is_used_up = None, True
+        return ShardedOptState(tree, self.holding)
 
     @property
     def engine(self) -> Engine:
@@ -135,6 +148,8 @@ class ShardedOptState(OnEngine):
         return ShardedOptState, (self.tree, self.holding)
 
     def __repr__(self) -> str:
+        if self.is_used_up:
+            return "ShardedOptState(donated to a step)"
         return f"ShardedOptState({outline(self.tree, most=4)})"
 
 

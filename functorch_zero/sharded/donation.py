@@ -1,0 +1,85 @@
+"""`Donation`: the storage that a program's step may write over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+
+from ..layout.sharded_tree import ShardedTree, reading_leaves
+from ..params import is_on_engine
+from ..sharded_optim.sharded_state import ShardedOptState
+from ..tree import storages
+
+
+class Donation:
+    """The trees and optimizers' states that one call of a program was given, and may be updated in
+    place.
+
+    They are those that the value holds once, and whose leaves the program hasn't read: it may hold
+    one that it has, and would see it change. Nothing is written to before the program has taken
+    as many gradients as it ever has, and all ranks agree: see Note [before the first write] in
+    `phases`.
+
+    Args:
+        value: as the program is given it.
+        num_gradients: the most that a call of the program has taken; None: there was none yet.
+        agree: tell all ranks that this one is about to write. It raises where another has failed.
+
+    Attributes:
+        num_taken: the number of gradients so far.
+        has_written: whether the value was used up, or a part of it.
+    """
+
+    def __init__(self, value: Any, num_gradients: int | None, agree: Callable[[], None]):
+        self._nodes = optree.tree_leaves(value, is_leaf=is_on_engine)
+        self._num_gradients, self._agree = num_gradients, agree
+        self._read: set[int] = set()  # ids of nodes
+        self._agreed = False
+        self.num_taken = 0
+        self.has_written = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Note the leaves that the program reads inside."""
+        with reading_leaves(self._note):
+            yield
+
+    def _note(self, node: Any, leaves: Sequence[Any]) -> None:
+        self._read.add(id(node))
+
+    def takes(self, params: ShardedTree, state: ShardedOptState) -> bool:
+        """Whether both may be written over. Every rank asks at the same places: the first answer
+        of a step that may be yes is a collective."""
+        if self._num_gradients is None or self.num_taken < self._num_gradients:
+            return False
+        if not self._agreed:
+            self._agree()
+            self._agreed = True
+        if not (self._is_free(params) and self._is_free(state)):
+            return False
+        self.has_written = True
+        return True
+
+    def _is_free(self, node: Any) -> bool:
+        is_given = sum(given is node for given in self._nodes) == 1
+        if not is_given or id(node) in self._read:
+            return False
+        # An average that began as a copy of the tree, say, or an older state
+        with reading_leaves(None):
+            holders: Counter[int] = Counter()
+            for other in self._nodes:
+                holders.update(_storages_of(other))
+            return all(holders[storage] == 1 for storage in _storages_of(node))
+
+
+def _storages_of(node: Any) -> set[int]:
+    """The storages of a node, or of a leaf, that an update would write to."""
+    if not isinstance(node, ShardedTree):
+        return storages(node)
+    # Frozen flats go from tree to tree
+    flats = node.pieces().flats() if node.holding.form == "held" else node.flats()
+    return storages([flat for flat in flats if flat is not None])

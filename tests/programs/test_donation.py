@@ -1,0 +1,254 @@
+"""Programs that use up the state that they are given: the same numbers, less memory, and an error
+where a used-up tree is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor, nn
+
+import functorch_zero as fz
+from functorch_zero import checkpoint, optim
+from functorch_zero.errors import DonatedError
+from functorch_zero.groups import CountingGroup, run_ranks
+from functorch_zero.testing import assert_equal_values
+from tests.runtime.test_memory import LiveBytes
+
+torch.manual_seed(0)
+FIRST = {
+    "w": torch.randn(5, 3, requires_grad=True),
+    "b": torch.randn(3, requires_grad=True),
+    "frozen": torch.randn(3),
+}
+BATCHES = [torch.randn(8, 5) for _ in range(6)]
+
+OPTIMIZERS = {
+    "adamw": optim.adamw(0.1),
+    "clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1)),
+    "momentum": optim.sgd(0.1, momentum=0.9),
+    "lamb": optim.lamb(0.1),
+}
+adamw = OPTIMIZERS["adamw"]
+
+
+def loss(params: Any, x: Tensor) -> Tensor:
+    return ((x @ params["w"] + params["b"]) * params["frozen"]).square().mean()
+
+
+def simple(value: Any, x: Tensor, optimizer: Any = adamw) -> Any:
+    params, state = value
+    mean, grads = fz.value_and_grad(loss)(params, x)
+    return optimizer.apply(grads, state, params), {"loss": mean}
+
+
+def init(params: Any) -> Any:
+    return params, adamw.init(params)
+
+
+def part(x: Tensor, group: Any) -> Tensor:
+    return x.chunk(group.size)[group.rank]
+
+
+def trained_by(step: Any, group: Any, level: int, *, donate: bool) -> tuple[Any, list[bool]]:
+    """The whole value after all batches; and per step, whether it has used its state up."""
+    sharded = fz.shard(step, level=level, group=group, donate=donate)
+    state, used_up = sharded.init(FIRST), []
+    for x in BATCHES:
+        before = state
+        state, _ = sharded(state, part(x, group))
+        try:
+            sharded.unshard(before)
+            used_up.append(False)
+        except DonatedError:
+            used_up.append(True)
+    return sharded.unshard(state).value, used_up
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_donating_changes_no_bit(name: str, level: int) -> None:
+    optimizer = OPTIMIZERS[name]
+    step = fz.program_step(
+        lambda value, x: simple(value, x, optimizer),
+        init=lambda params: (params, optimizer.init(params)),
+    )
+
+    def run(group: Any) -> Any:
+        kept, never = trained_by(step, group, level, donate=False)
+        donated, used_up = trained_by(step, group, level, donate=True)
+        assert not any(never)
+        # The first step learns how many gradients there are
+        assert used_up == [False] + [True] * (len(BATCHES) - 1)
+        return kept, donated
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
+def reads_params(value: Any, x: Tensor) -> Any:
+    """It holds a leaf while the tree is updated."""
+    params, state = value
+    old = params["w"]
+    (params, state), metrics = simple(value, x)
+    params = optree.tree_map_with_path(
+        lambda path, p: 0.9 * p + 0.1 * old if path[-1] == "w" else p, params
+    )
+    return (params, state), metrics
+
+
+def reads_state(value: Any, x: Tensor) -> Any:
+    """It holds the state's tensors while they are updated."""
+    params, state = value
+    old = tree_map(lambda s: s, state)
+    (params, state), metrics = simple(value, x)
+    state = tree_map(lambda s, o: 0.9 * s + 0.1 * o if s.is_floating_point() else s, state, old)
+    return (params, state), metrics
+
+
+def test_a_read_leaf_keeps_its_values() -> None:
+    """A step whose program has read the tree, or the state, is not updated in place."""
+    for program in (reads_params, reads_state):
+        step = fz.program_step(program, init=init)
+
+        def run(group: Any, step: Any = step) -> Any:
+            values = [trained_by(step, group, level, donate=True) for level in (1, 3)]
+            return values, trained_by(step, group, 3, donate=False)
+
+        for values, (kept, _) in run_ranks(run, 2):
+            for donated, used_up in values:
+                assert not any(used_up)
+                assert_equal_values(kept, donated, grade="bitwise")
+
+
+def test_a_tree_that_is_needed_is_not_lost_in_silence() -> None:
+    """The old params beside the new ones: a program that keeps them can't donate them."""
+
+    def keeps_old(value: Any, x: Tensor) -> Any:
+        params, state, _ = value
+        (new, state), metrics = simple((params, state), x)
+        return (new, state, params), metrics
+
+    step = fz.program_step(keeps_old, init=lambda params: (*init(params), params))
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group, donate=True)
+        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group))
+        with pytest.raises(DonatedError, match="donate=False"):
+            for x in BATCHES:
+                state, _ = sharded(state, part(x, group))
+        kept = fz.shard(step, level=3, group=group)
+        state = kept.init(FIRST)
+        for x in BATCHES:
+            state, _ = kept(state, part(x, group))
+
+    run_ranks(run, 2)
+
+
+def test_an_average_that_shares_storage_is_left_alone() -> None:
+    """The state's copies by `tree_map` hold its very tensors."""
+
+    def snapshots(value: Any, x: Tensor) -> Any:
+        params, state, _ = value
+        new, metrics = simple((params, state), x)
+        return (*new, tree_map(lambda s: s, new[1])), metrics
+
+    step = fz.program_step(snapshots, init=lambda params: (*init(params), adamw.init(params)))
+
+    def run(group: Any) -> Any:
+        return [trained_by(step, group, 3, donate=donate)[0] for donate in (False, True)]
+
+    for kept, donated in run_ranks(run, 2):
+        assert_equal_values(kept, donated, grade="bitwise")
+
+
+def test_a_failure_before_the_last_gradient_loses_nothing() -> None:
+    def two_losses(value: Any, x: Tensor, fails: bool) -> Any:
+        def second(params: Any, x: Tensor) -> Tensor:
+            if fails:
+                raise ValueError("the second one")
+            return 2 * loss(params, x)
+
+        (params, state), metrics = simple(value, x)
+        _, grads = fz.value_and_grad(second)(params, x)
+        return adamw.apply(grads, state, params), metrics
+
+    step = fz.program_step(two_losses, init=init)
+    expected = step.init(FIRST)
+    for x in BATCHES[:3]:
+        expected, _ = step(expected, x, False)
+
+    def run(group: Any) -> Any:
+        sharded = fz.shard(step, level=3, group=group, donate=True)
+        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group), False)
+        for x in BATCHES[1:3]:
+            with pytest.raises(Exception, match="the second one"):
+                sharded(state, part(x, group), group.rank == 1)
+            state, _ = sharded(state, part(x, group), False)
+        return sharded.unshard(state).value
+
+    for value in run_ranks(run, 2):
+        assert_equal_values(expected.value, value)
+
+
+def test_ranks_agree_before_the_first_write() -> None:
+    """Ranks at different steps hear of it while both states are good."""
+    step = fz.program_step(simple, init=init)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group, donate=True)
+        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group))
+        ahead = state.replace(step=state.step + group.rank)
+        with pytest.raises(Exception, match="different steps"):
+            sharded(ahead, part(BATCHES[1], group))
+        sharded(state, part(BATCHES[1], group))
+
+    run_ranks(run, 2)
+
+
+def test_a_background_save_has_a_copy(tmp_path: Any) -> None:
+    step = fz.program_step(simple, init=init)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=3, group=group, donate=True)
+        state, _ = sharded(sharded.init(FIRST), part(BATCHES[0], group))
+        expected = sharded.unshard(state)
+        saving = checkpoint.async_save(tmp_path, sharded, state)
+        later = state
+        for x in BATCHES:
+            later, _ = sharded(later, part(x, group))
+        saving.result()
+        loaded, _ = checkpoint.load(tmp_path, sharded, like=later)
+        assert_equal_values(expected.value, sharded.unshard(loaded).value, grade="bitwise")
+
+    run_ranks(run, 2)
+
+
+def test_the_peak_is_that_of_one_state() -> None:
+    """At level 3: params, both moments and gradients in pieces, and a unit or two; without
+    donating there is a second state."""
+    width, depth, ranks = 256, 12, 4
+    unit = width * width * 4  # bytes
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    apply, params, _ = fz.functionalize(model)
+
+    def program(value: Any, x: Tensor) -> Any:
+        params, state = value
+        mean, grads = fz.value_and_grad(lambda p, x: apply(p, {}, x)[0].mean())(params, x)
+        return adamw.apply(grads, state, params), {"loss": mean}
+
+    step = fz.program_step(program, init=init)
+    peaks = {}
+    for donate in (False, True):
+        sharded = fz.shard(step, level=3, group=CountingGroup(ranks), donate=donate)
+        x = torch.randn(2, width)
+        state, _ = sharded(sharded.init(params), x)
+        with LiveBytes() as live:
+            before = sum(leaf.nbytes for leaf in optree.tree_leaves(state.value))
+            state, _ = sharded(state, x)
+        peaks[donate] = live.peak / unit
+        assert before / unit == pytest.approx(3 * depth / ranks, rel=0.01)
+    assert peaks[True] < peaks[False] - 1.5 * depth / ranks
