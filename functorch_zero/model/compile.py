@@ -7,6 +7,11 @@ share their code: it is compiled once.
 Note [random numbers]: inductor's own random numbers depend on how a kernel was compiled, and so on
 the shapes that came first. Ranks and the unsharded step needn't have those alike. Inductor is told
 to draw as torch does, unless asked otherwise.
+
+Note [CUDA graphs]: a graph replays kernels at the addresses at which it was recorded, and a unit's
+weights lie at other addresses in each pass: at level 3 they are gathered anew, elsewhere a step may
+return new ones. torch would copy them all into tensors of the graph's own before each replay, which
+then hold a second copy of the model. So regions are compiled without graphs.
 """
 
 from __future__ import annotations
@@ -43,7 +48,11 @@ class CompiledForward:
 
 def options_for_torch(options: Mapping[str, Any] | None, compiles: bool) -> dict[str, Any]:
     """The options for torch.compile, checked. For inductor `fallback_random` is on, unless they say
-    otherwise."""
+    otherwise, and CUDA graphs are off.
+
+    Raises:
+        ValueError: an option is unknown, nothing is compiled, or CUDA graphs are asked for.
+    """
     # Options without a region would be silently without effect
     if options and not compiles:
         raise ValueError(
@@ -55,13 +64,29 @@ def options_for_torch(options: Mapping[str, Any] | None, compiles: bool) -> dict
             f"no such compile_options: {unknown}. Remedy: choose among {', '.join(OPTIONS)}"
         )
     made = dict(options or {})
+    if made.get("backend") == "cudagraphs":
+        raise _cuda_graphs("backend='cudagraphs'", remedy="the backend 'inductor'")
     # Other backends draw random numbers in their own way
     if not compiles or made.get("backend", "inductor") != "inductor":
         return made
     # See Note [random numbers]; torch takes a mode or options, so a mode is written out as options
-    given = made.get("options") or {}
+    given, mode = made.get("options") or {}, made.get("mode")
     # Given options stand for the mode already
-    if not given and made.get("mode"):
+    if not given and mode:
         given = options_of_mode(made.pop("mode"), made.get("dynamic"))
-    made["options"] = {"fallback_random": True, **given}
+        if given.get("triton.cudagraphs"):
+            raise _cuda_graphs(f"{mode=}", remedy="'max-autotune-no-cudagraphs', or no mode")
+    if given.get("triton.cudagraphs"):
+        raise _cuda_graphs("options={'triton.cudagraphs': True}", remedy="leave that option out")
+    # Off by name, since a process may have switched graphs on for all that inductor compiles
+    made["options"] = {"fallback_random": True, "triton.cudagraphs": False, **given}
     return made
+
+
+def _cuda_graphs(given: str, *, remedy: str) -> ValueError:
+    """See Note [CUDA graphs]."""
+    return ValueError(
+        f"compile_options have {given}, which records CUDA graphs. A graph reads weights where "
+        "they lay when it was recorded, and a step's weights lie elsewhere each time. Remedy: "
+        f"{remedy}"
+    )

@@ -179,7 +179,8 @@ def functionalize(
             among those that have no other unit inside: collectives stay outside. Blocks of one
             class and shape are compiled once.
         compile_options: for torch.compile: backend, mode, options, dynamic, fullgraph. Inductor
-            draws random numbers as torch does, unless options have fallback_random=False.
+            draws random numbers as torch does, unless options have fallback_random=False. CUDA
+            graphs, and so the modes "reduce-overhead" and "max-autotune", are refused.
         precision: a `Precision` for the model, or a dict to one each from module classes,
             predicates or patterns of module paths ("" is the model). Each counts for everything in
             those modules. The innermost module named counts, and of two rules for one module the

@@ -225,8 +225,8 @@ def test_wrong_options() -> None:
 
 def test_inductor_is_told_to_draw_as_torch_does() -> None:
     made = lambda **options: options_for_torch(options, compiles=True)
-    assert made()["options"] == {"fallback_random": True}
-    assert made(options={"fallback_random": False})["options"] == {"fallback_random": False}
+    assert made()["options"]["fallback_random"]
+    assert not made(options={"fallback_random": False})["options"]["fallback_random"]
     of_mode = made(mode="max-autotune-no-cudagraphs")
     assert (
         "mode" not in of_mode
@@ -234,3 +234,26 @@ def test_inductor_is_told_to_draw_as_torch_does() -> None:
         and of_mode["options"]["fallback_random"]
     )
     assert made(backend="aot_eager") == {"backend": "aot_eager"}
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"mode": "reduce-overhead"}, "max-autotune-no-cudagraphs"),
+        ({"mode": "max-autotune"}, "max-autotune-no-cudagraphs"),
+        ({"options": {"triton.cudagraphs": True}}, "leave that option out"),
+        ({"backend": "cudagraphs"}, "inductor"),
+    ],
+    ids=str,
+)
+def test_cuda_graphs_are_refused(given: dict[str, Any], remedy: str) -> None:
+    """A graph would read weights where they lay once. The options tell, on a CPU, too."""
+    with pytest.raises(ValueError, match=f"records CUDA graphs.*Remedy: .*{remedy}"):
+        functionalize(models.gpt().module(), units=Block, compile=True, compile_options=given)
+
+
+def test_cuda_graphs_for_the_whole_process_leave_units_out() -> None:
+    """As `TORCHINDUCTOR_CUDAGRAPHS=1` switches them on."""
+    for given in ({}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_autotune": True}}):
+        made = options_for_torch(given, compiles=True)
+        assert made["options"]["triton.cudagraphs"] is False
