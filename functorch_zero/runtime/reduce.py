@@ -6,7 +6,7 @@ They are passive: `runtime/unit.py` says which flat is reduced, and when.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -104,15 +104,16 @@ class UnderWay(NamedTuple):
     bucket: int
     result: Tensor  # (piece,), or (numel,) of a bucket that is not cut; ready when the work is done
     work: Work
+    is_last: bool  # the bucket's sum along the axis is complete with this one
 
 
 class GradientReduction:
     """A step's gradients on their way to the optimizer, over all passes.
 
     A bucket in pieces is reduce-scattered along the shard axis, at every use of its unit or once
-    per step. The results of several reductions add up; along the replicate axis the sum is reduced
-    once, at the end. Ranks of the same data have the same gradients, and sum nothing; see Note
-    [same data].
+    per step. The results of several reductions add up. Along the replicate axis the sum is reduced
+    once, as soon as it is complete: while backward goes on with other units. Ranks of the same data
+    have the same gradients, and sum nothing; see Note [same data].
 
     Args:
         layout, axes: the step's.
@@ -149,6 +150,8 @@ class GradientReduction:
         self._under_way: deque[list[UnderWay]] = deque()  # one list per unit, the oldest first
         # By bucket, in the storage dtype: this rank's slice along the shard axis, or (numel,)
         self._sums: dict[int, Tensor] = {}
+        self._complete: set[int] = set()  # buckets whose sums along the shard axis lack nothing
+        self._over_replicas: list[UnderWay] = []  # reductions of such sums along the replicate axis
 
     def follows_uses(self, last: bool) -> bool:
         """Whether the order of a pass's reductions follows from the units that its loss uses."""
@@ -170,12 +173,17 @@ class GradientReduction:
         # That leaves room for the unit to come
         self.settle(leaving=num_under_way - 1)
         self._under_way.append([])
+        # Here every rank is between the same collectives; it settles at moments of its own
+        self._reduce_over_replicas(self._complete)
 
-    def start(self, b: int, flat: Tensor) -> None:
+    def start(self, b: int, flat: Tensor, *, is_last: bool) -> None:
         """Begin to reduce whole gradients (numel,) of a bucket.
 
-        `flat` is given away: level 0 reduces in place. One of level 2 or 3 is only read, since it
-        may be autograd's own.
+        Args:
+            flat: given away: level 0 reduces in place. One of level 2 or 3 is only read, since it
+                may be autograd's own.
+            is_last: whether no more gradients of the bucket are expected in this step. Some may
+                come all the same, from a custom function's backward; they add up apart.
         """
         bucket = self._buckets[b]
         # The log is compared across ranks, so an entry comes before its collective
@@ -191,7 +199,7 @@ class GradientReduction:
                 group = labelled(shard.group if cut else self._axes.data, self._label(b))
                 kept = self.kept.get(b, {})
                 result, work, self.kept[b] = self._by.start(flat, kept, group, cut=cut)
-        self._under_way[-1].append(UnderWay(b, result, work))
+        self._under_way[-1].append(UnderWay(b, result, work, is_last))
 
     def settle(self, *, leaving: int = 0) -> None:
         """Wait for the oldest units' reductions, and let go of their flats. Those of the newest
@@ -200,53 +208,51 @@ class GradientReduction:
             # One by one from the front, so that each flat goes as soon as its work is done
             unit = self._under_way[0]
             while unit:
-                b, result, work = unit.pop(0)
-                bucket = self._buckets[b]
-                with ranged("wait for reduce", bucket.name) if profiler_enabled() else NOTHING:
-                    work.wait()
-                # Sums over passes are made in the storage dtype, which the optimizer sees
-                result = result.to(bucket.dtype)
-                self._sums[b] = self._sums[b].add_(result) if b in self._sums else result
+                reduction = unit.pop(0)
+                self._wait_for(reduction)
+                if reduction.is_last:
+                    self._complete.add(reduction.bucket)
             self._under_way.popleft()
 
     def finish(self) -> dict[int, Tensor]:
         """The sums over all ranks by bucket, (piece,) or (numel,); buckets nobody reduced are
         missing."""
         self.settle()
+        self._reduce_over_replicas(self._sums)
+        for reduction in self._over_replicas:
+            self._wait_for(reduction)
         sums, self._sums = self._sums, {}  # given away
-        replicate = self._axes.replicate
-        # With `both`, equal data still leave each rank a smaller piece to take
-        if replicate.size > 1 and (replicate.holds_different_data or self._axes.both):
-            self._sum_over_replicas(sums)
         return sums
 
-    def _sum_over_replicas(self, sums: dict[int, Tensor]) -> None:
-        """Replace each cut sum along the shard axis by this rank's piece of the sum over all ranks.
+    def _wait_for(self, reduction: UnderWay) -> None:
+        """Add the result to the bucket's sum."""
+        b, result, work, _ = reduction
+        bucket = self._buckets[b]
+        with ranged("wait for reduce", bucket.name) if profiler_enabled() else NOTHING:
+            work.wait()
+        # Sums over passes are made in the storage dtype, which the optimizer sees
+        result = result.to(bucket.dtype)
+        self._sums[b] = self._sums[b].add_(result) if b in self._sums else result
 
-        Sums of level 0 were made over all data at once.
+    def _reduce_over_replicas(self, buckets: Iterable[int]) -> None:
+        """Begin to reduce sums along the shard axis along the replicate axis. They leave the sums,
+        and come back by `_wait_for`.
+
+        Sums of level 0 stay: they were made over all data at once.
         """
-        sent = {}  # by bucket: the slices, in the dtype of reductions; live until all is done
-        for b, part in sums.items():
-            if self._is_cut(b):
-                sent[b] = part.to(self._buckets[b].reduce)
-        # All are started before the first is waited for
-        started = [self._over_replicas(b, part) for b, part in sent.items()]
-        for reduction in started:
-            reduction.work.wait()
-            sums[reduction.bucket] = reduction.result.to(self._buckets[reduction.bucket].dtype)
-
-    def _over_replicas(self, b: int, part: Tensor) -> UnderWay:
-        """Reduce this rank's slice of a sum along the shard axis along the replicate axis.
-
-        Args:
-            part: the bucket's (piece,), which is reduced in place. With a state that is cut over
-                both axes, `replicate.size` pieces, one for each replica.
-        """
-        replicate = self._axes.replicate.at(self._label(b))
-        if not self._axes.both:
-            return UnderWay(b, part, replicate.sum(part))
-        piece = part.new_empty(part.numel() // replicate.size)  # (piece,)
-        return UnderWay(b, piece, replicate.sum_to_pieces(piece, part))
+        replicate, both = self._axes.replicate, self._axes.both
+        # With `both`, equal data still leave each rank a smaller piece to take
+        if replicate.size == 1 or not (replicate.holds_different_data or both):
+            return
+        # In one order on every rank
+        for b in sorted(b for b in buckets if self._is_cut(b)):
+            self._complete.discard(b)
+            along = replicate.at(self._label(b))
+            # In the dtype of reductions; with `both`, as many pieces as there are replicas
+            part = self._sums.pop(b).to(self._buckets[b].reduce)
+            result = part.new_empty(part.numel() // along.size) if both else part  # (piece,)
+            work = along.sum_to_pieces(result, part) if both else along.sum(part)
+            self._over_replicas.append(UnderWay(b, result, work, is_last=True))
 
     def _label(self, b: int) -> str:
         return f"{self._buckets[b].name}/reduce"

@@ -569,7 +569,7 @@ class Pass:
                 flat = pack(own, bucket, device=self._device, dtype=dtype)
             flat = scale(flat)
             if at_once:
-                reduction.start(b, flat)
+                reduction.start(b, flat, is_last=self._last and not unit.num_open)
             else:
                 reduction.add(b, flat)
         # Flats that have added up are due after the unit's last use in the last pass
@@ -595,7 +595,7 @@ class Pass:
         if ready:
             reduction.make_room(self._overlap.num_under_way)
         for b in ready:
-            reduction.start(b, reduction.whole.pop(b))
+            reduction.start(b, reduction.whole.pop(b), is_last=True)
 
     def finish(self) -> None:
         """The pass, its backward included, is over."""

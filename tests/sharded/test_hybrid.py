@@ -21,7 +21,9 @@ from functorch_zero.groups import (
     counted,
     run_ranks,
 )
-from functorch_zero.groups.mesh import Reordered
+from functorch_zero.groups.mesh import Reordered, axes_of
+from functorch_zero.layout.build import make_layout
+from functorch_zero.runtime.reduce import GradientReduction
 from functorch_zero.testing import assert_sharded_equals_unsharded
 from functorch_zero.testing import strategies as fst
 from tests.compare import Run, assert_equal_updates, assert_same_on_all_ranks, train, train_sharded
@@ -187,6 +189,21 @@ def test_replicas_are_summed_once_a_step_when_accumulating() -> None:
 
     units, metrics = 4, 1
     assert run_ranks(run, 4) == [units + metrics] * 4
+
+
+def test_gradients_that_come_after_the_last_ones_are_summed_apart() -> None:
+    """A custom function's backward may bring them, when the bucket's sum is on its way already."""
+    group = counted(CountingGroup(4))
+    axes = axes_of(HybridGroup(group, shard_size=2))
+    layout = make_layout({"w": torch.empty(64)}, 2, trainable=lambda path, leaf: True)
+    reduction = GradientReduction(layout, axes, [])
+    for value in (1.0, 2.0):
+        reduction.make_room(1)
+        reduction.start(0, torch.full((64,), value), is_last=True)
+    sums = reduction.finish()
+    assert [*sums] == [0] and torch.equal(sums[0], torch.full((32,), 4 * (1.0 + 2.0)))
+    kinds = [call.kind for call in group.calls]
+    assert kinds == ["reduce_scatter", "all_reduce", "reduce_scatter", "all_reduce"]
 
 
 def test_a_checkpoint_holds_each_element_once(tmp_path: Any) -> None:
