@@ -76,11 +76,13 @@ class Recorder(LabelledGroup):
         # Both count as gradients, for as long as somebody holds them
         self.journal.notice("gradients", out)
         self.journal.notice("gradients", whole)
-        self._noted(self._counting.reduce_scatter(out, whole))
+        noted = self._noted(self._counting.reduce_scatter(out, whole))
+        if self.size == 1:  # a copy, made at once
+            return noted
         # Over gloo each rank's slice arrives before they are added; two ranks swap halves in place
         takes_room = self.swaps and self.size > 2
-        # Held by the work, as gloo's room is, and so gone after `wait`
-        return _Holding(whole.new_empty(whole.numel()) if takes_room else None)
+        # A backend reads its input until `wait`, and has its room until then
+        return _Holding(whole, whole.new_empty(whole.numel()) if takes_room else None)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         if has_values(tensor) and op == "sum":
@@ -173,13 +175,13 @@ def imagined_axes(
 
 
 class _Holding:
-    """Finished work that holds room until it is waited for: over gloo, the other ranks' slices."""
+    """Finished work that holds tensors until it is waited for, as a backend does."""
 
-    def __init__(self, room: Tensor | None) -> None:
-        self._room = room
+    def __init__(self, *tensors: Tensor | None) -> None:
+        self._tensors = tensors
 
     def wait(self) -> None:
-        self._room = None
+        self._tensors = ()
 
 
 class _Silent:

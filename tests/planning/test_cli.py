@@ -69,7 +69,7 @@ def test_a_hundred_thousand_ranks_and_muon(
 
 
 def test_several_numbers_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LLAMA, "--ranks", "1", "8", "64", "--memory", "40"]) == 1
+    assert main([*LLAMA, "--ranks", "1", "8", "64", "--memory", "41"]) == 1
     out = capsys.readouterr().out
     assert (
         "No level fits: the least is" in out
