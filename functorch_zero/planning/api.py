@@ -23,6 +23,7 @@ from ..model.casting import PrecisionRules
 from ..model.functionalize import Apply, functionalize
 from ..model.units import Units
 from ..optim.base import Transform
+from ..runtime.prefetch import Overlap
 from ..runtime.reduce import Reduction
 from ..runtime.unshard import Gather
 from ..sharded.buffers import check_sync_buffers
@@ -68,7 +69,7 @@ def plan(
     shard_size: int | None = None,
     state_axes: StateAxes = "shard",
     same_data: SameData | None = None,
-    overlap: OverlapChoice = "memory",
+    overlap: OverlapChoice | None = None,
     reduction: Reduction | None = None,
     gather: Gather | None = None,
     state_storage: StateStorage | None = None,
@@ -153,7 +154,8 @@ def plan(
         sync_buffers=check_sync_buffers(sync_buffers),
         reshard_after_forward=reshard_after_forward,
         reduce_gradients=check_reduce_gradients(reduce_gradients, levels),
-        overlap=check_overlap(overlap),
+        # The stand-ins may lie on another device than the leaves
+        overlap=check_overlap(overlap) or Overlap.by_default(device),
         reduction=check_reduction(reduction, loss_scale=loss_scale),
         gather=check_gather(gather),
         # A stand-in: the user's storage would be asked for real memory

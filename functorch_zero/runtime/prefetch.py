@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from ..groups.forwarding import all_say, era_of
 from ..groups.protocol import Group
 from ..groups.single import SingleRank
@@ -47,6 +49,11 @@ class Overlap:
     def __post_init__(self) -> None:
         if self.distance < 1:
             raise ValueError(f"distance must be at least 1, got {self.distance}")
+
+    @classmethod
+    def by_default(cls, device: torch.device) -> Overlap:
+        """The choice for leaves on this device: `memory` on a CPU, else `time`."""
+        return cls.memory if device.type == "cpu" else cls.time
 
 
 # The second ask: at the first, all of the unit's activations are still there

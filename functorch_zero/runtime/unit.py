@@ -247,7 +247,7 @@ class Pass:
         reduction: takes the gradients; None when there will be none.
         device: of the leaves.
         order: in which the pass before gathered units; None: it is not known.
-        overlap: when gathers start, and reductions are waited for.
+        overlap: when gathers start, and reductions are waited for; None: the device's own choice.
         keeps: keep gathered flats from forward to backward (`reshard_after_forward=False`).
         last: whether no other pass will give gradients to the same reduction.
         look: whether the values of flats are compared too, to see that the loss changes none.
@@ -261,7 +261,7 @@ class Pass:
         *,
         device: torch.device,
         order: PrefetchOrder | None = None,
-        overlap: Overlap = Overlap.memory,
+        overlap: Overlap | None = None,
         keeps: bool = False,
         last: bool = True,
         look: bool = False,
@@ -273,14 +273,15 @@ class Pass:
         self._layout, self._device = layout, device
         self.stream = current_stream(device)  # see Note [one stream]
         self._reduction: Any = reduction
-        self._overlap, self._last, self._look = overlap, last, look
+        self.overlap = Overlap.by_default(device) if overlap is None else overlap
+        self._last, self._look = last, look
         self._keeps = keeps and reduction is not None
         self._units = []
         for index, unit in enumerate(layout.units):
             self._units.append(UnitInPass(index, unit, layout.contents[index], flats[index]))
         by_name = {unit.name: unit.flats for unit in self._units}
         order = PrefetchOrder() if order is None else order
-        self.following = order.follow(by_name, overlap.distance)
+        self.following = order.follow(by_name, self.overlap.distance)
         # None where no collective follows from a use, or the group can't ask
         self._gathers = any(unit.flats.moves for unit in self._units)
         self.uses: SameUses | None = None
@@ -457,9 +458,9 @@ class Pass:
 
         self._asks += 1
         if 8 * self._to_come > use.saved:  # most is to come; see Note [peak of backward]
-            if self._asks == self._overlap.settle_at:
+            if self._asks == self.overlap.settle_at:
                 self._reduction.settle()
-            if self._asks == self._overlap.gather_at:
+            if self._asks == self.overlap.gather_at:
                 for flats in self.following.ahead:
                     flats.start()
         self._to_come -= ask.size.numel()
@@ -555,7 +556,7 @@ class Pass:
             raise _too_late(unit.name)
         # Before packing, so that the new flat takes the room that the oldest leaves
         if not reduction.in_layout_order:
-            reduction.make_room(self._overlap.num_under_way)
+            reduction.make_room(self.overlap.num_under_way)
         # Bucket by bucket, in the layout's order: every rank starts the same collectives
         for b, which in zip(unit.content.trained, unit.content.slices, strict=True):
             bucket = self._layout.buckets[b]
@@ -593,7 +594,7 @@ class Pass:
                 reduction.add(b, self._scale(zeros))  # (numel,)
             ready = [*unit.content.trained]
         if ready:
-            reduction.make_room(self._overlap.num_under_way)
+            reduction.make_room(self.overlap.num_under_way)
         for b in ready:
             reduction.start(b, reduction.whole.pop(b), is_last=True)
 

@@ -42,7 +42,7 @@ class _Options(TypedDict, total=False):
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None
     state_axes: StateAxes
-    overlap: OverlapChoice
+    overlap: OverlapChoice | None
     reduction: Reduction | None
     gather: Gather | None
     state_storage: StateStorage | None
@@ -70,7 +70,7 @@ def shard(
     reshard_after_forward: bool = True,
     reduce_gradients: ReduceGradients | None = None,
     state_axes: StateAxes = "shard",
-    overlap: OverlapChoice = "memory",
+    overlap: OverlapChoice | None = None,
     reduction: Reduction | None = None,
     gather: Gather | None = None,
     state_storage: StateStorage | None = None,
@@ -107,8 +107,8 @@ def shard(
         overlap: of communication and backward. "memory": a unit's gradients are reduced, and the
             next unit is gathered, while the rest of the unit after them runs. "time": each has a
             whole unit's backward to hide behind, as GPUs want it, and up to two units' gradients
-            are being reduced at a time. Or a `runtime.prefetch.Overlap` of your own. Results are
-            the same to the bit.
+            are being reduced at a time. Or a `runtime.prefetch.Overlap` of your own. None:
+            "memory" for leaves on a CPU, "time" on other devices. Results are the same to the bit.
         reduction: how a bucket's gradients are summed over ranks, an object with the methods of
             `runtime.reduce.Reduction`. The tensors that it keeps between steps are in
             `State.parts`. None: gradients are summed as they are.

@@ -49,7 +49,7 @@ class Options:
     sync_buffers: SyncBuffers
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients | None = None  # None: as the level's row says
-    overlap: Overlap = Overlap.memory
+    overlap: Overlap | None = None  # None: the device's own choice
     reduction: Reduction = SUMMED
     gather: Gather = UNENCODED
     state_storage: StateStorage | None = None
@@ -171,12 +171,14 @@ def check_state_axes(value: Any) -> StateAxes:
     return value  # type: ignore[no-any-return]
 
 
-def check_overlap(value: Any) -> Overlap:
-    """The choice of that name, or an `Overlap` as it is."""
-    if isinstance(value, Overlap):
+def check_overlap(value: Any) -> Overlap | None:
+    """The choice of that name; an `Overlap`, or None, as it is."""
+    if value is None or isinstance(value, Overlap):
         return value
     if value not in OVERLAPS:
-        raise ValueError(f"overlap must be one of {(*OVERLAPS,)} or an Overlap, got {value!r}")
+        raise ValueError(
+            f"overlap must be one of {(*OVERLAPS,)}, an Overlap or None, got {value!r}"
+        )
     return OVERLAPS[value]
 
 

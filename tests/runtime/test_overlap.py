@@ -13,16 +13,29 @@ import optree
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functorch_zero import optim
 from functorch_zero.errors import MismatchError
-from functorch_zero.groups import Call, CountingGroup, LabelledGroup, Work, counted, run_ranks
+from functorch_zero.groups import (
+    Call,
+    CountingGroup,
+    LabelledGroup,
+    SingleRank,
+    Work,
+    counted,
+    run_ranks,
+)
+from functorch_zero.groups.mesh import axes_of
+from functorch_zero.layout.build import make_layout
 from functorch_zero.model.functionalize import functionalize
 from functorch_zero.planning.api import plan
 from functorch_zero.runtime.prefetch import Overlap, PrefetchOrder
 from functorch_zero.runtime.unit import Pass
+from functorch_zero.runtime.unshard import UNENCODED
 from functorch_zero.sharded.api import shard
 from functorch_zero.sharded.options import check_overlap
+from functorch_zero.sharded.params import make_unit_flats
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import assert_sharded_equals_unsharded, models
 from tests.compare import Run, train_sharded
@@ -42,6 +55,7 @@ from tests.runtime.test_unit import (
 from tests.tiers import thinned, tiers
 
 OVERLAPS: list[Any] = ["memory", "time"]
+FAR = Overlap(gather_at=1, settle_at=None, num_under_way=2, distance=3)
 
 
 class Halves(nn.Module):
@@ -276,6 +290,36 @@ def test_a_plan_knows_the_difference() -> None:
     assert plans[0].collectives == plans[1].collectives
     unit = 2 * WIDTHS[0] ** 2 * 4  # bytes
     assert plans[0].peak.total + unit <= plans[1].peak.total <= plans[0].peak.total + 4 * unit
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", "memory"), ("cuda", "time")])
+def test_the_device_chooses_where_nobody_does(device: str, chosen: str) -> None:
+    """A plan of leaves without values, on a device that this machine may lack."""
+    model = nn.Sequential(*(Halves(WIDTHS[0]) for _ in range(6)))
+    _, params, _ = functionalize(model, units=Halves)
+    with FakeTensorMode():
+        there: Any = optree.tree_map(
+            lambda p: torch.empty(p.shape, device=device, requires_grad=True), params
+        )
+    plans = {
+        overlap: plan(there, optim.sgd(0.1), level=3, ranks=RANKS, overlap=overlap)
+        for overlap in (None, *OVERLAPS)
+    }
+    assert plans["memory"].samples != plans["time"].samples
+    assert plans[None].samples == plans[chosen].samples
+
+
+def test_a_pass_takes_the_choice_of_its_device() -> None:
+    """The meta device stands for an accelerator."""
+    params = {"w": torch.ones(4, requires_grad=True)}
+    layout = make_layout(params, 1, trainable=lambda path, leaf: True)
+    for name in ("cpu", "meta"):
+        device = torch.device(name)
+        flats = [torch.ones(bucket.numel, device=device) for bucket in layout.buckets]
+        units = make_unit_flats(flats, layout, axes_of(SingleRank()), [], UNENCODED)
+        made = Pass(layout, units, None, device=device)
+        assert made.overlap is {"cpu": Overlap.memory, "meta": Overlap.time}[name]
+        assert Pass(layout, units, None, device=device, overlap=FAR).overlap is FAR
 
 
 @pytest.mark.parametrize("level", thinned([3, 2, 1, 0]))
