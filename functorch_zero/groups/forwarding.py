@@ -78,6 +78,10 @@ class Forwarding:
         can."""
         return sibling(self.inner)
 
+    def reduce_apart(self) -> None:
+        """Let reduce-scatters run beside other collectives: as the inner group does, if it can."""
+        reduce_apart(self.inner)
+
     @property
     def all_say(self) -> AllSay | None:
         """The inner group's own, if it has one."""
@@ -105,6 +109,14 @@ def sibling(group: Group) -> Group | None:
     own = getattr(group, "sibling", None)
     made: Group | None = None if own is None else own()
     return made
+
+
+def reduce_apart(group: Group) -> None:
+    """Let a group's reduce-scatters run beside its other collectives, where its kind can; every
+    rank calls this."""
+    own = getattr(group, "reduce_apart", None)
+    if own is not None:
+        own()
 
 
 def all_say(group: Group) -> AllSay | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .forwarding import Forwarding
+from .forwarding import Forwarding, reduce_apart
 from .labels import labelled
 from .process import ProcessGroup
 from .protocol import Done, Group, Work
@@ -313,6 +313,8 @@ def axes_of(group: Group, *, both: bool = False) -> Axes:
     Raises:
         ValueError: the group has one axis, and can't.
     """
+    # Pieces of params and of gradients travel along the shard axis at the same time
+    reduce_apart(group.shard if isinstance(group, HybridGroup) else group)
     if isinstance(group, HybridGroup):
         # `by_piece` is a collective, so every rank passes the same `both`
         optimizer = group.by_piece() if both else group.shard

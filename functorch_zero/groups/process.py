@@ -69,8 +69,9 @@ class ProcessGroup:
 
     - all_gather, all_to_all, broadcast: the backend's own, on bytes; an all-gather of two ranks
       over gloo is an all-to-all, which does not copy this rank's own half.
-    - reduce_scatter: NCCL's own. gloo: an all-to-all (S * (N-1) / N), and a sum in rank order in
-      `wait`. gloo's own moves as much as an all-reduce and takes twice as long.
+    - reduce_scatter: NCCL's own, beside other collectives after `reduce_apart`. gloo: an all-to-all
+      (S * (N-1) / N), and a sum in rank order in `wait`. gloo's own moves as much as an all-reduce
+      and takes twice as long.
     - all_reduce: the backend's own, but for small tensors on CPUs and dtypes no backend adds, which
       are gathered (two ranks over gloo: swapped) and summed in rank order. A maximum keeps NaN, by
       reducing a mask of NaN along with the values.
@@ -111,17 +112,15 @@ class ProcessGroup:
         self.ranks = dist.get_process_group_ranks(parent)
         self._alone = self.size == 1 and self._copies_alone  # collectives are copies
         self._torch_group: dist.ProcessGroup | None = None  # None: alone, or this rank has left
+        # For reduce-scatters alone, where `reduce_apart` was called
+        self._reduces_apart = False
+        self._reducing_group: dist.ProcessGroup | None = None
         # The token names the group in torch's store; the count is the era's number
         self._token, self._times_rejoined = "", 0
         self._num_asked = 0  # questions of this rank (`all_say`) in this era
         self._known_as = self.rank  # in messages to other ranks: a subgroup keeps its parent's
         if not self._alone:
-            try:
-                self._torch_group = torch_distributed.own_group(parent, self._timeout)
-            except RuntimeError as error:
-                raise LostPeerError(
-                    f"rank {self.rank} could not connect to all ranks: {error}"
-                ) from None
+            self._torch_group = self._connected(self._backends)
             # Random, by rank 0: a count of groups could meet a key that an earlier run has left
             self._token = self.exchange(os.urandom(16))[0].hex()
 
@@ -300,13 +299,37 @@ class ProcessGroup:
         self._num_asked = 0
         name = f"functorch_zero/{self._token}/{self._times_rejoined}"
         try:
-            self._torch_group = torch_distributed.named_group(self._parent, name, self._timeout)
+            self._torch_group = torch_distributed.named_group(
+                self._parent, name, self._timeout, self._backends
+            )
+            if self._reduces_apart:
+                backends = torch_distributed.accelerated(self._backends)
+                self._reducing_group = torch_distributed.named_group(
+                    self._parent, f"{name}/reduce", self._timeout, backends
+                )
         except RuntimeError as error:
+            self._leave()
             self._error = LostPeerError(
                 f"rank {self.rank} waited for all ranks to come back, after this: {reason}. Not "
                 f"all did: {error}"
             )
             raise self.why_left() from error.with_traceback(None)
+
+    def reduce_apart(self) -> None:
+        """Let reduce-scatters run beside other collectives. Every rank calls this; a second call
+        does nothing.
+
+        A torch group over NCCL runs its collectives one after the other, and a gather would wait
+        for the reduction started before it. So reduce-scatters get a torch group of their own.
+        Over gloo alone they stay where they are.
+        """
+        backends = torch_distributed.accelerated(self._backends)
+        if self._alone or self._reduces_apart or not backends:
+            return
+        # After a failure it is `rejoin` that connects
+        if self._torch_group is not None:
+            self._reducing_group = self._connected(backends)
+        self._reduces_apart = True
 
     @property
     def era(self) -> int:
@@ -380,8 +403,19 @@ class ProcessGroup:
                 # A torch Work, even a finished one, keeps the connections open
                 work.abandon(self._times_rejoined)
         holder = [self._torch_group]  # `destroy` needs the last reference
-        self._torch_group = None
+        if self._reducing_group is not None:
+            holder.append(self._reducing_group)
+        self._torch_group = self._reducing_group = None
         torch_distributed.destroy(holder)
+
+    def _connected(self, backends: dict[str, str]) -> dist.ProcessGroup:
+        """A torch group of our own, as all ranks make it."""
+        try:
+            return torch_distributed.own_group(self._parent, self._timeout, backends)
+        except RuntimeError as error:
+            raise LostPeerError(
+                f"rank {self.rank} could not connect to all ranks: {error}"
+            ) from None
 
     def _launch(self, kind: str, method: str, *arguments: Any) -> Work:
         """Start a collective by torch's own method of the group, asynchronous unless told
@@ -390,7 +424,7 @@ class ProcessGroup:
         if self._torch_group is None:
             raise self.why_left()
         try:
-            handle = getattr(self._torch_group, method)(*arguments)
+            handle = getattr(self._group_for(method), method)(*arguments)
         except RuntimeError as error:
             # Its frames hold the torch group, whose connections must close
             cause = error.with_traceback(None)
@@ -399,6 +433,12 @@ class ProcessGroup:
         work = TorchWork(self, kind, handle, arguments)
         self._works.add(weakref.ref(work, self._works.discard))
         return work
+
+    def _group_for(self, method: str) -> dist.ProcessGroup | None:
+        """The torch group that runs this collective."""
+        if method == torch_distributed.REDUCE_SCATTER and self._reducing_group is not None:
+            return self._reducing_group
+        return self._torch_group
 
     def _gather(self, kind: str, out: Tensor, piece: Tensor) -> Work:
         """An all-gather, by way of which small sums and exchanges go, too."""

@@ -124,12 +124,19 @@ def own_backends(parent: dist.ProcessGroup) -> dict[str, str]:
     return backends if "cpu" in backends else {"cpu": "gloo"} | backends
 
 
+def accelerated(backends: dict[str, str]) -> dict[str, str]:
+    """Of the backends, those that queue collectives on a device: all but gloo."""
+    return {device: backend for device, backend in backends.items() if backend != "gloo"}
+
+
 def _config_of(backends: dict[str, str]) -> str:
     """The same as torch writes it: "cpu:gloo,cuda:nccl"."""
     return ",".join(f"{device}:{backend}" for device, backend in backends.items())
 
 
-def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+def own_group(
+    parent: dist.ProcessGroup, timeout: timedelta, backends: dict[str, str]
+) -> dist.ProcessGroup:
     """A new torch group of the parent's ranks, in their order; every one of them calls it, and
     nobody else."""
     ranks = dist.get_process_group_ranks(parent)
@@ -140,7 +147,6 @@ def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
         options["sort_ranks"] = False
     if len(ranks) < dist.get_world_size():
         options["use_local_synchronization"] = True
-    backends = own_backends(parent)
     if backends != backends_of(_world_group()):
         options["backend"] = _config_of(backends)
     made = dist.new_group(ranks, **options)
@@ -148,7 +154,9 @@ def own_group(parent: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
     return made
 
 
-def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dist.ProcessGroup:
+def named_group(
+    parent: dist.ProcessGroup, name: str, timeout: timedelta, backends: dict[str, str]
+) -> dist.ProcessGroup:
     """As `own_group`, under a name that the ranks have agreed upon before.
 
     torch's own names count the groups that a rank has made, or has at the moment. Ranks that fail
@@ -158,7 +166,7 @@ def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dis
     c10d: Any = dist.distributed_c10d
     ranks = dist.get_process_group_ranks(parent)
     # By torch's internals: no public function takes a name; see Note [eras] in `process`
-    backend = c10d.Backend(_config_of(own_backends(parent)))
+    backend = c10d.Backend(_config_of(backends))
     made, _ = c10d._new_process_group_helper(
         len(ranks),
         dist.get_rank(parent),
@@ -176,7 +184,8 @@ def named_group(parent: dist.ProcessGroup, name: str, timeout: timedelta) -> dis
 
 
 def destroy(holder: list[dist.ProcessGroup]) -> None:
-    """Destroy the group in `holder`, which must be the last reference to it, and empty `holder`.
+    """Destroy the groups in `holder`, which must be the last references to them, and empty
+    `holder`.
 
     gloo closes its connections when the last reference goes. Before that it waits for this rank's
     own collectives under way, which may take until the other ranks call them. So it is a thread
@@ -192,11 +201,13 @@ def destroy(holder: list[dist.ProcessGroup]) -> None:
 
 
 def _destroy_now(holder: list[dist.ProcessGroup]) -> None:
-    only_gloo = set(backends_of(holder[0]).values()) == {"gloo"}
-    # NCCL's destroy waits for kernels that may never end; abort ends them
-    abort = None if only_gloo else getattr(dist.distributed_c10d, "_abort_process_group", None)
-    with contextlib.suppress(Exception):  # ValueError when the user has destroyed all groups
-        (abort or dist.destroy_process_group)(holder[0])
+    # By position: a name would be one more reference
+    for i in range(len(holder)):
+        with contextlib.suppress(Exception):  # ValueError when the user has destroyed all groups
+            only_gloo = not accelerated(backends_of(holder[i]))
+            # NCCL's destroy waits for kernels that may never end; abort ends them
+            abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+            (dist.destroy_process_group if only_gloo or not abort else abort)(holder[i])
     holder.clear()
 
 

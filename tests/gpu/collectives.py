@@ -64,19 +64,26 @@ class SentToItself(ProcessGroup):
 
 def one_rank(report: Report, backend: str) -> None:
     group = SentToItself()
-    for check in CHECKS:
-        before = group.launched
-        name = f"one rank over {backend}: {check.__name__}, collectives of the backend"
-        with report.failing(name):
-            check(group)
-            synchronize()
-            num_started = group.launched - before
-            report.check(name, num_started, num_started > 0, "some")
+    all_checks(report, group, backend)
+    # Reduce-scatters on a communicator of their own
+    group.reduce_apart()
+    all_checks(report, group, f"{backend}, reductions apart")
     if CUDA:
         asynchronous(report, group)
     else:
         report.needs("one rank: nothing waits for the device")
     abort_and_rejoin(report, group)
+
+
+def all_checks(report: Report, group: SentToItself, what: str) -> None:
+    for check in CHECKS:
+        before = group.launched
+        name = f"one rank over {what}: {check.__name__}, collectives of the backend"
+        with report.failing(name):
+            check(group)
+            synchronize()
+            num_started = group.launched - before
+            report.check(name, num_started, num_started > 0, "some")
 
 
 def asynchronous(report: Report, group: ProcessGroup) -> None:
@@ -103,8 +110,9 @@ def abort_and_rejoin(report: Report, group: ProcessGroup) -> None:
     except GroupError:
         refused = True
     group.rejoin()
-    x = torch.full((4,), 3.0)
+    x, out = torch.full((4,), 3.0), torch.zeros(4)
     group.all_reduce(x).wait()
+    group.reduce_scatter(out, x).wait()
     took = time.perf_counter() - start
-    ok = refused and x.tolist() == [3.0] * 4 and took < 10
+    ok = refused and x.tolist() == out.tolist() == [3.0] * 4 and took < 10
     report.check("one rank: fail and rejoin, seconds", took, ok, "an error, then results")
