@@ -1,0 +1,127 @@
+"""Operators of an update that would each launch a kernel on a GPU: counted, per block of a model.
+
+The group is a `CountingGroup`, of which one process plays one rank. Everything lies on the CPU, so
+the numbers that would be on a GPU are told by their kind: numbers of the host are 0-d, and int64 or
+float64, while params and all that is made of them are float32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero._torch_private import QuickDispatchMode
+from functorch_zero.groups import CountingGroup
+
+# They make room, or other views of it, and launch nothing. So does whatever `is_view`
+NOT_LAUNCHED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+NOT_LAUNCHED |= {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A transformer's block without its attention: 12 leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        x = x + self.out(q * k + v)
+        return x + self.down(self.up(self.norm2(x)).relu())
+
+
+class Launches(QuickDispatchMode):
+    """Counts the operators that would run on a GPU, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = [x for x in tree_leaves((args, kwargs, made)) if isinstance(x, Tensor)]
+        launched = not func.is_view and name not in NOT_LAUNCHED
+        if launched and any(x.dim() or x.dtype == torch.float32 for x in tensors):
+            self.by_name[name] += 1
+        return made
+
+
+def launches_of_step(optimizer: optim.Transform, num_blocks: int, **options: Any) -> Counter[str]:
+    """Those of a whole step at level 3, on one of 8 ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(num_blocks)))
+    apply, params, buffers = fz.functionalize(model, units=Block)
+
+    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Tensor:
+        return apply(params, buffers, batch)[0].square().mean()
+
+    train = fz.train_step(loss_fn, optimizer, **options)
+    step = fz.shard(train, level=3, group=CountingGroup(8))
+    state, batch = step.init(params, buffers), torch.randn(4, WIDTH)
+    # The first steps find flats that later ones remember
+    for _ in range(3):
+        state, _ = step(state, batch)
+    with Launches() as launches:
+        step(state, batch)
+    return launches.by_name
+
+
+def per_block(optimizer: optim.Transform, **options: Any) -> Counter[str]:
+    """An optimizer's launches for one block more, beyond those of the step and AdamW's kernel."""
+
+    def of_a_block(optimizer: optim.Transform, **options: Any) -> Counter[str]:
+        more = launches_of_step(optimizer, 4, **options)
+        more.subtract(launches_of_step(optimizer, 2, **options))
+        return more
+
+    difference = of_a_block(optimizer, **options)
+    difference.subtract(of_a_block(optim.adamw(1e-3)))
+    halves = {name: count // 2 for name, count in difference.items()}  # of two blocks more
+    return Counter(halves)
+
+
+OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
+    "clip, adamw": lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3)),
+    "lion": lambda: optim.lion(1e-3),
+    "lamb": lambda: optim.lamb(1e-3),
+    "lars": lambda: optim.lars(1e-3),
+    "adafactor": lambda: optim.adafactor(),
+    "muon": lambda: optim.muon(1e-3),
+}
+# Per block, of 12 leaves
+NUM_LAUNCHES = {
+    "clip, adamw": 73,
+    "lion": 8,
+    "lamb": 216,
+    "lars": 213,
+    "adafactor": 335,
+    "muon": 153,
+    "grad_norm": 36,
+    "param_norm": 36,
+    "update_norm": 47,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_launches_per_block(name: str) -> None:
+    launches = per_block(OPTIMIZERS[name]())
+    assert launches.total() == NUM_LAUNCHES[name], dict(launches)
+
+
+@pytest.mark.parametrize("norm", ["grad_norm", "param_norm", "update_norm"])
+def test_launches_of_metrics(norm: str) -> None:
+    launches = per_block(optim.adamw(1e-3), metrics=[norm])
+    assert launches.total() == NUM_LAUNCHES[norm], dict(launches)
