@@ -109,8 +109,7 @@ def flat_of_pieces(pieces: Sequence[Tensor], bucket: Bucket, piece_number: int) 
                 return flat
     # Zeros, so that padding is 0 where pieces come from elsewhere
     flat = pieces[0].new_zeros(bucket.piece, dtype=_common_dtype(pieces, pieces[0].dtype))
-    for view, piece in zip(cut(flat, bucket, piece_number), pieces, strict=True):
-        view.copy_(piece)
+    torch._foreach_copy_(cut(flat, bucket, piece_number), list(pieces))
     return flat
 
 

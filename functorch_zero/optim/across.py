@@ -390,6 +390,17 @@ def reduce_leaf(x: Tensor, op: LeafOp) -> Tensor:
     return x.sum(dtype=sum_dtype(x.dtype))
 
 
+def norms_of(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each leaf as `reduce_leaf` takes it, from one kernel per dtype."""
+    norms = list(leaves)
+    for dtype in {leaf.dtype for leaf in leaves}:
+        positions = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        own = torch._foreach_norm([leaves[i] for i in positions], dtype=sum_dtype(dtype))
+        for i, norm in zip(positions, own, strict=True):
+            norms[i] = norm
+    return norms
+
+
 def sums_of(factors: Factors) -> list[Tensor]:
     """Leaf by leaf, the sum of the elements of a tree, or of the product of two, 0-d."""
 
@@ -398,7 +409,8 @@ def sums_of(factors: Factors) -> list[Tensor]:
         if b:
             # Products of half precision would overflow before they are summed
             a = a.to(sum_dtype(a.dtype)) * b[0]
-        return reduce_leaf(a, "sum")
+        # The sum of one number is that number
+        return reduce_leaf(a, "sum") if a.ndim else a.to(sum_dtype(a.dtype))
 
     sums: list[Tensor] = optree.tree_leaves(tree_map(sum_leaf, *factors))
     return sums

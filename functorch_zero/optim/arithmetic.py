@@ -8,9 +8,11 @@ CPU their vector body and tail round differently.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 from optree import tree_map
 from torch import Tensor
@@ -41,6 +43,32 @@ def on_leaf(fn: Callable[..., Tensor], x: Tensor, *rest: Tensor) -> Tensor:
     # Views of one element, so the leaf's dtype decides the result's, as it does in a bucket
     wide = [y.reshape(1) for y in rest]
     return fn(x.reshape(1), *wide).reshape(())
+
+
+def on_numbers(fn: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:
+    """`tree_map` of an elementwise function of 0-d leaves, which it sees all at once, as a vector.
+
+    On a GPU each operator is then one kernel, however many leaves there are.
+
+    Args:
+        fn: from a vector (n,) for each tree to one (n,). Leaves of another dtype or device come in
+            a call of their own.
+
+    >>> on_numbers(torch.sqrt, {"w": torch.tensor(4.0), "b": torch.tensor(9.0)})
+    {'w': tensor(2.), 'b': tensor(3.)}
+    """
+    leaves, treedef = optree.tree_flatten(tree)
+    columns = [leaves, *map(treedef.flatten_up_to, rest)]
+    # The dtypes and devices of a leaf and of its fellows -> the positions of such leaves
+    kinds: defaultdict[Any, list[int]] = defaultdict(list)
+    for i, row in enumerate(zip(*columns, strict=True)):
+        kinds[tuple((x.dtype, x.device) for x in row)].append(i)
+    made = list(leaves)
+    for positions in kinds.values():
+        vectors = [torch.stack([column[i] for i in positions]) for column in columns]
+        for i, result in zip(positions, fn(*vectors).unbind(), strict=True):
+            made[i] = result
+    return treedef.unflatten(made)
 
 
 def ema(old: Tensor, new: Tensor, decay: Number) -> Tensor:

@@ -29,12 +29,14 @@ from ..optim.across import (
     WholeLeaf,
     check_limit,
     check_whole,
+    norms_of,
     reduce_leaf,
     state_elsewhere,
     sums_of,
     total_of,
     widest_dtype,
 )
+from ..optim.arithmetic import on_numbers
 from ..optim.base import Transform
 from ..tree import PyTree, copied_if_in, select
 from .dim_reductions import reduce_piece, spread_over_piece
@@ -94,16 +96,16 @@ class Sharded(Across):
     # Questions: one all-reduce for all leaves of all trees, or two, where some are integers
 
     def reduce(self, trees: Sequence[Tree], op: LeafOp) -> tuple[Tree, ...]:
-        shares: list[Tree] = []  # of this rank, 0-d per leaf
         cuts: list[bool] = []  # per leaf of all trees, in order
         for tree in trees:
-            shares.append(tree_map(lambda x: reduce_leaf(x, op), tree))
             cuts += self._cut_leaves(tree)
         if op != "norm":
+            shares = tree_map(lambda x: reduce_leaf(x, op), list(trees))  # of this rank, 0-d
             return tuple(self._reduce(shares, op, cuts))
         # Squares add up over ranks, norms don't
-        squares = self._reduce(tree_map(torch.square, shares), "sum", cuts)
-        return tuple(tree_map(torch.sqrt, squares))
+        leaves, treedef = optree.tree_flatten(list(trees))
+        squares = treedef.unflatten(on_numbers(torch.square, norms_of(leaves)))
+        return tuple(on_numbers(torch.sqrt, self._reduce(squares, "sum", cuts)))
 
     def reduce_dims(self, questions: Sequence[Question], op: DimOp) -> tuple[Tree, ...]:
         def reduce_leaf_dims(x: Tensor, extent: Extent, dims: tuple[int, ...]) -> Tensor:

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import optree
 import torch
-from optree import tree_map
 from torch import Tensor
 
-from ..optim.across import Across, sum_dtype
+from ..optim.across import Across, norms_of
+from ..optim.arithmetic import on_numbers
 from ..optim.states import state_metrics
 from ..tree import PyTree
 
@@ -56,7 +57,10 @@ class UpdateMetrics:
         """
         # Computed right away, since the tree's storage may be written over by the update
         if name in self._names:
-            self._squares[name] = tree_map(_square, make_tree())
+            leaves, treedef = optree.tree_flatten(make_tree())
+            # By norms, which make no tensor of the squares
+            squares = on_numbers(torch.square, norms_of(leaves))
+            self._squares[name] = treedef.unflatten(squares)
 
     def metrics(self, opt_state: Any) -> dict[str, Tensor]:
         """All that was asked for, by name."""
@@ -80,13 +84,6 @@ class UpdateMetrics:
         # `across` adds up the shares of leaves that are cut; others are whole on every rank
         totals = self._across.totals([(tree,) for tree in self._squares.values()])
         return {name: x.sqrt() for name, x in zip(self._squares, totals, strict=True)}
-
-
-def _square(x: Tensor) -> Tensor:
-    """The sum of its elements' squares, 0-d, in the dtype that sums are taken in."""
-    # By the norm, which makes no tensor of the squares
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=sum_dtype(x.dtype))
-    return norm.square()
 
 
 def _by_name(metrics: Iterable[str]) -> list[str]:

@@ -23,7 +23,7 @@ from ..base import (
 )
 from ..naming import named
 from ..states import CountState, init_count
-from .norms import global_norm, safe_square, times
+from .norms import global_norm, safe_square, scaled, times
 
 
 @named
@@ -84,7 +84,7 @@ def clip_by_global_norm(max_norm: float | Schedule) -> Transform:
         # A NaN norm is not below the limit, and makes the factor NaN: clipping hides none
         factor = torch.where(norm < limit, torch.ones_like(norm), limit / norm)
         # Multiplied in float32 at least, then rounded once
-        clipped = tree_map(lambda u: times(u, factor), updates)
+        clipped = scaled(updates, factor, params, across)
         return clipped, ClipByGlobalNormState(state.count + 1, norm.double(), factor.double())
 
     return with_statistics(init, update)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
 from ...layout.extent import Extent
-from ..across import Across, sum_dtype, total_of
-from ..arithmetic import Tree
+from ..across import Across, Pointwise, sum_dtype, total_of
+from ..arithmetic import Tree, on_numbers
 
 
 def times(leaf: Tensor, factor: Any) -> Tensor:
@@ -44,8 +45,35 @@ def safe_square(leaf: Tensor) -> Tensor:
 def global_norm(updates: Tree, across: Across) -> Tensor:
     """The Euclidean norm of a whole tree, 0-d. One all-reduce of a scalar per leaf."""
     # In the tree's order, from equal norms: the same bits on every rank
-    squares = [norm * norm for norm in tree_leaves(across.norm(updates))]
-    return total_of(squares).sqrt()
+    squares = on_numbers(torch.square, across.norm(updates))
+    return total_of(tree_leaves(squares)).sqrt()
+
+
+def scaled(updates: Tree, factor: Tensor, params: Tree, across: Across) -> Tree:
+    """All updates times one factor, 0-d: a kernel per bucket rather than per leaf."""
+    made, _ = across.run_pointwise(_TIMES_STATE, updates, factor, params)
+    return made
+
+
+def _times_state(updates: Tree, factor: Tensor, params: Tree) -> tuple[Tree, Tensor]:
+    return tree_map(lambda u: times(u, factor), updates), factor
+
+
+def _times_state_in_place(updates: Tree, factor: Tensor, params: Tree) -> tuple[Tree, Tensor]:
+    def scale(u: Tensor) -> Tensor:
+        is_wide = u.dtype == sum_dtype(u.dtype)
+        # A half precision is multiplied in float32, and rounded then
+        return u.mul_(factor.to(u.dtype)) if is_wide else times(u, factor)
+
+    return tree_map(scale, updates), factor
+
+
+def _init_factor(params: Tree) -> Tensor:
+    return torch.ones((), device="cpu")
+
+
+# The same object at all steps, which `across` plans once; so the factor comes as its state
+_TIMES_STATE = Pointwise(_init_factor, _times_state, _times_state_in_place)
 
 
 def block_rms(norms: Tree, across: Across) -> Tree:

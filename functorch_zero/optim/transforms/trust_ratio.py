@@ -7,7 +7,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..across import Across
-from ..arithmetic import Tree
+from ..arithmetic import Tree, on_numbers
 from ..base import EmptyState, Transform, init_empty, with_statistics
 from ..naming import named
 from .norms import times
@@ -34,7 +34,7 @@ def scale_by_trust_ratio(
     """
 
     def trust(param_norm: Tensor, update_norm: Tensor) -> Tensor:
-        # All 0-d, at least float32, and of one whole leaf
+        # (n,), a number per whole leaf, at least float32
         param_norm = param_norm.clamp(min=min_norm)
         update_norm = update_norm.clamp(min=min_norm)
         ratio = trust_coefficient * param_norm / (update_norm + eps)
@@ -47,7 +47,7 @@ def scale_by_trust_ratio(
     ) -> tuple[Tree, EmptyState]:
         # Both norms from one all-reduce
         param_norms, update_norms = across.norm(params, updates)
-        ratios = tree_map(trust, param_norms, update_norms)
+        ratios = on_numbers(trust, param_norms, update_norms)
         return tree_map(times, updates, ratios), state
 
     return with_statistics(init_empty, update)
