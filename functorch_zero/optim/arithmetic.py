@@ -9,7 +9,7 @@ CPU their vector body and tail round differently.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -21,6 +21,10 @@ from ..tree import PyTree
 
 Tree = PyTree[Tensor]  # leaves whole, pieces, or flats: elementwise work sees no difference
 Number = float | Tensor  # a Tensor is 0-d, float64, on the CPU
+
+# Elements that an elementwise function sees at a time on a CPU, whose caches then hold its
+# temporaries
+IN_CACHE = 2**17  # 512 KiB of float32, per operand
 
 
 def elementwise(fn: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:
@@ -69,6 +73,38 @@ def on_numbers(fn: Callable[..., Tensor], tree: Tree, *rest: Tree) -> Tree:
         for i, result in zip(positions, fn(*vectors).unbind(), strict=True):
             made[i] = result
     return treedef.unflatten(made)
+
+
+def in_batches(fn: Callable[..., Sequence[Tensor]], tree: Tree, *rest: PyTree[Any]) -> Tree:
+    """`tree_map` of a function that torch's foreach operators make of many leaves at once.
+
+    On a GPU it sees all leaves, so that each operator is one kernel; on a CPU as many as its caches
+    hold, since what one operator makes is read by the next.
+
+    Args:
+        fn: from a list of leaves, and of what lies in their places in `rest`, to new leaves.
+
+    >>> double = lambda leaves: torch._foreach_mul(leaves, 2)
+    >>> in_batches(double, {"w": torch.ones(2), "b": torch.ones(1)})
+    {'w': tensor([2., 2.]), 'b': tensor([2.])}
+    """
+    leaves, treedef = optree.tree_flatten(tree)
+    columns = [leaves, *map(treedef.flatten_up_to, rest)]
+    made: list[Tensor] = []
+    for batch in _batches(leaves):
+        made += fn(*(column[batch] for column in columns))
+    return treedef.unflatten(made)
+
+
+def _batches(leaves: Sequence[Tensor]) -> Iterator[slice]:
+    start, numel = 0, 0
+    for i, leaf in enumerate(leaves):
+        numel += leaf.numel()
+        if leaf.device.type == "cpu" and numel >= IN_CACHE:
+            yield slice(start, i + 1)
+            start, numel = i + 1, 0
+    if start < len(leaves):
+        yield slice(start, None)
 
 
 def ema(old: Tensor, new: Tensor, decay: Number) -> Tensor:

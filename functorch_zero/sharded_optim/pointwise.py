@@ -30,12 +30,10 @@ from .._torch_private import storage_id
 from ..layout.flat_buffers import Recall, cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
 from ..optim.across import Across, Pointwise, Tree
+from ..optim.arithmetic import IN_CACHE
 from ..optim.base import Transform
 from ..tree import PyTree, has_values, is_flagged, same_structure, select, storages
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
-
-# Elements a pointwise update sees at a time on a CPU, whose caches then hold its temporaries
-_CHUNK = 2**17  # 512 KiB of float32, per operand
 
 
 @dataclass(frozen=True)
@@ -391,7 +389,7 @@ def _run_in_chunks(
     run = _choose_function(part, operands)
     numel = update.numel()
     # On a GPU the whole flat: a launch costs more than a cache would save
-    chunk = _CHUNK if update.device.type in ("cpu", "meta") else numel
+    chunk = IN_CACHE if update.device.type in ("cpu", "meta") else numel
     # One chunk, and nothing to write over: results are handed on as they were made
     if numel <= chunk and not any(operand.donated for operand in operands):
         everything = [operand.chunk(slice(None)) for operand in operands]

@@ -187,7 +187,7 @@ def test_what_is_not_the_same_in_place_is_found() -> None:
 def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flat's chunks make the same as the flat. The leaves are small, since a chunk is a few
     elements here."""
-    monkeypatch.setattr(pointwise, "_CHUNK", chunk)
+    monkeypatch.setattr(pointwise, "IN_CACHE", chunk)
     params = hostile_params(large=False)
     for transform in (
         optim.adam(0.1),

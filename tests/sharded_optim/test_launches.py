@@ -8,7 +8,7 @@ float64, while params and all that is made of them are float32.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from functorch_zero import optim
 from functorch_zero._torch_private import QuickDispatchMode
 from functorch_zero.groups import CountingGroup
 from functorch_zero.optim.across import norms_of, reduce_leaf
-from functorch_zero.optim.arithmetic import on_numbers
+from functorch_zero.optim.arithmetic import IN_CACHE, in_batches, on_numbers
 
 # They make room, or other views of it, and launch nothing. So does whatever `is_view`
 NOT_LAUNCHED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -110,7 +110,7 @@ NUM_LAUNCHES = {
     "lion": 8,
     "lamb": 25,
     "lars": 22,
-    "adafactor": 252,
+    "adafactor": 40,
     "muon": 142,
     "grad_norm": 0,
     "param_norm": 0,
@@ -152,6 +152,23 @@ def test_numbers_keep_their_dtypes() -> None:
     # Of one kind: all at once
     on_numbers(divide, [other["a"], other["b"]], [tree["a"], tree["a"]])
     assert calls[2:] == [(2,)]
+
+
+def test_a_cpu_sees_as_many_leaves_as_its_caches_hold() -> None:
+    sizes = [1, IN_CACHE, 2, 0, 3]
+    tree = {f"leaf{i}": torch.full((size,), float(i)) for i, size in enumerate(sizes)}
+    factors = {f"leaf{i}": i for i in range(len(sizes))}
+    seen = []
+
+    def multiply(leaves: list[Tensor], by: list[int]) -> Sequence[Tensor]:
+        seen.append([leaf.numel() for leaf in leaves])
+        return torch._foreach_mul(leaves, by)
+
+    made = in_batches(multiply, tree, factors)
+    assert seen == [[1, IN_CACHE], [2, 0, 3]]
+    for i, size in enumerate(sizes):
+        assert torch.equal(made[f"leaf{i}"], torch.full((size,), float(i * i)))
+    assert in_batches(multiply, {}, {}) == {}
 
 
 @pytest.mark.parametrize("norm", ["grad_norm", "param_norm", "update_norm"])

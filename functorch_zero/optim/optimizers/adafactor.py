@@ -6,7 +6,7 @@ every rank. The vectors are replicated: they are small, and every rank needs the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...layout.extent import Extent
 from ..across import Across, sum_dtype, without
-from ..arithmetic import Number, Tree, is_zero
+from ..arithmetic import Number, Tree, in_batches, is_zero, on_numbers
 from ..base import (
     Schedule,
     Transform,
@@ -27,7 +27,7 @@ from ..base import (
 )
 from ..naming import named
 from ..transforms.momentum import ema
-from ..transforms.norms import block_rms, safe_square, times
+from ..transforms.norms import block_rms, safe_square, safe_squares, times
 from ..transforms.scaling import scale
 from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.masking import Mask
@@ -140,19 +140,22 @@ def update_factors(
         weight: 0-d float64: of the new squares.
     """
 
-    # `weight` is float64 and 0-d, so it promotes no tensor with dims; a scalar leaf it does
-    def mix(old: Tensor, new: Tensor) -> Tensor:
-        return (old * (1 - weight) + new * weight).to(old.dtype)
+    def mix(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+        mixed = torch._foreach_mul(old, 1 - weight)
+        torch._foreach_add_(mixed, torch._foreach_mul(new, weight))
+        # `weight` is float64 and 0-d, so it promotes no tensor with dims; a scalar leaf it does
+        return [x.to(like.dtype) for x, like in zip(mixed, old, strict=True)]
 
-    def new_vector(extent: Extent, old: Tensor | None, total: Tensor | None) -> Tensor | None:
-        if old is None or total is None:
-            return None
+    def num_summed(extent: Extent, total: Tensor | None) -> int | None:
         # Of an empty leaf there is nothing to sum; any divisor but 0 will do
-        num_summed = max(extent.numel, 1) // max(total.numel(), 1)
-        return mix(old, total / num_summed)
+        return None if total is None else max(extent.numel, 1) // max(total.numel(), 1)
 
-    def new_whole(square: Tensor, old: Tensor | None) -> Tensor | None:
-        return None if old is None else mix(old, square)
+    def new_vectors(old: Tree, totals: Tree) -> Tree:
+        counts = tree_map(num_summed, across.extents, totals)
+        return in_batches(mix, old, in_batches(torch._foreach_div, totals, counts))
+
+    def unless_factored(square: Tensor, extent: Extent) -> Tensor | None:
+        return square if dims(extent.shape) is None else None
 
     # Each leaf's squares are summed twice, and all vectors travel in one all-reduce
     over_cols, over_rows = across.sum_dims(
@@ -160,9 +163,9 @@ def update_factors(
         (squares, one_of(dims, ROWS)),
     )
     return Factors(
-        v_row=tree_map(new_vector, across.extents, factors.v_row, over_cols),
-        v_col=tree_map(new_vector, across.extents, factors.v_col, over_rows),
-        v=tree_map(new_whole, squares, factors.v),
+        v_row=new_vectors(factors.v_row, over_cols),
+        v_col=new_vectors(factors.v_col, over_rows),
+        v=in_batches(mix, factors.v, tree_map(unless_factored, squares, across.extents)),
     )
 
 
@@ -299,19 +302,25 @@ def scale_by_adafactor(
     def init(params: Tree, across: Across) -> ScaleByFactoredRmsState:
         return ScaleByFactoredRmsState(step_count(), init_factors(params, across, dims))
 
-    def direction(g: Tensor, r: Tensor | None, c: Tensor | None, v: Tensor | None) -> Tensor:
-        # Of the mean of squares, beside each element
-        estimate = r * c if r is not None and c is not None else v
-        assert estimate is not None
-        # The clamp gives a new tensor, so the rest may be in place
-        return estimate.clamp(min=floor(g) ** 2).rsqrt_().mul_(g)
+    # Lists of leaves and of what lies beside each: the two vectors, or else `v`; None the others
+    def directions(updates: list[Tensor], *beside: list[Any]) -> Sequence[Tensor]:
+        # Of the mean of squares
+        estimates = []
+        for row, col, v in zip(*beside, strict=True):
+            estimates.append(v if row is None else row * col)
+        least = [floor(g) ** 2 for g in updates]
+        # The clamp gives new tensors, so the rest may be in place
+        made = torch._foreach_clamp_min(estimates, least)
+        torch._foreach_rsqrt_(made)
+        torch._foreach_mul_(made, updates)
+        return made
 
     def directions_of(updates: Tree, factors: Factors, across: Across) -> Tree:
         # Scaled before they are spread: the vectors are small
         rows = rows_over_mean(factors, across, dims, floor)
         beside_row = across.spread(rows, one_of(dims, COLS))
         beside_col = across.spread(factors.v_col, one_of(dims, ROWS))
-        return tree_map(direction, updates, beside_row, beside_col, factors.v)
+        return in_batches(directions, updates, beside_row, beside_col, factors.v)
 
     def rate_at(count: Tensor) -> Any:
         """The step's rho, a number or 0-d."""
@@ -322,41 +331,38 @@ def scale_by_adafactor(
         own_rate = torch.as_tensor(rate, dtype=torch.float64, device="cpu")
         return own_rate.minimum(count.double().rsqrt())
 
-    def sizes_of(params: Tree, directions: Tree, across: Across) -> Tree:
-        """Per leaf 0-d: the direction's factor but for rho."""
-        # One all-reduce. Asked for both even where one is off: all variants ask the same question
-        param_norms, direction_norms = across.norm(params, directions)
-        # Per whole leaf: a block is a leaf here, as in optax
-        param_rms = block_rms(param_norms, across)
-        direction_rms = block_rms(direction_norms, across)
-        sizes = tree_map(torch.ones_like, direction_rms)
+    def size(param_rms: Tensor, direction_rms: Tensor) -> Tensor:
+        """The directions' factors but for rho: (n,), from root mean squares of n leaves."""
         # Zeros get a step, too: at least that of a leaf with this root mean square
-        if multiply_by_parameter_scale:
-            sizes = tree_map(lambda rms: rms.clamp(min=min_scale), param_rms)
-        if clipping_threshold is not None:
-            limit = clipping_threshold
-            sizes = tree_map(lambda a, rms: a / (rms / limit).clamp(min=1), sizes, direction_rms)
-        return sizes
+        own = param_rms.clamp(min=min_scale) if multiply_by_parameter_scale else 1.0
+        if clipping_threshold is None:
+            return own * torch.ones_like(direction_rms)
+        return own / (direction_rms / clipping_threshold).clamp(min=1)
 
     def update(
         updates: Tree, state: ScaleByFactoredRmsState, params: Tree, across: Across
     ) -> tuple[Tree, ScaleByFactoredRmsState]:
         count = state.count + 1
         weight = (count - step_offset).double() ** -decay_rate
-        squares = tree_map(safe_square, updates)  # at least fp32, as the means are
+        squares = safe_squares(updates)  # at least fp32, as the means are
         # First all-reduce: the vectors
         factors = update_factors(state.factors, squares, across, dims, weight)
         directions = directions_of(updates, factors, across)
-        # Second all-reduce: two norms per leaf
-        sizes = sizes_of(params, directions, across)
+        # Second all-reduce: two norms per leaf, also where one isn't used, so that all variants ask
+        # the same question
+        param_norms, direction_norms = across.norm(params, directions)
+        # Per whole leaf: a block is a leaf here, as in optax
+        param_rms, direction_rms = (
+            block_rms(param_norms, across),
+            block_rms(direction_norms, across),
+        )
         rho = rate_at(count)
+        factors_of_steps = on_numbers(lambda p, d: size(p, d) * rho, param_rms, direction_rms)
 
-        def step(g: Tensor, direction: Tensor, size: Tensor) -> Tensor:
-            # 0-d on the leaf's device; a rho on the CPU promotes, but does not move it
-            factor: Tensor = (size * rho).to(direction.dtype)
-            return (direction * factor).to(g.dtype)
+        def step(g: Tensor, direction: Tensor, factor: Tensor) -> Tensor:
+            return times(direction, factor).to(g.dtype)
 
-        steps = tree_map(step, updates, directions, sizes)
+        steps = tree_map(step, updates, directions, factors_of_steps)
         return steps, ScaleByFactoredRmsState(count, factors)
 
     return real_only(with_statistics(init, update))

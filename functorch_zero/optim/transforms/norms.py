@@ -14,9 +14,8 @@ import torch
 from optree import tree_leaves, tree_map
 from torch import Tensor
 
-from ...layout.extent import Extent
 from ..across import Across, Pointwise, sum_dtype, total_of
-from ..arithmetic import Tree, on_numbers
+from ..arithmetic import Tree, in_batches, on_numbers
 
 
 def times(leaf: Tensor, factor: Any) -> Tensor:
@@ -40,6 +39,12 @@ def safe_square(leaf: Tensor) -> Tensor:
     """The squares of a leaf's elements, in at least float32."""
     wide = leaf.to(sum_dtype(leaf.dtype))
     return wide * wide
+
+
+def safe_squares(tree: Tree) -> Tree:
+    """`safe_square` of all leaves, by one operator."""
+    wide = tree_map(lambda leaf: leaf.to(sum_dtype(leaf.dtype)), tree)
+    return in_batches(torch._foreach_mul, wide, wide)
 
 
 def global_norm(updates: Tree, across: Across) -> Tensor:
@@ -82,8 +87,6 @@ def block_rms(norms: Tree, across: Across) -> Tree:
     It is 0 for an empty leaf.
     """
 
-    def rms(norm: Tensor, extent: Extent) -> Tensor:
-        # By the whole leaf's elements, as the norm is of the whole leaf
-        return norm / math.sqrt(max(extent.numel, 1))
-
-    return tree_map(rms, norms, across.extents)
+    # Of the whole leaves' elements, as the norms are of whole leaves
+    roots = tree_map(lambda extent: math.sqrt(max(extent.numel, 1)), across.extents)
+    return in_batches(torch._foreach_div, norms, roots)
