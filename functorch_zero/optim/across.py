@@ -291,6 +291,14 @@ class Across(ABC):
     ) -> tuple[Tree, Any]:
         """Run a pointwise update."""
 
+    def run_fused(
+        self, fused: Fused, plain: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        """Run a pointwise update's kernel where it can run: it adds the updates to the params, and
+        those that are left to be added are 0."""
+        # In one process nothing is donated
+        return self.run_pointwise(plain, updates, state, params)
+
     @abstractmethod
     def init_whole(self, part: WholeLeaf, params: Tree) -> Any:
         """The state of a whole-leaf transform: a tree shaped like params of `Owned`."""

@@ -67,6 +67,7 @@ class Transform(Named):
         plain: the same as functions of any grouping of the leaves, if it is pointwise and treats
             all leaves alike.
         fused: the same as one kernel, params included, which also has `plain`.
+        ending: of a chain or wrapper with a kernel in its last part, its `update_and_add`.
     """
 
     init_fn: Callable[[PyTree[Tensor], Across], Any]
@@ -75,6 +76,7 @@ class Transform(Named):
     parts: tuple[Transform, ...] = ()
     plain: Pointwise | None = None
     fused: Fused | None = None
+    ending: Callable[..., tuple[PyTree[Tensor], Any]] | None = None
     # Outlines of (params, state) that belong together, of one process; few, often one
     known: list[Any] = field(default_factory=list, init=False, compare=False)
 
@@ -136,6 +138,23 @@ class Transform(Named):
             new, after = self.update_fn(updates, state, view, across)
             # The caller may write to these trees later; a state must not follow
             return new, copied_if_in(after, updates, new, view)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel may run in `update_and_add`."""
+        return self.fused is not None or self.ending is not None
+
+    def update_and_add(
+        self, updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across
+    ) -> tuple[PyTree[Tensor], Any]:
+        """As `update`, of an optimizer's last part: kernels add their updates to the params, where
+        `across` says that these were donated. Returns the updates that are left to be added, 0
+        where a kernel ran, and the next state."""
+        if self.ending is not None:
+            return self.ending(updates, state, params, across)
+        if self.fused is not None and self.plain is not None:
+            return across.run_fused(self.fused, self.plain, updates, state, params)
+        return self.update_fn(updates, state, params, across)
 
     def init_whole(self, params: PyTree[Tensor], across: Across) -> Any:
         """The first state of one process, whose outline is remembered."""
@@ -448,7 +467,34 @@ def chain(*transforms: Transform) -> Transform:
     # Pointwise throughout: then the chain itself can merge with its neighbours in another chain
     plain = runs[0].merged if len(runs) == 1 else None
     made_with = {str(i): t for i, t in enumerate(transforms)}
-    return Chain(init, update, needs, tuple(transforms), plain, name="chain", hyperparams=made_with)
+    return Chain(
+        init,
+        update,
+        needs,
+        tuple(transforms),
+        plain,
+        ending=_ending_of(transforms),
+        name="chain",
+        hyperparams=made_with,
+    )
+
+
+def _ending_of(transforms: tuple[Transform, ...]) -> Callable[..., Any] | None:
+    """A chain's `ending`; None where its last part has no kernel."""
+    # A kernel adds its updates to the params, so it can only be the end
+    if not transforms or not transforms[-1].has_kernel:
+        return None
+    head, last = chain(*transforms[:-1]), transforms[-1]
+
+    def ending(updates: PyTree[Tensor], state: Any, params: PyTree[Tensor], across: Across) -> Any:
+        *before, own = state
+        updates, states = head.update_fn(updates, tuple(before), params, across)
+        # A kernel writes to the params, which these states may hold
+        states = across.keep(states, params)
+        updates, own = last.update_and_add(updates, own, params, across)
+        return updates, (*states, own)
+
+    return ending
 
 
 def split_fused(t: Transform) -> tuple[Transform | None, Transform] | None:

@@ -49,8 +49,10 @@ class PreparedUpdate:
         self._following = [i for i, leaf in enumerate(self.plan.leaves) if leaf.kind == "follows"]
         self._shapes = self._shapes_in(optree.tree_leaves(self._like_state))
         self.optimizer, self._storage = optimizer, options.state_storage
-        # (the parts before it, its fused end), or None: no kernel runs
+        # (the parts before it, its fused end), or None: not all of the end is one kernel
         self._split = split_fused(optimizer) if fuse else None
+        # Else kernels for some of the leaves may run
+        self._update = optimizer.update_and_add if fuse else optimizer.update
 
     @classmethod
     def of_step(cls, step: TrainStep, layout: Layout, options: Options) -> PreparedUpdate:
@@ -78,10 +80,10 @@ class PreparedUpdate:
     def update(
         self, grads: ShardedTree, state: Any, params: ShardedTree, *, donate: bool = True
     ) -> tuple[PyTree[Tensor] | None, Any]:
-        """The updates in pieces, and the optimizer's next state.
+        """The updates in pieces that are to be added, and the optimizer's next state.
 
-        No updates where a fused kernel has added them to the params already. With `donate` it
-        writes over the state, too. Collectives: those that the optimizer asks for.
+        None where one kernel has added all of them to the params already; with `donate` it writes
+        over the state, too. Collectives: those that the optimizer asks for.
         """
         if self._split is not None and self.fuses(params):
             head, fused = self._split
@@ -89,7 +91,7 @@ class PreparedUpdate:
             flats = _trained(params)
             kernel = partial(self.across.fused, fused, params=flats, donate=donate)
             return None, self._update_fused(head, kernel, grads, state, params)
-        updates, state = self.optimizer.update(grads.tree, state, params.tree, self.across)
+        updates, state = self._update(grads.tree, state, params.tree, self.across)
         # `publish` writes over the params, in which leaves of the state may lie; gradients and
         # updates are only read from here on
         state = self.across.keep(state, params.tree)

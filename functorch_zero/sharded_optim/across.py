@@ -21,6 +21,7 @@ from ..optim.across import (
     Dim,
     DimOp,
     Factors,
+    Fused,
     LeafOp,
     Owned,
     Pointwise,
@@ -217,13 +218,21 @@ class Sharded(Across):
     ) -> tuple[Tree, Any]:
         return self._on_flats.update(part, updates, state, params)
 
+    def run_fused(
+        self, fused: Fused, plain: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        return self._on_flats.update_fused(fused, plain, updates, state, params)
+
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flats (piece,) that a tree's leaves lie in, as `fused` takes them."""
         return self._on_flats.flats(tree)
 
     def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
         """Whether `fused` can run this transform."""
-        return self._on_flats.fuses(transform, params)
+        kernel, plain = transform.fused, transform.plain
+        if kernel is None or plain is None:
+            return False
+        return self._on_flats.fuses(kernel, plain, params)
 
     def fused(
         self,
@@ -237,7 +246,9 @@ class Sharded(Across):
         """Run a transform's kernel on flats (piece,) of updates and of params, as `flats` gives
         them, where `fuses` is true. It writes to the params and, with `donate`, over the state.
         Returns the next state."""
-        return self._on_flats.fused(transform, updates, state, params, donate=donate)
+        kernel, plain = transform.fused, transform.plain
+        assert kernel is not None and plain is not None
+        return self._on_flats.fused(kernel, plain, updates, state, params, donate=donate)
 
     # Whole leaves: one all-to-all in, one out
 

@@ -29,9 +29,8 @@ from torch import Tensor
 from .._torch_private import storage_id
 from ..layout.flat_buffers import Recall, cut, flat_of_pieces
 from ..layout.layout import Bucket, Layout
-from ..optim.across import Across, Pointwise, Tree
+from ..optim.across import Across, Fused, Pointwise, Tree
 from ..optim.arithmetic import IN_CACHE
-from ..optim.base import Transform
 from ..tree import PyTree, has_values, is_flagged, same_structure, select, storages
 from .state_plan import StatePlan, placeholder, plan_of, plan_state
 
@@ -49,9 +48,10 @@ class FlatGroup:
     def find(self, pieces: Sequence[Tensor]) -> Tensor:
         """The flat (piece,) that the leaves' pieces lie in, or a new one that they are copied
         to."""
-        # A single leaf's piece is its flat, wherever it lies
+        # A single leaf's piece is its flat, wherever it lies. An expanded or negative view has no
+        # memory of its own for each element, to which results could be written
         if self.bucket is None:
-            return pieces[0]
+            return pieces[0].resolve_conj().resolve_neg().contiguous()
         return flat_of_pieces(pieces, self.bucket, self.piece_number)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
@@ -154,40 +154,54 @@ class PointwiseOnFlats:
                 of_one.add(storage)
         return of_one
 
+    def update_fused(
+        self, fused: Fused, plain: Pointwise, updates: Tree, state: Any, params: Tree
+    ) -> tuple[Tree, Any]:
+        """Run a kernel, if it can take these leaves, else the pointwise update. Returns the updates
+        that are left to be added, and the state."""
+        flats = self.flats(params)
+        # A kernel that wrote to a copy would leave the params as they are
+        may_write = self._donate and storages(flats) <= storages(params)
+        if not (may_write and self.fuses(fused, plain, flats)):
+            return self.update(plain, updates, state, params)
+        state = self.fused(fused, plain, self.flats(updates), state, flats, donate=True)
+        leaves, treedef = optree.tree_flatten(updates)
+        left = [torch.empty_like(leaf) for leaf in leaves]
+        torch._foreach_zero_(left)
+        return treedef.unflatten(left), state
+
     def flats(self, tree: Tree) -> list[Tensor]:
         """The flat (piece,) of each group in a tree; new ones where the leaves lie in none."""
         leaves = optree.tree_leaves(tree)
         return [group.find(_at(group.positions, leaves)) for group in self._groups]
 
-    def fuses(self, transform: Transform, params: Sequence[Tensor]) -> bool:
-        """Whether `fused` can run this transform on these flats."""
-        # `plain` tells how its state is cut flat by flat
-        if transform.fused is None or transform.plain is None or not params:
+    def fuses(self, fused: Fused, plain: Pointwise, params: Sequence[Tensor]) -> bool:
+        """Whether `fused` can run this kernel on these flats."""
+        if not params or not all(map(fused.takes, params)):
             return False
-        if not all(map(transform.fused.takes, params)):
-            return False
-        return self._regrouping(transform.plain) is not None
+        # The pointwise update tells how its state is cut flat by flat
+        return self._regrouping(plain) is not None
 
     def fused(
         self,
-        transform: Transform,
+        fused: Fused,
+        plain: Pointwise,
         updates: list[Tensor],
         state: Any,
         params: list[Tensor],
         *,
         donate: bool,
     ) -> Any:
-        """Run a transform's kernel, which writes over params. Returns the next state.
+        """Run a kernel, which writes over params. Returns the next state.
 
         Args:
-            transform: one of which `fuses` is true.
+            fused: one of which `fuses` is true; `plain`: the pointwise update that it stands for.
             updates: the flat (piece,) of each group, only read.
             state: leaf by leaf, as `init` made it.
             params: the flats (piece,) of the params, in the same order; written to.
             donate: whether the state is written over.
         """
-        assert transform.fused is not None and transform.plain is not None
-        regrouping = self._regrouping(transform.plain)
+        regrouping = self._regrouping(plain)
         assert regrouping is not None
         # A plan's: a kernel works in place and takes no room
         if not all(map(has_values, params)):
@@ -200,7 +214,7 @@ class PointwiseOnFlats:
         states = regrouping.group_states(flats, leaves)
         trees = [regrouping.one.unflatten(own_state) for own_state in states]
         # One call for all groups: a kernel may launch once for many tensors
-        next_trees = transform.fused.update(params, updates, trees)
+        next_trees = fused.update(params, updates, trees)
         for flat, place in zip(flats, regrouping.following, strict=True):
             # The kernel has written to a copy, where the leaves lay in no flat, or aren't donated
             if not _share(leaves[place.positions[0]], flat):

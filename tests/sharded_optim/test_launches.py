@@ -111,7 +111,7 @@ NUM_LAUNCHES = {
     "lamb": 25,
     "lars": 22,
     "adafactor": 40,
-    "muon": 142,
+    "muon": 38,
     "grad_norm": 0,
     "param_norm": 0,
     "update_norm": 11,

@@ -25,7 +25,7 @@ from ..transforms.matrices import Matrices, matrices
 from ..transforms.scaling import scale_by_learning_rate
 from ..transforms.weight_decay import add_decayed_weights
 from ..wrappers.masking import Labels, partition
-from .adam import scale_by_adam
+from .adam import adamw
 
 # From https://kellerjordan.github.io/posts/muon/, as in torch.optim.Muon. The slope at zero is
 # large, so that small singular values grow fast; the price is that none converges to exactly 1
@@ -256,9 +256,5 @@ def muon(
     )
     rate_of_rest = learning_rate if adam_learning_rate is None else adam_learning_rate
     # No whole leaves here: these leaves never travel
-    for_rest = chain(
-        scale_by_adam(adam_b1, adam_b2, adam_eps),
-        add_decayed_weights(adam_weight_decay),
-        scale_by_learning_rate(rate_of_rest),
-    )
+    for_rest = adamw(rate_of_rest, adam_b1, adam_b2, adam_eps, weight_decay=adam_weight_decay)
     return partition({"muon": for_matrices, "adam": for_rest}, param_labels)

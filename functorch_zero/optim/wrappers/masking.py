@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -95,11 +96,15 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         chosen = _true(label(params, across), params)
         return inner.init(select(params, chosen), across.select(chosen))
 
-    def update(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
-        chosen = _true(label(params, across), params)
-        return _run(inner, chosen, updates, state, params, across)
+    def update_with(run: _UpdateOf) -> Callable[..., tuple[Tree, Any]]:
+        def update(updates: Tree, state: Any, params: Tree, across: Across) -> tuple[Tree, Any]:
+            chosen = _true(label(params, across), params)
+            return _run(run(inner), chosen, updates, state, params, across)
 
-    return Transform(init, update, inner.needs, parts=(inner,))
+        return update
+
+    ending = update_with(_UPDATE_AND_ADD) if inner.has_kernel else None
+    return Transform(init, update_with(_UPDATE), inner.needs, parts=(inner,), ending=ending)
 
 
 @named
@@ -131,20 +136,26 @@ def partition(transforms: Mapping[str, Transform], param_labels: Labels) -> Tran
             states[name] = inner.init(select(params, chosen), across.select(chosen))
         return states
 
-    def update(
-        updates: Tree, state: dict[str, Any], params: Tree, across: Across
-    ) -> tuple[Tree, dict[str, Any]]:
-        labels = label(params, across)
-        states = {}
-        # Each leaf has one label, so no transform sees what another has made
-        for name, inner in transforms.items():
-            chosen = _chosen(name, labels, params)
-            updates, states[name] = _run(inner, chosen, updates, state[name], params, across)
-        return updates, states
+    def update_with(run: _UpdateOf) -> Callable[..., tuple[Tree, dict[str, Any]]]:
+        def update(
+            updates: Tree, state: dict[str, Any], params: Tree, across: Across
+        ) -> tuple[Tree, dict[str, Any]]:
+            labels = label(params, across)
+            states = {}
+            # Each leaf has one label, so no transform sees what another has made
+            for name, inner in transforms.items():
+                chosen, own = _chosen(name, labels, params), state[name]
+                updates, states[name] = _run(run(inner), chosen, updates, own, params, across)
+            return updates, states
+
+        return update
 
     # No `plain`: leaves are told apart, so they can't be regrouped by the bucket here
     needs = max((t.needs for t in transforms.values()), default=Needs.POINTWISE)
-    return Transform(init, update, needs, parts=tuple(transforms.values()))
+    has_kernel = any(t.has_kernel for t in transforms.values())
+    ending = update_with(_UPDATE_AND_ADD) if has_kernel else None
+    parts = tuple(transforms.values())
+    return Transform(init, update_with(_UPDATE), needs, parts=parts, ending=ending)
 
 
 def _chosen(name: Any, labels: PyTree[Any], params: Tree) -> PyTree[bool]:
@@ -157,12 +168,23 @@ def _true(mask: PyTree[Any], params: Tree) -> PyTree[bool]:
     return tree_map(lambda _, chosen: bool(chosen), params, mask)
 
 
+# The function of a transform that runs inside
+_UpdateOf = Callable[[Transform], Callable[..., tuple[Tree, Any]]]
+_UPDATE: _UpdateOf = attrgetter("update")
+_UPDATE_AND_ADD: _UpdateOf = attrgetter("update_and_add")
+
+
 def _run(
-    inner: Transform, chosen: PyTree[bool], updates: Tree, state: Any, params: Tree, across: Across
+    update: Callable[..., tuple[Tree, Any]],
+    chosen: PyTree[bool],
+    updates: Tree,
+    state: Any,
+    params: Tree,
+    across: Across,
 ) -> tuple[Tree, Any]:
-    """`inner` on the chosen leaves, put back among the others."""
+    """`update` of the chosen leaves, put back among the others."""
     given, beside = select(updates, chosen), select(params, chosen)
-    new, state = inner.update(given, state, beside, across.select(chosen))
+    new, state = update(given, state, beside, across.select(chosen))
     return merge(new, updates), state
 
 
