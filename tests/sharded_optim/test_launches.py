@@ -102,6 +102,12 @@ OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
     "lamb": lambda: optim.lamb(1e-3),
     "lars": lambda: optim.lars(1e-3),
     "adafactor": lambda: optim.adafactor(),
+    "adafactor of parts": lambda: optim.chain(
+        optim.scale_by_factored_rms(min_dim_size_to_factor=2),
+        optim.contrib.clip_by_block_rms(1.0),
+        optim.contrib.scale_by_param_block_rms(),
+        optim.scale(-1e-3),
+    ),
     "muon": lambda: optim.muon(1e-3),
 }
 # Per block, of 12 leaves
@@ -111,6 +117,7 @@ NUM_LAUNCHES = {
     "lamb": 25,
     "lars": 22,
     "adafactor": 40,
+    "adafactor of parts": 104,
     "muon": 38,
     "grad_norm": 0,
     "param_norm": 0,

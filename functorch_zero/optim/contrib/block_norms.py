@@ -10,7 +10,7 @@ from optree import tree_map
 from torch import Tensor
 
 from ..across import Across
-from ..arithmetic import Tree
+from ..arithmetic import Tree, on_numbers
 from ..base import EmptyState, Schedule, Transform, init_empty, value_of, with_statistics
 from ..naming import named
 from ..states import CountState, init_count
@@ -36,13 +36,14 @@ def clip_by_block_rms(threshold: float | Schedule) -> Transform:
     ) -> tuple[Tree, CountState]:
         limit = value_of(threshold, state.count)  # a number, or 0-d
 
-        def clip(u: Tensor, rms: Tensor) -> Tensor:
-            # One factor per leaf, 0-d, the same on every rank
-            return times(u, 1 / (rms / limit).clamp(min=1))
+        # (n,), from the root mean squares of n leaves, the same on every rank
+        def factor(rms: Tensor) -> Tensor:
+            excess: Tensor = (rms / limit).clamp(min=1)
+            return 1 / excess
 
         # One question for all leaves; the division by their sizes asks nothing
-        clipped = tree_map(clip, updates, block_rms(across.norm(updates), across))
-        return clipped, CountState(state.count + 1)
+        factors = on_numbers(factor, block_rms(across.norm(updates), across))
+        return tree_map(times, updates, factors), CountState(state.count + 1)
 
     return with_statistics(init_count, update)
 
@@ -61,14 +62,11 @@ def scale_by_param_block_norm(min_scale: float = 1e-3) -> Transform:
         min_scale: the least factor, so that zeros can move.
     """
 
-    # u is this rank's piece; norm is 0-d, of the whole leaf
-    def rescale(u: Tensor, norm: Tensor) -> Tensor:
-        return times(u, norm.clamp(min=min_scale))
-
     def update(
         updates: Tree, state: EmptyState, params: Tree, across: Across
     ) -> tuple[Tree, EmptyState]:
-        return tree_map(rescale, updates, across.norm(params)), state
+        sizes = on_numbers(lambda norm: norm.clamp(min=min_scale), across.norm(params))
+        return tree_map(times, updates, sizes), state
 
     return with_statistics(init_empty, update)
 
@@ -87,13 +85,11 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> Transform:
         min_scale: the least factor, so that zeros can move.
     """
 
-    # u is this rank's piece; rms is 0-d, of the whole leaf
-    def rescale(u: Tensor, rms: Tensor) -> Tensor:
-        return times(u, rms.clamp(min=min_scale))
-
     def update(
         updates: Tree, state: EmptyState, params: Tree, across: Across
     ) -> tuple[Tree, EmptyState]:
-        return tree_map(rescale, updates, block_rms(across.norm(params), across)), state
+        rms = block_rms(across.norm(params), across)
+        sizes = on_numbers(lambda x: x.clamp(min=min_scale), rms)
+        return tree_map(times, updates, sizes), state
 
     return with_statistics(init_empty, update)
