@@ -4,7 +4,7 @@ Note [changed buffers]: a version counter says whether a buffer was written to. 
 batch_norm, which writes its running statistics without counting, and writes through `.data` or
 numpy. So buffers are compared, on the CPU. Elsewhere comparing would wait for the device:
 floating-point buffers count as changed there, and the others by their counter. Where ranks tell
-each other, a device's own comparison comes with its metrics, and costs no wait of its own.
+each other, the device is asked, once for all buffers.
 """
 
 from __future__ import annotations

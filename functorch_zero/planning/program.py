@@ -18,7 +18,7 @@ from .._torch_private import FakeTensorMode
 from ..layout.sharded_tree import ShardedTree
 from ..optim.base import Transform
 from ..params import is_on_engine
-from ..sharded.agreement import Report
+from ..sharded.average import Report
 from ..sharded.engine import ShardedEngine
 from ..sharded.options import Options
 from ..sharded.piece_watch import PieceWatch
@@ -124,7 +124,7 @@ class _AnnouncingEngine(ShardedEngine):
         return [not self._watch.live.is_untouched_copy(after, before) for before, after in pairs]
 
     def average(
-        self, outcome: Outcome, log: Sequence[str], changed: Sequence[bool | Tensor], size: int
+        self, outcome: Outcome, log: Sequence[str], changed: Sequence[bool], size: int
     ) -> Report:
         self._watch.enter("metrics")
         # Numbers that are packed and sent; their values decide nothing here

@@ -11,6 +11,7 @@ from optree import tree_map
 from torch import Tensor
 
 from .._torch_private import storage_id
+from ..devices import number_on
 from ..errors import StructureError, explain
 from ..groups.protocol import Group
 from ..model.buffer_copies import changed_between
@@ -66,15 +67,20 @@ _OR_LOCAL = 'or shard with sync_buffers="local", which lets each rank keep its o
 
 def changed_here(
     old: PyTree[Tensor], new: PyTree[Tensor], rule: SyncBuffers, group: Group
-) -> list[bool | Tensor]:
+) -> list[bool]:
     """Per buffer, in flatten order: whether this rank's loss changed it. Ranks may differ in it.
 
-    0-d bool tensors where only a device knows. All False where nobody will synchronize.
+    All False where nobody will synchronize. The host waits for a device that alone knows it, once.
     """
     before, after = optree.tree_leaves(old), optree.tree_leaves(new)
     if rule == "local" or group.size == 1:
         return [False] * len(before)
-    return [changed_between(*pair) for pair in zip(before, after, strict=True)]
+    found = [changed_between(*pair) for pair in zip(before, after, strict=True)]
+    asked = [flag for flag in found if isinstance(flag, Tensor)]
+    if not asked:
+        return [bool(flag) for flag in found]
+    told = iter(torch.stack(asked).tolist())
+    return [next(told) if isinstance(flag, Tensor) else flag for flag in found]
 
 
 def apart(tree: PyTree[Any], flats: Sequence[Tensor]) -> PyTree[Any]:
@@ -101,25 +107,25 @@ def synchronize(
     changed: Sequence[bool],
     rule: SyncBuffers,
     group: Group,
-    num_weighty: int | None = None,
-    weighty: bool = True,
+    num_weighty: Tensor | None = None,
+    weighty: Tensor | bool = True,
 ) -> PyTree[Tensor]:
     """Make the buffers that any rank's loss has changed the same on every rank, by the rule. One
     collective per dtype.
 
     "mean" averages floating-point and complex buffers over the ranks that count. Integers
     (BatchNorm's count of batches) are those of the first rank that counts. A rank whose batch
-    weighs nothing has changed nothing, and doesn't count; where there are such ranks, one more
-    exchange finds the first that does. Buffers that no rank has changed keep their values to the
-    bit.
+    weighs nothing has changed nothing, and doesn't count. Buffers that no rank has changed keep
+    their values to the bit. Which ranks count may be known to the devices alone: the host does not
+    wait for them.
 
     Args:
         old: before the step, the same on every rank.
         new: after this rank's loss.
         changed: per buffer in flatten order: whether any rank has changed it.
         group: the ranks whose data differ.
-        num_weighty: the number of ranks that count; None: all do.
-        weighty: whether this rank counts.
+        num_weighty: the number of ranks that count, 0-d; None: all do.
+        weighty: whether this rank counts, where not all do; 0-d.
     """
     if rule == "local" or group.size == 1:
         return new
@@ -133,20 +139,17 @@ def synchronize(
         after.append(given if flag else kept)
     # All ranks go on with the same numbers: flags and shapes are the same on each
     chosen = [i for i, flag in enumerate(changed) if flag and after[i].numel()]
-    num_counting = group.size if num_weighty is None else num_weighty
-    source = 0  # the rank whose integers all get
-    # Rank 0 may be one whose batch weighed nothing
-    if chosen and rule == "mean" and 0 < num_counting < group.size:
-        source = group.exchange(b"1" if weighty else b"").index(b"1")
     # In the order of the buffers, the same on every rank; one message per dtype
     for dtype in dict.fromkeys(after[i].dtype for i in chosen):
         own = [i for i in chosen if after[i].dtype == dtype]
         packed = _pack(after, own)  # (k,), this rank's values
         if rule == "mean" and (dtype.is_floating_point or dtype.is_complex):
-            packed = _mean(_pack(before, own), packed, group, num_counting, counts=weighty)
+            packed = _mean(_pack(before, own), packed, group, num_weighty, weighty)
+        elif rule == "mean" and num_weighty is not None:
+            packed = _of_first_weighty(packed, group, weighty)
         else:
             # In place, as bytes: transports don't know every dtype
-            group.broadcast(packed.view(torch.uint8), source).wait()
+            group.broadcast(packed.view(torch.uint8), source=0).wait()
         parts = packed.split([after[i].numel() for i in own])
         for i, part in zip(own, parts, strict=True):
             # A view of the message, which the step's new buffers keep
@@ -159,27 +162,54 @@ def _pack(buffers: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
     return torch.cat([buffers[i].reshape(-1) for i in numbers])
 
 
-def _mean(old: Tensor, new: Tensor, group: Group, num: int, *, counts: bool) -> Tensor:
-    """The mean of `new` (k,) over the `num` ranks that count; `old` (k,) to the bit where no rank
-    has changed it.
+def _mean(
+    old: Tensor,
+    new: Tensor,
+    group: Group,
+    num_weighty: Tensor | None,
+    weighty: Tensor | bool,
+) -> Tensor:
+    """The mean of `new` (k,) over the ranks that count; `old` (k,) to the bit where no rank has
+    changed it.
 
     It isn't `old` plus the mean of the changes: beside a large or infinite `old` those are rounded
     away.
 
     Args:
-        counts: whether this rank counts.
+        num_weighty: the number of ranks that count; None: all do.
+        weighty: whether this rank counts, where not all do.
     """
     if old.is_complex():
         # As twice as many real numbers, since transports don't know complex ones
         old, new = (torch.view_as_real(x.resolve_conj()).flatten() for x in (old, new))
-        mean = _mean(old, new, group, num, counts=counts)
+        mean = _mean(old, new, group, num_weighty, weighty)
         return torch.view_as_complex(mean.view(-1, 2))
     # Half precisions would round the shares, and float16 the number of changes from 2**11 on
     dtype = torch.float32 if old.dtype.itemsize < 4 else old.dtype
     # Divided before the sum, so that large buffers don't overflow in it
-    share = new.to(dtype) / num if counts else torch.zeros_like(new, dtype=dtype)
+    if num_weighty is None:
+        share = new.to(dtype) / group.size
+    else:
+        share = new.to(dtype) / number_on(new.device, num_weighty)
+        share = torch.where(number_on(new.device, weighty, torch.bool), share, 0.0)
     changed = (new != old).to(dtype)
     packed = torch.cat([share, changed])  # (2k,): one message for both
     group.all_reduce(packed).wait()
     mean, num_changes = packed.chunk(2)
     return torch.where(num_changes == 0, old, mean.to(old.dtype))
+
+
+def _of_first_weighty(values: Tensor, group: Group, weighty: Tensor | bool) -> Tensor:
+    """The values (k,) of the first rank that counts, or of rank 0 where none does.
+
+    The hosts may not know which rank that is, and so none can broadcast.
+    """
+    counts = number_on(values.device, weighty, torch.bool)
+    # A number of each rank's own, the largest where it is the first that counts
+    own = torch.where(counts, group.size - group.rank, -group.rank)
+    largest = own.clone().view(1)
+    group.all_reduce(largest, op="max").wait()
+    # A sum in which the others bring zeros; as bytes, since transports don't know every dtype
+    packed = torch.where(own == largest, values.view(torch.uint8), 0)
+    group.all_reduce(packed).wait()
+    return packed.view(values.dtype)

@@ -41,7 +41,8 @@ from ..step.rng import next_streams
 from ..step.state import check_not_on_meta
 from ..step.weight_reminder import WeightReminder, total_size
 from ..tree import PyTree, check_tensors, content_digests, same_structure
-from . import agreement
+from .agreement import agree
+from .average import Report, average
 from .buffers import changed_here, check_synchronizable, synchronize
 from .donation import Donation
 from .failures import sharing_failures
@@ -136,7 +137,7 @@ class ShardedEngine:
             layout = params.sharding.layout
             # First: other transforms ask other questions, whose collectives would not meet
             group = labelled(axes.world, "optimizer/agreement")
-            agreement.agree(group, {"optimizer": described(transform)})
+            agree(group, {"optimizer": described(transform)})
             check_claims(transform, _trained_on_meta(layout))
             return self.first_state(transform, params)
 
@@ -371,7 +372,7 @@ class ShardedEngine:
         # Logs are compared here, when all collectives of the passes have started
         changed = self.changed_buffers(old, new)
         report = self.average(outcome, log, changed, total_size(call.data))
-        self._reminder.compare_ranks(call.data, outcome.weight, report.mean_size, rank)
+        self._reminder.compare_ranks(call.data, outcome.weight, report.sizes, rank)
         with torch.no_grad():
             # In place: the flats were made for this gradient
             total = None if outcome.weight is None else report.weight
@@ -382,20 +383,20 @@ class ShardedEngine:
                 report.flags,
                 rule,
                 labelled(axes.data, "gradient/buffers"),
-                report.num_weighty,
-                weighty=outcome.is_weighty,
+                None if outcome.weight is None else report.num_weighty,
+                outcome.is_weighty,
             )
         mean = report.metrics.pop("loss")
         return call.results(mean, report.metrics, buffers), reduced
 
-    def changed_buffers(self, old: PyTree[Tensor], new: PyTree[Tensor]) -> Sequence[bool | Tensor]:
+    def changed_buffers(self, old: PyTree[Tensor], new: PyTree[Tensor]) -> Sequence[bool]:
         """Per buffer, whether this rank's loss has changed it."""
         return changed_here(old, new, self.options.sync_buffers, self.options.axes.data)
 
     def average(
-        self, outcome: Outcome, log: Sequence[str], changed: Sequence[bool | Tensor], size: int
-    ) -> agreement.Report:
-        """The means of a loss and of its metrics over ranks. One all-reduce.
+        self, outcome: Outcome, log: Sequence[str], changed: Sequence[bool], size: int
+    ) -> Report:
+        """The means of a loss and of its metrics over ranks. Two all-reduces.
 
         Args:
             outcome: this rank's.
@@ -404,7 +405,7 @@ class ShardedEngine:
             size: of this rank's batch.
         """
         axes = self.options.axes
-        return agreement.average(
+        return average(
             {"loss": outcome.loss.detach(), **outcome.metrics},
             outcome.weight,
             labelled(axes.world, "gradient/metrics"),
@@ -412,6 +413,7 @@ class ShardedEngine:
             changed,
             copy=axes.copy,
             size=size,
+            device=outcome.loss.device,
         )
 
     def join(
@@ -632,7 +634,7 @@ def shard_tree(
             "level of leaves": {leaf.path: leaf.cut.level for leaf in layout.leaves},
             "values": content_digests(tree),
         }
-        agreement.agree(labelled(axes.world, "shard_tree/agreement"), facts)
+        agree(labelled(axes.world, "shard_tree/agreement"), facts)
         made = hold(tree, sharding, engine=engine, number=next_number(axes.world))
         return made.as_read_only(read_only)
 

@@ -26,7 +26,7 @@ from ..step.state import State, TrainValue
 from ..step.weight_reminder import total_size
 from ..step.weights import check_weight_value
 from ..tree import PyTree
-from . import agreement
+from .average import average
 from .buffers import apart
 from .checks import check_batch, check_place, own_params, sharding_of
 from .engine import ShardedEngine
@@ -64,8 +64,8 @@ class ShardedEvalStep:
         """Metrics of this rank's part of the batch, averaged over ranks, and this rank's rows if
         the evaluation gives any. Of a program's state, `args` are all arguments after the value.
 
-        Collectives: at level 3 one all-gather per bucket, on use of its unit; one all-reduce of the
-        metrics; and those of `publish`, where other params than the state's are chosen.
+        Collectives: at level 3 one all-gather per bucket, on use of its unit; two all-reduces of
+        metrics and words; and those of `publish`, where other params than the state's are chosen.
         """
         failures = sharing_failures(*self.options.axes.groups, call="evaluation", state=state)
         with failures, self.gather_order.forgotten_on_failure():
@@ -113,11 +113,11 @@ class ShardedEvalStep:
                 check_weight_value(found.weight, self.group.rank)
             group = labelled(self.group, "evaluation/metrics")
             size = total_size(batch)
-            report = agreement.average(
-                found.metrics, found.weight, group, log, copy=axes.copy, size=size
+            report = average(
+                found.metrics, found.weight, group, log, copy=axes.copy, size=size, device=device
             )
             reminder = self.unsharded.reminder
-            reminder.compare_ranks(batch, found.weight, report.mean_size, group.rank)
+            reminder.compare_ranks(batch, found.weight, report.sizes, group.rank)
             order.record(run.following.gathered, run.uses)
             weight = None if found.weight is None else report.weight
             metrics = report.metrics

@@ -37,7 +37,8 @@ from ..step.state import State, TrainValue
 from ..step.train import TrainStep, merged_metrics
 from ..step.weight_reminder import total_size
 from ..tree import PyTree
-from . import agreement
+from .agreement import refuse
+from .average import average
 from .background import BackgroundTasks
 from .buffers import apart, changed_here, check_synchronizable, synchronize
 from .grad_mean import in_range, to_means
@@ -115,7 +116,7 @@ class Agreed(NamedTuple):
 
     metrics: Metrics  # weighted means over ranks
     weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts
-    num_weighty: int  # parts whose weight isn't 0
+    num_weighty: Tensor  # 0-d float64: parts whose weight isn't 0
     changed: list[bool]  # by buffer: whether any rank's loss has changed it
     fine: bool  # loss and gradients are finite, or nobody looks
     finite: NonFiniteState | None  # of the next state
@@ -170,7 +171,7 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
 
 
 def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
-    """Tell all ranks this one's findings, and learn theirs. One all-reduce.
+    """Tell all ranks this one's findings, and learn theirs. Two all-reduces: values and words.
 
     Nothing of the state has been written to by then: see Note [before the first write].
 
@@ -190,7 +191,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         local.overflown,
         background.failed(),
     ]
-    report = agreement.average(
+    report = average(
         {"loss": outcome.loss, **outcome.metrics},
         outcome.weight,
         labelled(group, "step/metrics"),
@@ -198,17 +199,18 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         flags,
         copy=axes.copy,
         size=total_size(run.batch),
+        device=outcome.loss.device,
     )
     *changed, overflown, failed = report.flags
     # Before the numbers are looked at: whatever they are, the task's error is told
     background.raise_if(failed)
-    run.step.reminder.compare_ranks(run.batch, outcome.weight, report.mean_size, group.rank)
+    run.step.reminder.compare_ranks(run.batch, outcome.weight, report.sizes, group.rank)
     # The mean is not finite where the loss of any batch with weight isn't
     fine = not policy.looks or (not overflown and all_finite([report.metrics["loss"]]))
     # All ranks come here alike, so one more exchange can say which leaf, on which rank
     if not fine and policy.nonfinite == "raise":
         number = int(run.state.step)
-        agreement.refuse(number, outcome.loss, local.reduced, run.layout, run.piece_number, group)
+        refuse(number, outcome.loss, local.reduced, run.layout, run.piece_number, group)
     finite = policy.next(run.state.finite, fine=fine)
     return Agreed(report.metrics, report.weight, report.num_weighty, changed, fine, finite)
 
@@ -282,8 +284,8 @@ def _next_buffers(run: Run, outcome: Outcome, agreed: Agreed) -> PyTree[Tensor]:
         agreed.changed,
         run.options.sync_buffers,
         group,
-        agreed.num_weighty,
-        weighty=outcome.is_weighty,
+        agreed.num_weighty if _weighted(outcome) else None,
+        outcome.is_weighty,
     )
 
 

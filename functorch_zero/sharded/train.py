@@ -134,9 +134,9 @@ class ShardedTrainStep:
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step on this rank's part of the batch.
 
-        Collectives: those of the level's row (units' gathers and reductions), one all-reduce of
-        metrics, and one per dtype of the buffers that changed. Besides, those that the optimizer
-        asks for. When donating, the given state is used up.
+        Collectives: those of the level's row (units' gathers and reductions), two all-reduces
+        (metrics, and words of the hosts), and one per dtype of the buffers that changed. Besides,
+        those that the optimizer asks for. When donating, the given state is used up.
 
         Raises:
             DonatedError: the state was used up before.

@@ -54,10 +54,9 @@ class Outcome(NamedTuple):
     kept: Sequence[Kept] = ()  # buffers that backward must not write to; () after it
 
     @property
-    def is_weighty(self) -> bool:
-        """Whether the batch counts in means, and in those of buffers. The host waits for a device's
-        weight."""
-        return self.weight is None or float(self.weight) != 0
+    def is_weighty(self) -> Tensor | bool:
+        """Whether the batch counts in means, and in those of buffers; 0-d."""
+        return self.weight is None or self.weight != 0
 
 
 def call_loss(

@@ -132,8 +132,8 @@ def value_and_grad(
     mean, in the form of pieces. Buffers are equal on all ranks, by the rule `sync_buffers` of
     `shard`; for trees of `shard_tree`, it is "mean". Units of read trees are gathered on use, like
     those of `tree`. Every rank calls it. Collectives: those of each level's row in the table of
-    `layout/levels.py`, one all-reduce of the value, and one per dtype of the buffers that changed.
-    Those by "mean" follow an exchange where some ranks' batches weigh 0, and others' don't.
+    `layout/levels.py`, two all-reduces (of the value, and of words of the hosts), and one per
+    dtype of the buffers that changed. Integers by "mean" take two where the loss gives a weight.
 
     Random numbers are torch's own, as they come. Inside of a step they follow from its seed, its
     number, the gradient's number in the step, the micro-batch and the part of the batch instead.

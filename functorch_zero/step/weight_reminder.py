@@ -32,21 +32,21 @@ class WeightReminder:
             self._warn("micro-batches", f"{', '.join(rows)} rows")
 
     def compare_ranks(
-        self, batch: Any, weight: Tensor | float | None, mean_size: float | None, rank: int
+        self, batch: Any, weight: Tensor | float | None, sizes: tuple[int, int] | None, rank: int
     ) -> None:
         """Warn if ranks' batches have unequal sizes.
 
         Args:
             batch: this rank's part.
             weight: that its loss gave.
-            mean_size: the mean of `total_size` over ranks; None: it is the same on each.
+            sizes: the smallest and the largest `total_size` of all ranks; None: they are equal.
             rank: this one.
         """
-        if self._done or rank != 0 or weight is not None or mean_size is None:
+        if self._done or rank != 0 or weight is not None or sizes is None:
             return
-        sizes = leading_sizes(batch)
-        mean = mean_size / max(len(sizes), 1)
-        got = f"{_mean(sizes):g} rows on rank 0, {mean:g} on average over all ranks"
+        own = leading_sizes(batch)
+        least, most = (size / max(len(own), 1) for size in sizes)
+        got = f"{_mean(own):g} rows on rank 0, from {least:g} to {most:g} on all ranks"
         self._warn("ranks' batches", got)
 
     def _warn(self, what: str, got: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from functorch_zero.errors import GroupError
 from functorch_zero.groups import counted, run_ranks
-from functorch_zero.sharded.agreement import average
+from functorch_zero.sharded.average import average
 from tests.tiers import drawn
 
 weights = st.lists(st.just(0.0) | st.floats(1e-6, 1e6), min_size=1, max_size=5)
@@ -90,10 +90,13 @@ def test_other_collectives_or_metrics_are_noticed_on_every_rank(ranks: int) -> N
         run_ranks(run, ranks)
 
 
-def test_one_collective() -> None:
+def test_two_collectives() -> None:
+    """Of values, and of words."""
+
     def run(group: Any) -> Any:
         watched = counted(group)
         average({f"m{i}": 1.0 for i in range(10)}, 1.0, watched, [], [True])
-        return [(call.kind, call.num_elements) for call in watched.calls]
+        return [(call.kind, call.dtype, call.num_elements) for call in watched.calls]
 
-    assert run_ranks(run, 2) == [[("all_reduce", 32)]] * 2
+    expected = [("all_reduce", torch.float64, 32), ("all_reduce", torch.int64, 32)]
+    assert run_ranks(run, 2) == [expected] * 2

@@ -187,8 +187,8 @@ def test_replicas_are_summed_once_a_step_when_accumulating() -> None:
         sharded(state, make_batches(1)[0])
         return watched.num_calls("all_reduce")
 
-    units, metrics = 4, 1
-    assert run_ranks(run, 4) == [units + metrics] * 4
+    units, metrics, words = 4, 1, 1
+    assert run_ranks(run, 4) == [units + metrics + words] * 4
 
 
 def test_gradients_that_come_after_the_last_ones_are_summed_apart() -> None:

@@ -565,8 +565,8 @@ def test_reductions_and_buffers_are_counted() -> None:
                 state = sharded.init(params)
                 watched.reset()
                 sharded(state, rows(6, 3))
-                # Beside the gradients': metrics, buffers, the step's agreement
-                others = 3
+                # Beside the gradients': metrics, words, buffers, the step's agreement
+                others = 4
                 reduces = watched.num_calls("all_reduce") - others
                 reduces += watched.num_calls("reduce_scatter")
                 longest = max(c.num_elements for c in watched.calls if c.kind != "exchange")
@@ -580,30 +580,30 @@ def test_reductions_and_buffers_are_counted() -> None:
             assert longest < 2000, "a buffer that nobody changes is not sent"
 
 
-@pytest.mark.parametrize(
-    ("changed", "weights", "num"),
-    [
-        (True, (1, 1), 0),
-        (True, (0, 1), 1),
-        (True, (0, 0), 0),
-        (False, (0, 1), 0),
-    ],
-)
-def test_an_exchange_finds_a_rank_that_counts(
-    changed: bool, weights: tuple[int, int], num: int
+@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize("weights", [None, (1, 1), (0, 1), (1, 0), (0, 0)])
+def test_integers_of_the_first_rank_that_counts(
+    changed: bool, weights: tuple[int, int] | None
 ) -> None:
-    """Only where buffers have changed, and some ranks count and others don't."""
+    """A broadcast where all ranks count; else two sums, since no host need know who does."""
 
-    def loss(params: Any, weight: int, *, buffers: Any) -> Any:
-        new = {"seen": buffers["seen"] + 1} if changed else buffers
+    def loss(params: Any, weight: int | None, number: int, *, buffers: Any) -> Any:
+        new = {name: buffer + number for name, buffer in buffers.items()} if changed else buffers
         return params["w"].sum(), fz.Aux(buffers=new, weight=weight)
 
-    def run(group: Any) -> tuple[int, Any]:
-        watched, weight = counted(group), weights[group.rank]
+    def run(group: Any) -> Any:
+        watched, weight = counted(group), None if weights is None else weights[group.rank]
         params = fz.shard_tree({"w": torch.ones(3, requires_grad=True)}, level=0, group=watched)
         watched.reset()
-        buffers = {"seen": torch.zeros((), dtype=torch.int64)}
-        (_, _, new), _ = fz.value_and_grad(loss)(params, weight, buffers=buffers)
-        return watched.num_calls("exchange"), int(new["seen"])
+        buffers = {"a": torch.tensor([2, -3]), "b": torch.tensor([7, 300], dtype=torch.int16)}
+        (_, _, new), _ = fz.value_and_grad(loss)(params, weight, group.rank + 5, buffers=buffers)
+        reduces = watched.num_calls("all_reduce") - 3  # of gradients, metrics and words
+        return watched.num_calls("broadcast"), reduces, {k: b.tolist() for k, b in new.items()}
 
-    assert run_ranks(run, 2) == [(num, int(changed and any(weights)))] * 2
+    counting = [5 + rank for rank, weight in enumerate(weights or (1, 1)) if weight]
+    added = counting[0] if changed and counting else 0
+    calls = (2, 0) if weights is None else (0, 4)  # for two dtypes
+    if not added:
+        calls = (0, 0)
+    values = {"a": [2 + added, added - 3], "b": [7 + added, 300 + added]}
+    assert run_ranks(run, 2) == [(*calls, values)] * 2

@@ -16,7 +16,7 @@ from functorch_zero import checkpoint, optim
 from functorch_zero.errors import MismatchError
 from functorch_zero.groups import CountingGroup, HybridGroup, counted, run_ranks
 from functorch_zero.groups.mesh import Copy, axes_of
-from functorch_zero.sharded.agreement import average
+from functorch_zero.sharded.average import average
 from functorch_zero.testing import Equality, assert_sharded_equals_unsharded
 from tests.sharded.test_processes import on_processes
 from tests.tiers import THOROUGH, thinned, tiers
@@ -332,13 +332,14 @@ def test_equal_gradients_are_not_sent() -> None:
             found.append(Counter(call.kind for call in watched.calls))
         return found
 
-    buckets, agreement = 2, 1
+    # Values and words; and where ranks have the same data, digests of what they found
+    buckets, agreement, compared = 2, 2, 3
     expected: list[tuple[int, int, int]] = [  # reduce-scatters, all-reduces and all-gathers
         (buckets, buckets + agreement, buckets),
-        (buckets, agreement, buckets),  # replicas have equal gradients
-        (buckets, agreement, 2 * buckets),
-        (0, buckets + agreement, buckets),  # pieces are slices, summed over replicas
-        (buckets, agreement, 2 * buckets),
+        (buckets, compared, buckets),  # replicas have equal gradients
+        (buckets, compared, 2 * buckets),
+        (0, buckets + compared, buckets),  # pieces are slices, summed over replicas
+        (buckets, compared, 2 * buckets),
     ]
     for found in run_ranks(run, 4):
         kinds = ("reduce_scatter", "all_reduce", "all_gather")

@@ -151,14 +151,14 @@ def test_levels_0_and_1_reduce_once_and_2_and_3_in_every_micro_batch():
 
     units = 3
     for calls in run_ranks(on_a_rank, 2):
-        # And the metrics
+        # And two at the end, of values and of words
         assert calls[0] == {
-            "all_reduce": units + 1,
+            "all_reduce": units + 2,
             "reduce_scatter": 0,
             "all_gather": 0,
         }
-        assert calls[1] == {"all_reduce": 1, "reduce_scatter": units, "all_gather": units}
-        assert calls[2] == {"all_reduce": 1, "reduce_scatter": 4 * units, "all_gather": units}
+        assert calls[1] == {"all_reduce": 2, "reduce_scatter": units, "all_gather": units}
+        assert calls[2] == {"all_reduce": 2, "reduce_scatter": 4 * units, "all_gather": units}
         assert calls[3]["reduce_scatter"] == 4 * units
 
 

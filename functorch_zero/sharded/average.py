@@ -1,0 +1,165 @@
+"""The end of a pass: means of its metrics over ranks, and the ranks' agreement that all have done
+the same.
+
+Note [two planes]: values and words travel apart. Values, of metrics and weights, lie on the params'
+device, and so do their means: no host reads them, so that none waits for its device. Words are of
+the host: a digest of the collectives that it has started, and flags. They go from host to host
+while the devices are still at work.
+
+Note [equal copies]: ranks of the same data must find the same loss, metrics and weight, to the bit.
+The first copy of each part of the batch sends a digest of them under one number, the other copies
+under another. Where all are equal, so are the two means. Each digest is of the part's number, too,
+so that parts that changed places don't cancel.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..devices import number_on
+from ..errors import GroupError, MismatchError
+from ..groups.mesh import ONLY_COPY, Copy
+from ..groups.protocol import Group
+from ..step.loss import as_metric
+from .agreement import WIDTH, tell
+
+
+class Report(NamedTuple):
+    """The findings of all ranks together, the same on each."""
+
+    metrics: dict[str, Tensor]  # weighted means over ranks, 0-d
+    weight: Tensor  # 0-d float64, the sum of the weights of the batch's parts
+    num_weighty: Tensor  # 0-d float64: parts whose weight isn't 0
+    flags: list[bool]  # per flag: whether any rank has raised it
+    sizes: tuple[int, int] | None  # the ranks' smallest and largest, where they differ in it
+
+
+def average(
+    metrics: Mapping[str, Tensor | float],
+    weight: Tensor | float | None,
+    group: Group,
+    log: Sequence[str] = (),
+    flags: Sequence[bool] = (),
+    copy: Copy = ONLY_COPY,
+    size: int = 0,
+    device: torch.device | None = None,
+) -> Report:
+    """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. Two
+    all-reduces under way together, of a few float64 and a few int64; see Note [two planes].
+
+    Copies of the same data count as one. Ranks compare them, for which the host reads the values.
+
+    A weight below 0, or not finite, makes all means and the sum of the weights NaN.
+
+    Raises `GroupError` on every rank when ranks report other metrics, or have started other
+    collectives.
+    Raises `MismatchError` on every rank when ranks of the same data have found other values.
+
+    Args:
+        metrics: this rank's, by name; 0-d tensors on any device, or numbers.
+        weight: of this rank's part of the batch, 0-d, the sum of its micro-batches'; None: all
+            parts count the same.
+        log: the step, and the collectives that this rank has started since.
+        flags: this rank's; any one rank raises a flag for all.
+        copy: which copy of which part of the batch this rank has.
+        size: of this rank's batch, for the ranks to compare.
+        device: of the means; None: the CPU.
+    """
+    device = torch.device("cpu") if device is None else device
+    values = {name: as_metric(value) for name, value in metrics.items()}  # 0-d, floating-point
+    vector = _pack(list(values.values()), 1.0 if weight is None else weight, device)
+    means_under_way = group.all_reduce(vector)
+    # Names in their order, since sums are matched by position
+    told = tell([*values, f"{'no' if weight is None else 'a'} weight", *log], flags, group, size)
+    means_under_way.wait()
+    # Values are used only once the ranks are known to have sent the same ones
+    if not told.alike:
+        raise _other_collectives(group, log)
+    if copy.num > 1:
+        found = {name: float(value) for name, value in values.items()}  # unweighted
+        found["weight of its batch"] = 1.0 if weight is None else float(weight)
+        _check_copies(copy, found, group)
+
+    # Copies count `copy.num` times in sums and weights alike, which a mean doesn't show
+    num_weighty, total, *sums = vector[: 2 + len(values)].unbind()  # zeros come behind
+    # Where no batch weighs anything the sums are 0
+    divisor = torch.where(total == 0, 1.0, total)
+    means = {}
+    for (name, value), weighted in zip(values.items(), sums, strict=True):
+        means[name] = (weighted / divisor).to(value.dtype)
+    return Report(means, total / copy.num, num_weighty / copy.num, told.flags, told.sizes)
+
+
+def _pack(values: Sequence[Tensor], weight: Tensor | float, device: torch.device) -> Tensor:
+    """Whether the weight isn't 0, the weight, each value times it, and zeros: (a multiple of
+    `WIDTH`,) float64."""
+    numbers = torch.stack([number_on(device, number) for number in (weight, 1.0, *values)])
+    own_weight = numbers[0]
+    # No host reads a device's: a negative one must not be hidden by others in the sum
+    own_weight = torch.where(own_weight >= 0, own_weight, torch.nan)
+    # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
+    numbers = torch.where(own_weight == 0, 0.0, numbers * own_weight)
+    numbers[0] = own_weight != 0
+    # Ranks whose metrics differ still send equal lengths, and learn of it instead of hanging
+    return F.pad(numbers, (0, -len(numbers) % WIDTH))
+
+
+def _other_collectives(group: Group, log: Sequence[str]) -> GroupError:
+    # A rank knows only its own log: each tells where it was
+    at = log[0] if log else "none"
+    started = log[1:]
+    last = ", ".join(started[-4:]) or "none"
+    return GroupError(
+        "the ranks are at different steps, have not started the same collectives, or report "
+        f"other metrics; rank {group.rank} was at {at} and started {len(started)}, the last ones: "
+        f"{last}. Their results are wrong, and the step is undone. Remedy: make every rank take "
+        "the same steps, call the same units in the same order, return the same metrics, and give "
+        "a weight on all ranks or on none"
+    )
+
+
+def _check_copies(copy: Copy, found: Mapping[str, float], group: Group) -> None:
+    """Raise, on every rank with the same words, unless the copies are equal; see Note [equal
+    copies]. One all-reduce; where they aren't equal, an exchange of JSON finds the first
+    difference.
+
+    `found`: this rank's values, by name.
+    """
+    # Of 32 bits, so that int64 adds those of 2**31 ranks
+    digest = zlib.crc32(f"{copy.data}: {_bits(found)}".encode())
+    # Summed over ranks: the numbers of first and of other copies, and their digests
+    entries = [1, 0, digest, 0] if copy.number == 0 else [0, 1, 0, digest]
+    sums = torch.tensor(entries, device="cpu")  # (4,) int64
+    group.all_reduce(sums).wait()
+    num_first, num_others, first, others = sums.tolist()
+    # The means of the first and of the other copies, multiplied out: digests are integers
+    if first * num_others == others * num_first:
+        return
+    told = group.exchange(json.dumps([copy.data, found]).encode())
+    # All ranks have all messages, and find the same first difference
+    holders: dict[int, tuple[int, dict[str, float]]] = {}  # by part: first rank, and its findings
+    for rank, message in enumerate(told):
+        part, theirs = json.loads(message)
+        other, expected = holders.setdefault(part, (rank, theirs))
+        for name, ours, mine in zip(theirs, _bits(expected), _bits(theirs), strict=True):
+            if ours == mine:
+                continue
+            raise MismatchError(
+                f"ranks {other} and {rank} should have the same data, part {part} of the batch, "
+                f"and found another {name}: {expected[name]!r} and {theirs[name]!r} (this is rank "
+                f"{group.rank}). Remedy: give each rank part `mesh.data.rank` of the batch, and "
+                "let the loss draw its random numbers from the state's seed alone"
+            )
+    raise AssertionError("the sums differ, and the values don't")
+
+
+def _bits(found: Mapping[str, float]) -> list[str]:
+    """Equal for values that are equal to the bit: NaN equals NaN, and -0.0 differs from 0.0."""
+    return [float(number).hex() for number in found.values()]
