@@ -233,6 +233,36 @@ def test_the_check_for_torch_distributed_can_fail(source: str) -> None:
     assert not uses_torch_distributed("import torch\nfrom torch import nn")
 
 
+def copies_to_devices(source: str) -> list[str]:
+    """The calls that make a tensor of numbers elsewhere than on the CPU: copies, for which the host
+    waits. `number_on` fills instead."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        devices = [word.value for word in node.keywords if word.arg == "device"]
+        is_on_cpu = any(isinstance(x, ast.Constant) and x.value == "cpu" for x in devices)
+        makes = ast.unparse(node.func) in ("torch.tensor", "torch.as_tensor", "torch.asarray")
+        if node.func.attr == "new_tensor" or (makes and not is_on_cpu):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_no_numbers_are_copied_to_devices() -> None:
+    """But by models of `testing`, which a user moves."""
+    for path in modules():
+        if path.parent.name != "testing":
+            assert not copies_to_devices(path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    "source", ["torch.tensor(1.0, device=x.device)", "torch.as_tensor(x)", "values.new_tensor([1])"]
+)
+def test_the_check_of_copies_to_devices_can_fail(source: str) -> None:
+    assert copies_to_devices(source)
+    assert not copies_to_devices('torch.tensor(1.0, device="cpu")\ntorch.full((), 1.0)')
+
+
 def private_torch_names(source: str) -> set[str]:
     """The private names of torch that a file imports, uses, or has in a string, in full."""
     tree = ast.parse(source)

@@ -3,8 +3,8 @@
 Note [changed buffers]: a version counter says whether a buffer was written to. It misses torch's
 batch_norm, which writes its running statistics without counting, and writes through `.data` or
 numpy. So buffers are compared, on the CPU. Elsewhere comparing would wait for the device:
-floating-point buffers count as changed there, and the others by their counter. Where ranks tell
-each other, the device is asked, once for all buffers.
+floating-point buffers count as changed there, and the others by their counter. Before ranks send
+large ones, the device is asked, once for all; small ones are sent sooner than it answers.
 """
 
 from __future__ import annotations
@@ -57,14 +57,19 @@ def _is_comparable(buffer: Tensor) -> bool:
     return plain and buffer.is_cpu and buffer.dtype != torch.complex32
 
 
+_SMALL = 2**18  # bytes
+
+
 def changed_between(before: Tensor, after: Tensor) -> bool | Tensor:
-    """Whether a step's loss has changed a buffer; a 0-d bool tensor where only the buffer's device
-    knows."""
+    """Whether a step's loss has changed a buffer. Where only its device knows, a small one counts
+    as changed, and for a large one the answer is a 0-d bool tensor."""
     # A buffer that is known to have stayed is the same object
     if before is after or _is_comparable(after):
         return before is not after
     alike = (before.shape, before.dtype, before.layout) == (after.shape, after.dtype, after.layout)
     if not alike or after.layout != torch.strided or not has_values(after):
+        return True
+    if after.nbytes <= _SMALL:
         return True
     # A NaN counts as changed
     return (after != before).any()

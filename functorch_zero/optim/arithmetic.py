@@ -17,6 +17,7 @@ import torch
 from optree import tree_map
 from torch import Tensor
 
+from ..devices import number_on
 from ..tree import PyTree
 
 Tree = PyTree[Tensor]  # leaves whole, pieces, or flats: elementwise work sees no difference
@@ -157,8 +158,7 @@ def bias_correction(decay: Number, count: Tensor) -> Tensor:
 def pick(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`a` where the 0-d `condition` holds, else `b`; on the leaf's device, whatever the
     condition's."""
-    # The condition is copied to the device, where the host need not wait for it
-    return torch.where(condition.to(a.device), a, b)
+    return torch.where(number_on(a.device, condition, torch.bool), a, b)
 
 
 def is_zero(number: Any) -> bool:

@@ -70,7 +70,8 @@ def changed_here(
 ) -> list[bool]:
     """Per buffer, in flatten order: whether this rank's loss changed it. Ranks may differ in it.
 
-    All False where nobody will synchronize. The host waits for a device that alone knows it, once.
+    All False where nobody will synchronize. The host asks the device about large ones that it alone
+    knows, once.
     """
     before, after = optree.tree_leaves(old), optree.tree_leaves(new)
     if rule == "local" or group.size == 1:

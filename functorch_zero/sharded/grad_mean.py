@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..devices import number_on
 from ..layout.layout import Layout
 from ..step.loss import Outcome
 from ..step.nonfinite import all_finite
@@ -82,8 +83,8 @@ def loss_seed_of(
         factor = None if weight is None and share == first else share / first
     if scale is not None:
         first = first * scale
-    seed = torch.as_tensor(first, dtype=loss.dtype, device=loss.device)
-    return LossSeed(seed.detach(), GradScale(factor, weight))
+    seed = number_on(loss.device, first, loss.dtype)
+    return LossSeed(seed, GradScale(factor, weight))
 
 
 def _is_exact(dtype: torch.dtype, layout: Layout) -> bool:

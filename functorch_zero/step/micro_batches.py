@@ -11,10 +11,11 @@ import optree
 import torch
 from torch import Tensor
 
+from ..devices import number_on
 from ..errors import StructureError, explain
 from ..tree import paths
 from .loss import Outcome, as_tensor
-from .weights import as_weight, unless_weightless
+from .weights import as_weight, is_on_device, unless_weightless
 
 
 def check_accumulate(count: Any) -> None:
@@ -95,16 +96,20 @@ def weighted_mean(values: Sequence[Any], outcomes: Sequence[Outcome]) -> Tensor:
     tensors = [as_tensor(value) for value in values]
     # Added in the order of the micro-batches, so that the oracle's sums are always the same
     numerator: Tensor | None = None
-    total: Tensor | None = None  # 0-d float64
+    total: Tensor | None = None  # of the weights, 0-d float64
     for value, outcome in zip(tensors, outcomes, strict=True):
-        weight = as_weight(1.0 if outcome.weight is None else outcome.weight)
-        term = unless_weightless(value, weight) * weight.to(value.device)
+        weight = 1.0 if outcome.weight is None else outcome.weight
+        # A number of the host's goes to the weight, which the host would have to wait for
+        if is_on_device(weight) and value.is_cpu and value.dim() == 0:
+            value = number_on(weight.device, value, value.dtype)
+        own = number_on(value.device, weight)
+        term = unless_weightless(value, weight) * own
         numerator = term if numerator is None else numerator + term
-        total = weight if total is None else total + weight
+        total = own if total is None else total + own
     assert numerator is not None and total is not None
     # All of weight 0: the numerator is 0, and so is the mean
     divisor = torch.where(total == 0, 1, total)
-    mean = numerator / divisor.to(numerator.device)
+    mean = numerator / divisor
     # A 0-d value has become float64 by its weight
     return mean.to(reduce(torch.promote_types, (value.dtype for value in tensors)))
 

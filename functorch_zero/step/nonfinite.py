@@ -149,20 +149,18 @@ def all_finite(tensors: Iterable[Tensor], limits: Iterable[float] | None = None)
     The host waits for it, once for all tensors; nothing of the tensors' size is made.
     """
     ends = itertools.repeat(math.inf) if limits is None else limits
-    largest: list[Tensor] = []  # 0-d float64, per tensor its largest magnitude
-    below: list[float] = []
+    found: list[Tensor] = []  # 0-d bools
     # Not strict: without limits the ends repeat for ever
     for x, end in zip(tensors, ends, strict=False):
         if x.numel():  # an empty tensor has no largest element
             # The infinity norm: a NaN among the elements makes it a NaN, which is below nothing
-            largest.append(torch.linalg.vector_norm(x.detach(), math.inf).double())
-            below.append(end)
-    if not largest:
+            largest = torch.linalg.vector_norm(x.detach(), math.inf)
+            # In float64, which holds every dtype's values
+            found.append(largest.double() < end)
+    if not found:
         return True
-    # On the tensors' device, in float64, which holds every dtype's values
-    values = torch.stack(largest)
     # The one wait: a bool of all tensors together
-    return bool((values < values.new_tensor(below)).all())
+    return bool(torch.stack(found).all())
 
 
 def not_finite(named: dict[str, Tensor]) -> list[str]:

@@ -39,7 +39,7 @@ def check_weight(weight: Any, rank: int | None = None) -> None:
             )
         )
     # A device's is looked at in the steps that ask slow questions
-    if not _on_device(weight):
+    if not is_on_device(weight):
         check_weight_value(weight, rank)
 
 
@@ -93,14 +93,14 @@ def unless_weightless(
     if weight is None:
         return value
     # On a device: chosen there, without waiting for the weight
-    if _on_device(weight):
+    if is_on_device(weight):
         return torch.where(weight == 0, otherwise, value)
     if float(weight) != 0:
         return value
     return otherwise if isinstance(otherwise, Tensor) else torch.full_like(value, otherwise)
 
 
-def _on_device(weight: Tensor | float) -> TypeGuard[Tensor]:
+def is_on_device(weight: Tensor | float) -> TypeGuard[Tensor]:
     """Whether the host would have to wait for a device to know the weight."""
     return isinstance(weight, Tensor) and weight.device.type != "cpu"
 

@@ -231,8 +231,8 @@ def test_a_level_0_leaf_is_asked_about_without_communication() -> None:
         return found[0], found[1]
 
     alone, mixed = run_ranks(run, 2)[0]
-    assert alone == DEPTH + 1 and mixed == (DEPTH - 1) + 2, (
-        "gradients, metrics, and one question for all cut leaves"
+    assert alone == DEPTH + 2 and mixed == (DEPTH - 1) + 3, (
+        "gradients, metrics and words, and one question for all cut leaves"
     )
 
 

@@ -591,7 +591,7 @@ def test_a_gather_in_halves_moves_half_the_bytes(policy: Precision, keeps: bool)
 )
 def test_a_reduction_in_halves_moves_half_the_bytes(level: int, kind: str) -> None:
     whole, half = (sent(p, level) for p in (None, Precision(reduce=BF16)))
-    metrics = 2 * 32 * 8 * 3 / 4 if kind == "all_reduce" else 0
+    metrics = 2 * (2 * 32 * 8 * 3 / 4) if kind == "all_reduce" else 0
     assert whole[kind] - metrics > 0 and half == {
         **whole,
         kind: (whole[kind] - metrics) / 2 + metrics,

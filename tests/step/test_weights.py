@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
+from itertools import count
 from typing import Any
 
 import pytest
@@ -188,7 +190,7 @@ def test_a_sum_of_weights_may_leave_the_range(level: int | None) -> None:
 def test_a_devices_weight_is_in_range_where_steps_look(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_on_device", lambda weight: isinstance(weight, Tensor))
+    monkeypatch.setattr(weights, "is_on_device", lambda weight: isinstance(weight, Tensor))
     given = weighing([torch.tensor(1e21)])
 
     def run(group: Any) -> None:
@@ -212,7 +214,7 @@ def test_a_weight_is_finite_and_not_negative(
     weight: float, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if on_device:
-        monkeypatch.setattr(weights, "_on_device", lambda weight: isinstance(weight, Tensor))
+        monkeypatch.setattr(weights, "is_on_device", lambda weight: isinstance(weight, Tensor))
     given = torch.tensor(weight)
     for accumulate in (1, 2):
         step = fz.train_step(weighing([3.0, given]), optim.sgd(0.1), accumulate=accumulate)
@@ -234,7 +236,7 @@ def test_a_wrong_weight_on_one_rank_is_an_error_on_all(
 ) -> None:
     """A device's weight is first known to the host when the ranks agree."""
     if on_device:
-        monkeypatch.setattr(weights, "_on_device", lambda weight: isinstance(weight, Tensor))
+        monkeypatch.setattr(weights, "is_on_device", lambda weight: isinstance(weight, Tensor))
     given = weighing([torch.tensor(5.0), torch.tensor(weight)])
     step = fz.train_step(given, optim.sgd(1.0), accumulate=2 if call == "accumulated" else 1)
     evaluation = fz.eval_step(lambda p, b, x: given(p, b, x)[1])
@@ -259,6 +261,30 @@ def test_a_wrong_weight_on_one_rank_is_an_error_on_all(
     other, guilty = run_ranks(run, 2)
     assert "Aux.weight is no weight" in guilty and "on rank 1" in guilty and "Remedy" in guilty
     assert "rank 1 failed" in other and "Aux.weight is no weight" in other
+
+
+@pytest.mark.parametrize("weight", BAD)
+@pytest.mark.parametrize(("level", "accumulate"), crossed([0, 1, 2, 3], [1, 2], n=3))
+def test_a_devices_wrong_weight_makes_all_results_nan(
+    weight: float, level: int, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the steps in which no host reads it."""
+    monkeypatch.setattr(weights, "is_on_device", lambda weight: isinstance(weight, Tensor))
+    given = weighing([torch.tensor(5.0), torch.tensor(weight)])
+    step = fz.train_step(given, optim.sgd(1.0), accumulate=accumulate)
+
+    def run(group: Any) -> None:
+        sharded = fz.shard(step, level=level, group=group)
+        evaluation = fz.eval_step(lambda p, b, x: given(p, b, x)[1])
+        evaluation = fz.shard(replace(evaluation, calls=count(3)), level=level, group=group)
+        state = sharded.init(PARAMS).replace(step=torch.tensor(3))
+        own = BATCH[group.rank : group.rank + 1]
+        assert evaluation(state, own)["value"].isnan()
+        state, metrics = sharded(state, own if accumulate == 1 else BATCH)
+        assert metrics["loss"].isnan() and metrics["value"].isnan()
+        assert sharded.unshard(state).params["w"].isnan().all()
+
+    run_ranks(run, 2)
 
 
 def test_complex_metrics_are_refused() -> None:

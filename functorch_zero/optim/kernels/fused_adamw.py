@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...devices import number_on
 from ..across import Fused
 from ..arithmetic import number
 from ..base import Schedule, value_of
@@ -68,7 +69,7 @@ def fused_adamw(
         for (_, device), flats in kinds.items():
             largest_nu: list[Tensor] = []  # amsgrad's, which is off
             # One tensor for all flats of the kind, in float32 as torch's own AdamW has it
-            steps = [step.to(device, torch.float32)] * len(flats.params)
+            steps = [number_on(device, step, torch.float32)] * len(flats.params)
             torch._fused_adamw_(
                 *flats,
                 largest_nu,

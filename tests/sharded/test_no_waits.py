@@ -1,0 +1,189 @@
+"""The host never waits for a device in a step: it reads no value, and copies nothing to the device
+from memory of its own.
+
+"meta" stands for a GPU. A mode answers each question about a value, and notes the line of the
+package that has asked.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from optree import tree_map
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.groups import CountingGroup
+from functorch_zero.model import buffer_copies
+from functorch_zero.optim.kernels import fused_adamw
+from functorch_zero.sharded import train
+from functorch_zero.sharded_optim import pointwise
+from functorch_zero.step import loss
+from tests.tiers import crossed
+
+aten = torch.ops.aten
+LEVELS = (0, 1, 2, 3)
+# Steps 0, 1, 2, 4, 8 and so on are looked at, for which they may wait
+FIRST, LAST = 5, 7
+
+
+class Audit(TorchDispatchMode):
+    """Answers for the device, and counts what makes the host wait for it, by line of the
+    package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is not None and func is aten._local_scalar_dense.default and first.is_meta:
+            self._note("reads a value")
+            return True if first.dtype == torch.bool else 1.0
+        if first is not None and func is aten._to_copy.default:
+            target = torch.device(kwargs.get("device") or first.device)
+            if first.is_meta and target.type == "cpu":
+                self._note("copies to the host")
+                return torch.ones(first.shape, dtype=kwargs.get("dtype") or first.dtype)
+            if first.is_cpu and target.type == "meta":
+                self._note("copies to the device")
+        if func is aten.copy_.default and args[0].is_meta != args[1].is_meta:
+            self._note("copies between host and device")
+            return args[0]
+        # Torch moves numbers that lie on the CPU to the device, for this operator
+        if func is aten.where.self and len({x.device for x in args}) > 1:
+            self._note("copies to the device, in `where`")
+        return func(*args, **kwargs)
+
+    def _note(self, what: str) -> None:
+        for frame in reversed(traceback.extract_stack()):
+            if "/functorch_zero/" in frame.filename:
+                file = frame.filename.rpartition("/functorch_zero/")[2]
+                self.found[f"{file}:{frame.lineno} {what}: {frame.line}"] += 1
+                return
+        self.found[f"the loss or torch {what}"] += 1
+
+
+class Net(nn.Module):
+    """Some blocks, a table that stays, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.register_buffer("table", torch.linspace(-1, 1, 16))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x * self.table)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step whose host never waits."""
+
+    optimizer: Callable[[], optim.Transform] = lambda: optim.adamw(1e-3)
+    weight: Callable[[Tensor], Any] = lambda x: None
+    step_options: dict[str, Any] = field(default_factory=dict)  # of train_step
+    shard_options: dict[str, Any] = field(default_factory=dict)
+    model_options: dict[str, Any] = field(default_factory=dict)  # of functionalize
+
+
+clipped = lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+half = fz.Precision(compute=torch.bfloat16)
+CASES = {
+    "default": Case(),
+    "clipped": Case(clipped, step_options={"metrics": ["grad_norm", "learning_rate"]}),
+    "not donated": Case(shard_options={"donate": False}),
+    "a weight on the device": Case(weight=lambda x: (x[:, 0] > 0).sum()),
+    "a weight on the host": Case(weight=len),
+    "accumulated": Case(step_options={"accumulate": 2}),
+    "accumulated, with a weight on the device": Case(
+        weight=lambda x: (x[:, 0] > 0).sum(), step_options={"accumulate": 2}
+    ),
+    "accumulated, with a weight on the host": Case(weight=len, step_options={"accumulate": 2}),
+    "mixed precision": Case(model_options={"precision": half}),
+}
+
+
+def device_state(step: Any, params: Any, buffers: Any) -> Any:
+    """A state on the device: all but the seed, and counts other than the buffers'."""
+    whole = step.unshard(step.init(params, buffers))
+
+    def moved(x: Tensor) -> Tensor:
+        return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
+
+    on_device = tree_map(lambda x: moved(x) if x.dim() else x, whole)
+    return step.shard_state(on_device.replace(buffers=tree_map(moved, whole.buffers)))
+
+
+def waits(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
+    """The waits of some training steps and evaluations."""
+    # Tensors of this device have values, and the fused kernel runs on it
+    monkeypatch.setattr(train, "check_not_on_meta", lambda *args: None)
+    monkeypatch.setattr(loss, "check_has_values", lambda *args: None)
+    for module in (pointwise, buffer_copies):
+        monkeypatch.setattr(module, "has_values", lambda x: True)
+    monkeypatch.setattr(fused_adamw, "_takes", lambda param: True)
+    apply, params, buffers = fz.functionalize(Net(), nn.Sequential, **case.model_options)
+
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        y, new = apply(params, buffers, x)
+        value = y.square().mean()
+        metrics = {"on the device": value * 2, "number": 0.5, "on the host": torch.tensor(3)}
+        return value, fz.Aux(buffers=new, metrics=metrics, weight=case.weight(x))
+
+    def evaluate(params: Any, buffers: Any, x: Tensor) -> Any:
+        return replace(loss_fn(params, buffers, x)[1], buffers=None)
+
+    group = CountingGroup(2)
+    step: Any = fz.train_step(loss_fn, case.optimizer(), **case.step_options)
+    step = fz.shard(step, level=level, group=group, **case.shard_options)
+    evaluation: Any = fz.shard(fz.eval_step(evaluate), level=level, group=group)
+    state, batch = device_state(step, params, buffers), torch.empty(4, 16, device="meta")
+    found: dict[str, Counter[str]] = {"step": Counter(), "evaluation": Counter()}
+    for number in range(LAST + 1):
+        with Audit() as audit:
+            state, _ = step(state, batch)
+        if number >= FIRST:
+            found["step"] += audit.found
+        with Audit() as audit:
+            evaluation(state, batch)
+        if number >= FIRST:
+            found["evaluation"] += audit.found
+    return found
+
+
+@pytest.mark.parametrize(("name", "level"), crossed([*CASES], [*LEVELS], n=2))
+def test_the_host_never_waits(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waits(CASES[name], level, monkeypatch) == {"step": {}, "evaluation": {}}
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        (Case(step_options={"nonfinite": "raise"}), "step/nonfinite.py"),
+        (Case(weight=lambda x: x[:, 0].sum().item()), "step/loss.py"),
+    ],
+)
+def test_the_audit_can_fail(case: Case, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = waits(case, 3, monkeypatch)["step"]
+    assert found and all(where.startswith(line) for where in found)
+
+
+def test_the_device_is_asked_about_large_buffers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_copies, "_SMALL", 0)
+    (place,) = waits(CASES["default"], 1, monkeypatch)["step"].items()
+    assert place[0].startswith("sharded/buffers.py") and place[1] == LAST - FIRST + 1
