@@ -16,6 +16,7 @@ from .sharded.failures import propagate_failures
 from .sharded.loop import any_rank, broadcast, equalize_batches
 from .step import random
 from .step.evaluate import eval_step
+from .step.host import host
 from .step.hvp import hvp
 from .step.loss import Aux
 from .step.nonfinite import LossScale
@@ -51,6 +52,7 @@ __all__ = [
     "eval_step",
     "functionalize",
     "groups",
+    "host",
     "hvp",
     "launch",
     "named_leaves",

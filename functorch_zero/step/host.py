@@ -1,0 +1,81 @@
+"""`fz.host`: a step's metrics for the host, without a wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..devices import number_on
+
+
+class _Copy(NamedTuple):
+    """Numbers on their way from one device."""
+
+    places: dict[str, int]  # by name, in the vector
+    numbers: Tensor  # (n,) float64, on the CPU; right once the event has come
+    came: Any | None  # a `torch.Event`; None: they are there already
+
+
+class HostMetrics(Mapping[str, float]):
+    """Metrics as Python numbers, by name: a mapping that waits when it is read, for its own numbers
+    alone. Made by `host`."""
+
+    def __init__(self, copies: list[_Copy]):
+        self._copies = copies
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all numbers have come, so that to read them takes no wait."""
+        return all(copy.came is None or copy.came.query() for copy in self._copies)
+
+    def __getitem__(self, name: str) -> float:
+        for copy in self._copies:
+            if name in copy.places:
+                if copy.came is not None:
+                    copy.came.synchronize()
+                return float(copy.numbers[copy.places[name]])
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        for copy in self._copies:
+            yield from copy.places
+
+    def __len__(self) -> int:
+        return sum(len(copy.places) for copy in self._copies)
+
+    def __repr__(self) -> str:
+        return f"HostMetrics({dict(self)})" if self.is_here else f"HostMetrics({[*self]} to come)"
+
+
+def host(metrics: Mapping[str, Tensor | float]) -> HostMetrics:
+    """Begin to copy a step's metrics to the host, and return them by name.
+
+    A step's metrics are 0-d tensors on the params' device, and to read one there waits for all that
+    the device has been given. This copies them behind the step that made them. Read a step later,
+    they have come, and the host has queued the next step meanwhile. One copy per device; no
+    collective.
+
+    Args:
+        metrics: 0-d tensors or numbers, by name. Numbers come as float64.
+
+    >>> metrics = host({"loss": torch.tensor(0.5), "learning_rate": 0.1})
+    >>> metrics["loss"], dict(metrics)
+    (0.5, {'loss': 0.5, 'learning_rate': 0.1})
+    """
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, metric in metrics.items():
+        device = metric.device if isinstance(metric, Tensor) else torch.device("cpu")
+        by_device.setdefault(device, {})[name] = number_on(device, metric)
+    copies = []
+    for device, numbers in by_device.items():
+        together = torch.stack([*numbers.values()])  # (n,): one copy for all
+        # To pinned memory, and behind the kernels that make the numbers
+        arriving = together.to("cpu", non_blocking=True)
+        came = None if device.type == "cpu" else torch.Event(device)
+        if came is not None:
+            came.record()
+        copies.append(_Copy({name: i for i, name in enumerate(numbers)}, arriving, came))
+    return HostMetrics(copies)

@@ -1,0 +1,66 @@
+"""`fz.host`: metrics as numbers, and no wait before they are read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import functorch_zero as fz
+from functorch_zero import optim
+from functorch_zero.step.host import HostMetrics, _Copy
+
+
+def test_numbers_are_those_of_the_tensors() -> None:
+    given = {
+        "loss": torch.tensor(0.1, dtype=torch.float64),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "count": torch.tensor(2**40 + 1),
+        "rate": 0.3,
+    }
+    got = fz.host(given)
+    assert got.is_here
+    assert dict(got) == {"loss": 0.1, "half": 0.5, "count": 2**40 + 1, "rate": 0.3}
+    assert len(got) == 4 and "other" not in got
+    with pytest.raises(KeyError, match="other"):
+        got["other"]
+    assert dict(fz.host({})) == {}
+
+
+def test_later_writes_are_not_seen() -> None:
+    loss = torch.tensor(1.0, dtype=torch.float64)
+    got = fz.host({"loss": loss})
+    loss.fill_(2.0)
+    assert got["loss"] == 1.0
+
+
+def test_a_steps_metrics() -> None:
+    step = fz.train_step(lambda params, buffers, x: params["w"].square().sum() * x, optim.sgd(0.1))
+    _, metrics = step(step.init({"w": torch.ones(3, requires_grad=True)}), 2.0)
+    assert fz.host(metrics)["loss"] == 6.0
+
+
+class _Event:
+    """Stands for a device's event."""
+
+    def __init__(self) -> None:
+        self.has_come, self.waits = False, 0
+
+    def query(self) -> bool:
+        return self.has_come
+
+    def synchronize(self) -> None:
+        self.has_come = True
+        self.waits += 1
+
+
+def test_a_devices_numbers_are_waited_for_when_read() -> None:
+    late, numbers = _Event(), torch.zeros(2, dtype=torch.float64)
+    got = HostMetrics(
+        [_Copy({"loss": 0, "norm": 1}, numbers, late), fz.host({"rate": 0.5})._copies[0]]
+    )
+    assert [*got] == ["loss", "norm", "rate"] and not got.is_here
+    assert repr(got) == "HostMetrics(['loss', 'norm', 'rate'] to come)"
+    assert got["rate"] == 0.5 and late.waits == 0
+    numbers += 1  # they come
+    assert got["norm"] == 1.0 and late.waits == 1
+    assert got.is_here and repr(got) == "HostMetrics({'loss': 1.0, 'norm': 1.0, 'rate': 0.5})"
