@@ -28,6 +28,7 @@ from ..errors import GroupError, MismatchError
 from ..groups.mesh import ONLY_COPY, Copy
 from ..groups.protocol import Group
 from ..step.loss import as_metric
+from ..step.weights import or_nan
 from .agreement import WIDTH, tell
 
 
@@ -101,9 +102,7 @@ def _pack(values: Sequence[Tensor], weight: Tensor | float, device: torch.device
     """Whether the weight isn't 0, the weight, each value times it, and zeros: (a multiple of
     `WIDTH`,) float64."""
     numbers = torch.stack([number_on(device, number) for number in (weight, 1.0, *values)])
-    own_weight = numbers[0]
-    # No host reads a device's: a negative one must not be hidden by others in the sum
-    own_weight = torch.where(own_weight >= 0, own_weight, torch.nan)
+    own_weight = or_nan(numbers[0])
     # A batch that weighs nothing counts for nothing, even if its metric is NaN, a mean of nothing
     numbers = torch.where(own_weight == 0, 0.0, numbers * own_weight)
     numbers[0] = own_weight != 0

@@ -25,7 +25,7 @@ from ..devices import number_on
 from ..layout.layout import Layout
 from ..step.loss import Outcome
 from ..step.nonfinite import all_finite
-from ..step.weights import as_weight, unless_weightless
+from ..step.weights import as_weight, is_on_device, or_nan, unless_weightless
 
 # float16's largest number is 65504, and from halfway to the next power of two it rounds up
 F16_END = 65520.0  # numbers from here on are infinite in float16
@@ -97,18 +97,25 @@ def _is_exact(dtype: torch.dtype, layout: Layout) -> bool:
     return dtype == torch.float64 or (dtype == torch.float32 and not has_doubles)
 
 
-def in_range(reduced: Mapping[int, Tensor], layout: Layout, *, weighted: bool) -> bool:
+def in_range(reduced: Mapping[int, Tensor], layout: Layout, outcome: Outcome) -> bool:
     """Whether reduced, scaled gradients are finite, and would be in the unsharded step; see Note
-    [overflow].
+    [overflow]. So must be the batch's loss and weight, unless it weighs nothing. The host waits for
+    the device, once.
 
     Weighted sums are not held to float16's range: the weight that will divide them is not known
     yet.
     """
-    ends = []  # per bucket, the magnitude that its gradients must stay below
+    weighted = outcome.weight is not None
+    ends: list[float] = []  # per bucket, the magnitude that its gradients must stay below
     for b in reduced:
         is_half = layout.buckets[b].compute == torch.float16
         ends.append(F16_END if is_half and not weighted else math.inf)
-    return all_finite(reduced.values(), ends)
+    numbers = [unless_weightless(outcome.loss, outcome.weight)]
+    # A host's has been checked
+    if is_on_device(outcome.weight):
+        numbers.append(or_nan(outcome.weight))
+    ends += [math.inf] * len(numbers)
+    return all_finite([*reduced.values(), *numbers], ends)
 
 
 def to_means(reduced: Mapping[int, Tensor], total: Tensor | None, scale: float | None) -> None:

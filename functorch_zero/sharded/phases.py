@@ -31,11 +31,12 @@ from ..runtime.prefetch import PrefetchOrder
 from ..runtime.reduce import Kept
 from ..step.loss import Metrics, Outcome
 from ..step.metrics import UpdateMetrics
-from ..step.nonfinite import NonFiniteState, all_finite
+from ..step.nonfinite import NonFiniteState
 from ..step.rng import replayed
 from ..step.state import State, TrainValue
 from ..step.train import TrainStep, merged_metrics
 from ..step.weight_reminder import total_size
+from ..step.weights import check_weight_value
 from ..tree import PyTree
 from .agreement import refuse
 from .average import average
@@ -107,7 +108,7 @@ class Local(NamedTuple):
     reduced: dict[int, Tensor]  # by bucket: sums over ranks of gradients (piece,) or (numel,)
     kept: dict[int, Kept]  # by bucket: the tensors that the reduction keeps for the next step
     outcome: Outcome  # of all micro-batches as one
-    overflown: bool  # a reduced gradient is not finite, and the step looks
+    fine: bool  # loss and reduced gradients are finite, or the step doesn't look
     log: list[str]  # the step's number, and the collectives started since
 
 
@@ -164,10 +165,9 @@ def differentiate(run: Run, order: PrefetchOrder) -> Local:
     )
     # The one wait for the last reductions; from here on gradients are sums over ranks
     reduced = reduction.finish()
-    # `in_range` makes the host wait for the device, so it is asked only if the step looks
-    looks = run.step.policy.looks
-    overflown = looks and not in_range(reduced, run.layout, weighted=_weighted(outcome))
-    return Local(reduced, reduction.kept, outcome, overflown, log)
+    # The host waits for the device there, so it asks only if the step looks
+    fine = not run.step.policy.looks or in_range(reduced, run.layout, outcome)
+    return Local(reduced, reduction.kept, outcome, fine, log)
 
 
 def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
@@ -188,7 +188,7 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
     # In the order in which they are taken apart below; all ranks have as many buffers
     flags = [
         *changed_here(old, new, run.options.sync_buffers, axes.data),
-        local.overflown,
+        not local.fine,
         background.failed(),
     ]
     report = average(
@@ -201,18 +201,17 @@ def agree_on(run: Run, local: Local, background: BackgroundTasks) -> Agreed:
         size=total_size(run.batch),
         device=outcome.loss.device,
     )
-    *changed, overflown, failed = report.flags
+    *changed, unfit, failed = report.flags
     # Before the numbers are looked at: whatever they are, the task's error is told
     background.raise_if(failed)
     run.step.reminder.compare_ranks(run.batch, outcome.weight, report.sizes, group.rank)
-    # The mean is not finite where the loss of any batch with weight isn't
-    fine = not policy.looks or (not overflown and all_finite([report.metrics["loss"]]))
     # All ranks come here alike, so one more exchange can say which leaf, on which rank
-    if not fine and policy.nonfinite == "raise":
+    if unfit and policy.nonfinite == "raise":
+        check_weight_value(outcome.weight, group.rank)
         number = int(run.state.step)
         refuse(number, outcome.loss, local.reduced, run.layout, run.piece_number, group)
-    finite = policy.next(run.state.finite, fine=fine)
-    return Agreed(report.metrics, report.weight, report.num_weighty, changed, fine, finite)
+    finite = policy.next(run.state.finite, fine=not unfit)
+    return Agreed(report.metrics, report.weight, report.num_weighty, changed, not unfit, finite)
 
 
 @torch.no_grad()

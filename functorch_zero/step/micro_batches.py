@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -15,7 +14,7 @@ from ..devices import number_on
 from ..errors import StructureError, explain
 from ..tree import paths
 from .loss import Outcome, as_tensor
-from .weights import as_weight, is_on_device, unless_weightless
+from .weights import as_weight, is_on_device, or_nan, unless_weightless
 
 
 def check_accumulate(count: Any) -> None:
@@ -138,9 +137,7 @@ def _total_weight(outcomes: Sequence[Outcome]) -> Tensor | None:
     # All have a weight or none has
     for outcome in outcomes:
         if outcome.weight is not None:
-            weight = as_weight(outcome.weight)
-            # A negative one on a device is found by its sum, and other weights must not hide it
-            weight = torch.where(weight < 0, math.nan, weight)
+            weight = or_nan(as_weight(outcome.weight))
             total = weight if total is None else total + weight
     return total
 

@@ -100,7 +100,13 @@ def unless_weightless(
     return otherwise if isinstance(otherwise, Tensor) else torch.full_like(value, otherwise)
 
 
-def is_on_device(weight: Tensor | float) -> TypeGuard[Tensor]:
+def or_nan(weight: Tensor) -> Tensor:
+    """The weight (0-d), or NaN where it is negative: a device's is read by no host, and others must
+    not hide it in a sum."""
+    return torch.where(weight < 0, torch.nan, weight)
+
+
+def is_on_device(weight: Tensor | float | None) -> TypeGuard[Tensor]:
     """Whether the host would have to wait for a device to know the weight."""
     return isinstance(weight, Tensor) and weight.device.type != "cpu"
 

@@ -216,6 +216,7 @@ def syncs(report: Report) -> None:
     for name, make in runs.items():
         run = make()
         warm_up(run)
+        run()  # step 4, which is looked at, and may wait
         with noting_waits() as found:
             run()
         report.check_on_cuda(f"{name}: waits of the host, by line", dict(found), not found, "none")

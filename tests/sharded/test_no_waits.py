@@ -183,6 +183,22 @@ def test_the_audit_can_fail(case: Case, line: str, monkeypatch: pytest.MonkeyPat
     assert found and all(where.startswith(line) for where in found)
 
 
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        (Case(step_options={"nonfinite": "skip"}), "step/nonfinite.py"),
+        (Case(step_options={"loss_scale": fz.LossScale(8.0)}), "step/nonfinite.py"),
+        (Case(lambda: optim.apply_if_finite(optim.adamw(1e-3), 3)), "optim/wrappers/wrappers.py"),
+    ],
+)
+def test_a_step_that_may_be_skipped_waits_once(
+    case: Case, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host counts the steps that are taken, for schedules and corrections of bias."""
+    (place,) = waits(case, 3, monkeypatch)["step"].items()
+    assert place[0].startswith(line) and place[1] == LAST - FIRST + 1
+
+
 def test_the_device_is_asked_about_large_buffers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_copies, "_SMALL", 0)
     (place,) = waits(CASES["default"], 1, monkeypatch)["step"].items()
