@@ -101,9 +101,9 @@ def unless_weightless(
 
 
 def or_nan(weight: Tensor) -> Tensor:
-    """The weight (0-d), or NaN where it is negative: a device's is read by no host, and others must
-    not hide it in a sum."""
-    return torch.where(weight < 0, torch.nan, weight)
+    """The weight (0-d), or NaN where it is negative or infinite: a device's is read by no host, and
+    others must not hide it in a sum."""
+    return torch.where((weight >= 0) & (weight < math.inf), weight, torch.nan)
 
 
 def is_on_device(weight: Tensor | float | None) -> TypeGuard[Tensor]:

@@ -27,7 +27,7 @@ from functorch_zero.optim.kernels import fused_adamw
 from functorch_zero.sharded import train
 from functorch_zero.sharded_optim import pointwise
 from functorch_zero.step import loss
-from tests.tiers import crossed
+from tests.tiers import crossed, thinned
 
 aten = torch.ops.aten
 LEVELS = (0, 1, 2, 3)
@@ -169,6 +169,22 @@ def waits(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 @pytest.mark.parametrize(("name", "level"), crossed([*CASES], [*LEVELS], n=2))
 def test_the_host_never_waits(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits(CASES[name], level, monkeypatch) == {"step": {}, "evaluation": {}}
+
+
+OPTIMIZERS: dict[str, Callable[[], optim.Transform]] = {
+    "lamb": lambda: optim.lamb(optim.warmup_cosine_decay_schedule(0.0, 1e-3, 3, 10)),
+    "muon": lambda: optim.muon(1e-3),
+    "adafactor": lambda: optim.adafactor(1e-3),
+    "lbfgs": lambda: optim.lbfgs(1e-3),
+    "soap": lambda: optim.soap(1e-3),
+    "multi_steps": lambda: optim.multi_steps(optim.adamw(1e-3), 2),
+    "lookahead": lambda: optim.lookahead(optim.sgd(0.1), 2, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS))
+def test_optimizers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not waits(Case(OPTIMIZERS[name]), 3, monkeypatch)["step"]
 
 
 @pytest.mark.parametrize(
