@@ -55,7 +55,7 @@ def average(
     """The metrics' weighted mean over ranks, the sum of the weights, any rank's flags. Two
     all-reduces under way together, of a few float64 and a few int64; see Note [two planes].
 
-    Copies of the same data count as one. Ranks compare them, for which the host reads the values.
+    Copies of the same data count as one. Ranks compare them: the host reads the values, once.
 
     A weight below 0, or not finite, makes all means and the sum of the weights NaN.
 
@@ -84,9 +84,10 @@ def average(
     if not told.alike:
         raise _other_collectives(group, log)
     if copy.num > 1:
-        found = {name: float(value) for name, value in values.items()}  # unweighted
-        found["weight of its batch"] = 1.0 if weight is None else float(weight)
-        _check_copies(copy, found, group)
+        own = {**values, "weight of its batch": 1.0 if weight is None else weight}  # unweighted
+        # The host waits for the device, once for all
+        numbers = torch.stack([number_on(device, number) for number in own.values()]).tolist()
+        _check_copies(copy, dict(zip(own, numbers, strict=True)), group)
 
     # Copies count `copy.num` times in sums and weights alike, which a mean doesn't show
     num_weighty, total, *sums = vector[: 2 + len(values)].unbind()  # zeros come behind

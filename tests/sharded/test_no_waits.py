@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_zero as fz
 from functorch_zero import optim
-from functorch_zero.groups import CountingGroup
+from functorch_zero.groups import CountingGroup, HybridGroup
 from functorch_zero.model import buffer_copies
 from functorch_zero.optim.kernels import fused_adamw
 from functorch_zero.sharded import train
@@ -99,6 +99,7 @@ class Case:
     step_options: dict[str, Any] = field(default_factory=dict)  # of train_step
     shard_options: dict[str, Any] = field(default_factory=dict)
     model_options: dict[str, Any] = field(default_factory=dict)  # of functionalize
+    mesh: dict[str, Any] | None = None  # options of a mesh of 2 x 2 ranks; None: one axis of 2
 
 
 clipped = lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
@@ -115,6 +116,7 @@ CASES = {
     ),
     "accumulated, with a weight on the host": Case(weight=len, step_options={"accumulate": 2}),
     "mixed precision": Case(model_options={"precision": half}),
+    "two axes": Case(mesh={}),
 }
 
 
@@ -148,7 +150,9 @@ def waits(case: Case, level: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     def evaluate(params: Any, buffers: Any, x: Tensor) -> Any:
         return replace(loss_fn(params, buffers, x)[1], buffers=None)
 
-    group = CountingGroup(2)
+    group: Any = CountingGroup(2)
+    if case.mesh is not None:
+        group = HybridGroup(CountingGroup(4), shard_size=2, **case.mesh)
     step: Any = fz.train_step(loss_fn, case.optimizer(), **case.step_options)
     step = fz.shard(step, level=level, group=group, **case.shard_options)
     evaluation: Any = fz.shard(fz.eval_step(evaluate), level=level, group=group)
@@ -205,12 +209,12 @@ def test_the_audit_can_fail(case: Case, line: str, monkeypatch: pytest.MonkeyPat
         (Case(step_options={"nonfinite": "skip"}), "step/nonfinite.py"),
         (Case(step_options={"loss_scale": fz.LossScale(8.0)}), "step/nonfinite.py"),
         (Case(lambda: optim.apply_if_finite(optim.adamw(1e-3), 3)), "optim/wrappers/wrappers.py"),
+        (Case(mesh={"same_data": "shard"}), "sharded/average.py"),
     ],
 )
-def test_a_step_that_may_be_skipped_waits_once(
-    case: Case, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host counts the steps that are taken, for schedules and corrections of bias."""
+def test_a_step_that_waits_once(case: Case, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host counts the steps that are taken, for schedules and corrections of bias. And ranks of
+    the same data compare what they found."""
     (place,) = waits(case, 3, monkeypatch)["step"].items()
     assert place[0].startswith(line) and place[1] == LAST - FIRST + 1
 
