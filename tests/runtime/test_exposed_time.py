@@ -16,7 +16,7 @@ from functorch_zero.sharded.api import shard
 from functorch_zero.step.train import train_step
 from functorch_zero.testing import SimulatedGroup, Wire, simulated
 
-WIDTH, LAYERS, UNITS = 16, 3, 6
+WIDTH, LAYERS, UNITS = 64, 3, 6
 FORWARD, BACKWARD = 3.0, 6.0  # seconds of one unit, of which each layer takes its part
 UNIT_BYTES = LAYERS * WIDTH * WIDTH * 8
 
