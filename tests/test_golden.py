@@ -46,6 +46,8 @@ def test_the_numbers_tell_levels_and_options_apart() -> None:
     same = [
         n for n, at in levels.items() if n != at and (CALLS[n], PEAKS[n]) == (CALLS[at], PEAKS[at])
     ]
-    assert same == ["level 0, all metrics", "level 0, two axes"], (
-        "every rank has all, and all ranks reduce together"
-    )
+    assert same == [
+        "level 0, clipped by global norm",
+        "level 0, all metrics",
+        "level 0, two axes",
+    ], "every rank has all and clips in place, and all ranks reduce together"
